@@ -1,0 +1,25 @@
+"""megatoken pre-trains GPT-2, GPT-3 and LLaMA-family models from raw text.
+
+STAGES is the order of the house: the order in which data flows and the only direction in which
+modules may import. A stage imports itself and earlier stages; tests/test_architecture.py enforces it.
+"""
+
+__version__ = "0.1.0"
+
+STAGES = (
+    "errors",  # one kind of failure, with its exit code
+    "presets",  # published model shapes: pure data
+    "config",  # every knob, typed and frozen
+    "hardware",  # what is this machine; the only reader of the environment
+    "data",  # documents -> tokenizer -> prepare -> shards -> loader
+    "model",  # GPT, loss, counts
+    "optim",  # parameter groups, learning-rate schedule
+    "train",  # state, step, meter, journal, guard
+    "checkpoint",  # commit protocol, restore
+    "evaluate",  # held-out loss
+    "sample",  # key/value cache, decoding
+    "interop",  # Hugging Face folders
+    "plot",  # curves and pictures from metrics.jsonl
+    "pretrain",  # the program: the page to read first
+    "cli",  # one call per subcommand
+)
