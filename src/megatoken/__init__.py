@@ -8,9 +8,12 @@ __version__ = "0.1.0"
 
 STAGES = (
     "errors",  # one kind of failure, with its exit code
+    "console",  # how things are shown to people
     "presets",  # published model shapes: pure data
     "config",  # every knob, typed and frozen
+    "recipe",  # YAML and overrides to a checked run, with origins
     "hardware",  # what is this machine; the only reader of the environment
+    "device",  # what torch can do on it
     "data",  # documents -> tokenizer -> prepare -> shards -> loader
     "model",  # GPT, loss, counts
     "optim",  # parameter groups, learning-rate schedule
@@ -20,6 +23,10 @@ STAGES = (
     "sample",  # key/value cache, decoding
     "interop",  # Hugging Face folders
     "plot",  # curves and pictures from metrics.jsonl
+    "verify",  # every hash of a folder, recomputed
+    "progress",  # the bar of prepare
+    "writing",  # a prompt continued on the screen
+    "opening",  # what happens once, before the first step
     "pretrain",  # the program: the page to read first
     "cli",  # one call per subcommand
 )

@@ -1,6 +1,8 @@
 """What is this machine: caches, cores, memory. The only module that reads the environment."""
 
 import os
+import platform
+import shutil
 from pathlib import Path
 
 
@@ -30,3 +32,48 @@ def cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident memory of this process so far; 0 where the system does not tell (Windows)."""
+    try:
+        import resource  # absent on Windows
+    except ImportError:
+        return 0
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if platform.system() == "Darwin" else kilobytes * 1024
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler that torch.compile would call on a CPU; empty when there is none."""
+    return next(
+        (path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), ""
+    )
+
+
+# Dense matrix-product peaks in FLOP/s from vendor data sheets, by exact device name as the driver reports it.
+# Sparse figures are halved; "tf32" is the rate of fp32 products with TF32 allowed. A device that is not here has no
+# peak: the rate measured on it is used instead and said so.
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "Tesla P100-PCIE-16GB": {"fp32": 9.3e12, "fp16": 18.7e12},
+    "Tesla P100-SXM2-16GB": {"fp32": 10.6e12, "fp16": 21.2e12},
+    "Tesla V100-SXM2-16GB": {"fp32": 15.7e12, "fp16": 125e12},
+    "Tesla V100-SXM2-32GB": {"fp32": 15.7e12, "fp16": 125e12},
+    "Tesla V100-PCIE-16GB": {"fp32": 14e12, "fp16": 112e12},
+    "Tesla V100-PCIE-32GB": {"fp32": 14e12, "fp16": 112e12},
+    "Tesla T4": {"fp32": 8.1e12, "fp16": 65e12},
+    "NVIDIA A10": {"fp32": 31.2e12, "tf32": 62.5e12, "fp16": 125e12, "bf16": 125e12},
+    "NVIDIA A100-SXM4-40GB": {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
+    "NVIDIA A100-SXM4-80GB": {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
+    "NVIDIA A100-PCIE-40GB": {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
+    "NVIDIA A100 80GB PCIe": {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
+    "NVIDIA L4": {"fp32": 30.3e12, "tf32": 60e12, "fp16": 121e12, "bf16": 121e12},
+    "NVIDIA L40S": {"fp32": 91.6e12, "tf32": 183e12, "fp16": 362e12, "bf16": 362e12},
+    "NVIDIA H100 80GB HBM3": {"fp32": 67e12, "tf32": 494.7e12, "fp16": 989.4e12, "bf16": 989.4e12},
+    "NVIDIA H100 PCIe": {"fp32": 51e12, "tf32": 378e12, "fp16": 756e12, "bf16": 756e12},
+    "NVIDIA H100 NVL": {"fp32": 60e12, "tf32": 417.5e12, "fp16": 835e12, "bf16": 835e12},
+    "NVIDIA H200": {"fp32": 67e12, "tf32": 494.7e12, "fp16": 989.4e12, "bf16": 989.4e12},
+    "NVIDIA B200": {"fp32": 80e12, "tf32": 1125e12, "fp16": 2250e12, "bf16": 2250e12},
+    "NVIDIA GeForce RTX 3090": {"fp32": 35.6e12, "tf32": 35.6e12, "fp16": 71e12, "bf16": 71e12},
+    "NVIDIA GeForce RTX 4090": {"fp32": 82.6e12, "tf32": 82.6e12, "fp16": 165.2e12, "bf16": 165.2e12},
+}

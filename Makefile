@@ -1,0 +1,55 @@
+# Everything a newcomer or CI needs. VENV=. uses the environment that is active instead of making one.
+PYTHON ?= python3
+VENV   ?= .venv
+RUN     = runs/quickstart
+# The torch that the tests ran with; any from 2.11 on will do: make quickstart TORCH="torch>=2.11"
+TORCH  ?= torch==2.13.0
+
+ifeq ($(VENV),.)
+BIN =
+else
+BIN = $(VENV)/bin/
+endif
+
+.PHONY: quickstart test check soak bench clean
+
+quickstart: $(VENV)/.user
+	$(BIN)megatoken prepare python --out data/python --tokenizer bpe:1024
+	$(BIN)megatoken train quickstart --out $(RUN)
+	$(BIN)megatoken sample $(RUN) "def " --tokens 100
+	@echo
+	@echo "run folder   $(RUN)"
+	@echo "curves       $(RUN)/plots/curves.png"
+	@echo "next         $(BIN)megatoken sample $(RUN) \"class \""
+	@echo "your text    $(BIN)megatoken prepare FOLDER --out data/mine && $(BIN)megatoken train quickstart --out runs/mine data.path=data/mine"
+
+test: check
+	$(BIN)pytest
+
+check: $(VENV)/.dev
+	$(BIN)ruff format --check .
+	$(BIN)ruff check .
+	$(BIN)mypy
+
+# Minutes to hours: kills, damage, memory and speed, each ending in one JSON line. Results belong in records/.
+soak: $(VENV)/.dev
+	$(BIN)python tests/soak/commit_soak.py
+	$(BIN)python tests/soak/prepare_soak.py
+	$(BIN)python tests/soak/train_soak.py
+
+bench: $(VENV)/.dev
+	$(BIN)python tests/soak/loader_bench.py
+	$(BIN)python tests/soak/generate_bench.py
+
+$(VENV)/.user: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)python -m pip install -q "$(TORCH)" -e ".[plot]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)python -m pip install -q "$(TORCH)" -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf runs/quickstart data/python

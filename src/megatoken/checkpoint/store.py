@@ -1,0 +1,314 @@
+"""The commit protocol: a checkpoint is a folder that exists whole and verified, or not at all.
+
+In: writers of single files and facts for the manifest. Out: `root/step-00000010/` with the files and a
+`manifest.json` that names the size and xxh3-128 of each, and at its end the hash of itself. Everything is
+written and fsynced in `root/.tmp-...`, which one rename publishes; removal is a rename to `.tmp-...` first.
+So a process killed at any moment leaves only whole checkpoints and `.tmp-...` leftovers for `sweep`.
+
+xxh3 finds accidents, not forgers; paths out of a manifest are treated as hostile all the same.
+Absent on purpose: torch, the tensor format (restore), locking (the journal holds the run folder), retries.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatoken.checkpoint.manifest import (
+    MANIFEST,
+    STEP,
+    Manifest,
+    OtherFormat,
+    Signature,
+    Stored,
+    hash_file,
+    is_contained,
+    seal,
+    sign,
+    verify,
+)
+from megatoken.errors import Exit, Fault
+
+__all__ = ["Manifest", "OtherFormat", "commit", "newest_valid", "prune", "step_folder", "steps", "sweep", "verify"]
+
+_TEMPORARY = ".tmp-"
+_PRUNED = ".tmp-prune-"
+_RESTARTS = 100  # of newest_valid, each caused by a writer that moved on meanwhile
+
+_checked: dict[Signature, bool] = {}  # folders this process has written or hashed: were they valid?
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` stands once it is committed."""
+    return root / f"step-{step:08d}"
+
+
+def commit(
+    root: Path,
+    step: int,
+    files: Mapping[str, Callable[[Path], None]],
+    *,
+    meta: Mapping[str, Any],
+    needed_bytes: int = 0,
+) -> Path:
+    """Write the checkpoint of `step` so that it appears whole and durable, or not at all; return its folder.
+
+    files: name (sub-folders allowed, `tokenizer/vocab.json`) -> writer of that one file. meta: plain JSON, finite
+    numbers. needed_bytes: space to insist on beforehand, 0 to skip. A valid checkpoint of that step is returned
+    as it is; an invalid one is replaced. Fault(STORAGE) when the disk is full, read-only or failing: then nothing
+    of this save remains and earlier checkpoints are untouched. OtherFormat when that step exists in another format.
+    """
+    for name in files:
+        if not is_contained(name):
+            raise ValueError(f"not a name for a file in a checkpoint: {name!r}")
+    final = step_folder(root, step)
+    temporary = root / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex}"
+    try:
+        _make(root)
+        if os.path.lexists(final) and _verifies(final):
+            _sync(root)  # it may be the work of a process that died before this
+            return final
+        _require_space(root, step, needed_bytes)
+        _fill(temporary, step, files, meta)
+        replaced = _set_aside(final)
+        temporary.rename(final)
+        try:
+            _sync(root)
+        except OSError:
+            final.rename(temporary)  # not known to be durable, so it must not count as committed
+            raise
+    except BaseException as failure:
+        _remove(temporary)
+        error = _system_error(failure)
+        if error is None:
+            raise
+        raise _storage_fault(root, step, needed_bytes, error) from failure
+    if replaced is not None:
+        _remove(replaced)
+    _remember(final)
+    return final
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove what killed runs left behind; return what is gone. Only while holding the run's lock."""
+    gone = []
+    with contextlib.suppress(OSError):
+        for leftover in sorted(root.glob(f"{_TEMPORARY}*")):
+            _remove(leftover)
+            if not os.path.lexists(leftover):
+                gone.append(leftover)
+    return gone
+
+
+def steps(root: Path) -> list[int]:
+    """Steps with a committed name, ascending; cheap, nothing is verified. A missing root has none.
+
+    Fault(STORAGE) when the folder cannot be read.
+    """
+    found = []
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                name = STEP.fullmatch(entry.name)
+                if name and entry.is_dir(follow_symlinks=False):
+                    found.append(int(name[1]))
+    except FileNotFoundError:
+        return []
+    except OSError as failure:
+        what = f"checkpoints cannot be listed: {failure.strerror}"
+        raise Fault(Exit.STORAGE, what, str(root), "name a folder that can be read") from failure
+    return sorted(found)
+
+
+def newest_valid(root: Path, on_bad: Callable[[Path, Fault], None]) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint that verifies, with its manifest; None if there is none.
+
+    `on_bad` hears of each newer one that does not verify. Safe beside a writer that commits and prunes: a folder
+    that is moved away while it is read is forgotten and the search starts again. OtherFormat is raised, not skipped:
+    going on from an older step would end in training over it. A reader that then loads must be ready to ask again.
+    """
+    told: set[Path] = set()
+    for _ in range(_RESTARTS):
+        moved = False
+        for step in reversed(steps(root)):
+            folder = step_folder(root, step)
+            before = _identity(folder)
+            try:
+                manifest = verify(folder)
+                _remember(folder)
+                return folder, manifest
+            except OtherFormat:
+                raise
+            except Fault as fault:
+                moved = before is None or _identity(folder) != before
+                if moved:
+                    break
+                if folder not in told:
+                    on_bad(folder, fault)
+                    told.add(folder)
+        if not moved:
+            return None
+    raise Fault(Exit.CHECKPOINT, "checkpoints vanish faster than they can be read", str(root), "try again")
+
+
+def prune(root: Path, *, keep_last: int, keep_every: int) -> list[Path]:
+    """Remove old checkpoints after a commit; return the folders that are gone, oldest first.
+
+    Kept: the newest `keep_last` (at least 1) that verify, whatever is newer than those, and each step that is a
+    multiple of keep_every (0: none). What this process committed or verified before is only looked at again (name,
+    inode, size, time of each file). Fault(STORAGE) when a folder cannot be moved; training need not stop for it.
+    """
+    valid = 0
+    doomed = []
+    for step in reversed(steps(root)):
+        if valid < max(1, keep_last):
+            valid += _is_valid(step_folder(root, step))
+        elif not keep_every or step % keep_every:
+            doomed.append(step_folder(root, step))
+    gone = []
+    try:
+        for folder in reversed(doomed):
+            with contextlib.suppress(FileNotFoundError):
+                folder.rename(root / f"{_PRUNED}{folder.name}-{uuid.uuid4().hex}")
+                gone.append(folder)
+        if gone:
+            _sync(root)  # the names must be gone for good before the first file goes
+    except OSError as failure:
+        raise Fault(
+            Exit.STORAGE,
+            f"old checkpoints cannot be removed: {failure.strerror}",
+            str(failure.filename or root),
+            "make the folder writable",
+        ) from failure
+    with contextlib.suppress(OSError):
+        for leftover in root.glob(f"{_PRUNED}*"):
+            _remove(leftover)
+    return gone
+
+
+def _fill(temporary: Path, step: int, files: Mapping[str, Callable[[Path], None]], meta: Mapping[str, Any]) -> None:
+    """Write the whole checkpoint in its temporary folder, manifest last, and make all of it durable."""
+    temporary.mkdir()
+    mode = temporary.stat().st_mode & 0o666  # what open() would give; some writers leave files private
+    entries = {}
+    for name, writer in files.items():
+        path = temporary / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer(path)
+        with contextlib.suppress(OSError):  # a disk without permissions
+            path.chmod(mode)
+        _sync(path)
+        entries[name] = Stored(path.stat().st_size, hash_file(path))
+    if {name for name, *_ in sign(temporary)} != set(files):
+        raise ValueError(f"the writers of step {step} made other files than those named: {sorted(files)}")
+    folders = {folder for name in files for folder in Path(name).parents} - {Path()}
+    for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
+        _sync(temporary / folder)
+    (temporary / MANIFEST).write_bytes(seal(Manifest(step, meta, entries)))
+    _sync(temporary / MANIFEST)
+    _sync(temporary)
+
+
+def _remember(folder: Path) -> None:
+    with contextlib.suppress(OSError, Fault):
+        _checked[sign(folder)] = True
+
+
+def _is_valid(folder: Path) -> bool:
+    """As verify, but what this process has written or hashed and nothing has touched since is not hashed again."""
+    try:
+        signature = sign(folder)
+        if signature not in _checked:
+            _checked[signature] = _verifies(folder)
+    except (OSError, Fault):
+        return False
+    return _checked[signature]
+
+
+def _verifies(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except OtherFormat:
+        raise
+    except Fault:
+        return False
+    return True
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    try:
+        facts = folder.lstat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def _make(folder: Path) -> None:
+    """Create a folder and its missing parents, each made durable in the folder above."""
+    if folder.is_dir():
+        return
+    _make(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    """Force a file or folder to the disk. Windows cannot sync folders and wants files open for writing."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as failure:
+        if failure.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise  # some network file systems sync files but know no sync of folders
+    finally:
+        os.close(descriptor)
+
+
+def _set_aside(final: Path) -> Path | None:
+    """Move what has the final name, known to be invalid, out of the way; None if nothing has it."""
+    if not os.path.lexists(final):
+        return None
+    aside = final.with_name(f"{_TEMPORARY}bad-{final.name}-{uuid.uuid4().hex}")
+    final.rename(aside)
+    return aside
+
+
+def _remove(path: Path) -> None:
+    """Delete a leftover as far as possible; what stays is for the next sweep."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def _require_space(root: Path, step: int, needed_bytes: int) -> None:
+    free = shutil.disk_usage(root).free
+    if needed_bytes > free:
+        what = f"no room for the checkpoint of step {step}: {needed_bytes:,} bytes needed, {free:,} free"
+        raise Fault(Exit.STORAGE, what, str(root), "free space, keep fewer checkpoints or use another disk")
+
+
+def _system_error(failure: BaseException) -> OSError | None:
+    """The system error behind a failure, if any; the Rust writers name theirs only in their text."""
+    if isinstance(failure, OSError):
+        return failure
+    number = re.search(r"\(os error ([0-9]+)\)", str(failure)) if isinstance(failure, Exception) else None
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+
+
+def _storage_fault(root: Path, step: int, needed_bytes: int, error: OSError) -> Fault:
+    free = 0
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(root).free
+    what = f"checkpoint of step {step} was not saved: {error.strerror or error}"
+    what += f", {needed_bytes:,} bytes needed, {free:,} free"
+    where = str(error.filename or root)
+    return Fault(Exit.STORAGE, what, where, "earlier checkpoints are intact; free or repair the disk, then resume")

@@ -1,0 +1,374 @@
+"""Every knob of a run: typed, frozen, documented where it is declared.
+
+In: values by dotted key. Out: a `Run`. `model data optim budget` and `seed` are science: they fix the loss curve.
+The other sections are machine: they must not change it. Absent: reading files (recipe.py), anything derived from
+the data or the hardware; a derived value is a property here, never an assignment.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from megatoken.presets import PRESETS, Shape
+
+SCIENCE = ("seed", "model", "data", "optim", "budget")
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A length of training as people say it: `20000steps`, `10e9tok`, `3ep`, `0.01dur` (a share of the run)."""
+
+    value: float
+    unit: Literal["steps", "tok", "ep", "dur"] = "steps"
+
+    def __str__(self) -> str:
+        number = str(int(self.value)) if self.value == int(self.value) else repr(self.value)
+        return f"{number}{self.unit}"
+
+    def steps(self, *, batch_tokens: int, epoch_tokens: int = 0, total_steps: int = 0) -> int:
+        """Length in optimizer steps, rounded to the nearest; anything above zero is at least one step."""
+        whole = {
+            "steps": 1.0,
+            "tok": 1.0 / batch_tokens,
+            "ep": epoch_tokens / batch_tokens,
+            "dur": float(total_steps),
+        }
+        steps = round(self.value * whole[self.unit])
+        return max(steps, 1) if self.value > 0 else 0
+
+
+def knob(
+    default: Any, doc: str, unit: str = "", low: float | None = None, high: float | None = None, open_low: bool = False
+) -> Any:
+    """A documented field: its default, one line of help, its unit and the closed range it must lie in."""
+    return field(default=default, metadata=dict(doc=doc, unit=unit, low=low, high=high, open_low=open_low))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The shape of the network."""
+
+    preset: str = knob("", "published shape to start from; the fields below override it")
+    n_layer: int = knob(12, "transformer blocks", low=1)
+    n_head: int = knob(12, "attention heads; must divide d_model", low=1)
+    d_model: int = knob(768, "width of the residual stream", low=1)
+    d_ff: int = knob(0, "width of the MLP; 0: 4 x d_model", low=0)
+    vocab_size: int = knob(0, "token ids the model knows, before padding to 128; 0: the tokenizer's", low=0)
+    seq_len: int = knob(1024, "context length", "tokens", low=1)
+    dropout: float = knob(0.0, "dropout probability in training", low=0.0, high=0.99)
+    init: str = knob("", "start from the weights of this run folder or Hugging Face GPT-2 folder/name")
+
+    def shape(self, vocab_size: int) -> Shape:
+        """The sizes of the network for a tokenizer of `vocab_size` ids."""
+        return Shape(
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            d_model=self.d_model,
+            d_ff=self.d_ff or 4 * self.d_model,
+            vocab_size=self.vocab_size or vocab_size,
+            seq_len=self.seq_len,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What is read."""
+
+    path: str = knob("", "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards")
+    tokenizer: str = knob("gpt2", "tokenizer that made foreign .bin/.npy shards; ours carry their own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optim:
+    """AdamW (Loshchilov & Hutter 2019) with a warm-up and a decay."""
+
+    lr: float = knob(6e-4, "peak learning rate", low=0.0)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = knob("cosine", "shape of the decay after warm-up")
+    warmup: Duration = knob(Duration(0), "linear warm-up from 0 to lr", low=0)
+    decay: Duration = knob(Duration(0.2, "dur"), "length of the final decay under `wsd`", low=0)
+    floor: float = knob(0.1, "learning rate at the end, as a share of lr", low=0.0, high=1.0)
+    beta1: float = knob(0.9, "decay of the first moment", low=0.0, high=0.9999999)
+    beta2: float = knob(0.95, "decay of the second moment", low=0.0, high=0.9999999)
+    eps: float = knob(1e-8, "added to the root of the second moment", low=0.0, open_low=True)
+    weight_decay: float = knob(0.1, "decoupled decay, on matrices only", low=0.0)
+    clip: float = knob(1.0, "largest global gradient norm; 0: no clipping", low=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much is trained: exactly one of steps, tokens, epochs."""
+
+    steps: int = knob(0, "optimizer steps", "steps", low=0)
+    tokens: int = knob(0, "training tokens", "tokens", low=0)
+    epochs: float = knob(0.0, "passes over the training split", "epochs", low=0.0)
+    batch_tokens: int = knob(524288, "global batch of one step; a multiple of model.seq_len", "tokens", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """How it is computed; nothing here changes what is learnt."""
+
+    device: str = knob("auto", "auto, cpu, cuda, cuda:N or mps; auto: the fastest present")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = knob("auto", "auto: what the device is fast at")
+    tf32: bool = knob(True, "let fp32 matrix products on CUDA use TF32")
+    compile: Literal["auto", "on", "off"] = knob("auto", "torch.compile; auto: on CUDA when the run is long enough")
+    micro_batch: int | Literal["auto"] = knob(
+        "auto", "sequences per forward; auto: the fastest that fits", "seqs", low=1
+    )
+    loss_chunk: int = knob(4096, "tokens per chunk of the output layer; 0: all at once", "tokens", low=0)
+    threads: int = knob(0, "CPU threads; 0: all this process may use", low=0)
+    deterministic: bool = knob(False, "refuse operations without a deterministic implementation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Checkpoints: besides this schedule one is written at the end, on SIGTERM/SIGINT/SIGUSR1 and at the time limit."""
+
+    every: Duration = knob(Duration(0), "0: only at the end and on a stop", low=0)
+    keep_last: int = knob(2, "newest checkpoints to keep", low=1)
+    keep_every: Duration = knob(Duration(0), "keep for ever what falls on this schedule; 0: none", low=0)
+    time_limit: str = knob("", "stop and save after this wall-clock time, such as 90m or 11h30m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Loss over a fixed set of held-out tokens."""
+
+    every: Duration = knob(Duration(0.1, "dur"), "0: only at the end", low=0)
+    tokens: int = knob(1048576, "held-out tokens to score, from the start of the validation split", "tokens", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Text the model writes while it learns."""
+
+    every: Duration = knob(Duration(0), "0: never", low=0)
+    prompt: str = knob("", "text to continue; empty: a fresh document")
+    tokens: int = knob(64, "new tokens per sample", "tokens", low=1)
+    temperature: float = knob(0.8, "0: greedy", low=0.0)
+    top_k: int = knob(50, "draw from this many likeliest tokens; 0: all", low=0)
+    n: int = knob(1, "sequences per sample", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What is written down."""
+
+    every: Duration = knob(Duration(1), "steps between rows of metrics.jsonl", low=0, open_low=True)
+    plots: bool = knob(True, "draw the curves at the end (needs the plot extra)")
+    pictures: bool = knob(False, "draw position embeddings and a weight matrix too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run, wholly described."""
+
+    seed: int = knob(1337, "decides initial weights, data order and dropout", low=0, high=2**63 - 1)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    budget: Budget = field(default_factory=Budget)
+    machine: Machine = field(default_factory=Machine)
+    save: Save = field(default_factory=Save)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    sample: Sample = field(default_factory=Sample)
+    log: Log = field(default_factory=Log)
+
+    @property
+    def batch_seqs(self) -> int:
+        """Sequences in the global batch of one step."""
+        return self.budget.batch_tokens // self.model.seq_len
+
+    def total_steps(self, epoch_tokens: int) -> int:
+        """Optimizer steps of the whole run, given the tokens of one pass over the training split."""
+        budget = self.budget
+        if budget.steps:
+            return budget.steps
+        if budget.tokens:
+            return max(1, round(budget.tokens / budget.batch_tokens))
+        return max(1, round(budget.epochs * epoch_tokens / budget.batch_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One field as the reader of recipes and the help page see it."""
+
+    key: str
+    type: Any
+    default: Any
+    doc: str
+    unit: str
+    low: float | None
+    high: float | None
+    open_low: bool
+
+    @property
+    def expects(self) -> str:
+        """What may be written here, in words."""
+        if get_origin(self.type) is Literal:
+            return "one of " + ", ".join(get_args(self.type))
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        words[Duration] = "a duration such as 100steps, 10e9tok, 3ep or 0.01dur"
+        return words.get(self.type, "a whole number or auto")
+
+
+def list_knobs() -> Iterator[Knob]:
+    """Every field of `Run` by dotted key, in the order of declaration."""
+    for top in fields(Run):
+        if is_dataclass(top.type):
+            for inner in fields(top.type):
+                yield Knob(f"{top.name}.{inner.name}", inner.type, inner.default, **inner.metadata)
+        else:
+            yield Knob(top.name, top.type, top.default, **top.metadata)
+
+
+KNOBS: dict[str, Knob] = {knob.key: knob for knob in list_knobs()}
+
+
+def parse_value(knob: Knob, text: str) -> Any:
+    """The value that `text` means for this field.
+
+    Raises ValueError, whose message says what was expected, on another type or a value out of range.
+    """
+    kind = knob.type
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise ValueError(f"expected {knob.expects}, got {text!r}")
+        return text
+    try:
+        value = _parse_number(kind, text) if kind not in (str, bool) else _parse_word(kind, text)
+    except ValueError:
+        raise ValueError(f"expected {knob.expects}, got {text!r}") from None
+    number = value.value if isinstance(value, Duration) else value
+    if isinstance(number, int | float):
+        _check_range(knob, number)
+    return value
+
+
+def _parse_word(kind: type, text: str) -> str | bool:
+    if kind is str:
+        return text
+    meaning = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() not in meaning:
+        raise ValueError
+    return meaning[text.lower()]
+
+
+def _parse_number(kind: Any, text: str) -> int | float | str | Duration:
+    if kind is Duration:
+        match = re.fullmatch(r"\s*([-+0-9._eE]+)\s*(steps?|tok|tokens|ep|epochs?|dur)?\s*", text)
+        if not match:
+            raise ValueError
+        unit = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}[(match[2] or "steps")[0]]
+        return Duration(_finite(match[1]), unit)  # type: ignore[arg-type]
+    if kind is float:
+        return _finite(text)
+    if kind is not int and text == "auto":
+        return text
+    match = re.fullmatch(r"\s*([-+]?[\d._]+(?:[eE][-+]?\d+)?)\s*([kKMBT]?)\s*(?:steps?|tok|tokens)?\s*", text)
+    if not match:
+        raise ValueError
+    if match[1].lstrip("-+").replace("_", "").isdigit() and not match[2]:
+        return int(match[1])  # exact where a float would round
+    number = _finite(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()]
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _check_range(knob: Knob, value: float) -> None:
+    too_low = knob.low is not None and (value < knob.low or (knob.open_low and value == knob.low))
+    if too_low or (knob.high is not None and value > knob.high):
+        low = f"above {knob.low:g}" if knob.open_low else f"at least {knob.low:g}"
+        high = "" if knob.high is None else f" and at most {knob.high:g}"
+        raise ValueError(f"must be {low}{high}, got {value:g}")
+
+
+def parse_time(text: str) -> float:
+    """Seconds in a wall-clock time such as `90`, `45s`, `90m`, `11h30m` or `2d`; 0 for an empty text.
+
+    Raises ValueError on anything else.
+    """
+    if not text:
+        return 0.0
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text.strip())
+    if not match or not any(match.groups()):
+        raise ValueError(f"expected a time such as 90m or 11h30m, got {text!r}")
+    return float(sum(int(part or 0) * size for part, size in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))
+
+
+def build(values: dict[str, Any]) -> Run:
+    """A `Run` from parsed values by dotted key; fields not named keep their defaults, then their preset's."""
+    shape = PRESETS.get(values.get("model.preset", ""))
+    merged = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()} if shape else {}
+    merged |= values
+    parts: dict[str, Any] = {}
+    for key, value in merged.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            parts.setdefault(section, {})[name] = value
+        else:
+            parts[name] = value
+    sections: dict[str, Any] = {f.name: f.type for f in fields(Run) if is_dataclass(f.type)}
+    return Run(**{name: sections[name](**value) if name in sections else value for name, value in parts.items()})
+
+
+def flatten(run: Run) -> dict[str, Any]:
+    """Every value of a run by dotted key, in the order of declaration."""
+    values = {}
+    for key in KNOBS:
+        section, _, name = key.rpartition(".")
+        values[key] = getattr(getattr(run, section) if section else run, name)
+    return values
+
+
+def nearest_multiples(value: int, divisor: int, count: int = 2) -> list[int]:
+    """The multiples of `divisor` around `value`, at least one of them."""
+    below = value // divisor * divisor
+    return [m for m in (below + i * divisor for i in range(count)) if m > 0] or [divisor]
+
+
+def find_conflicts(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Rules between fields: yields (key, what is wrong, what to do) for each that is broken."""
+    model, budget, optim = run.model, run.budget, run.optim
+    if model.preset and model.preset not in PRESETS:
+        yield "model.preset", f"unknown preset {model.preset!r}", "choose one of " + ", ".join(PRESETS)
+    if model.d_model % model.n_head:
+        fits = [h for h in range(1, model.d_model + 1) if model.d_model % h == 0]
+        near = sorted(sorted(fits, key=lambda h: abs(h - model.n_head))[:3])
+        what = f"{model.n_head} heads do not divide d_model {model.d_model}"
+        yield "model.n_head", what, f"nearest that do: {', '.join(map(str, near))}"
+    if budget.batch_tokens % model.seq_len:
+        near = nearest_multiples(budget.batch_tokens, model.seq_len)
+        what = f"batch_tokens {budget.batch_tokens} is not a multiple of seq_len {model.seq_len}"
+        yield "budget.batch_tokens", what, f"nearest that are: {', '.join(map(str, near))}"
+    elif run.machine.micro_batch != "auto" and run.batch_seqs % run.machine.micro_batch:
+        fits = [m for m in range(1, run.batch_seqs + 1) if run.batch_seqs % m == 0]
+        near = sorted(sorted(fits, key=lambda m: abs(m - int(run.machine.micro_batch)))[:3])
+        what = f"micro_batch {run.machine.micro_batch} does not divide the batch of {run.batch_seqs} sequences"
+        yield "machine.micro_batch", what, f"nearest that do: {', '.join(map(str, near))}, or auto"
+    chosen = [name for name in ("steps", "tokens", "epochs") if getattr(budget, name)]
+    if len(chosen) != 1:
+        what = "no length given" if not chosen else f"{' and '.join(chosen)} are both set"
+        yield f"budget.{chosen[-1] if chosen else 'steps'}", what, "set one of budget.steps, tokens, epochs"
+    for key, length in (("optim.warmup", optim.warmup), ("optim.decay", optim.decay)):
+        if length.unit == "dur" and length.value > 1:
+            yield key, f"{length} is longer than the run", "a share of the run is at most 1dur"
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", run.machine.device):
+        yield "machine.device", f"unknown device {run.machine.device!r}", "use auto, cpu, cuda, cuda:N or mps"
+    if run.machine.device == "cpu" and run.machine.precision == "fp16":
+        yield "machine.precision", "fp16 is not trained on a CPU", "use auto, bf16 or fp32"
+    try:
+        parse_time(run.save.time_limit)
+    except ValueError as wrong:
+        yield "save.time_limit", str(wrong), "write it as 45s, 90m, 11h30m or 2d"

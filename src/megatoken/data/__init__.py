@@ -1,0 +1,1 @@
+"""Text in, batches of token ids out: sources -> documents -> tokenizer -> prepare -> shards -> loader."""

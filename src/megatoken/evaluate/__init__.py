@@ -1,0 +1,1 @@
+"""How good is a live model."""

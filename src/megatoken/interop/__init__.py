@@ -1,0 +1,1 @@
+"""Doors to other tools: weights by name, Hugging Face folders in."""

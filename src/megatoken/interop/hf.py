@@ -1,0 +1,268 @@
+"""GPT-2 weights of a Hugging Face folder or hub name, read into our model.
+
+In: config.json and safetensors. Out: a GPT on the CPU in fp32, every weight of it read from the files or a Fault.
+Source of the layout: the files that transformers' GPT2LMHeadModel.save_pretrained writes; its Conv1D keeps weights
+as (in, out). Deliberately absent: pickled weights (they can run code), other model types, export.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatoken.errors import Exit, Fault
+from megatoken.hardware import huggingface_cache
+from megatoken.model.gpt import GPT
+from megatoken.presets import GPT2_VOCABULARY, Shape
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SIZES = {  # our name: theirs; n_inner may be absent or null
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "d_model": "n_embd",
+    "d_ff": "n_inner",
+    "vocab_size": "vocab_size",
+    "seq_len": "n_positions",
+}
+# What our GPT computes; a folder that says otherwise holds another model. The first value is GPT-2's default.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "quantization_config": (None,),
+}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # the causal mask, which old versions saved
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
+    """The model of a local folder or of a hub name, and the local folder, which may hold a tokenizer too.
+
+    The model is on the CPU in fp32, in training mode, without dropout. A hub name is looked for in the local cache
+    and downloaded if it is not there (needs huggingface_hub).
+    Raises Fault(CHECKPOINT) naming the file, and the tensors, when anything is missing, odd, or not GPT-2.
+    """
+    folder = find_folder(name_or_folder)
+    shape = read_shape(folder)
+    tensors = _list_tensors(folder)
+    wanted = _expected_tensors(shape)
+    _check_tensors(tensors, wanted, folder)
+    with torch.device("meta"):
+        model = GPT(shape)
+    model.to_empty(device="cpu")
+    _fill(model, tensors, wanted)
+    return model, folder
+
+
+def hf_tokenizer_spec(folder: Path) -> str:
+    """What load_tokenizer should be given for a Hugging Face folder: the folder itself, or "gpt2".
+
+    Raises Fault(CHECKPOINT) when the folder holds no tokenizer and its vocabulary is not GPT-2's.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return str(folder)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return str(folder)
+    size = read_shape(folder).vocab_size
+    if size == GPT2_VOCABULARY:
+        return "gpt2"
+    fix = "copy the model's tokenizer.json into the folder"
+    raise Fault(Exit.CHECKPOINT, f"no tokenizer beside a model with {size} token ids", str(folder), fix)
+
+
+def find_folder(name_or_folder: str) -> Path:
+    """The local folder of a name: itself if it exists, else the hub's snapshot in the local cache."""
+    folder = Path(name_or_folder)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        fix = f"give the folder that holds {CONFIG} and {WEIGHTS}"
+        raise Fault(Exit.CHECKPOINT, "not a folder", str(folder), fix)
+    if not HUB_NAME.fullmatch(name_or_folder):
+        fix = "give a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
+        raise Fault(Exit.CHECKPOINT, "no such folder", name_or_folder, fix)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        fix = "pip install huggingface_hub, or give a local folder"
+        raise Fault(
+            Exit.CHECKPOINT, "no such folder, and hub names need huggingface_hub", name_or_folder, fix
+        ) from None
+    patterns = ["*.json", "*.safetensors", "*.txt"]
+    try:
+        return Path(snapshot_download(name_or_folder, allow_patterns=patterns, cache_dir=huggingface_cache()))
+    except Exception as error:  # whatever the network or the hub can raise: the answer is the same
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        fix = "check the name and the connection, or give a folder written by save_pretrained"
+        what = f"no such folder, and the hub did not give it: {reason}"
+        raise Fault(Exit.CHECKPOINT, what, name_or_folder, fix) from error
+
+
+def read_shape(folder: Path) -> Shape:
+    """The sizes in config.json. Raises Fault(CHECKPOINT) for anything our GPT does not compute."""
+    path = folder / CONFIG
+    config = _read_json(path)
+    kind = config.get("model_type")
+    if kind != "gpt2":
+        raise Fault(Exit.CHECKPOINT, f"model_type {kind!r} is not supported", str(path), "supported: gpt2")
+    for key, allowed in CHOICES.items():
+        if (value := config.get(key, allowed[0])) not in allowed:
+            fix = f"supported: {' or '.join(map(str, allowed))}"
+            raise Fault(Exit.CHECKPOINT, f"{key} is {value!r}, which this GPT-2 does not compute", str(path), fix)
+    sizes = {field: config.get(key) for field, key in SIZES.items()}
+    if sizes["d_ff"] is None and isinstance(sizes["d_model"], int):
+        sizes["d_ff"] = 4 * sizes["d_model"]
+    numbers = {field: value for field, value in sizes.items() if type(value) is int and value >= 1}
+    if odd := [f"{SIZES[field]} is {value!r}" for field, value in sizes.items() if field not in numbers]:
+        raise Fault(Exit.CHECKPOINT, f"no size: {', '.join(odd)}", str(path), "restore the file")
+    shape = Shape(**numbers)
+    if shape.d_model % shape.n_head:
+        what = f"n_embd {shape.d_model} does not divide into {shape.n_head} heads"
+        raise Fault(Exit.CHECKPOINT, what, str(path), "restore the file")
+    return shape
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        fix = "give a folder written by save_pretrained"
+        raise Fault(Exit.CHECKPOINT, f"folder holds no {path.name}", str(path.parent), fix) from None
+    except (OSError, ValueError) as error:
+        raise Fault(Exit.CHECKPOINT, f"cannot read it: {error}", str(path), "copy or download it again") from error
+    if not isinstance(content, dict):
+        raise Fault(Exit.CHECKPOINT, "not a JSON object", str(path), "copy or download it again")
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor in a file: where it is and its sizes; read when asked for."""
+
+    path: Path
+    name: str
+    sizes: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        if not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
+            what = f"{self.name} ({tensor.dtype}) holds values that are not finite numbers"
+            raise Fault(Exit.CHECKPOINT, what, str(self.path), "copy or download it again")
+        return tensor
+
+
+def _list_tensors(folder: Path) -> dict[str, _Held]:
+    """Every tensor of the folder's files by its name without the `transformer.` prefix; masks are left out."""
+    tensors: dict[str, _Held] = {}
+    for path in _find_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                listed = [(key, tuple(file.get_slice(key).get_shape())) for key in file.keys()]  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            what = f"cannot read the weights, the file is truncated or damaged: {error}"
+            raise Fault(Exit.CHECKPOINT, what, str(path), "copy or download it again") from error
+        for key, sizes in listed:
+            name = key.removeprefix("transformer.")
+            if name in tensors:
+                raise Fault(Exit.CHECKPOINT, f"{key} is there twice", str(path), "save the model again")
+            if not BUFFER.fullmatch(name):
+                tensors[name] = _Held(path, key, sizes)
+    return tensors
+
+
+def _find_files(folder: Path) -> list[Path]:
+    """The files of safetensors: one, or the shards that the index names."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        shards = _read_json(folder / INDEX).get("weight_map")
+        names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
+        if not names or any(Path(name).name != name for name in names):
+            what = "weight_map does not name the files of the folder"
+            raise Fault(Exit.CHECKPOINT, what, str(folder / INDEX), "copy or download it again")
+        if absent := [name for name in names if not (folder / name).is_file()]:
+            fix = "copy or download it again"
+            raise Fault(Exit.CHECKPOINT, f"weights file missing: {', '.join(absent)}", str(folder), fix)
+        return [folder / name for name in names]
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        what = f"{pickles[0]} is a pickle, which can run code when it is read, so it is never loaded"
+        fix = f"convert it where you trust it: model.save_pretrained(folder, safe_serialization=True) writes {WEIGHTS}"
+        raise Fault(Exit.CHECKPOINT, what, str(folder), fix)
+    raise Fault(Exit.CHECKPOINT, f"folder holds no {WEIGHTS}", str(folder), "give a folder written by save_pretrained")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor goes: our name, its sizes in the file, and whether the file keeps it transposed."""
+
+    ours: str
+    sizes: tuple[int, ...]
+    transposed: bool = False
+
+
+def _expected_tensors(shape: Shape) -> dict[str, _Place]:
+    """Every tensor of a GPT-2 of this shape, by Hugging Face's name."""
+    d, f = shape.d_model, shape.d_ff
+    places = {
+        "wte.weight": _Place("tokens.weight", (shape.vocab_size, d)),
+        "wpe.weight": _Place("positions.weight", (shape.seq_len, d)),
+        "ln_f.weight": _Place("norm.weight", (d,)),
+        "ln_f.bias": _Place("norm.bias", (d,)),
+    }
+    products = {
+        "attn.c_attn": ("attention.qkv", d, 3 * d),
+        "attn.c_proj": ("attention.out", d, d),
+        "mlp.c_fc": ("mlp.up", d, f),
+        "mlp.c_proj": ("mlp.down", f, d),
+    }
+    for i in range(shape.n_layer):
+        for theirs, ours in (("ln_1", "norm1"), ("ln_2", "norm2")):
+            places[f"h.{i}.{theirs}.weight"] = _Place(f"blocks.{i}.{ours}.weight", (d,))
+            places[f"h.{i}.{theirs}.bias"] = _Place(f"blocks.{i}.{ours}.bias", (d,))
+        for theirs, (ours, inner, outer) in products.items():
+            place = _Place(f"blocks.{i}.{ours}.weight", (inner, outer), transposed=True)
+            places[f"h.{i}.{theirs}.weight"] = place
+            places[f"h.{i}.{theirs}.bias"] = _Place(f"blocks.{i}.{ours}.bias", (outer,))
+    return places
+
+
+def _check_tensors(tensors: dict[str, _Held], wanted: dict[str, _Place], folder: Path) -> None:
+    """Names and sizes, before anything is read. The tied output layer may be saved as lm_head.weight once more."""
+    problems = [f"{name} is missing" for name in wanted if name not in tensors]
+    problems += [f"{name} is unexpected" for name in tensors if name not in wanted and name != "lm_head.weight"]
+    for name, held in tensors.items():
+        if name in wanted and held.sizes != wanted[name].sizes:
+            problems.append(f"{name} is {held.sizes}, config.json says {wanted[name].sizes}")
+    if problems:
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        what = f"weights do not fit {CONFIG}: {'; '.join(problems[:4])}{more}"
+        raise Fault(Exit.CHECKPOINT, what, str(folder), "give the folder of a GPT2LMHeadModel or GPT2Model")
+
+
+@torch.no_grad()
+def _fill(model: GPT, tensors: dict[str, _Held], wanted: dict[str, _Place]) -> None:
+    """Copy every tensor to its place; ids that exist only as padding get zeros."""
+    parameters = dict(model.named_parameters())
+    for name, place in wanted.items():
+        tensor = tensors[name].read()
+        rows = (
+            parameters.pop(place.ours)[: model.shape.vocab_size] if name == "wte.weight" else parameters.pop(place.ours)
+        )
+        rows.copy_(tensor.T if place.transposed else tensor)
+    assert not parameters, f"no file tensor fills {sorted(parameters)}"
+    model.tokens.weight[model.shape.vocab_size :] = 0.0
+    head = tensors.get("lm_head.weight")
+    if head is not None and not torch.equal(head.read().float(), model.tokens.weight[: model.shape.vocab_size]):
+        what = "lm_head.weight differs from the token embedding: the output layer is not tied"
+        raise Fault(Exit.CHECKPOINT, what, str(head.path), "only GPT-2 with a tied output layer is supported")

@@ -1,0 +1,53 @@
+"""A model and its tokenizer by name: a run folder of ours, a Hugging Face folder, or a hub name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatoken.checkpoint.restore import load_checkpoint_model
+from megatoken.checkpoint.store import newest_valid
+from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatoken.errors import Exit, Fault
+from megatoken.interop.hf import hf_tokenizer_spec, load_hf
+from megatoken.model.gpt import GPT
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A plain model on the CPU in fp32, its tokenizer, and where it came from in words."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    source: str
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder was made by `megatoken train`."""
+    return (folder / "checkpoints").is_dir() or (folder / "config.yaml").is_file()
+
+
+def load_weights(name: str, warn: Callable[[str], None]) -> Loaded:
+    """Load from a run folder (its newest whole checkpoint; `warn` hears of damaged ones) or from Hugging Face.
+
+    Raises Fault(CHECKPOINT) when there is nothing whole to load, Fault(DATA) when the tokenizer is missing.
+    """
+    folder = Path(name)
+    if not is_run(folder):
+        model, hf_folder = load_hf(name)
+        tokenizer = load_tokenizer(hf_tokenizer_spec(hf_folder))
+        _check_vocabulary(tokenizer, model, name)
+        return Loaded(model, tokenizer, name)
+    found = newest_valid(folder / "checkpoints", lambda path, fault: warn(f"{fault} (skipping {path.name})"))
+    if found is None:
+        fix = "train it first, or give a Hugging Face folder"
+        raise Fault(Exit.CHECKPOINT, "run folder holds no whole checkpoint", str(folder), fix)
+    path, manifest = found
+    model, tokenizer = load_checkpoint_model(path, manifest), load_saved_tokenizer(path / "tokenizer")
+    _check_vocabulary(tokenizer, model, str(path))
+    return Loaded(model, tokenizer, f"{folder} at step {manifest.step}")
+
+
+def _check_vocabulary(tokenizer: Tokenizer, model: GPT, where: str) -> None:
+    if tokenizer.vocab_size > model.shape.vocab_size:
+        what = f"tokenizer has {tokenizer.vocab_size} ids, the model only {model.shape.vocab_size}"
+        raise Fault(Exit.CHECKPOINT, what, where, "use the tokenizer the model was trained with")

@@ -1,0 +1,1 @@
+"""The network, its loss and its arithmetic. Plain PyTorch: parallelism and compilation are applied from outside."""

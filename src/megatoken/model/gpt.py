@@ -1,0 +1,138 @@
+"""GPT-2 as released: pre-norm blocks, learned positions, tanh GELU, biases, tied output layer.
+
+In: token ids. Out: hidden states after the final norm; the loss and the sampler apply `unembedding` themselves.
+Source: Radford et al. 2019; residual projections start smaller by 1/sqrt(2 n_layer) as described there.
+Absent: loss, parallelism, compilation, precision: all applied from outside.
+
+Shapes: B batch, T time, C d_model, H heads, D head width, F d_ff, V padded vocabulary, S keys (cached and new).
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatoken.model.linear import Linear, multiply
+from megatoken.presets import Shape
+
+INIT_STD = 0.02
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens, kept per layer while sampling."""
+
+    length: int
+
+    def append(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Attention(nn.Module):
+    """Causal self-attention over one packed query/key/value product."""
+
+    def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
+        super().__init__()
+        self.n_head, self.layer, self.dropout = shape.n_head, layer, dropout
+        self.qkv = Linear(shape.d_model, 3 * shape.d_model)
+        self.out = Linear(shape.d_model, shape.d_model)
+
+    def forward(self, x_BTC: Tensor, cache: Cache | None = None) -> Tensor:
+        B, T, C = x_BTC.shape
+        q, k, v = self.qkv(x_BTC).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        past = 0
+        if cache is not None:
+            past = cache.length
+            k, v = cache.append(self.layer, k, v)
+        # A single new token may look at everything; several after a cached past need the mask's lower right corner.
+        mask = None
+        if past and T > 1:
+            mask = torch.ones(T, past + T, dtype=torch.bool, device=x_BTC.device).tril(past)
+        y_BHTD = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=past == 0 and T > 1,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Two products around a tanh GELU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = Linear(shape.d_model, shape.d_ff)
+        self.down = Linear(shape.d_ff, shape.d_model)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTC), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(shape.d_model)
+        self.attention = Attention(shape, layer, dropout)
+        self.norm2 = nn.LayerNorm(shape.d_model)
+        self.mlp = MLP(shape)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x_BTC: Tensor, cache: Cache | None = None) -> Tensor:
+        x_BTC = x_BTC + self.drop(self.attention(self.norm1(x_BTC), cache))
+        return x_BTC + self.drop(self.mlp(self.norm2(x_BTC)))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """The network: ids in, hidden states out."""
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = nn.Embedding(shape.padded_vocab_size, shape.d_model)
+        self.positions = nn.Embedding(shape.seq_len, shape.d_model)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(shape, layer, dropout) for layer in range(shape.n_layer))
+        self.norm = nn.LayerNorm(shape.d_model)
+
+    def forward(self, ids_BT: Tensor, cache: Cache | None = None) -> Tensor:
+        """Hidden states (B, T, C) of `ids_BT` (int64), which follow whatever `cache` holds and are added to it."""
+        past = cache.length if cache is not None else 0
+        places_T = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
+        x_BTC = self.drop(self.tokens(ids_BT) + self.positions(places_T))
+        for block in self.blocks:
+            x_BTC = block(x_BTC, cache)
+        if cache is not None:
+            cache.length += ids_BT.shape[1]
+        return self.norm(x_BTC)  # type: ignore[no-any-return]
+
+    @property
+    def unembedding(self) -> Tensor:
+        """The output layer's weight (V, C): the token embedding itself."""
+        return self.tokens.weight
+
+    def logits(self, hidden_BTC: Tensor) -> Tensor:
+        """Scores (B, T, real vocabulary): padding ids do not exist for whoever reads them."""
+        return multiply(hidden_BTC, self.unembedding)[..., : self.shape.vocab_size]
+
+
+def initialize(model: GPT, seed: int) -> None:
+    """Fill a model with GPT-2's initial weights; the same seed gives the same weights on any device.
+
+    Normal(0, 0.02) for matrices and embeddings, divided by sqrt(2 n_layer) for the two projections that write
+    into the residual stream; biases 0, norms 1, padding rows of the vocabulary 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual_std = INIT_STD / math.sqrt(2 * model.shape.n_layer)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                continue
+            std = residual_std if name.endswith(("attention.out.weight", "mlp.down.weight")) else INIT_STD
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        model.tokens.weight[model.shape.vocab_size :] = 0.0

@@ -1,0 +1,86 @@
+"""Cross-entropy of hidden states against targets, as (sum, count), without the full logits.
+
+A sum and a count make gradient accumulation and data parallelism exact: whoever differentiates divides once, by the
+count of the whole batch. Logits exist for one chunk of rows at a time, in fp32; padding ids get no probability.
+Targets below zero are not counted.
+
+Shapes: N rows (B*T), C d_model, V padded vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def cross_entropy(
+    hidden_BTC: Tensor, unembedding_VC: Tensor, targets_BT: Tensor, *, vocab_size: int, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """(sum of -log p over counted targets in nats, their number); differentiable in the first two arguments.
+
+    chunk: rows of logits held at once; 0 holds them all. Products run in the dtype of `hidden_BTC`, or autocast's.
+    """
+    device = hidden_BTC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
+    hidden_NC, targets_N = hidden_BTC.flatten(0, 1), targets_BT.flatten()
+    count = (targets_N >= 0).sum()
+    with torch.autocast(device, enabled=False):
+        if chunk == 0:
+            return _sum_of_rows(hidden_NC, unembedding_VC, targets_N, vocab_size, dtype), count
+        if dtype == torch.float16:
+            # The logits' gradient underflows fp16 unless the loss scale is in it, and that comes with the backward:
+            # so fp16 makes each chunk's logits again there.
+            rows = zip(hidden_NC.split(chunk), targets_N.split(chunk), strict=True)
+            parts = [
+                checkpoint(_sum_of_rows, h, unembedding_VC, t, vocab_size, dtype, use_reentrant=False) for h, t in rows
+            ]
+            return torch.stack(parts).sum(), count
+        total: Tensor = _ChunkedCrossEntropy.apply(hidden_NC, unembedding_VC, targets_N, vocab_size, chunk, dtype)
+        return total, count
+
+
+def _sum_of_rows(h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """The plain twin: one product, one cross-entropy."""
+    logits_NV = F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size]
+    return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=-1)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Makes the logits' gradient in the forward, chunk by chunk, while the logits are at hand: nothing is recomputed."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, chunk: int, dtype: torch.dtype
+    ) -> Tensor:
+        h_low, w_low = h_NC.to(dtype), w_VC.to(dtype)
+        wanted = any(ctx.needs_input_grad[:2])
+        grad_h = torch.empty_like(h_NC) if wanted else None
+        grad_w = torch.zeros_like(w_VC, dtype=torch.float32) if wanted else None
+        total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
+        for start in range(0, len(h_NC), chunk):
+            rows = slice(start, start + chunk)
+            logits_NV = F.linear(h_low[rows], w_low).float()
+            logits_NV[:, vocab_size:] = -torch.inf
+            counted_N1 = (targets_N[rows] >= 0)[:, None]
+            target_N1 = targets_N[rows].clamp(min=0)[:, None]
+            log_z_N1 = logits_NV.logsumexp(-1, keepdim=True)
+            total += ((log_z_N1 - logits_NV.gather(1, target_N1)) * counted_N1).sum()
+            if grad_h is not None and grad_w is not None:
+                d_NV = logits_NV.sub_(log_z_N1).exp_()  # softmax, then softmax - one_hot
+                d_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, -1, dtype=torch.float32))
+                d_low = d_NV.mul_(counted_N1).to(dtype)
+                grad_h[rows] = d_low @ w_low
+                if dtype == torch.float32:
+                    grad_w.addmm_(d_low.T, h_low[rows])
+                else:
+                    grad_w += d_low.T @ h_low[rows]
+        if grad_h is not None and grad_w is not None:
+            ctx.save_for_backward(grad_h, grad_w.to(w_VC.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_h, grad_w = ctx.saved_tensors
+        return grad_h * grad_total, grad_w * grad_total, None, None, None, None

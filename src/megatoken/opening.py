@@ -1,0 +1,251 @@
+"""Everything between a checked recipe and the first step that is more than one call: the run's opening moves.
+
+Each function does one of them and is called once, by pretrain.py, in the order in which they stand here.
+"""
+
+import dataclasses
+import json
+import platform
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatoken import __version__
+from megatoken.checkpoint.restore import restore_state
+from megatoken.checkpoint.store import Manifest, newest_valid, steps, sweep
+from megatoken.config import Run
+from megatoken.console import Console, format_quantity
+from megatoken.data.dataset import Dataset, open_dataset
+from megatoken.data.loader import Loader
+from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatoken.device import Device, wants_compile
+from megatoken.errors import Exit, Fault
+from megatoken.interop.weights import load_weights
+from megatoken.model.count import (
+    count_matmul_parameters,
+    count_parameters,
+    expected_initial_loss,
+    flops_per_token,
+    state_bytes,
+)
+from megatoken.model.gpt import GPT, initialize
+from megatoken.presets import Shape
+from megatoken.recipe import Resolved, render, resolve, science_changes
+from megatoken.train.journal import Journal, replace_file
+from megatoken.train.probe import candidate_sizes, measure_micro_batches, try_compile
+from megatoken.train.state import Plan, State, build_state
+
+CONFIG, MACHINE, PROVENANCE, TOKENIZER, CHECKPOINTS = (
+    "config.yaml",
+    "machine.json",
+    "provenance.json",
+    "tokenizer",
+    "checkpoints",
+)
+
+
+def check_folder(out: Path, run: Run) -> None:
+    """Raise Fault(CONFIG) with a diff if `out` holds a run of another science: that one cannot be gone on with."""
+    if not steps(out / CHECKPOINTS):
+        return
+    if changes := science_changes(resolve(str(out / CONFIG)).run, run):
+        what = f"the run in this folder was begun with other science: {'; '.join(changes)}"
+        raise Fault(Exit.CONFIG, what, str(out), "set these back to go on with it, or choose another --out")
+
+
+def open_data(run: Run) -> tuple[Dataset, Tokenizer]:
+    """The dataset and the tokenizer that made it.
+
+    Raises Fault(DATA) when either is missing or damaged, Fault(CONFIG) when the model cannot hold its ids.
+    """
+    if not run.data.path:
+        fix = "set data.path=FOLDER; `megatoken prepare SOURCE --out FOLDER` makes one"
+        raise Fault(Exit.CONFIG, "no dataset given", "data.path", fix)
+    dataset = open_dataset(run.data.path, foreign_tokenizer=run.data.tokenizer)
+    saved = dataset.path / TOKENIZER
+    tokenizer = load_saved_tokenizer(saved) if saved.is_dir() else load_tokenizer(run.data.tokenizer)
+    made_by = dataset.manifest.tokenizer["fingerprint"]
+    if made_by and made_by != tokenizer.fingerprint:
+        what = f"shards were made by tokenizer {made_by[:12]}, the folder holds {tokenizer.fingerprint[:12]}"
+        raise Fault(Exit.DATA, what, str(dataset.path), "prepare the dataset again")
+    vocab_size = run.model.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        what = f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+        raise Fault(Exit.CONFIG, what, "model.vocab_size", "set it to 0 to take the tokenizer's")
+    dataset.limit_ids(tokenizer.vocab_size)
+    return dataset, tokenizer
+
+
+def check_space(out: Path, shape: Shape) -> None:
+    """Raise Fault(STORAGE) unless a checkpoint and its replacement fit on the disk of the run folder."""
+    needed, free = 2 * state_bytes(shape), shutil.disk_usage(out).free
+    if free < needed:
+        what = f"two checkpoints need {format_quantity(needed, 'B')}, {format_quantity(free, 'B')} are free"
+        raise Fault(Exit.STORAGE, what, str(out), "free some space or choose another --out")
+
+
+def introduce(
+    console: Console, resolved: Resolved, out: Path, device: Device, dataset: Dataset, loader: Loader, shape: Shape
+) -> None:
+    """Say what is about to happen: model, data, budget, machine, and the loss to expect first."""
+    run = resolved.run
+    epoch_tokens = loader.n_windows * shape.seq_len
+    total_steps = run.total_steps(epoch_tokens)
+    tokens = total_steps * run.budget.batch_tokens
+    flops = flops_per_token(shape, causal=False)
+    made_by = dataset.manifest.tokenizer
+    peak = f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})" if device.peak_flops else ""
+    rows = [
+        ("run", f"{resolved.name} in {out}"),
+        (
+            "model",
+            f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.d_model}, context {shape.seq_len}: "
+            f"{count_parameters(shape):,} parameters, {count_matmul_parameters(shape):,} in matrix products",
+        ),
+        (
+            "data",
+            f"{dataset.path}: {len(dataset.train):,} train and {len(dataset.val):,} held-out tokens, "
+            f"tokenizer {made_by['name']} ({made_by['vocab_size'] or shape.vocab_size:,} ids)",
+        ),
+        (
+            "budget",
+            f"{total_steps:,} steps of {run.budget.batch_tokens:,} tokens = {format_quantity(tokens)} tokens = "
+            f"{tokens / epoch_tokens:.3g} epochs",
+        ),
+        ("work", f"{flops:,} FLOPs a token (full attention), {format_quantity(flops * tokens, 'FLOP')} in all"),
+        ("machine", ", ".join(part for part in (str(device.place), device.name, device.precision, peak) if part)),
+        ("loss", f"expected at first: ln({shape.vocab_size:,}) = {expected_initial_loss(shape):.2f} nats"),
+    ]
+    console.table(rows)
+    if not len(dataset.val):
+        console.warn("the dataset has no validation split: no held-out loss will be measured")
+    used = made_by["vocab_size"]
+    if used and shape.padded_vocab_size >= used + 256:
+        console.warn(f"model.vocab_size {shape.vocab_size:,} for a tokenizer of {used:,} ids wastes memory and time")
+
+
+def build(run: Run, shape: Shape, tokenizer: Tokenizer, device: Device, out: Path, console: Console) -> State:
+    """A model with initial, given (`model.init`) or yet to be restored weights, on its device, with its optimizer."""
+    model = GPT(shape, dropout=run.model.dropout)
+    if not run.model.init:
+        initialize(model, run.seed)
+    elif not steps(out / CHECKPOINTS):
+        _adopt(model, run.model.init, tokenizer, console)
+    return build_state(model, run, device)
+
+
+def _adopt(model: GPT, name: str, tokenizer: Tokenizer, console: Console) -> None:
+    """Copy the weights of a run or a Hugging Face model; a shorter context takes the first positions."""
+    loaded = load_weights(name, console.warn)
+    have, want = loaded.model.shape, model.shape
+    differs = [
+        f"model.{f.name}={getattr(have, f.name)}"
+        for f in dataclasses.fields(Shape)
+        if f.name != "seq_len" and getattr(have, f.name) != getattr(want, f.name)
+    ]
+    if have.seq_len < want.seq_len:
+        differs.append(f"model.seq_len={have.seq_len}")
+    if differs:
+        raise Fault(Exit.CONFIG, "model.init is of another shape", name, f"set {' '.join(differs)}")
+    if loaded.tokenizer.fingerprint != tokenizer.fingerprint:
+        what = f"model.init was trained with tokenizer {loaded.tokenizer.name}, the dataset is made by {tokenizer.name}"
+        raise Fault(Exit.DATA, what, name, "prepare the dataset with the model's tokenizer")
+    weights = loaded.model.state_dict()
+    weights["positions.weight"] = weights["positions.weight"][: want.seq_len]
+    model.load_state_dict(weights)
+    console.say(f"weights from {loaded.source}")
+
+
+def restore(out: Path, state: State, dataset: Dataset, journal: Journal, console: Console) -> None:
+    """Bring the state to the newest whole checkpoint, if there is one, and the journal back to its step.
+
+    Damaged checkpoints are named and passed over. Raises Fault(DATA) when the dataset is not the one trained on.
+    """
+    root = out / CHECKPOINTS
+    sweep(root)
+
+    def tell(path: Path, fault: Fault) -> None:
+        console.warn(f"{fault}: passing over {path.name}")
+        journal.write("event", 0, 0, what="damaged checkpoint", checkpoint=path.name, message=str(fault))
+
+    found = newest_valid(root, tell)
+    if found is None:
+        if steps(root):
+            raise Fault(Exit.CHECKPOINT, "no checkpoint of this run is whole", str(root), "choose another --out")
+        journal.rewind(0)
+        return
+    folder, manifest = found
+    _check_same_data(manifest, dataset)
+    restore_state(folder, manifest, state)
+    journal.rewind(state.step)
+    console.say(f"going on from {folder.name}")
+
+
+def _check_same_data(manifest: Manifest, dataset: Dataset) -> None:
+    if manifest.meta.get("dataset") != dataset.fingerprint:
+        what = f"checkpoint was trained on dataset {manifest.meta.get('dataset')}, this one is {dataset.fingerprint}"
+        fix = "point data.path at the dataset the run began with, or choose another --out"
+        raise Fault(Exit.DATA, what, str(dataset.path), fix)
+
+
+def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console) -> int:
+    """The micro-batch asked for, the one remembered in the run folder, or the fastest measured now."""
+    if run.machine.micro_batch != "auto":
+        return run.machine.micro_batch
+    circumstances = {
+        "device": device.name,
+        "precision": device.precision,
+        "batch_seqs": run.batch_seqs,
+        "loss_chunk": plan.loss_chunk,
+    }
+    memory = out / MACHINE
+    if memory.is_file():
+        remembered = json.loads(memory.read_text())
+        if remembered.get("circumstances") == circumstances:
+            return int(remembered["micro_batch"])
+    sizes = candidate_sizes(run.batch_seqs, run.model.seq_len, device.place.type)
+    rates = {sizes[0]: 0.0}
+    if len(sizes) > 1:
+        plans = {size: replace(plan, micro_batch=size) for size in sizes}
+        rates = dict(measure_micro_batches(state, plans, device))
+    best = max(rates, key=lambda size: rates[size])
+    said = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items() if rate)
+    console.say(f"micro-batch {best} of {run.batch_seqs} sequences" + (f" (tokens/s by size: {said})" if said else ""))
+    record = {"micro_batch": best, "circumstances": circumstances, "tokens_per_second": rates}
+    replace_file(memory, json.dumps(record, indent=1) + "\n")
+    return best
+
+
+def compile_model(run: Run, state: State, plan: Plan, device: Device, console: Console) -> None:
+    """Compile the forward where that is wanted and works; say so in one line where it does not."""
+    wanted, said = wants_compile(run.machine, device, plan.total_steps)
+    if wanted:
+        said = try_compile(state, plan, device)
+    if said:
+        console.warn(said)
+
+
+def record_start(out: Path, resolved: Resolved, tokenizer: Tokenizer, journal: Journal, device: Device) -> None:
+    """Write what the run is made of: resolved recipe, tokenizer, versions and machine."""
+    replace_file(out / CONFIG, render(resolved.run, resolved.origins))
+    if not (out / TOKENIZER).is_dir():
+        tokenizer.save(out / TOKENIZER)
+    facts: dict[str, Any] = {
+        "megatoken": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": device.name,
+        "precision": device.precision,
+        "peak_flops": device.peak_flops,
+        "peak_source": device.peak_source,
+        "command": sys.argv,
+    }
+    replace_file(out / PROVENANCE, json.dumps(facts, indent=1) + "\n")
+    journal.status(state="running", message="")

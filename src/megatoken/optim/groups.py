@@ -1,0 +1,20 @@
+"""Parameters into optimizer groups: matrices and embeddings are decayed, norms and biases are not (GPT-3's recipe)."""
+
+import torch
+from torch import nn
+
+from megatoken.config import Optim
+
+
+def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
+    """AdamW over every parameter, in two groups; fused where the device has it.
+
+    The learning rate is set at every step by whoever steps.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = parameters[0].device.type in ("cuda", "cpu", "mps")
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=fused)

@@ -1,0 +1,128 @@
+"""Curves and pictures from a run folder: loss, learning rate, gradient norm, tokens/s; embeddings and a matrix.
+
+In: metrics.jsonl of one or several runs, the weights of one. Out: PNG files. Needs the plot extra (matplotlib);
+without it a run says so in one line and goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken.errors import Exit, Fault
+from megatoken.interop.weights import load_weights
+from megatoken.train.journal import read_metrics
+
+PANELS = (
+    ("loss", "loss (nats per token)"),
+    ("lr", "learning rate"),
+    ("grad_norm", "gradient norm"),
+    ("tokens_per_second", "tokens per second"),
+)
+SMOOTH_SHARE = 0.02  # of the run: the window of the bold line over the raw training loss
+
+
+def _load_pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        fix = 'pip install "megatoken[plot]"'
+        raise Fault(Exit.CONFIG, "curves need matplotlib, which is not installed", fix=fix) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw_run(run: Path, *, pictures: bool) -> str:
+    """Draw a finished run's curves, and its pictures if asked; return one line saying where, or why not."""
+    try:
+        drawn = [draw_curves([run], run / "plots" / "curves.png")]
+        if pictures:
+            drawn += draw_weights(run, run / "plots")
+    except Fault as fault:
+        return f"not drawn: {fault}"
+    return f"curves: {', '.join(map(str, drawn))}"
+
+
+def draw_curves(runs: Sequence[Path], target: Path) -> Path:
+    """Four panels over training tokens, a colour a run; validation loss as dots. Returns `target`.
+
+    Raises Fault(DATA) when a folder holds no metrics, Fault(CONFIG) without matplotlib.
+    """
+    rows = {run: read_metrics(run) for run in runs}
+    for run, found in rows.items():
+        if not any(row["kind"] == "train" for row in found):
+            raise Fault(Exit.DATA, "no training steps are recorded here", str(run), "give the folder of a run")
+    pyplot = _load_pyplot()
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for index, run in enumerate(runs):
+        train = [row for row in rows[run] if row["kind"] == "train"]
+        val = [row for row in rows[run] if row["kind"] == "val"]
+        color = f"C{index % 10}"
+        for axis, (key, _) in zip(axes.flat, PANELS, strict=True):
+            x = np.array([row["tokens"] for row in train], dtype=float)
+            y = np.array([_number(row.get(key)) for row in train], dtype=float)
+            name = run.name or str(run)
+            if key != "loss":
+                axis.plot(x, y, color=color, lw=1, label=name)
+                continue
+            axis.plot(x, y, color=color, lw=0.6, alpha=0.35)
+            axis.plot(x, _smooth(y), color=color, lw=1.6, label=f"{name}, train")
+            if val:
+                dots = [row["tokens"] for row in val], [_number(row["loss"]) for row in val]
+                axis.plot(*dots, "o", color=color, mec="white", ms=6, label=f"{name}, validation")
+    for axis, (_, title) in zip(axes.flat, PANELS, strict=True):
+        axis.set(title=title, xlabel="training tokens", xlim=(0, None))
+        axis.grid(alpha=0.25)
+        if title != PANELS[0][1]:
+            axis.set_ylim(0, None)
+    axes[0, 0].legend()
+    return _save(pyplot, figure, target)
+
+
+def _number(value: Any) -> float:
+    """A metric as a float; what was not finite is written as text or null and stays a gap in the curve."""
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _smooth(y: np.ndarray) -> np.ndarray:
+    """Centred mean over a small share of the run, shorter at both ends."""
+    half = int(len(y) * SMOOTH_SHARE / 2)
+    sums = np.concatenate([[0.0], np.nancumsum(y)])
+    right = np.minimum(np.arange(len(y)) + half + 1, len(y))
+    left = np.maximum(np.arange(len(y)) - half, 0)
+    return np.asarray((sums[right] - sums[left]) / (right - left))
+
+
+def draw_weights(run: Path, folder: Path, warn: Callable[[str], None] = lambda text: None) -> list[Path]:
+    """Two pictures of a run's or Hugging Face model's weights: position embeddings with three of their columns,
+    and a corner of the first block's query/key/value matrix. Returns their paths."""
+    model = load_weights(str(run), warn).model
+    positions = model.positions.weight.detach().numpy()
+    matrix = model.blocks[0].attention.qkv.weight.detach().numpy()  # type: ignore[union-attr]
+    pyplot = _load_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    left.imshow(positions, aspect="auto", cmap="gray")
+    left.set(title="position embeddings", xlabel="channel", ylabel="position")
+    for channel in np.linspace(0, positions.shape[1] - 1, 5).astype(int)[1:4]:
+        right.plot(positions[:, channel], lw=1, label=f"channel {channel}")
+    right.set(title="three of their columns", xlabel="position", ylabel="value")
+    right.legend()
+    first = _save(pyplot, figure, folder / "positions.png")
+    figure, axis = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    axis.imshow(matrix[:300, :300], cmap="gray")
+    axis.set(title="blocks.0.attention.qkv, first 300 x 300", xlabel="input channel", ylabel="output channel")
+    return [first, _save(pyplot, figure, folder / "matrix.png")]
+
+
+def _save(pyplot: Any, figure: Any, target: Path) -> Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=120)
+    except OSError as wrong:
+        raise Fault(Exit.STORAGE, f"cannot write picture: {wrong.strerror}", str(target), "choose --out") from None
+    finally:
+        pyplot.close(figure)
+    return target

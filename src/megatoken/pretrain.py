@@ -1,0 +1,298 @@
+"""The program: read it first. Everything happens here in the order of time, and only here do all stages meet.
+
+In: a checked recipe and a run folder. Out: the run folder, filled (docs/run-folder.md draws it), and a summary.
+"""
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatoken import opening
+from megatoken.checkpoint.restore import save_state
+from megatoken.checkpoint.store import prune
+from megatoken.config import Duration, Run, parse_time
+from megatoken.console import Console, format_duration, format_step
+from megatoken.data.dataset import Dataset
+from megatoken.data.loader import EvaluationWindows, Loader, Prefetcher, evaluation_windows
+from megatoken.data.tokenizer import Tokenizer
+from megatoken.device import Device, open_device
+from megatoken.errors import Exit, Fault
+from megatoken.evaluate.loss import held_out_loss
+from megatoken.plot import draw_run
+from megatoken.recipe import Resolved
+from megatoken.sample import generate
+from megatoken.train.guard import Guard
+from megatoken.train.journal import Journal, read_metrics
+from megatoken.train.meter import Meter
+from megatoken.train.state import Plan, State, build_plan
+from megatoken.train.step import Report, train_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a run ended. code: DONE or STOPPED; losses in nats, None where nothing was measured."""
+
+    code: Exit
+    run: str
+    steps: int
+    tokens: int
+    loss: float | None
+    val_loss: float | None
+    seconds: float
+    reason: str
+
+
+def pretrain(resolved: Resolved, out: Path, console: Console) -> Summary:
+    """Train `resolved` in the run folder `out`, going on from its newest whole checkpoint if there is one.
+
+    Raises Fault, with the exit code of its kind, when the run cannot be begun or gone on with; whatever was
+    committed before stays.
+    """
+    began = time.monotonic()
+    run = resolved.run
+    opening.check_folder(out, run)
+    device = open_device(run.machine)
+    dataset, tokenizer = opening.open_data(run)
+    shape = run.model.shape(tokenizer.vocab_size)
+    loader = Loader(dataset.train, seq_len=shape.seq_len, batch_seqs=run.batch_seqs, seed=run.seed)
+    with Journal.open(out) as journal, Guard(parse_time(run.save.time_limit) or None) as guard:
+        opening.check_space(out, shape)
+        opening.introduce(console, resolved, out, device, dataset, loader, shape)
+        state = opening.build(run, shape, tokenizer, device, out, console)
+        opening.restore(out, state, dataset, journal, console)
+        opening.record_start(out, resolved, tokenizer, journal, device)
+        plan = build_plan(run, epoch_tokens=loader.n_windows * shape.seq_len)
+        plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console))
+        opening.compile_model(run, state, plan, device, console)
+        journey = Journey(
+            run=run,
+            out=out,
+            console=console,
+            device=device,
+            dataset=dataset,
+            tokenizer=tokenizer,
+            journal=journal,
+            guard=guard,
+            state=state,
+            plan=plan,
+            meter=Meter(device=device, shape=shape, batch_tokens=plan.batch_tokens, total_steps=plan.total_steps),
+            calendar=Calendar.of(run, plan),
+            seen={(row["kind"], row["step"]) for row in read_metrics(out)},
+        )
+        try:
+            code = journey.travel(loader)
+        except Fault as fault:
+            journal.write("event", state.step, state.step * plan.batch_tokens, what="failed", message=str(fault))
+            journal.status(state="failed", exit_code=int(fault.code), step=state.step, message=str(fault))
+            raise
+        finally:
+            console.close()
+        journey.finish(code)
+    return Summary(
+        code=code,
+        run=str(out),
+        steps=state.step,
+        tokens=state.step * plan.batch_tokens,
+        loss=journey.loss,
+        val_loss=journey.val_loss,
+        seconds=time.monotonic() - began,
+        reason=guard.stop_requested,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calendar:
+    """When things are due, in steps between them; 0: never."""
+
+    log: int
+    evaluate: int
+    sample: int
+    save: int
+    keep: int
+
+    @classmethod
+    def of(cls, run: Run, plan: Plan) -> "Calendar":
+        def steps(length: Duration) -> int:
+            return plan.steps(length)
+
+        return cls(
+            log=steps(run.log.every),
+            evaluate=steps(run.evaluate.every),
+            sample=steps(run.sample.every),
+            save=steps(run.save.every),
+            keep=steps(run.save.keep_every),
+        )
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something scheduled `every` so many steps (0: never) falls on `step`."""
+    return every > 0 and step % every == 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Journey:
+    """The run under way: the loop, and what is done on schedule between steps."""
+
+    run: Run
+    out: Path
+    console: Console
+    device: Device
+    dataset: Dataset
+    tokenizer: Tokenizer
+    journal: Journal
+    guard: Guard
+    state: State
+    plan: Plan
+    meter: Meter
+    calendar: Calendar
+    seen: set[tuple[str, int]]  # (kind, step) of what the journal already tells: a resume repeats nothing
+    loss: float | None = None
+    val_loss: float | None = None
+    windows: EvaluationWindows | None = field(default=None)
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens used so far."""
+        return self.state.step * self.plan.batch_tokens
+
+    def travel(self, loader: Loader) -> Exit:
+        """Step to the end of the budget, or until asked to stop; either way everything is saved on return."""
+        if len(self.dataset.val) and self.run.evaluate.tokens:
+            limit = self.run.evaluate.tokens
+            self.windows = evaluation_windows(self.dataset.val, seq_len=loader.seq_len, limit_tokens=limit)
+        with closing(Prefetcher(loader, self.device.place)) as batches:
+            while self.state.step < self.plan.total_steps:
+                if self.guard.stop_requested:
+                    self.save()
+                    return Exit.STOPPED
+                self.keep_calendar()
+                self.meter.start()
+                report = self.take_step(batches)
+                self.guard.observe(self.record(report))
+        self.evaluate()
+        if self.calendar.sample:
+            self.sample()
+        self.save()
+        return Exit.DONE
+
+    def keep_calendar(self) -> None:
+        """Evaluate, sample and save if they are due at this step and not done yet."""
+        step = self.state.step
+        if is_due(self.calendar.evaluate, step):
+            self.evaluate()
+        if is_due(self.calendar.sample, step) and step:
+            self.sample()
+        if is_due(self.calendar.save, step) and step:
+            try:
+                self.save()
+            except Fault as fault:
+                # Earlier checkpoints are whole, and later saves may find room again: training goes on.
+                self.console.warn(f"checkpoint not saved: {fault}")
+                self.write("event", what="save failed", message=str(fault))
+
+    def take_step(self, batches: Prefetcher) -> Report:
+        """One optimizer step on the next batch."""
+        try:
+            return train_step(self.state, self.plan, self.device, *batches.get(self.state.step))
+        except torch.OutOfMemoryError:
+            fix = f"set machine.micro_batch below {self.plan.micro_batch}"
+            raise Fault(Exit.CONFIG, "out of memory", f"step {self.state.step} on {self.device.place}", fix) from None
+
+    def record(self, report: Report) -> float:
+        """Write and show a step; return its seconds."""
+        pace = self.meter.read()
+        self.loss = report.loss
+        row = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, **pace}
+        last = report.step == self.plan.total_steps
+        if is_due(self.calendar.log, report.step) or last:
+            self.write("train", **row)
+        if report.skipped:
+            self.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
+        line = format_step(
+            {"step": report.step, **row},
+            total_steps=self.plan.total_steps,
+            memory_bytes=self.device.peak_memory_bytes(),
+            remaining_seconds=self.meter.remaining_seconds(report.step),
+        )
+        self.console.step(line, last=last)
+        return pace["seconds"] or 0.0
+
+    def write(self, kind: str, **values: object) -> None:
+        """Add a row at this step to the journal."""
+        self.journal.write(kind, self.state.step, self.tokens, **values)
+        self.seen.add((kind, self.state.step))
+
+    def evaluate(self) -> None:
+        """Measure the held-out loss, unless there is nothing held out or it is measured already."""
+        if self.windows is None or ("val", self.state.step) in self.seen:
+            return
+        size = self.plan.micro_batch
+        rows = (self.windows.rows(first, size) for first in range(0, len(self.windows), size))
+        chunk = self.plan.loss_chunk
+        self.val_loss, count = held_out_loss(self.state.model, rows, self.device, chunk=chunk)
+        self.write("val", loss=self.val_loss, target_tokens=count)
+        self.console.say(f"step {self.state.step}: validation loss {self.val_loss:.4f} over {count:,} tokens")
+
+    def sample(self) -> None:
+        """Let the model write, and keep what it wrote."""
+        if ("sample", self.state.step) in self.seen:
+            return
+        asked = self.run.sample
+        prompt = self.tokenizer.encode(asked.prompt).tolist() or [self.tokenizer.eot]
+        room = self.state.model.shape.seq_len - len(prompt)
+        with self.device.autocast():
+            drawn = generate(
+                self.state.model,
+                prompt,
+                tokens=min(asked.tokens, room),
+                temperature=asked.temperature,
+                top_k=asked.top_k,
+                seed=self.run.seed,
+                n=asked.n,
+                stop_id=self.tokenizer.eot,
+            )
+        texts = [asked.prompt + self.tokenizer.decode(ids) for ids in drawn]
+        folder = self.out / "samples"
+        folder.mkdir(exist_ok=True)
+        rule = "\n" + "-" * 40 + "\n"
+        (folder / f"step-{self.state.step:08d}.txt").write_text(rule.join(texts) + "\n", encoding="utf-8")
+        self.write("sample", text=texts)
+        self.console.say(f"step {self.state.step}: sample\n{rule.join(texts)}\n")
+
+    def save(self) -> None:
+        """Commit a checkpoint of this step, then prune old ones."""
+        if ("save", self.state.step) in self.seen:
+            return
+        began = time.perf_counter()
+        root = self.out / opening.CHECKPOINTS
+        meta = {"dataset": self.dataset.fingerprint, "tokenizer": self.tokenizer.fingerprint}
+        config, tokenizer = self.out / opening.CONFIG, self.out / opening.TOKENIZER
+        self.journal.sync()  # a checkpoint counts on the rows before it
+        folder = save_state(root, self.state, config=config, tokenizer=tokenizer, meta=meta)
+        seconds = time.perf_counter() - began
+        self.guard.observe(save_seconds=seconds)
+        self.write("save", checkpoint=folder.name, seconds=seconds)
+        try:
+            prune(root, keep_last=self.run.save.keep_last, keep_every=self.calendar.keep)
+        except Fault as fault:
+            self.write("event", what="old checkpoints not removed", message=str(fault))
+
+    def finish(self, code: Exit) -> None:
+        """Tell how it ended, draw the curves, say what to type next."""
+        done = code == Exit.DONE
+        reason = "" if done else self.guard.stop_requested
+        self.journal.status(
+            state="done" if done else "stopped", exit_code=int(code), step=self.state.step, message=reason
+        )
+        if not done:
+            left = format_duration(self.meter.remaining_seconds(self.state.step))
+            self.console.say(
+                f"stopped by {reason} at step {self.state.step}, all saved; the same command goes on ({left} left)"
+            )
+            return
+        if self.run.log.plots:
+            self.console.say(draw_run(self.out, pictures=self.run.log.pictures))
+        self.console.say(f'done: {self.out}; next: megatoken sample {self.out} "your prompt"')

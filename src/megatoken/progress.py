@@ -1,0 +1,52 @@
+"""The progress bar of `megatoken prepare`: tokens, tokens/s and the time left."""
+
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console as Rich
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megatoken.console import format_duration, format_quantity
+from megatoken.data.prepare import Prepared
+from megatoken.data.prepare import Progress as Amount
+
+
+class PrepareBar:
+    """A bar over the bytes read; context manager."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        self.rich = Rich(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self.bar = Progress(
+            TextColumn("preparing"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%  {task.fields[said]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.rich,
+            transient=True,
+            disable=not self.rich.is_terminal,
+        )
+        self.task = self.bar.add_task("prepare", total=None, said="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, amount: Amount) -> None:
+        """Show how far preparing has come."""
+        seconds = max(self.bar.tasks[0].elapsed or 0.0, 1e-6)
+        said = f"{amount.tokens:,} tokens, {amount.tokens / seconds:,.0f} tokens/s"
+        self.bar.update(self.task, completed=amount.bytes_done, total=amount.bytes_total, said=said)
+
+    def finish(self, out: Path, done: Prepared) -> None:
+        """Say what was made, and what to type next."""
+        rate = f"{format_quantity(done.tokens / done.seconds)} tokens/s" if done.seconds > 0 else ""
+        self.rich.print(
+            f"{done.tokens:,} tokens of {done.documents:,} documents in {done.shards} shards, "
+            f"{format_duration(done.seconds)} ({rate})"
+        )
+        self.rich.print(f"dataset: {out}; next: megatoken train RECIPE data.path={out}")

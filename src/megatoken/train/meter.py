@@ -1,0 +1,45 @@
+"""How fast, how close to the limit, how long still."""
+
+import time
+from dataclasses import dataclass, field
+
+from megatoken.device import Device
+from megatoken.model.count import flops_per_token
+from megatoken.presets import Shape
+
+
+@dataclass(slots=True, kw_only=True)
+class Meter:
+    """Times steps alone: evaluation, samples and saves are left out by calling `start` after them.
+
+    MFU is achieved model FLOP/s (full-attention reading, see model/count.py) over the device's peak; None if that
+    is unknown.
+    """
+
+    device: Device
+    shape: Shape
+    batch_tokens: int
+    total_steps: int
+    smooth_seconds: float = 0.0
+    _began: float = field(default_factory=time.perf_counter)
+
+    def start(self) -> None:
+        """Begin timing the next step."""
+        self._began = time.perf_counter()
+
+    def read(self) -> dict[str, float | None]:
+        """`seconds, tokens_per_second, mfu` of the step since `start`; begins the next one."""
+        self.device.synchronize()
+        seconds = time.perf_counter() - self._began
+        # An exponential mean for the remaining time: one slow step must not make the estimate jump.
+        self.smooth_seconds = seconds if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * seconds
+        rate = self.batch_tokens / seconds
+        mfu = None
+        if self.device.peak_flops:
+            mfu = rate * flops_per_token(self.shape, causal=False) / self.device.peak_flops
+        self.start()
+        return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu}
+
+    def remaining_seconds(self, step: int) -> float:
+        """Time the remaining steps will take at the present pace."""
+        return (self.total_steps - step) * self.smooth_seconds

@@ -1,0 +1,88 @@
+"""What a run carries from step to step: weights, moments, the loss scaler, and one integer of position.
+
+Dropout draws from a generator seeded by (seed, step, micro-batch), so no random state has to be carried or saved.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatoken.config import Duration, Run
+from megatoken.device import Device
+from megatoken.model.gpt import GPT
+from megatoken.optim.groups import build_optimizer
+from megatoken.optim.schedule import Schedule
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """The live run. `forward` is the model, compiled or not; `model` always stays the plain module."""
+
+    model: GPT
+    forward: Forward
+    optimizer: torch.optim.AdamW
+    scaler: torch.amp.GradScaler
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What every step of a run needs to know and no step changes. Lengths in steps, sizes in tokens or sequences."""
+
+    seed: int
+    schedule: Schedule
+    batch_tokens: int
+    epoch_tokens: int
+    total_steps: int
+    micro_batch: int
+    clip: float
+    loss_chunk: int
+    dropout: float
+
+    def steps(self, length: Duration) -> int:
+        """A duration of this run in steps."""
+        return length.steps(
+            batch_tokens=self.batch_tokens, epoch_tokens=self.epoch_tokens, total_steps=self.total_steps
+        )
+
+    def with_micro_batch(self, micro_batch: int) -> "Plan":
+        """The same plan with another split of the batch into forwards."""
+        return replace(self, micro_batch=micro_batch)
+
+
+def build_state(model: GPT, run: Run, device: Device) -> State:
+    """Put a model on its device in training mode and give it an optimizer."""
+    model.to(device.place).train()
+    return State(
+        model=model,
+        forward=model,
+        optimizer=build_optimizer(model, run.optim),
+        scaler=torch.amp.GradScaler(device.place.type, enabled=device.precision == "fp16"),
+    )
+
+
+def build_plan(run: Run, *, epoch_tokens: int, micro_batch: int = 1) -> Plan:
+    """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the training split."""
+    total_steps = run.total_steps(epoch_tokens)
+    lengths = {"batch_tokens": run.budget.batch_tokens, "epoch_tokens": epoch_tokens, "total_steps": total_steps}
+    schedule = Schedule(
+        kind=run.optim.schedule,
+        peak=run.optim.lr,
+        floor=run.optim.floor,
+        warmup_steps=run.optim.warmup.steps(**lengths),
+        decay_steps=run.optim.decay.steps(**lengths),
+        total_steps=total_steps,
+    )
+    return Plan(
+        seed=run.seed,
+        schedule=schedule,
+        micro_batch=micro_batch,
+        clip=run.optim.clip,
+        loss_chunk=run.machine.loss_chunk,
+        dropout=run.model.dropout,
+        **lengths,
+    )

@@ -1,0 +1,15 @@
+"""What every test may ask for."""
+
+from pathlib import Path
+
+import pytest
+
+REAL_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Folder of third-party texts that are not part of the project."""
+    if not REAL_DATA.is_dir():
+        pytest.skip("the real data beside the project is not here")
+    return REAL_DATA

@@ -1,0 +1,48 @@
+"""Small prepared datasets for the tests of this stage, written with the public functions of data/shards.py."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megatoken.data.shards import Manifest, Shard, hash_block, hash_blocks, make_header, write_manifest
+
+TOKENIZER = {"name": "bpe:500", "vocab_size": 500, "eot": 0, "fingerprint": "5a" * 32}
+
+
+def write_dataset(
+    folder: Path, sizes: dict[str, list[int]], dtype: str = "uint16", seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Writes shards of `sizes` tokens a split and their manifest; returns each split's ids, joined."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    rows, ids = [], {}
+    for split, counts in sizes.items():
+        parts = [rng.integers(0, TOKENIZER["vocab_size"], count).astype(dtype) for count in counts]
+        ids[split] = np.concatenate([*parts, np.empty(0, dtype)])
+        for number, part in enumerate(parts):
+            header = make_header(len(part), dtype, TOKENIZER["fingerprint"])
+            file = f"{split}_{number:06d}.bin"
+            (folder / file).write_bytes(header + part.tobytes())
+            rows.append(
+                Shard(
+                    file=file,
+                    split=split,
+                    tokens=len(part),
+                    blocks=tuple(hash_blocks(part)),
+                    header=hash_block(header),
+                )
+            )
+    documents = {split: len(counts) for split, counts in sizes.items()}
+    source = {"files": 1, "policy": "replace"}
+    write_manifest(
+        folder, Manifest(tokenizer=TOKENIZER, dtype=dtype, documents=documents, shards=tuple(rows), source=source)
+    )
+    return ids
+
+
+def write_foreign(path: Path, ids: np.ndarray) -> None:
+    """One shard as llm.c (.bin, by dtype) or build-nanogpt (.npy) writes it."""
+    if path.suffix == ".npy":
+        np.save(path, ids)
+    else:
+        path.write_bytes(make_header(len(ids), str(ids.dtype), "") + ids.tobytes())

@@ -1,0 +1,355 @@
+"""A dataset opens whole or not at all; damage is found at the latest when it is first touched."""
+
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_dataset import TOKENIZER, write_dataset, write_foreign
+
+from megatoken.data.dataset import Dataset, open_dataset, verify_dataset
+from megatoken.data.shards import BLOCK_BYTES, HEADER_BYTES, make_header, read_manifest, write_manifest
+from megatoken.errors import Exit, Fault
+
+BLOCK = BLOCK_BYTES // 2  # uint16 tokens
+
+
+def read_all(dataset: Dataset) -> None:
+    for tokens in (dataset.train, dataset.val):
+        tokens.read(0, len(tokens))
+
+
+def refuse(path: Path | str, words: str, file: str = "", **options: str) -> None:
+    """Asserts that opening and reading everything is refused with these words, naming the file."""
+    with pytest.raises(Fault, match=words) as caught:
+        read_all(open_dataset(path, **options))
+    assert caught.value.code == Exit.DATA
+    assert file in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert words.replace("\\", "") in str(next(iter(verify_dataset(path)))) or options
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_prepared_folder_reads_back(tmp_path: Path, dtype: str) -> None:
+    ids = write_dataset(tmp_path, {"train": [BLOCK + 17, 1, 2 * BLOCK], "val": [300]}, dtype)
+    dataset = open_dataset(str(tmp_path))
+    assert len(dataset.train) == 3 * BLOCK + 18
+    for split, tokens in (("train", dataset.train), ("val", dataset.val)):
+        everything = tokens.read(0, len(tokens))
+        assert everything.dtype == np.dtype(dtype)
+        assert np.array_equal(everything, ids[split])
+    assert dataset.fingerprint == read_manifest(tmp_path).fingerprint == dataset.manifest.fingerprint
+    assert list(verify_dataset(tmp_path)) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_stretch_and_any_windows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    folder = tmp_path_factory.mktemp("any")
+    ids = write_dataset(folder, {"train": sizes})["train"]
+    tokens = open_dataset(folder).train
+    start = data.draw(st.integers(0, len(ids)))
+    count = data.draw(st.integers(0, len(ids) - start))
+    assert np.array_equal(tokens.read(start, count), ids[start : start + count])
+    length = data.draw(st.integers(1, len(ids)))
+    starts = np.array(data.draw(st.lists(st.integers(0, len(ids) - length), max_size=60)), dtype=np.int64)
+    expected = np.array([ids[start : start + length] for start in starts]).reshape(len(starts), length)
+    assert np.array_equal(tokens.gather(starts, length), expected)
+
+
+def test_windows_longer_than_a_block_are_checked_in_the_middle(tmp_path: Path) -> None:
+    write_dataset(tmp_path, {"train": [4 * BLOCK]})
+    flip(tmp_path / "train_000000.bin", 8 * (HEADER_BYTES + 2 * BLOCK_BYTES + 5))
+    tokens = open_dataset(tmp_path).train
+    assert tokens.gather(np.array([0, BLOCK - 5]), BLOCK).shape == (2, BLOCK)
+    with pytest.raises(Fault, match="block 2 has hash"):
+        tokens.gather(np.array([0]), 4 * BLOCK)
+
+
+def flip(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << (bit % 8)]))
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """200 random flips over headers, tokens and manifest: each found, its file named, by both ways of looking."""
+    write_dataset(tmp_path, {"train": [BLOCK + 100, 500], "val": [64]})
+    rng = np.random.default_rng(1)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 4
+    for turn in range(200):
+        path = files[turn % 4]
+        size = path.stat().st_size
+        limit = size if turn % 8 < 4 or path.suffix == ".json" else HEADER_BYTES  # half of them in headers
+        bit = int(rng.integers(8 * limit))
+        flip(path, bit)
+        with pytest.raises(Fault) as caught:
+            read_all(open_dataset(tmp_path))
+        assert caught.value.code == Exit.DATA
+        assert path.name in str(caught.value)
+        findings = list(verify_dataset(tmp_path))
+        assert len(findings) == 1
+        assert path.name in str(findings[0])
+        flip(path, bit)
+    read_all(open_dataset(tmp_path))
+    assert list(verify_dataset(tmp_path)) == []
+
+
+def test_damage_names_block_hashes_and_offset(tmp_path: Path) -> None:
+    write_dataset(tmp_path, {"train": [3 * BLOCK]})
+    good = open_dataset(tmp_path).manifest.shards[0].blocks[1]
+    flip(tmp_path / "train_000000.bin", 8 * (HEADER_BYTES + BLOCK_BYTES + 77))
+    tokens = open_dataset(tmp_path).train
+    tokens.read(0, BLOCK)  # untouched blocks stay readable
+    tokens.read(2 * BLOCK, BLOCK)
+    with pytest.raises(Fault) as caught:
+        tokens.read(BLOCK - 1, 2)
+    pattern = (
+        rf"block 1 has hash [0-9a-f]{{16}}, expected {good} — .*train_000000\.bin, 262,144 bytes from offset 263,168"
+    )
+    assert re.search(pattern, str(caught.value))
+
+
+def test_each_block_is_checked_once_a_process(tmp_path: Path) -> None:
+    """Damage done after a block's first touch is not looked for again; a new opening finds it."""
+    ids = write_dataset(tmp_path, {"train": [2 * BLOCK, 10]})["train"]
+    tokens = open_dataset(tmp_path).train
+    assert np.array_equal(tokens.gather(np.array([5, 2 * BLOCK - 1]), 4)[1], ids[2 * BLOCK - 1 : 2 * BLOCK + 3])
+    for offset in (0, BLOCK_BYTES, 2 * BLOCK_BYTES - 2):  # a bit of the touched block 0, two of block 1
+        flip(tmp_path / "train_000000.bin", 8 * (HEADER_BYTES + offset))
+    assert tokens.read(0, BLOCK)[0] == ids[0] ^ 1
+    assert tokens.read(BLOCK, BLOCK)[0] == ids[BLOCK] ^ 1
+    with pytest.raises(Fault, match="block 0 has hash"):
+        open_dataset(tmp_path).train.read(0, 1)
+    with pytest.raises(Fault, match="block 1 has hash"):
+        open_dataset(tmp_path).train.read(2 * BLOCK - 1, 1)
+
+
+def truncate(path: Path, size: int) -> None:
+    os.truncate(path, size)
+
+
+def swap(first: Path, second: Path) -> None:
+    one, two = first.read_bytes(), second.read_bytes()
+    first.write_bytes(two)
+    second.write_bytes(one)
+
+
+SHARD = "train_000001.bin"
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / SHARD).unlink(), "shard is missing"),
+    (lambda folder: truncate(folder / SHARD, 0), "has 0 bytes, less than its 1,024-byte header"),
+    (lambda folder: truncate(folder / SHARD, 1024), "truncated: 1,024 bytes, expected 2,024 for 500 tokens"),
+    (lambda folder: truncate(folder / SHARD, 1501), "truncated, and not a whole number of 2-byte tokens: 1,501"),
+    (lambda folder: truncate(folder / SHARD, 2026), "longer than its header says: 2,026"),
+    (lambda folder: truncate(folder / SHARD, 2025), "longer than its header says, and not a whole number"),
+    (lambda folder: (folder / SHARD).write_bytes(bytes(2024)), "not a token shard: its magic number is 0"),
+    (lambda folder: swap(folder / SHARD, folder / "train_000002.bin"), "shard is damaged: block 0 has hash"),
+    (
+        lambda folder: (folder / SHARD).write_bytes(make_header(500, "uint32", "5a" * 32) + bytes(2000)),
+        "token type is uint32, expected uint16",
+    ),
+    (
+        lambda folder: (folder / SHARD).write_bytes(make_header(400, "uint16", "5a" * 32) + bytes(800)),
+        "token count is 400, expected 500",
+    ),
+    (
+        lambda folder: (folder / SHARD).write_bytes(make_header(500, "uint16", "5b" * 32) + bytes(1000)),
+        f"tokenizer fingerprint is {'5b' * 32}, expected {'5a' * 32}",
+    ),
+    (
+        lambda folder: (folder / SHARD).write_bytes(make_header(500, "uint16", "") + bytes(1000)),
+        "tokenizer fingerprint is unknown",
+    ),
+    (lambda folder: (folder / "manifest.json").unlink(), "prepared by megatoken, but manifest.json is not beside it"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[words[:40] for _, words in DAMAGES])
+def test_damaged_shard_is_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+    write_dataset(tmp_path, {"train": [700, 500, 500], "val": [64]})
+    damage(tmp_path)
+    file = "train_000000.bin" if "manifest.json" in words else SHARD
+    refuse(tmp_path, re.escape(words), file)
+
+
+def test_verify_finds_all_that_is_wrong(tmp_path: Path) -> None:
+    write_dataset(tmp_path, {"train": [2 * BLOCK, 500, 500], "val": [64]})
+    flip(tmp_path / "train_000000.bin", 8 * HEADER_BYTES)
+    flip(tmp_path / "train_000000.bin", 8 * (HEADER_BYTES + BLOCK_BYTES))
+    (tmp_path / SHARD).unlink()
+    flip(tmp_path / "val_000000.bin", 8 * 1000)
+    words = ["block 0", "block 1", "missing", "hash of the header"]
+    findings = [str(fault) for fault in verify_dataset(tmp_path)]
+    assert len(findings) == len(words)
+    assert all(word in finding for word, finding in zip(words, findings, strict=True))
+
+
+def test_manifest_without_enough_block_hashes_is_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path, {"train": [500]})
+    manifest = read_manifest(tmp_path)
+    write_manifest(tmp_path, replace(manifest, shards=(replace(manifest.shards[0], blocks=()),)))
+    refuse(tmp_path, "number of block hashes is 1, expected 0", "train_000000.bin")
+
+
+def test_id_outside_the_vocabulary_with_right_hashes(tmp_path: Path) -> None:
+    write_dataset(tmp_path, {"train": [BLOCK + 500]})
+    manifest = read_manifest(tmp_path)
+    largest = int(open_dataset(tmp_path).train.read(0, BLOCK + 500).max())
+    write_manifest(tmp_path, replace(manifest, tokenizer={**TOKENIZER, "vocab_size": largest}))
+    refuse(tmp_path, f"token id {largest} is outside the vocabulary of {largest}", "train_000000.bin, byte offset")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".npy"])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_foreign_shards_are_used_as_they_are(tmp_path: Path, suffix: str, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    names = ["fineweb_train_000002", "fineweb_val_000000", "fineweb_train_000001"]
+    parts = {name: rng.integers(0, 50257, 1000).astype(dtype) for name in names}
+    for name, part in parts.items():
+        write_foreign(tmp_path / f"{name}{suffix}", part)
+    (tmp_path / "README.txt").write_text("not a shard")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    expected = np.concatenate([parts["fineweb_train_000001"], parts["fineweb_train_000002"]])
+    for place in (tmp_path, tmp_path / f"fine*{suffix}"):
+        dataset = open_dataset(place)
+        assert np.array_equal(dataset.train.read(0, 2000), expected)
+        assert dataset.train.dtype == np.dtype(dtype)
+        assert np.array_equal(dataset.val.read(0, 1000), parts["fineweb_val_000000"])
+        assert dataset.manifest.tokenizer["fingerprint"] == ""
+    name = "llama-3" if (suffix, dtype) == (".bin", "uint32") else "gpt2"
+    assert dataset.manifest.tokenizer["name"] == name
+    assert dataset.manifest.tokenizer["vocab_size"] == {"gpt2": 50257, "llama-3": 128256}[name]
+    assert list(verify_dataset(tmp_path)) == []
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    single = open_dataset(tmp_path / f"fineweb_train_000001{suffix}")
+    assert (len(single.train), len(single.val)) == (1000, 0)
+
+
+def test_foreign_int32_and_other_tokenizers(tmp_path: Path) -> None:
+    np.save(tmp_path / "train.npy", np.array([1, 2, 70_000], dtype=np.int32))
+    dataset = open_dataset(tmp_path, foreign_tokenizer="my.json")
+    assert dataset.train.read(0, 3).tolist() == [1, 2, 70_000]
+    assert dataset.manifest.tokenizer["name"] == "my.json"
+    dataset.limit_ids(70_001)
+    assert dataset.train.read(0, 3).tolist() == [1, 2, 70_000]
+    dataset.limit_ids(70_000)
+    with pytest.raises(Fault, match="token id 70000 is outside the vocabulary of 70,000"):
+        dataset.train.read(0, 3)
+    np.save(tmp_path / "train.npy", np.array([1, -1, 2], dtype=np.int32))
+    refuse(tmp_path, "token id 4294967295 is outside", "train.npy", foreign_tokenizer="my.json")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".npy"])
+def test_foreign_id_outside_the_vocabulary_is_located(tmp_path: Path, suffix: str) -> None:
+    ids = np.zeros(BLOCK + 500, dtype=np.uint16)
+    ids[BLOCK + 7] = 50257
+    write_foreign(tmp_path / f"train{suffix}", ids)
+    tokens = open_dataset(tmp_path).train
+    assert not tokens.read(0, BLOCK).any()
+    with pytest.raises(Fault) as caught:
+        tokens.gather(np.array([3, BLOCK]), 5)  # the bad id is not even in the window, but in its block
+    offset = (HEADER_BYTES if suffix == ".bin" else 128) + 2 * (BLOCK + 7)
+    assert "token id 50257 is outside the vocabulary of 50,257" in str(caught.value)
+    assert f"train{suffix}, byte offset {offset:,} (token {BLOCK + 7:,})" in str(caught.value)
+
+
+def test_foreign_fingerprint_follows_names_sizes_and_content(tmp_path: Path) -> None:
+    ids = np.arange(20_000, dtype=np.uint16)
+    seen = set()
+    for number, (name, part) in enumerate(
+        [("train_a", ids), ("train_b", ids), ("train_a", ids[:-1]), ("train_a", ids[::-1].copy())]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_foreign(folder / f"{name}.bin", part)
+        seen.add(open_dataset(folder).fingerprint)
+        shutil.copytree(folder, folder.with_suffix(".copy"))
+        assert open_dataset(folder.with_suffix(".copy")).fingerprint in seen
+    assert len(seen) == 4
+
+
+def test_mixed_folders_are_refused(tmp_path: Path) -> None:
+    ids = np.arange(100, dtype=np.uint16)
+    write_foreign(tmp_path / "train_1.bin", ids)
+    write_foreign(tmp_path / "train_2.npy", ids)
+    refuse(tmp_path, r"shards of two kinds in one dataset: \.bin and \.npy")
+    (tmp_path / "train_2.npy").unlink()
+    write_foreign(tmp_path / "train_2.bin", ids.astype(np.uint32))
+    refuse(tmp_path, r"mixed dataset: uint32 tokens here, uint16 in train_1\.bin", "train_2.bin")
+    (tmp_path / "train_2.bin").write_bytes(make_header(1, "uint16", "5a" * 32) + bytes(2))
+    refuse(tmp_path, "prepared by megatoken, but manifest.json is not beside it", "train_2.bin")
+    write_foreign(tmp_path / "train_2.bin", ids[:0])
+    refuse(tmp_path, "shard holds no tokens", "train_2.bin")
+
+
+class Canary:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_pickles_are_never_loaded(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    path = tmp_path / "train_1.npy"
+    path.write_bytes(pickle.dumps(Canary(canary)) + bytes(2000))
+    refuse(tmp_path, "pickles are never loaded", "train_1.npy")
+    np.save(path, np.array([Canary(canary)], dtype=object), allow_pickle=True)
+    refuse(tmp_path, r"holds \|O of shape \(1,\), not a row of token ids", "train_1.npy")
+    path.unlink()
+    (tmp_path / "train_1.bin").write_bytes(pickle.dumps(Canary(canary)) + bytes(2000))
+    refuse(tmp_path, "not a token shard", "train_1.bin")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (np.zeros((2, 3), np.uint16), "<u2 of shape (2, 3)"),
+        (np.zeros(3, np.int64), "<i8 of shape (3,)"),
+        (np.zeros(3, ">u2"), ">u2 of shape (3,)"),
+        (np.zeros(3, np.float32), "<f4 of shape (3,)"),
+        (np.zeros((), np.uint16), "<u2 of shape ()"),
+    ],
+)
+def test_npy_that_is_not_a_row_of_ids_is_refused(tmp_path: Path, ids: np.ndarray, words: str) -> None:
+    np.save(tmp_path / "train.npy", ids)
+    refuse(tmp_path, re.escape(words), "train.npy")
+
+
+def test_garbled_npy_headers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.npy"
+    np.save(path, np.arange(100, dtype=np.uint16))
+    whole = path.read_bytes()
+    for size in (0, 5, 9, 100, 127):
+        path.write_bytes(whole[:size])
+        refuse(tmp_path, "not a plain" if size < 8 else "header makes no sense", "train.npy")
+    path.write_bytes(whole[:-1])
+    refuse(tmp_path, "truncated, and not a whole number of 2-byte tokens: 327 bytes, expected 328", "train.npy")
+    path.write_bytes(whole[:8] + b"\xff\xff" + whole[10:])  # a header of 64 KiB that is not there
+    refuse(tmp_path, "header makes no sense", "train.npy")
+    path.write_bytes(whole.replace(b"(100,)", b"(9**9,)"))
+    refuse(tmp_path, "header makes no sense", "train.npy")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "*.bin", ".", "text.txt", "long" * 100])
+def test_nothing_to_open(tmp_path: Path, name: str) -> None:
+    (tmp_path / "text.txt").write_text("no shard")
+    with pytest.raises(Fault, match=r"no dataset here|cannot read the dataset") as caught:
+        open_dataset(tmp_path / name)
+    assert caught.value.code == Exit.DATA

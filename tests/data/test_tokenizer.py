@@ -1,0 +1,297 @@
+"""Ids equal to tiktoken's and tokenizers' own; vocabularies found, checked, trained, saved and refused."""
+
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.data import gpt2_vocabulary, words
+from megatoken.data.download import download
+from megatoken.data.tokenizer import (
+    Tokenizer,
+    load_saved_tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+)
+from megatoken.errors import Exit, Fault
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+VOCAB = DATA / "tiktoken" / gpt2_vocabulary.TIKTOKEN_VOCAB
+needs_gpt2 = pytest.mark.skipif(not VOCAB.exists(), reason="needs GPT-2's vocabulary in ../shared/data/tiktoken")
+
+PROSE = "The cat sat on the mat; it didn't purr.\r\nIl était une fois — 123 chats,\n\n\tpas 4.  " * 40
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Tokenizer:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(VOCAB.parent))
+        return load_tokenizer("gpt2")
+
+
+@pytest.fixture(scope="module")
+def small() -> Tokenizer:
+    return load_tokenizer("bpe:400", lambda: iter([PROSE]))
+
+
+@pytest.fixture
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without any vocabulary and without internet; gives the folder of its caches."""
+    for name in ("HF_HUB_CACHE", "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "MEGATOKEN_CACHE", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "site" / "whisper").mkdir(parents=True)  # hides an installed one
+    (tmp_path / "site" / "whisper" / "__init__.py").write_text("raise AssertionError('never imported')")
+    monkeypatch.setattr(gpt2_vocabulary, "VOCAB_URL", (tmp_path / "nowhere").as_uri())
+    return tmp_path
+
+
+@functools.cache
+def library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    inner.encode_special_tokens = True
+    return inner
+
+
+def whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    """What `tokenizers` itself says, without our word cache."""
+    ids: list[int] = library(tokenizer).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+# --- ids ---------------------------------------------------------------------------------------------------------
+
+
+@needs_gpt2
+def test_gpt2_gives_the_published_ids(gpt2: Tokenizer) -> None:
+    assert gpt2.encode("Hello world, GPT-2!").tolist() == [15496, 995, 11, 402, 11571, 12, 17, 0]
+    assert (gpt2.vocab_size, gpt2.eot, gpt2.name, gpt2.cuts) == (50257, 50256, "gpt2", "words")
+    assert gpt2.encode("a").dtype == np.uint32
+    assert gpt2.encode("").tolist() == []
+
+
+@needs_gpt2
+@pytest.mark.parametrize("name", ["tinyshakespeare.txt", "wikitext2_valid.txt", "hellaswag_val_sample.jsonl"])
+def test_gpt2_gives_the_ids_of_tiktoken_on_real_text(
+    gpt2: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCAB.parent))
+    oracle = pytest.importorskip("tiktoken").get_encoding("gpt2")
+    text = (DATA / name).read_text(encoding="utf-8")
+    ids = gpt2.encode(text)
+    assert ids.tolist() == oracle.encode_ordinary(text)
+    assert gpt2.decode(ids) == text
+    if name == "tinyshakespeare.txt":
+        assert len(ids) == 338_025
+
+
+@needs_gpt2
+def test_every_character_splits_words_as_tokenizers_does(gpt2: Tokenizer) -> None:
+    inner = library(gpt2)
+    everything = [chr(code) for code in range(0x3100) if not 0xD800 <= code < 0xE000]
+    texts = [f"a{c}b 1{c}2 .{c}! {c}s'{c}  {c} \n{c}{c}'s" for c in everything]
+    expected = [encoding.ids for encoding in inner.encode_batch_fast(texts, add_special_tokens=False)]
+    assert [ids.tolist() for ids in gpt2.encode_batch(texts)] == expected
+
+
+TRICKY = st.text(st.sampled_from("aZ é中9²'\"-_\t\n\r \xa0\u2028\x1c\x00’stlve<|endoftext|>")) | st.text()
+
+
+@given(text=TRICKY)
+@settings(deadline=None, max_examples=300)
+def test_words_change_no_id(small: Tokenizer, text: str) -> None:
+    assert small.encode(text).tolist() == whole(small, text)
+    assert small.decode(small.encode(text)) == text
+
+
+def test_slices_change_no_id(small: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = whole(small, PROSE)
+    monkeypatch.setattr(words, "SLICE_CHARACTERS", 7)
+    assert small.encode(PROSE).tolist() == expected
+
+
+def test_a_full_cache_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "CACHE_WORDS", 3)
+    tokenizer = load_tokenizer("bpe:400", lambda: iter([PROSE]))
+    assert tokenizer.encode(PROSE).tolist() == whole(tokenizer, PROSE)
+
+
+@given(text=TRICKY)
+@settings(deadline=None, max_examples=100)
+def test_bytes_are_bytes(text: str) -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode(text).tolist() == list(text.encode()) == whole(tokenizer, text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_half_a_character_decodes_to_a_replacement() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.decode([97, 195, 169, 256, 195]) == "aé<|endoftext|>\ufffd"
+    assert (tokenizer.vocab_size, tokenizer.eot, tokenizer.cuts) == (257, 256, "anywhere")
+
+
+def test_end_of_text_in_a_document_is_text(small: Tokenizer) -> None:
+    assert small.eot not in small.encode("one<|endoftext|>two")
+    assert small.decode([small.eot]) == "<|endoftext|>"
+
+
+# --- a BPE of one's own --------------------------------------------------------------------------------------
+
+
+def test_trained_bpe_is_the_same_every_time(small: Tokenizer) -> None:
+    again = load_tokenizer("bpe:400", lambda: iter([PROSE]))
+    assert again.fingerprint == small.fingerprint
+    assert (small.vocab_size, small.eot) == (400, 399)
+    assert len(small.encode(PROSE)) < 0.5 * len(PROSE.encode())
+
+
+def test_trained_bpe_keeps_its_size_on_a_corpus_too_small_for_it() -> None:
+    tokenizer = load_tokenizer("bpe:5000", lambda: iter(["aaa aaa bbb bbb"]))
+    assert (tokenizer.vocab_size, tokenizer.eot) == (5000, 4999)
+    assert tokenizer.decode(tokenizer.encode("aaa ü")) == "aaa ü"
+
+
+@pytest.mark.parametrize("spec", ["bpe:256", "bpe:0", "bpe:", "bpe:-5", "bpe:many", "gtp2", "nothing/here.json"])
+def test_meaningless_specs_are_config_faults(spec: str) -> None:
+    with pytest.raises(Fault) as caught:
+        load_tokenizer(spec, lambda: iter(["text"]))
+    assert caught.value.code == Exit.CONFIG
+    if spec == "gtp2":
+        assert "did you mean gpt2?" in str(caught.value)
+
+
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+def test_saved_tokenizers_come_back(small: Tokenizer, tmp_path: Path) -> None:
+    for tokenizer in (small, load_tokenizer("bytes")):
+        tokenizer.save(tmp_path)
+        for back in (
+            load_saved_tokenizer(tmp_path),
+            load_tokenizer(str(tmp_path)),
+            read_tokenizer(tokenizer.to_json(), tokenizer.name, tokenizer.eot),
+        ):
+            assert back.describe() == tokenizer.describe()
+            assert back.cuts == tokenizer.cuts
+            assert back.encode(PROSE).tolist() == tokenizer.encode(PROSE).tolist()
+        assert load_tokenizer(str(tmp_path / "tokenizer.json")).fingerprint == tokenizer.fingerprint
+
+
+def test_a_changed_tokenizer_is_refused_with_both_hashes(small: Tokenizer, tmp_path: Path) -> None:
+    small.save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["merges"].pop()
+    path.write_text(json.dumps(content))
+    with pytest.raises(Fault, match=f"has changed.*expected {small.fingerprint}") as caught:
+        load_saved_tokenizer(tmp_path)
+    assert caught.value.code == Exit.DATA
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": 3}'])
+def test_junk_is_no_tokenizer(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    for spec in (path, tmp_path):
+        with pytest.raises(Fault) as caught:
+            load_tokenizer(str(spec))
+        assert caught.value.code == Exit.DATA
+        assert str(path) in str(caught.value)
+
+
+def word_level(*names: str) -> tokenizers.Tokenizer:
+    vocabulary = {"hello": 0, "world": 1, "?": 2} | {name: 3 + at for at, name in enumerate(names)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return inner
+
+
+def test_any_tokenizer_json_works(tmp_path: Path) -> None:
+    inner = word_level("</s>", "<|end_of_text|>")
+    inner.enable_truncation(1)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("hello brave world").tolist() == [0, 2, 1]
+    assert (tokenizer.eot, tokenizer.vocab_size, tokenizer.cuts) == (4, 5, "nowhere")
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
+    word_level().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(Fault, match="no end-of-text token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_unwritable_place_is_a_storage_fault(small: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Fault) as caught:
+        small.save(tmp_path / "file" / "tokenizer")
+    assert caught.value.code == Exit.STORAGE
+
+
+# --- where GPT-2's vocabulary comes from -------------------------------------------------------------------------
+
+
+@needs_gpt2
+@pytest.mark.parametrize("origin", ["merges", "json", "tiktoken", "ranks", "whisper", "ours", "download"])
+def test_gpt2_is_found_wherever_it_is_kept(
+    bare_machine: Path, gpt2: Tokenizer, origin: str
+) -> None:
+    snapshot = bare_machine / "HF_HUB_CACHE" / "models--openai-community--gpt2" / "snapshots" / "abc"
+    place, data = {
+        "merges": lambda: (snapshot / "merges.txt", VOCAB.read_bytes()),
+        "json": lambda: (snapshot / "tokenizer.json", gpt2.to_json().encode()),
+        "tiktoken": lambda: (bare_machine / "TIKTOKEN_CACHE_DIR" / VOCAB.name, VOCAB.read_bytes()),
+        "ranks": lambda: (bare_machine / "DATA_GYM_CACHE_DIR" / gpt2_vocabulary.TIKTOKEN_RANKS, ranks(gpt2)),
+        "whisper": lambda: (bare_machine / "site" / "whisper" / "assets" / "gpt2.tiktoken", ranks(gpt2)),
+        "ours": lambda: (bare_machine / "MEGATOKEN_CACHE" / "vocab.bpe", VOCAB.read_bytes()),
+        "download": lambda: (bare_machine / "nowhere", VOCAB.read_bytes()),
+    }[origin]()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(data)
+    assert load_tokenizer("gpt2").fingerprint == gpt2.fingerprint
+    assert (bare_machine / "MEGATOKEN_CACHE" / "vocab.bpe").exists() == (origin in ("ours", "download"))
+
+
+def ranks(gpt2: Tokenizer) -> bytes:
+    """tiktoken's rank file of GPT-2, rebuilt: 256 bytes and the merged tokens in the order of their ids."""
+    byte = {character: value for value, character in enumerate(gpt2_vocabulary.byte_characters())}
+    vocabulary: dict[str, int] = json.loads(gpt2.to_json())["model"]["vocab"]
+    rows = sorted((id, token) for token, id in vocabulary.items() if id != gpt2.eot)
+    lines = (base64.b64encode(bytes(byte[c] for c in token)) + b" %d\n" % id for id, token in rows)
+    data = b"".join(lines)
+    assert hashlib.sha256(data).hexdigest() == gpt2_vocabulary.RANKS_SHA256
+    return data
+
+
+def test_without_gpt2_the_fault_says_which_file_to_place_where(bare_machine: Path) -> None:
+    fake = bare_machine / "TIKTOKEN_CACHE_DIR" / gpt2_vocabulary.TIKTOKEN_VOCAB
+    fake.parent.mkdir()
+    fake.write_text("#version: 0.2\na b\n")  # a wrong sha256 is passed over
+    with pytest.raises(Fault) as caught:
+        load_tokenizer("gpt2")
+    assert caught.value.code == Exit.DATA
+    message = str(caught.value)
+    assert str(bare_machine / "MEGATOKEN_CACHE" / "vocab.bpe") in message
+    assert gpt2_vocabulary.VOCAB_SHA256 in message
+
+
+def test_a_download_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "page").write_text("<html>log in first</html>")
+    with pytest.raises(Fault, match="expected 00"):
+        download((tmp_path / "page").as_uri(), tmp_path / "kept", "00")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_texts_are_read_lazily() -> None:
+    def forbidden() -> Iterator[str]:
+        raise AssertionError("only bpe:N reads the corpus")
+
+    assert load_tokenizer("bytes", forbidden).eot == 256

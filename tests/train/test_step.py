@@ -1,0 +1,105 @@
+"""One optimizer step: any split of the batch is the same step, and bad numbers never reach the weights."""
+
+import copy
+
+import pytest
+import torch
+
+from megatoken.config import Optim
+from megatoken.errors import Exit, Fault
+from megatoken.optim.groups import build_optimizer
+from megatoken.train.step import accumulate_gradients, dropout_seed, train_step
+from tests.tiny import CPU, SHAPE, tiny_batch, tiny_plan, tiny_state
+
+
+def gradients(micro_batch: int, chunk: int = 1024, dropout: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
+    state = tiny_state(dropout=dropout)
+    plan = tiny_plan(micro_batch, machine__loss_chunk=chunk, model__dropout=dropout)
+    loss = accumulate_gradients(state, plan, CPU, *tiny_batch())
+    return loss.item(), {name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("chunk", [0, 5, 1024])
+def test_any_split_of_the_batch_is_the_same_step(micro_batch: int, chunk: int) -> None:
+    whole_loss, whole = gradients(8, chunk=0)
+    loss, split = gradients(micro_batch, chunk)
+    assert loss == pytest.approx(whole_loss, rel=1e-6)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_uncounted_targets_weigh_nothing_wherever_they_fall() -> None:
+    inputs, targets = tiny_batch()
+    targets = targets.clone()
+    targets[0] = -1  # one micro-batch holds none that count: a mean of means would be wrong here
+    losses = []
+    for micro_batch in (1, 8):
+        state = tiny_state()
+        losses.append(accumulate_gradients(state, tiny_plan(micro_batch), CPU, inputs, targets).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_step_equals_torch_by_hand() -> None:
+    state = tiny_state()
+    twin = copy.deepcopy(state.model)
+    plan = tiny_plan(2, optim__clip=0.5)
+    inputs, targets = tiny_batch()
+    report = train_step(state, plan, CPU, inputs, targets)
+    optimizer = build_optimizer(twin, Optim(lr=plan.schedule.lr(0)))
+    logits = twin.logits(twin(inputs))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+    optimizer.step()
+    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert report.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert report.lr == plan.schedule.lr(0)
+    assert report.step == state.step == 1
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(state.model.get_parameter(name), parameter, rtol=1e-4, atol=1e-6)
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    decayed, kept = tiny_state().optimizer.param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() == 2 for p in decayed["params"])
+    assert all(p.dim() == 1 for p in kept["params"])
+    counted = sum(p.numel() for group in (decayed, kept) for p in group["params"])
+    assert counted == sum(p.numel() for p in tiny_state().model.parameters())
+
+
+def test_numbers_that_are_not_finite_stop_before_the_update() -> None:
+    state = tiny_state()
+    with torch.no_grad():
+        state.model.norm.bias[0] = float("inf")
+    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+    with pytest.raises(Fault, match="step 0") as fault:
+        train_step(state, tiny_plan(), CPU, *tiny_batch())
+    assert fault.value.code == Exit.NUMERICS
+    assert state.step == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
+
+
+def test_dropout_repeats_itself_and_differs_by_place() -> None:
+    first, second = gradients(4, dropout=0.3), gradients(4, dropout=0.3)
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+    assert first[0] != gradients(4)[0]
+    seeds = {dropout_seed(seed, step, micro) for seed in (0, 1, 2) for step in range(50) for micro in range(8)}
+    assert len(seeds) == 3 * 50 * 8
+
+
+def test_padding_ids_learn_nothing() -> None:
+    state = tiny_state()
+    for seed in range(3):
+        train_step(state, tiny_plan(), CPU, *tiny_batch(seed))
+    assert torch.count_nonzero(state.model.unembedding[SHAPE.vocab_size :]) == 0
+
+
+def test_ten_steps_on_one_batch_overfit_it() -> None:
+    state = tiny_state(optim=Optim(lr=1e-2))
+    plan = tiny_plan(optim__lr=1e-2, optim__schedule="constant")
+    losses = [train_step(state, plan, CPU, *tiny_batch()).loss for _ in range(40)]
+    assert losses[0] == pytest.approx(4.57, abs=0.1)  # ln 97
+    assert losses[-1] < 1.5
