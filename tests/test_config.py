@@ -1,5 +1,6 @@
 """Values, ranges and the rules between fields."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -84,12 +85,8 @@ def test_wrong_values_are_refused(key: str, text: str, said: str) -> None:
 @given(st.text(max_size=12))
 def test_no_text_breaks_the_reader(text: str) -> None:
     for knob in KNOBS.values():
-        try:
-            value = parse_value(knob, text)
-        except ValueError as wrong:
-            assert str(wrong)
-        else:
-            assert isinstance(value, str | int | float | bool | Duration)
+        with contextlib.suppress(ValueError):
+            assert isinstance(parse_value(knob, text), str | int | float | bool | Duration)
 
 
 def run_with(**values: object) -> Run:

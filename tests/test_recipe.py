@@ -104,9 +104,9 @@ def test_junk_is_refused(tmp_path: Path, data: bytes) -> None:
 
 
 def test_unknown_recipe_names_the_nearest() -> None:
-    with pytest.raises(Fault, match="did you mean 'quickstart'"):
+    with pytest.raises(Fault, match=r"did you mean 'quickstart'"):
         resolve("quikstart")
-    with pytest.raises(Fault, match="no recipe file 'nowhere/x.yaml'"):
+    with pytest.raises(Fault, match=r"no recipe file 'nowhere/x\.yaml'"):
         resolve("nowhere/x.yaml")
 
 

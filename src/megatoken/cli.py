@@ -59,7 +59,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     overrides: list[str] = []
     if words and words[0] in ("train", "config", "describe"):
         takes_value = {word for word in words if word in ("--out", "--init")}
-        kept = []
+        kept: list[str] = []
         for previous, word in zip(["", *words], words, strict=False):
             is_override = OVERRIDE.fullmatch(word) and previous not in takes_value
             (overrides if is_override else kept).append(word)

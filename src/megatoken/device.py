@@ -1,4 +1,4 @@
-"""What torch can do on this machine: the device, the precision that is fast there, and the peak MFU is measured against.
+"""What torch can do on this machine: the device, the precision that is fast there, the peak that MFU is against.
 
 In: the `machine` section. Out: a `Device`, chosen once. Absent: anything about the model.
 """
@@ -6,7 +6,7 @@ In: the `machine` section. Out: a `Device`, chosen once. Absent: anything about 
 import platform
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,11 +54,11 @@ class Device:
             torch.mps.synchronize()
 
 
-def open_device(machine: Machine, *, want_peak: bool = True) -> Device:
+def open_device(machine: Machine) -> Device:
     """Choose device and precision, set threads and product modes for this process.
 
-    want_peak: look up or measure (about a second) the peak rate; without it MFU is unknown.
-    Raises Fault(CONFIG) when the device asked for is not there or cannot run the precision.
+    The peak is the data sheet's, 0 for a device that is not in the table. Raises Fault(CONFIG) when the device asked
+    for is not there or cannot run the precision.
     """
     torch.set_num_threads(machine.threads or cpu_count())
     device = _find_device(machine.device)
@@ -69,12 +69,17 @@ def open_device(machine: Machine, *, want_peak: bool = True) -> Device:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.use_deterministic_algorithms(machine.deterministic)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor_name()
-    known = PEAK_FLOPS.get(name, {}).get("tf32" if tf32 and precision == "fp32" else precision, 0.0)
-    peak, source = known, "data sheet"
-    if not known:
-        peak = _measure_peak(device, DTYPES[precision]) if want_peak else 0.0
-        source = "matrix products measured here" if peak else "unknown"
+    peak = PEAK_FLOPS.get(name, {}).get("tf32" if tf32 and precision == "fp32" else precision, 0.0)
+    source = "data sheet" if peak else "unknown"
     return Device(place=device, name=name, precision=precision, peak_flops=peak, peak_source=source)
+
+
+def with_peak(device: Device) -> Device:
+    """The device with a peak rate: the data sheet's, else that of matrix products measured now (a second)."""
+    if device.peak_flops:
+        return device
+    measured = _measure_peak(device.place, device.dtype)
+    return replace(device, peak_flops=measured, peak_source="matrix products measured here")
 
 
 def _find_device(wanted: str) -> torch.device:

@@ -90,7 +90,14 @@ def check_space(out: Path, shape: Shape) -> None:
 
 
 def introduce(
-    console: Console, resolved: Resolved, out: Path, device: Device, dataset: Dataset, loader: Loader, shape: Shape
+    console: Console,
+    resolved: Resolved,
+    out: Path,
+    device: Device,
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    loader: Loader,
+    shape: Shape,
 ) -> None:
     """Say what is about to happen: model, data, budget, machine, and the loss to expect first."""
     run = resolved.run
@@ -98,7 +105,6 @@ def introduce(
     total_steps = run.total_steps(epoch_tokens)
     tokens = total_steps * run.budget.batch_tokens
     flops = flops_per_token(shape, causal=False)
-    made_by = dataset.manifest.tokenizer
     peak = f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})" if device.peak_flops else ""
     rows = [
         ("run", f"{resolved.name} in {out}"),
@@ -110,7 +116,7 @@ def introduce(
         (
             "data",
             f"{dataset.path}: {len(dataset.train):,} train and {len(dataset.val):,} held-out tokens, "
-            f"tokenizer {made_by['name']} ({made_by['vocab_size'] or shape.vocab_size:,} ids)",
+            f"tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} ids)",
         ),
         (
             "budget",
@@ -124,8 +130,8 @@ def introduce(
     console.table(rows)
     if not len(dataset.val):
         console.warn("the dataset has no validation split: no held-out loss will be measured")
-    used = made_by["vocab_size"]
-    if used and shape.padded_vocab_size >= used + 256:
+    used = tokenizer.vocab_size
+    if shape.padded_vocab_size >= used + 256:
         console.warn(f"model.vocab_size {shape.vocab_size:,} for a tokenizer of {used:,} ids wastes memory and time")
 
 

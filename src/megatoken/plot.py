@@ -101,7 +101,7 @@ def draw_weights(run: Path, folder: Path, warn: Callable[[str], None] = lambda t
     and a corner of the first block's query/key/value matrix. Returns their paths."""
     model = load_weights(str(run), warn).model
     positions = model.positions.weight.detach().numpy()
-    matrix = model.blocks[0].attention.qkv.weight.detach().numpy()  # type: ignore[union-attr]
+    matrix = model.blocks[0].attention.qkv.weight.detach().numpy()  # type: ignore[union-attr,operator]
     pyplot = _load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
     left.imshow(positions, aspect="auto", cmap="gray")

@@ -18,7 +18,7 @@ from megatoken.console import Console, format_duration, format_step
 from megatoken.data.dataset import Dataset
 from megatoken.data.loader import EvaluationWindows, Loader, Prefetcher, evaluation_windows
 from megatoken.data.tokenizer import Tokenizer
-from megatoken.device import Device, open_device
+from megatoken.device import Device, open_device, with_peak
 from megatoken.errors import Exit, Fault
 from megatoken.evaluate.loss import held_out_loss
 from megatoken.plot import draw_run
@@ -60,7 +60,8 @@ def pretrain(resolved: Resolved, out: Path, console: Console) -> Summary:
     loader = Loader(dataset.train, seq_len=shape.seq_len, batch_seqs=run.batch_seqs, seed=run.seed)
     with Journal.open(out) as journal, Guard(parse_time(run.save.time_limit) or None) as guard:
         opening.check_space(out, shape)
-        opening.introduce(console, resolved, out, device, dataset, loader, shape)
+        device = with_peak(device)
+        opening.introduce(console, resolved, out, device, dataset, tokenizer, loader, shape)
         state = opening.build(run, shape, tokenizer, device, out, console)
         opening.restore(out, state, dataset, journal, console)
         opening.record_start(out, resolved, tokenizer, journal, device)
@@ -243,17 +244,17 @@ class Journey:
         asked = self.run.sample
         prompt = self.tokenizer.encode(asked.prompt).tolist() or [self.tokenizer.eot]
         room = self.state.model.shape.seq_len - len(prompt)
-        with self.device.autocast():
-            drawn = generate(
-                self.state.model,
-                prompt,
-                tokens=min(asked.tokens, room),
-                temperature=asked.temperature,
-                top_k=asked.top_k,
-                seed=self.run.seed,
-                n=asked.n,
-                stop_id=self.tokenizer.eot,
-            )
+        drawn = generate(
+            self.state.model,
+            prompt,
+            tokens=min(asked.tokens, room),
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            seed=self.run.seed,
+            n=asked.n,
+            stop_id=self.tokenizer.eot,
+            device=self.device,
+        )
         texts = [asked.prompt + self.tokenizer.decode(ids) for ids in drawn]
         folder = self.out / "samples"
         folder.mkdir(exist_ok=True)

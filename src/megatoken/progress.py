@@ -7,8 +7,8 @@ from rich.console import Console as Rich
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatoken.console import format_duration, format_quantity
+from megatoken.data.corpus_writer import Progress as Amount
 from megatoken.data.prepare import Prepared
-from megatoken.data.prepare import Progress as Amount
 
 
 class PrepareBar:
@@ -40,13 +40,17 @@ class PrepareBar:
         """Show how far preparing has come."""
         seconds = max(self.bar.tasks[0].elapsed or 0.0, 1e-6)
         said = f"{amount.tokens:,} tokens, {amount.tokens / seconds:,.0f} tokens/s"
-        self.bar.update(self.task, completed=amount.bytes_done, total=amount.bytes_total, said=said)
+        self.bar.update(self.task, completed=amount.done_bytes, total=amount.total_bytes, said=said)
 
     def finish(self, out: Path, done: Prepared) -> None:
         """Say what was made, and what to type next."""
-        rate = f"{format_quantity(done.tokens / done.seconds)} tokens/s" if done.seconds > 0 else ""
-        self.rich.print(
-            f"{done.tokens:,} tokens of {done.documents:,} documents in {done.shards} shards, "
-            f"{format_duration(done.seconds)} ({rate})"
-        )
+        made = f"{done.tokens:,} tokens of {done.documents:,} documents in {done.shards} shards"
+        if done.unchanged:
+            self.rich.print(f"{made}: already prepared, unchanged")
+        else:
+            rate = f"{format_quantity(done.tokens / max(done.seconds, 1e-9))} tokens/s"
+            self.rich.print(f"{made}, {format_duration(done.seconds)} ({rate})")
+        for what, number in done.counts.items():
+            if number:
+                self.rich.print(f"  {what.replace('_', ' ')}: {number:,}")
         self.rich.print(f"dataset: {out}; next: megatoken train RECIPE data.path={out}")

@@ -188,7 +188,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        plain = value and all(c.isalnum() or c in "-_./:*" for c in value) and not value[-1] == ":"
+        plain = value and all(c.isalnum() or c in "-_./:*" for c in value) and value[-1] != ":"
         return value if plain else json.dumps(value)
     if isinstance(value, Duration):
         return str(value)

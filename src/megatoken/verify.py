@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatoken.checkpoint.store import step_folder, steps, verify
@@ -42,7 +43,7 @@ def verify_folder(folder: Path) -> Report:
 def _verify_run(folder: Path) -> Report:
     root = folder / "checkpoints"
     found = steps(root)
-    faults = [fault for step in found for fault in _catch(lambda step=step: verify(step_folder(root, step)))]
+    faults = [fault for step in found for fault in _catch(partial(verify, step_folder(root, step)))]
     faults += _catch(lambda: resolve(str(folder / "config.yaml")))
     faults += _catch(lambda: load_saved_tokenizer(folder / "tokenizer"))
     return Report("run", len(found), faults)

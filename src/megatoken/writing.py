@@ -8,7 +8,6 @@ from typing import Any
 from megatoken.config import Machine
 from megatoken.console import Console
 from megatoken.device import open_device
-from megatoken.errors import Exit, Fault
 from megatoken.interop.weights import load_weights
 from megatoken.sample import TextStream, generate
 
@@ -19,33 +18,27 @@ def write_text(options: Namespace, prompt: str) -> dict[str, Any]:
     Returns prompt_ids, ids (a list per sequence, new tokens only) and text (a string per sequence, without the
     prompt). Raises Fault(CONFIG) for numbers out of range or a prompt longer than the context.
     """
-    for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("n", 1), ("seed", 0)):
-        if getattr(options, name) < low:
-            option = name.replace("_", "-")
-            raise Fault(Exit.CONFIG, f"--{option} must be at least {low}, got {getattr(options, name)}")
-    if not 0 < options.top_p <= 1:
-        raise Fault(Exit.CONFIG, f"--top-p must be above 0 and at most 1, got {options.top_p}")
     console = Console(to_stderr=True)
     loaded = load_weights(options.model, console.warn)
-    device = open_device(Machine(device=options.device, precision=options.precision), want_peak=False)
+    device = open_device(Machine(device=options.device, precision=options.precision))
     model, tokenizer = loaded.model.to(device.place), loaded.tokenizer
     prompt_ids = tokenizer.encode(prompt).tolist()
     live = options.n == 1 and not options.json
     stream = TextStream(tokenizer)
-    with device.autocast():
-        drawn = generate(
-            model,
-            prompt_ids or [tokenizer.eot],
-            tokens=options.tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-            n=options.n,
-            stop_id=tokenizer.eot,
-            on_tokens=_printer(prompt, stream) if live else None,
-        )
-    texts = [tokenizer.decode([i for i in ids if i != tokenizer.eot]) for ids in drawn]
+    drawn = generate(
+        model,
+        prompt_ids or [tokenizer.eot],
+        tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        n=options.n,
+        stop_id=tokenizer.eot,
+        device=device,
+        on_tokens=_printer(prompt, stream) if live else None,
+    )
+    texts = [tokenizer.decode(ids) for ids in drawn]
     if live:
         print(stream.finish(), flush=True)
     elif not options.json:
@@ -53,12 +46,13 @@ def write_text(options: Namespace, prompt: str) -> dict[str, Any]:
     return {"prompt_ids": prompt_ids, "ids": drawn, "text": texts, "model": loaded.source}
 
 
-def _printer(prompt: str, stream: TextStream) -> Callable[[list[int]], None]:
+def _printer(prompt: str, stream: TextStream) -> Callable[[list[int | None]], None]:
     """A callback that prints the prompt once and then each piece of text as soon as it is whole."""
     sys.stdout.write(prompt)
 
-    def show(ids: list[int]) -> None:
-        sys.stdout.write(stream.feed(ids[0]))
-        sys.stdout.flush()
+    def show(ids: list[int | None]) -> None:
+        if ids[0] is not None:
+            sys.stdout.write(stream.push(ids[0]))
+            sys.stdout.flush()
 
     return show

@@ -241,9 +241,7 @@ def test_an_unwritable_place_is_a_storage_fault(small: Tokenizer, tmp_path: Path
 
 @needs_gpt2
 @pytest.mark.parametrize("origin", ["merges", "json", "tiktoken", "ranks", "whisper", "ours", "download"])
-def test_gpt2_is_found_wherever_it_is_kept(
-    bare_machine: Path, gpt2: Tokenizer, origin: str
-) -> None:
+def test_gpt2_is_found_wherever_it_is_kept(bare_machine: Path, gpt2: Tokenizer, origin: str) -> None:
     snapshot = bare_machine / "HF_HUB_CACHE" / "models--openai-community--gpt2" / "snapshots" / "abc"
     place, data = {
         "merges": lambda: (snapshot / "merges.txt", VOCAB.read_bytes()),

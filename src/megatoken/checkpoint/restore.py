@@ -108,7 +108,7 @@ def _parameter_names(state: State) -> list[str]:
 
 def _collect_moments(state: State) -> dict[str, Tensor]:
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in zip(_parameter_names(state), parameters, strict=True):
         held = state.optimizer.state.get(parameter) or _zero_moments(parameter)
         tensors |= {f"{name}/{part}": held[part] for part in ("step", "exp_avg", "exp_avg_sq")}

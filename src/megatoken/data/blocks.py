@@ -63,7 +63,7 @@ def read_blocks(source: Source, rules: Rules, start: Cursor) -> Iterator[Block]:
             size += len(step.piece.data)
         if step.count:
             counts[step.count] += 1
-        if size >= BLOCK_BYTES or len(pieces) >= BLOCK_PIECES:
+        if size >= BLOCK_BYTES // 2 or len(pieces) >= BLOCK_PIECES:
             yield Block(pieces, step.cursor, step.done_bytes, dict(counts))
             pieces, counts, size = [], Counter(), 0
     if step and (pieces or counts):
@@ -129,7 +129,7 @@ def _read_steps(source: Source, rules: Rules, start: Cursor) -> Iterator[_Step]:
 def _read_text(source: Source, file: File, rules: Rules, cursor: Cursor) -> Iterator[_Step]:
     following = Cursor(cursor.file + 1)
     with source.open(file) as raw, _decompress(raw, file) as stream:
-        _advance(stream, file, cursor.offset)
+        _advance(stream, file, 0, cursor.offset)
         buffer, ended = _fill(stream, b"", BLOCK_BYTES)
         if cursor.offset == 0:
             if b"\0" in buffer[:BINARY_BYTES]:
@@ -146,15 +146,16 @@ def _read_text(source: Source, file: File, rules: Rules, cursor: Cursor) -> Iter
             if not ends and not cursor.open and rules.invalid == "skip":
                 skipped, lines = _measure_invalid(source, file, cursor.offset)
                 if skipped:
+                    here = cursor.offset + len(buffer)
                     cursor = cursor._replace(offset=cursor.offset + skipped, line=cursor.line + lines)
                     yield _Step(None, cursor, _place(raw, file, cursor), "skipped")
-                    _advance(stream, file, cursor.offset)
-                    buffer, ended = _fill(stream, b"", BLOCK_BYTES)
+                    _advance(stream, file, here, max(here, cursor.offset))
+                    buffer, ended = _fill(stream, buffer[skipped:], BLOCK_BYTES)
                     continue
             data = buffer[:length]
             piece = Piece(file.path, cursor.line, file.form, not cursor.open, ends, data)
             if ended and length + gap == len(buffer):
-                some = data or cursor.open or cursor.offset <= len(codecs.BOM_UTF8)
+                some = data or gap or cursor.open or cursor.offset <= len(codecs.BOM_UTF8)
                 yield _Step(piece if some else None, following, file.size)
                 return
             offset = cursor.offset + length + gap
@@ -196,7 +197,7 @@ def _measure_invalid(source: Source, file: File, offset: int) -> tuple[int, int]
     separator = SEPARATOR if file.form == "separated" else b""
     length, lines, valid, pending = 0, 0, True, b""
     with source.open(file) as raw, _decompress(raw, file) as stream:
-        _advance(stream, file, offset)
+        _advance(stream, file, 0, offset)
         while True:
             chunk, _ = _fill(stream, b"", BLOCK_BYTES)
             pending += chunk
@@ -263,13 +264,13 @@ def _decompress(raw: BinaryIO, file: File) -> BinaryIO:
     return raw
 
 
-def _advance(stream: BinaryIO, file: File, offset: int) -> None:
-    """Moves forward to `offset` of the uncompressed bytes."""
+def _advance(stream: BinaryIO, file: File, here: int, offset: int) -> None:
+    """Moves forward from `here` to `offset`, both counted in uncompressed bytes."""
     if not file.compression:
         stream.seek(offset)
         return
-    while (ahead := offset - stream.tell()) > 0 and stream.read(min(ahead, BLOCK_BYTES)):
-        pass
+    while here < offset and (passed := stream.read(min(offset - here, BLOCK_BYTES))):
+        here += len(passed)
 
 
 def _fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:

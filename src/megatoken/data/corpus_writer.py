@@ -75,9 +75,11 @@ def write_dataset(job: Job) -> Manifest:
     last saved position kept; Fault(Exit.DATA) when there is no text at all.
     """
     position = job.position
-    with blame_disk(job.out):
-        splits = {name: job.open_split(name, getattr(position, name)) for name in SPLITS}
+    splits: dict[str, ShardWriter] = {}
     try:
+        with blame_disk(job.out):
+            for name in SPLITS:
+                splits[name] = job.open_split(name, getattr(position, name))
         if not position.complete:
             _write_documents(job, splits)
             with blame_disk(job.out):
@@ -97,7 +99,8 @@ def write_dataset(job: Job) -> Manifest:
         source=position.recipe | {"counts": {name: position.counts[name] for name in COUNTS}},
     )
     write_manifest(job.out, manifest)
-    (job.out / PROGRESS_NAME).unlink()
+    with blame_disk(job.out):
+        (job.out / PROGRESS_NAME).unlink()
     return manifest
 
 

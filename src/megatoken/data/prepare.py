@@ -7,7 +7,7 @@ Deliberately absent: printing (a callback carries the progress) and torch.
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,8 @@ def _only_writer(out: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # tidiness only: without its holder the file locks nothing
+            path.unlink()
         lock.release()
 
 
@@ -152,7 +153,8 @@ def _find_prepared(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifes
         if not path.exists() or path.stat().st_size != size:
             what = "a shard is missing or has another size than the manifest says"
             raise Fault(Exit.DATA, what, str(path), f"delete {out} and prepare again")
-    (out / PROGRESS_NAME).unlink(missing_ok=True)  # left by a kill after the manifest was written
+    with blame_disk(out):
+        (out / PROGRESS_NAME).unlink(missing_ok=True)  # left by a kill after the manifest was written
     return manifest
 
 

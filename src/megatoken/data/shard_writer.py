@@ -112,24 +112,22 @@ class ShardWriter:
     def _restore(self) -> None:
         """Cuts the files back to the state; an unfinished shard gets a header of zeros, so nobody can read it."""
         state, item = self._state, self._dtype.itemsize
-        for index, shard in enumerate(state.closed):
-            self._expect(self._path(index), HEADER_BYTES + shard.tokens * item, exactly=True)
-        index = len(state.closed)
+        kept = [self._path(index) for index in range(len(state.closed) + bool(state.tokens))]
+        for path in self._folder.glob(f"{self._split}_*.bin"):
+            if path not in kept:
+                path.unlink()
+        for path, shard in zip(kept, state.closed, strict=False):
+            self._expect(path, HEADER_BYTES + shard.tokens * item, exactly=True)
         if state.tokens:
-            path, size = self._path(index), HEADER_BYTES + state.tokens * item
-            self._expect(path, size, exactly=False)
-            self._file = FileIO(path, "r+")
+            size = HEADER_BYTES + state.tokens * item
+            self._expect(kept[-1], size, exactly=False)
+            self._file = FileIO(kept[-1], "r+")
             self._file.truncate(size)
             _write_all(self._file, bytes(HEADER_BYTES))
             self._file.seek(HEADER_BYTES + len(state.blocks) * BLOCK_BYTES)
             tail = self._file.readall()
             self._hasher.update(tail)
             self._hashed_bytes = len(tail)
-            index += 1
-        kept = {self._path(number).name for number in range(index)}
-        for path in self._folder.glob(f"{self._split}_*.bin"):
-            if path.name not in kept:
-                path.unlink()
 
     def _expect(self, path: Path, size: int, exactly: bool) -> None:
         actual = path.stat().st_size if path.exists() else 0

@@ -113,7 +113,8 @@ class Tokenizer:
             raise Fault(Exit.STORAGE, f"cannot save the tokenizer: {error.strerror}", str(folder), fix) from error
 
     def _encode_whole(self, text: str) -> Ids:
-        return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        # The batch call keeps no offsets: half the time, three quarters of the memory.
+        return np.array(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
 
 
 def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) -> Tokenizer:

@@ -32,12 +32,14 @@ def cross_entropy(
         if dtype == torch.float16:
             # The logits' gradient underflows fp16 unless the loss scale is in it, and that comes with the backward:
             # so fp16 makes each chunk's logits again there.
-            rows = zip(hidden_NC.split(chunk), targets_N.split(chunk), strict=True)
+            rows = zip(torch.split(hidden_NC, chunk), torch.split(targets_N, chunk), strict=True)
             parts = [
                 checkpoint(_sum_of_rows, h, unembedding_VC, t, vocab_size, dtype, use_reentrant=False) for h, t in rows
             ]
             return torch.stack(parts).sum(), count
-        total: Tensor = _ChunkedCrossEntropy.apply(hidden_NC, unembedding_VC, targets_N, vocab_size, chunk, dtype)
+        total: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden_NC, unembedding_VC, targets_N, vocab_size, chunk, dtype
+        )
         return total, count
 
 
@@ -48,10 +50,10 @@ def _sum_of_rows(h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int,
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Makes the logits' gradient in the forward, chunk by chunk, while the logits are at hand: nothing is recomputed."""
+    """Makes the logits' gradient in the forward, chunk by chunk, while they are at hand: nothing is recomputed."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, chunk: int, dtype: torch.dtype
     ) -> Tensor:
         h_low, w_low = h_NC.to(dtype), w_VC.to(dtype)
@@ -81,6 +83,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_w = ctx.saved_tensors
         return grad_h * grad_total, grad_w * grad_total, None, None, None, None

@@ -60,7 +60,8 @@ def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Te
     """Add the gradient of the batch's mean loss (times the scaler's scale) to every parameter; return that loss."""
     count = (targets_BT >= 0).sum()
     total = torch.zeros((), device=device.place)
-    pairs = zip(inputs_BT.split(plan.micro_batch), targets_BT.split(plan.micro_batch), strict=True)
+    size = plan.micro_batch
+    pairs = zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True)
     for index, (inputs, targets) in enumerate(pairs):
         if plan.dropout:
             torch.manual_seed(dropout_seed(plan.seed, state.step, index))

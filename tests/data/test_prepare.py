@@ -1,0 +1,537 @@
+"""Text to shards: exact tokens, the same bytes for any workers and any interruption, and clear refusals."""
+
+import errno
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import pytest
+import tokenizers
+
+from megatoken.data import blocks, corpus_writer, documents
+from megatoken.data.corpus_writer import Progress
+from megatoken.data.gpt2_vocabulary import TIKTOKEN_VOCAB
+from megatoken.data.prepare import Prepared, prepare
+from megatoken.data.shards import BLOCK_BYTES, HEADER_BYTES, hash_block, hash_blocks, read_header, read_manifest
+from megatoken.data.tokenizer import load_saved_tokenizer
+from megatoken.errors import Exit, Fault
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+EOT = 256  # of the tokenizer "bytes"
+
+
+def write(path: Path, data: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def make_corpus(folder: Path, seed: int = 0) -> Path:
+    """About 60 kB: small files, a long one, jsonl, some of it broken."""
+    draw = random.Random(seed)
+    words = ["the", "cat", "sat", "naïve", "中文", "x1", "(y)", "don't", "\n", "  "]
+
+    def text(length: int) -> str:
+        return " ".join(draw.choice(words) for _ in range(length))
+
+    for number in range(20):
+        write(folder / f"small{number:02d}.txt", f"{number} {text(100)}")
+    write(folder / "long.txt", text(7_000))
+    write(folder / "many.txt", "<|endoftext|>".join(text(50) for _ in range(40)))
+    write(folder / "rows.jsonl", "".join(json.dumps({"text": text(60)}) + "\n" for _ in range(50)))
+    write(folder / "broken.txt", b"bad \xff byte")
+    write(folder / "binary.txt", b"\0\1\2")
+    write(folder / "empty.txt", " \n")
+    return folder
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks, saves and processes for a corpus of 60 kB."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(corpus_writer, "WORKER_BYTES", 1)
+    monkeypatch.setattr(corpus_writer, "SAVE_BLOCKS", 3)
+
+
+def read_split(folder: Path, split: str) -> list[int]:
+    """All ids of a split, every header, size and hash in the manifest checked on the way."""
+    manifest = read_manifest(folder)
+    ids: list[int] = []
+    for shard in manifest.shards:
+        raw = (folder / shard.file).read_bytes()
+        header, body = raw[:HEADER_BYTES], raw[HEADER_BYTES:]
+        expected = read_header(header, shard.file)
+        assert (expected.dtype, expected.tokens) == (manifest.dtype, shard.tokens)
+        assert expected.fingerprint == manifest.tokenizer["fingerprint"]
+        assert hash_block(header) == shard.header
+        assert tuple(hash_blocks(body)) == shard.blocks
+        if shard.split == split:
+            ids += np.frombuffer(body, dtype="<u2" if manifest.dtype == "uint16" else "<u4").tolist()
+    assert manifest.tokens(split) == len(ids)
+    return ids
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refuse(code: Exit, source: Path | str, out: Path, **settings: Any) -> str:
+    with pytest.raises(Fault) as caught:
+        prepare(str(source), out, **{"tokenizer": "bytes", "workers": 1} | settings)
+    assert caught.value.code == code
+    return str(caught.value)
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def test_documents_are_joined_by_end_of_text(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "one<|endoftext|>two<|endoftext|>é")
+    result = prepare(str(source), tmp_path / "out", tokenizer="bytes", val_fraction=0)
+    assert read_split(tmp_path / "out", "train") == [*b"one", EOT, *b"two", EOT, *"é".encode()]
+    assert (result.tokens, result.documents, result.shards, result.val_tokens) == (10, 3, 1, 0)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "manifest.json",
+        "tokenizer",
+        "train_000000.bin",
+    ]
+
+
+def test_shards_hold_the_stream_in_pieces(tmp_path: Path) -> None:
+    source = make_corpus(tmp_path / "corpus")
+    whole = prepare(str(source), tmp_path / "a", tokenizer="bytes", val_fraction=0)
+    parts = prepare(str(source), tmp_path / "b", tokenizer="bytes", val_fraction=0, shard_tokens=9999)
+    assert read_split(tmp_path / "a", "train") == read_split(tmp_path / "b", "train")
+    manifest = read_manifest(tmp_path / "b")
+    assert [shard.tokens for shard in manifest.shards[:-1]] == [9999] * (parts.shards - 1)
+    assert (parts.tokens, parts.shards) == (whole.tokens, -(-whole.tokens // 9999))
+
+
+def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(BLOCK_BYTES).hex()
+    result = prepare(
+        str(write(tmp_path / "a.md", data)), tmp_path / "out", tokenizer="bytes", val_fraction=0, shard_tokens=300_000
+    )
+    assert (result.tokens, result.documents, result.shards) == (len(data), 1, 2)
+    assert bytes(read_split(tmp_path / "out", "train")).decode() == data
+    assert [len(shard.blocks) for shard in read_manifest(tmp_path / "out").shards] == [3, 2]
+
+
+@pytest.mark.skipif(not (DATA / "tiktoken" / TIKTOKEN_VOCAB).exists(), reason="needs ../shared/data")
+def test_tiny_shakespeare_has_the_published_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
+    result = prepare(str(DATA / "tinyshakespeare.txt"), tmp_path, tokenizer="gpt2")
+    assert (result.tokens, result.train_tokens, result.val_tokens) == (338_025, 334_645, 3_380)
+    ids = read_split(tmp_path, "train") + read_split(tmp_path, "val")
+    assert load_saved_tokenizer(tmp_path / "tokenizer").decode(ids) == (DATA / "tinyshakespeare.txt").read_text()
+
+
+def test_counts_are_exact_and_in_the_manifest(tmp_path: Path) -> None:
+    source = make_corpus(tmp_path / "corpus")
+    zero = {"empty": 0, "replaced": 0, "skipped": 0, "binary_files": 0, "seams": 0, "val_from_tail_tokens": 0}
+    kept = prepare(str(source), tmp_path / "a", tokenizer="bytes", val_fraction=0.1)
+    assert kept.counts == zero | {"empty": 1, "replaced": 1, "binary_files": 1}
+    assert kept.documents == 20 + 1 + 40 + 50 + 1
+    skipped = prepare(str(source), tmp_path / "b", tokenizer="bytes", val_fraction=0.1, invalid="skip")
+    assert skipped.counts == zero | {"empty": 1, "skipped": 1, "binary_files": 1}
+    assert skipped.documents == kept.documents - 1
+    manifest = read_manifest(tmp_path / "a")
+    assert manifest.source["counts"] == kept.counts
+    assert sum(manifest.documents.values()) == kept.documents
+    assert f"{source / 'broken.txt'}:1" in refuse(Exit.DATA, source, tmp_path / "c", invalid="fail")
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
+    vocabulary = {f"w{number}": number for number in range(70_000)} | {"</s>": 70_000}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    source = write(tmp_path / "rows.jsonl", '{"text": "w69999 w5"}\n{"text": "w65536"}')
+    out = tmp_path / "out"
+    prepare(str(source), out, tokenizer=str(tmp_path / "tokenizer.json"), val_fraction=0)
+    assert read_manifest(out).dtype == "uint32"
+    assert read_split(out, "train") == [69_999, 5, 70_000, 65_536]
+
+
+def test_progress_reaches_the_end(tmp_path: Path, small_blocks: None) -> None:
+    seen: list[Progress] = []
+    result = prepare(
+        str(make_corpus(tmp_path / "corpus")),
+        tmp_path / "out",
+        tokenizer="bpe:300",
+        val_fraction=0,
+        on_progress=seen.append,
+    )
+    assert [step.stage for step in seen[:2]] == ["vocabulary", "tokens"]
+    assert seen[-1].done_bytes == seen[-1].total_bytes
+    assert (seen[-1].tokens, seen[-1].documents) == (result.tokens, result.documents)
+    assert [step.done_bytes for step in seen] == sorted(step.done_bytes for step in seen)
+
+
+# --- train and val --------------------------------------------------------------------------------
+
+
+def test_duplicates_land_on_the_same_side(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {number} {'x' * 30}"}) for number in range(300)]
+    prepare(
+        str(write(tmp_path / "a.jsonl", "\n".join(lines * 2))), tmp_path / "out", tokenizer="bytes", val_fraction=0.2
+    )
+    sides = [bytes(id for id in read_split(tmp_path / "out", split) if id != EOT) for split in ("train", "val")]
+    assert read_manifest(tmp_path / "out").documents["val"] > 40
+    for number in range(300):
+        assert sorted(side.count(f"document {number} x".encode()) for side in sides) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("length", "fraction", "shard_tokens", "expected"),
+    [
+        (100_000, 0.05, 10**6, 5000),
+        (100_000, 0.05, 30_000, 5000),
+        (100_000, 0.5, 9_999, 50_000),
+        (5000, 0.01, 1000, 1025),
+        (100, 0.01, 1000, 50),
+        (2, 0.01, 1000, 1),
+        (1, 0.01, 1000, 0),
+        (5000, 0.0, 1000, 0),
+        (5000, 0.999, 1000, 4995),  # the one document falls to val: all moves to train, then the end to val
+    ],
+)
+def test_val_is_cut_from_the_end_when_hashing_gives_none(
+    tmp_path: Path, length: int, fraction: float, shard_tokens: int, expected: int
+) -> None:
+    text = "".join(random.Random(1).choices("abcdefgh ", k=length - 1)) + "z"
+    out = tmp_path / "out"
+    result = prepare(
+        str(write(tmp_path / "a.md", text)), out, tokenizer="bytes", val_fraction=fraction, shard_tokens=shard_tokens
+    )
+    train, val = read_split(out, "train"), read_split(out, "val")
+    assert (len(train), len(val)) == (length - expected, expected)
+    assert bytes(train + val).decode() == text
+    assert result.counts["val_from_tail_tokens"] == expected
+    assert read_manifest(out).documents == {"train": 1, "val": 0}
+
+
+# --- the same bytes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:320"])
+def test_workers_change_no_byte(tmp_path: Path, small_blocks: None, tokenizer: str) -> None:
+    source = str(make_corpus(tmp_path / "corpus"))
+    for workers in (1, 3):
+        out = tmp_path / str(workers)
+        prepare(source, out, tokenizer=tokenizer, workers=workers, shard_tokens=30_000, val_fraction=0.1)
+    assert read_folder(tmp_path / "1") == read_folder(tmp_path / "3")
+
+
+def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_blocks: None) -> None:
+    source = str(make_corpus(tmp_path / "corpus"))
+    settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "shard_tokens": 7000, "val_fraction": 0.1}
+    steps: list[Progress] = []
+    prepare(source, tmp_path / "whole", on_progress=steps.append, **settings)
+    expected = read_folder(tmp_path / "whole")
+    assert len(steps) > 8
+    for stop in range(1, len(steps) + 1):
+        out = tmp_path / "out"
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, out, on_progress=stop_after(stop), **settings)
+        assert prepare(source, out, **settings).resumed
+        assert read_folder(out) == expected
+        shutil.rmtree(out)
+
+
+def stop_after(number: int) -> Callable[[Progress], None]:
+    """A callback that is like Ctrl-C after so many blocks."""
+    blocks_done = itertools.count(1)
+
+    def interrupt(progress: Progress) -> None:
+        if next(blocks_done) == number:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace", "unlink"])
+@pytest.mark.parametrize("shape", ["many", "one"])
+def test_a_full_disk_at_any_moment_loses_nothing(
+    tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch, name: str, shape: str
+) -> None:
+    source = make_corpus(tmp_path / "corpus")
+    if shape == "one":  # all documents fall to val, so tokens move between the splits at the end
+        source /= "long.txt"
+    monkeypatch.setattr(corpus_writer, "SAVE_BLOCKS", 6)
+    settings: dict[str, Any] = {
+        "tokenizer": "bytes",
+        "shard_tokens": 30_000,
+        "val_fraction": 0.1 if shape == "many" else 0.999,
+    }
+    prepare(str(source), tmp_path / "whole", **settings, workers=1)
+    expected = read_folder(tmp_path / "whole")
+    out, points = tmp_path / "out", 0
+    while True:
+        with monkeypatch.context() as patch:
+            calls = fail_once(patch, name, points)
+            fault = catch_fault(str(source), out, **settings, workers=1)
+        if next(calls) <= points:
+            break  # it was through before the call that was to fail
+        assert fault is None or (fault.code == Exit.STORAGE and "No space left on device" in str(fault))
+        prepare(str(source), out, **settings, workers=1)
+        assert read_folder(out) == expected
+        shutil.rmtree(out)
+        points += 1
+    assert points >= {"fsync": 12, "replace": 3, "unlink": 1}[name]
+
+
+def fail_once(patch: pytest.MonkeyPatch, name: str, fatal: int) -> "itertools.count[int]":
+    """Lets call number `fatal` of os.`name` find the disk full; gives the counter of calls."""
+    real, calls = getattr(os, name), itertools.count()
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == fatal:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments, **keywords)
+
+    patch.setattr(os, name, fail)
+    return calls
+
+
+def catch_fault(*arguments: Any, **settings: Any) -> Fault | None:
+    try:
+        prepare(*arguments, **settings)
+    except Fault as fault:
+        return fault
+    return None
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from megatoken.data import blocks, corpus_writer, documents
+from megatoken.data.prepare import prepare
+blocks.BLOCK_BYTES = documents.BLOCK_BYTES = 5000
+corpus_writer.WORKER_BYTES, corpus_writer.SAVE_BLOCKS = 1, 3
+prepare(sys.argv[1], Path(sys.argv[2]), tokenizer="bpe:300", workers=2, shard_tokens=20_000, val_fraction=0.1)
+assert "torch" not in sys.modules and "multiprocessing" not in sys.modules
+"""
+
+
+def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_blocks: None) -> None:
+    source = str(make_corpus(tmp_path / "corpus"))
+    settings: dict[str, Any] = {"tokenizer": "bpe:300", "shard_tokens": 20_000, "val_fraction": 0.1}
+    prepare(source, tmp_path / "whole", workers=1, **settings)
+    command = [sys.executable, "-W", "error", "-c", KILLED, source, str(tmp_path / "out")]
+    for seconds in (0.4, 0.7, 1.0):
+        child = subprocess.Popen(command, start_new_session=True)
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        child.wait()
+        wait_for_group(child.pid)
+    subprocess.run(command, check=True)
+    assert read_folder(tmp_path / "out") == read_folder(tmp_path / "whole")
+
+
+def wait_for_group(group: int) -> None:
+    for _ in range(500):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    raise AssertionError("processes outlived their parent")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    source = make_corpus(tmp_path / "corpus")
+    write(source / "more.txt", "some more words " * 10**5)
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+    )
+    while not (tmp_path / "out" / "train_000000.bin").exists():
+        time.sleep(0.01)
+        assert child.poll() is None
+    os.killpg(child.pid, number)
+    child.communicate()
+    assert child.returncode in (-number, 1)
+    wait_for_group(child.pid)
+
+
+def test_a_lost_process_is_one_fault(tmp_path: Path, small_blocks: None) -> None:
+    source = make_corpus(tmp_path / "corpus")
+
+    def kill_children(progress: Progress) -> None:
+        for child in list_children():
+            os.kill(child, signal.SIGKILL)
+
+    fault = refuse(Exit.PEER, source, tmp_path / "out", workers=2, on_progress=kill_children)
+    assert "ended (signal 9)" in fault
+    assert list_children() == []
+    assert threading.active_count() == 1
+    prepare(str(source), tmp_path / "out", tokenizer="bytes", workers=1)
+
+
+def test_faults_cross_from_the_processes(tmp_path: Path, small_blocks: None) -> None:
+    source = make_corpus(tmp_path / "corpus")
+    bad = write(source / "zz.jsonl", '{"text": "fine"}\n{"txt": "not"}\n')
+    fault = refuse(Exit.DATA, source, tmp_path / "out", workers=2)
+    assert f"{bad}:2" in fault
+    assert list_children() == []
+
+
+def list_children() -> list[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+# --- what is in the way ---------------------------------------------------------------------------
+
+
+def test_preparing_again_returns_at_once(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "a.txt", "some text " * 100), tmp_path / "out"
+    first = prepare(str(source), out, tokenizer="bpe:300")
+    before = read_folder(out)
+    again = prepare(str(source), out, tokenizer="bpe:300", workers=2)
+    assert (again.unchanged, first.unchanged) == (True, False)
+    assert [getattr(again, name) for name in ("tokens", "documents", "shards", "tokenizer", "counts")] == [
+        getattr(first, name) for name in ("tokens", "documents", "shards", "tokenizer", "counts")
+    ]
+    assert read_folder(out) == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokenizer": "bpe:300"}, "another tokenizer: bytes"),
+        ({"val_fraction": 0.2}, "another val_fraction: 0.1 there, 0.2 now"),
+        ({"shard_tokens": 5000}, "another shard_tokens"),
+        ({"invalid": "skip"}, "another invalid"),
+        ({"text_key": "body"}, "another text_key"),
+        ({}, "another files: 26 there, 27 now"),
+    ],
+)
+def test_two_datasets_are_never_mixed(
+    tmp_path: Path, small_blocks: None, finished: bool, change: dict[str, Any], named: str
+) -> None:
+    source, out = make_corpus(tmp_path / "corpus"), tmp_path / "out"
+    settings: dict[str, Any] = {"tokenizer": "bytes", "val_fraction": 0.1, "workers": 1}
+
+    def stop(progress: Progress) -> None:
+        if progress.tokens > 20_000 and not finished:
+            raise KeyboardInterrupt
+
+    try:
+        prepare(str(source), out, on_progress=stop, **settings)
+    except KeyboardInterrupt:
+        assert not finished
+    if not change:
+        write(source / "new.txt", "new")
+    before = read_folder(out)
+    fault = refuse(Exit.DATA, source, out, **settings | change)
+    assert named in fault
+    assert "choose another --out or delete" in fault
+    assert {name: data for name, data in read_folder(out).items() if name != ".lock"} == before
+
+
+def test_an_input_edited_in_place_is_noticed(tmp_path: Path, small_blocks: None) -> None:
+    source = make_corpus(tmp_path / "corpus")
+    prepare(str(source), tmp_path / "out", tokenizer="bytes")
+    write(source / "small00.txt", (source / "small00.txt").read_bytes().replace(b"cat", b"dog"))
+    later = time.time_ns() + 10**9
+    os.utime(source / "small00.txt", ns=(later, later))
+    assert "small00.txt" in refuse(Exit.DATA, source, tmp_path / "out", workers=0)
+
+
+def test_a_missing_or_cut_shard_is_noticed(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "a.txt", "some text " * 100), tmp_path / "out"
+    prepare(str(source), out, tokenizer="bytes")
+    shard = out / "train_000000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert str(shard) in refuse(Exit.DATA, source, out)
+
+
+def test_other_data_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "text")
+    strange = write(tmp_path / "out" / "fineweb_000001.bin", b"precious")
+    assert str(strange) in refuse(Exit.DATA, source, tmp_path / "out")
+    assert strange.read_bytes() == b"precious"
+
+
+def test_a_garbled_progress_file_is_named(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "text")
+    path = write(tmp_path / "out" / "progress.json", '{"cursor": ')
+    assert str(path) in refuse(Exit.DATA, source, tmp_path / "out")
+
+
+def test_one_writer_a_folder(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
+    out.mkdir()
+    with filelock.FileLock(out / ".lock"):
+        assert "another preparation is writing" in refuse(Exit.STORAGE, source, out)
+    prepare(str(source), out, tokenizer="bytes")
+
+
+def test_nothing_but_empty_documents_is_refused_and_can_be_mended(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.txt", "")
+    write(tmp_path / "in" / "b.txt", b"\0")
+    fault = refuse(Exit.DATA, tmp_path / "in", tmp_path / "out", tokenizer="bpe:300")
+    assert "no text: 1 empty documents, 0 skipped, 1 binary files" in fault
+    write(tmp_path / "in" / "a.txt", "something")
+    assert prepare(str(tmp_path / "in"), tmp_path / "out", tokenizer="bpe:300").documents == 1
+
+
+def test_a_place_that_cannot_be_written_is_a_storage_fault(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "text")
+    for out in (source, source / "out", Path("/proc/nowhere")):
+        assert str(out) in refuse(Exit.STORAGE, source, out)
+
+
+def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "some words here " * 400_000)
+    program = (
+        "import resource, sys; from pathlib import Path; from megatoken.data.prepare import prepare\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))\n"
+        "try: prepare(sys.argv[1], Path(sys.argv[2]), tokenizer='bytes')\n"
+        "except Exception as error: print(int(error.code), error)"
+    )
+    command = [sys.executable, "-c", program, str(source), str(tmp_path / "out")]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed.startswith(f"{int(Exit.STORAGE)} cannot write: File too large; about ")
+    assert "are free" in printed
+    assert prepare(str(source), tmp_path / "out", tokenizer="bytes").tokens == 6_400_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"workers": -1}, "workers cannot be -1"),
+        ({"val_fraction": 1.0}, "val_fraction cannot be 1.0"),
+        ({"val_fraction": float("nan")}, "val_fraction cannot be nan"),
+        ({"shard_tokens": 0}, "shard_tokens cannot be 0"),
+        ({"invalid": "ignore"}, "invalid cannot be 'ignore'"),
+        ({"tokenizer": "bpe:100"}, "at least 257"),
+    ],
+)
+def test_impossible_settings_are_refused_before_any_work(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    assert named in refuse(Exit.CONFIG, write(tmp_path / "a.txt", "text"), tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_prepared_is_plain_data() -> None:
+    assert {"tokens", "documents", "shards", "seconds"} <= set(Prepared.__dataclass_fields__)

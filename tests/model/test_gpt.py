@@ -1,0 +1,178 @@
+"""The network: initial weights, initial loss, golden losses, dropout, padding, the row product."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.model.count import expected_initial_loss
+from megatoken.model.gpt import GPT, initialize
+from megatoken.model.linear import FEWEST_WEIGHTS, multiply
+from megatoken.model.loss import cross_entropy
+from megatoken.presets import Shape
+
+TINY = Shape(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=97, seq_len=16)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(shape: Shape = TINY, seed: int = 0, dropout: float = 0.0) -> GPT:
+    model = GPT(shape, dropout=dropout)
+    initialize(model, seed)
+    return model
+
+
+def random_ids(shape: Shape, rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, shape.vocab_size, (rows, shape.seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def mean_loss(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    total, count = cross_entropy(
+        model(ids[:, :-1]), model.unembedding, ids[:, 1:], vocab_size=model.shape.vocab_size, chunk=7
+    )
+    return total / count
+
+
+def test_golden_losses() -> None:
+    """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
+    model, ids = build(seed=1337), random_ids(TINY, 4, seed=1337)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for _ in range(4):
+        loss = mean_loss(model, ids)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses == pytest.approx([4.570636, 4.222779, 4.034568, 3.804951], abs=1e-5)
+
+
+def test_initial_loss_is_ln_v() -> None:
+    shape = Shape(n_layer=2, n_head=4, d_model=64, d_ff=256, vocab_size=5000, seq_len=64)
+    loss = mean_loss(build(shape), random_ids(shape, 8)).item()
+    assert loss == pytest.approx(expected_initial_loss(shape), abs=0.05)
+
+
+def test_initial_statistics() -> None:
+    shape = Shape(n_layer=8, n_head=4, d_model=128, d_ff=512, vocab_size=1000, seq_len=256)
+    model = build(shape, seed=3)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            expected = 1.0 if name.endswith("weight") else 0.0
+            assert torch.all(parameter == expected), name
+            continue
+        residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        std = 0.02 / math.sqrt(16) if residual else 0.02
+        real = parameter[:1000] if name == "tokens.weight" else parameter
+        assert real.std().item() == pytest.approx(std, rel=0.03), name
+        assert abs(real.mean().item()) < 5 * std / math.sqrt(real.numel()), name
+    assert sum("norm" in name for name, _ in model.named_parameters()) == 2 * (2 * 8 + 1)
+
+
+def test_same_seed_same_weights_and_another_seed_others() -> None:
+    first, again, other = (build(seed=seed).state_dict() for seed in (5, 5, 6))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["tokens.weight"], other["tokens.weight"])
+
+
+def test_initialization_leaves_the_global_generator_alone() -> None:
+    model = GPT(TINY)
+    before = torch.get_rng_state()
+    initialize(model, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_padding_rows_are_zero_get_no_gradient_and_have_no_logits() -> None:
+    model, ids = build(), random_ids(TINY, 2)
+    assert model.tokens.weight.shape == (128, 32)
+    assert torch.count_nonzero(model.tokens.weight[97:]) == 0
+    mean_loss(model, ids).backward()
+    gradient = model.tokens.weight.grad
+    assert gradient is not None
+    assert torch.count_nonzero(gradient[97:]) == 0
+    assert torch.all(gradient[:97].norm(dim=1) > 0)
+    assert model.logits(model(ids)).shape == (2, 16, 97)
+
+
+def test_a_token_sees_only_its_past() -> None:
+    model, ids = build().eval(), random_ids(TINY, 1)
+    changed = ids.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % 97
+    with torch.no_grad():
+        difference = (model(ids) - model(changed)).abs().amax(-1)[0]
+    assert torch.count_nonzero(difference[:9]) == 0
+    assert torch.all(difference[9:] > 0)
+
+
+def test_every_parameter_takes_part() -> None:
+    model = build()
+    mean_loss(model, random_ids(TINY, 2)).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
+
+
+def test_dropout() -> None:
+    ids = random_ids(TINY, 2)
+    plain, dropping = build(), build(dropout=0.3)
+    assert plain.state_dict().keys() == dropping.state_dict().keys()
+    before = torch.get_rng_state()
+    assert torch.equal(plain(ids), plain(ids))
+    assert torch.equal(torch.get_rng_state(), before)  # without dropout nothing is drawn
+    assert torch.equal(dropping.eval()(ids), plain(ids))
+    dropping.train()
+    torch.manual_seed(0)
+    first, second = dropping(ids), dropping(ids)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(dropping(ids), first)
+
+
+def test_dropout_reaches_embeddings_attention_and_both_residual_branches() -> None:
+    """With everything dropped only what the norm makes of zeros is left."""
+    model = build(dropout=1.0)
+    torch.testing.assert_close(model(random_ids(TINY, 2)), torch.zeros(2, 16, 32), rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    out=st.integers(1, 9).map(lambda k: k * 300),
+    width=st.sampled_from([512, 770, 1024]),
+    biased=st.booleans(),
+    threads=st.integers(1, 4),
+    axes=st.integers(0, 2),
+)
+def test_the_row_product_is_the_product(out: int, width: int, biased: bool, threads: int, axes: int) -> None:
+    generator = torch.Generator().manual_seed(out + width)
+    x = torch.randn(*[1] * axes, width, generator=generator)
+    weight, bias = torch.randn(out, width, generator=generator), torch.randn(out, generator=generator)
+    before, kept = torch.get_num_threads(), bias.clone()
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        y = multiply(x, weight, bias if biased else None)
+    torch.set_num_threads(before)
+    expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
+    assert y.shape == expected.shape
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * math.sqrt(width))
+    assert torch.equal(bias, kept)
+
+
+def test_the_row_product_leaves_training_and_autocast_to_torch() -> None:
+    torch.set_num_threads(2)
+    weight = torch.randn(1024, FEWEST_WEIGHTS // 1024, requires_grad=True)
+    x = torch.randn(1, weight.shape[1], requires_grad=True)
+    multiply(x, weight).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert multiply(x, weight).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert multiply(x.double(), weight.double()).dtype == torch.float64

@@ -1,0 +1,135 @@
+"""Cross-entropy in chunks: the same numbers as whole, and as torch's own."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.model.loss import cross_entropy
+
+
+def make(rows: int, time: int, width: int, vocab: int, padded: int, seed: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, time, width, generator=generator)
+    weight = torch.randn(padded, width, generator=generator)
+    targets = torch.randint(0, vocab, (rows, time), generator=generator)
+    return hidden, weight, targets
+
+
+def run(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, vocab: int, chunk: int, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    total, count = cross_entropy(hidden, weight, targets, vocab_size=vocab, chunk=chunk)
+    (total * scale).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return total.detach(), hidden.grad, weight.grad, int(count)
+
+
+def reference(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """torch's cross-entropy over the real vocabulary, in fp64."""
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = (hidden @ weight.T)[..., :vocab].flatten(0, 1)
+    total = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-1)
+    total.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return total.detach(), hidden.grad, weight.grad, int((targets >= 0).sum())
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    rows=st.integers(1, 3),
+    time=st.integers(1, 13),
+    vocab=st.integers(2, 40),
+    padding=st.sampled_from([0, 1, 9]),
+    chunk=st.sampled_from([0, 1, 3, 7, 1024]),
+    ignored=st.booleans(),
+)
+def test_every_chunking_gives_torchs_values_and_gradients(
+    rows: int, time: int, vocab: int, padding: int, chunk: int, ignored: bool
+) -> None:
+    hidden, weight, targets = make(rows, time, 8, vocab, vocab + padding, seed=rows * time + vocab)
+    if ignored:
+        targets[:, ::3] = -1
+    found = run(hidden, weight, targets, vocab=vocab, chunk=chunk, scale=0.25)
+    expected = reference(hidden, weight, targets, vocab=vocab)
+    assert found[3] == expected[3]
+    assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5, abs=1e-5)
+    assert relative(found[1], expected[1] * 0.25) < 1e-5
+    assert relative(found[2], expected[2] * 0.25) < 1e-5
+    assert torch.count_nonzero(found[2][vocab:]) == 0
+
+
+@pytest.mark.parametrize("chunk", [0, 5, 1024])
+def test_nothing_counted_gives_zero_and_no_gradient(chunk: int) -> None:
+    hidden, weight, targets = make(2, 6, 8, 11, 16, seed=0)
+    total, grad_h, grad_w, count = run(hidden, weight, torch.full_like(targets, -1), vocab=11, chunk=chunk)
+    assert (float(total), count) == (0.0, 0)
+    assert torch.count_nonzero(grad_h) == torch.count_nonzero(grad_w) == 0
+
+
+def test_large_scores_do_not_overflow() -> None:
+    hidden, weight, targets = make(2, 5, 8, 11, 16, seed=1)
+    found = run(hidden * 1e4, weight, targets, vocab=11, chunk=3)
+    expected = reference(hidden * 1e4, weight, targets, vocab=11)
+    assert math.isfinite(float(found[0]))
+    assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5)
+
+
+def test_without_gradients_only_the_value_is_made() -> None:
+    hidden, weight, targets = make(2, 6, 8, 11, 16, seed=2)
+    total, count = cross_entropy(hidden, weight, targets, vocab_size=11, chunk=5)
+    assert not total.requires_grad
+    assert float(total / count) == pytest.approx(
+        float(F.cross_entropy((hidden @ weight.T)[..., :11].flatten(0, 1), targets.flatten())), rel=1e-5
+    )
+
+
+def test_only_the_hidden_states_need_gradients() -> None:
+    hidden, weight, targets = make(1, 9, 8, 11, 16, seed=3)
+    expected = reference(hidden, weight, targets, vocab=11)
+    hidden.requires_grad_()
+    total, _ = cross_entropy(hidden, weight, targets, vocab_size=11, chunk=4)
+    total.backward()
+    assert hidden.grad is not None
+    assert relative(hidden.grad, expected[1]) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_half_precision_stays_near_fp32(dtype: torch.dtype, tolerance: float, chunk: int) -> None:
+    """Products in half precision, logits and softmax in fp32: a few units of the dtype's last place (2^-9, 2^-12)."""
+    hidden, weight, targets = make(2, 9, 16, 30, 32, seed=4)
+    hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()  # the inputs themselves are exact
+    try:
+        with torch.autocast("cpu", dtype):
+            found = run(hidden, weight, targets, vocab=30, chunk=chunk)
+    except RuntimeError as error:
+        pytest.skip(f"this build of torch does not multiply {dtype} on a CPU: {error}")
+    expected = reference(hidden, weight, targets, vocab=30)
+    assert found[1].dtype == found[2].dtype == torch.float32
+    assert float(found[0]) == pytest.approx(float(expected[0]), rel=tolerance)
+    assert relative(found[1], expected[1]) < tolerance
+    assert relative(found[2], expected[2]) < tolerance
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_loss_scale_keeps_small_fp16_gradients(chunk: int) -> None:
+    """Differentiating 2^-20 of the sum underflows fp16 unless the scale is in the logits' gradient."""
+    hidden, weight, targets = make(1, 8, 16, 30, 32, seed=5)
+    hidden, weight = hidden.half().float(), weight.half().float()
+    with torch.autocast("cpu", torch.float16):
+        found = run(hidden, weight, targets, vocab=30, chunk=chunk, scale=2.0**-20 * 2.0**16)
+    expected = reference(hidden, weight, targets, vocab=30)
+    assert relative(found[2], expected[2] * 2.0**-4) < 2e-3

@@ -1,0 +1,187 @@
+"""Training under fire: random kills, kills inside saves, stop signals, damage. Ends in one JSON line.
+
+    python tests/soak/train_soak.py --kills 20 --stops 10 --flips 200
+
+A tiny model with dropout on the CPU in fp32, one thread. Every kill is followed by a start of the same command, and
+the run that ends is compared with one that nobody touched: weights, moments, loss log and samples, bit for bit.
+At least half of the kills land while a temporary checkpoint folder exists. Flips hit every file of a checkpoint
+(and of a dataset) at random places; each must be found, named, and passed over.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatoken.checkpoint.store import newest_valid, step_folder, steps
+from megatoken.data.dataset import verify_dataset
+from megatoken.data.prepare import prepare
+from megatoken.errors import Fault
+from tests.test_pretrain import RECIPE, fingerprint
+
+
+def write_recipe(folder: Path) -> Path:
+    """A recipe with room to be killed in: 60 steps, a save of some 3 MB every 5."""
+    text = b"to be or not to be, that is the question. " * 2000
+    np.save(folder / "train_0.npy", np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
+    np.save(folder / "val_0.npy", np.frombuffer(text[:1000], dtype=np.uint8).astype(np.uint16))
+    recipe = RECIPE.replace("DATA", str(folder / "*.npy")).replace("d_model: 32", "d_model: 128")
+    recipe = recipe.replace("steps: 40", "steps: 60").replace("every: 7steps", "every: 5steps")
+    path = folder / "tiny.yaml"
+    path.write_text(recipe)
+    return path
+
+
+def start(recipe: Path, out: Path) -> "subprocess.Popen[bytes]":
+    words = [sys.executable, "-m", "megatoken.cli", "train", str(recipe), "--out", str(out)]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def finish(recipe: Path, out: Path) -> None:
+    code = start(recipe, out).wait()
+    assert code == 0, f"the last start of {out} ended with {code}"
+
+
+def saving(out: Path) -> bool:
+    return any((out / "checkpoints").glob(".tmp-step-*"))
+
+
+def training(out: Path) -> bool:
+    return (out / "metrics.jsonl").exists() and '"train"' in (out / "metrics.jsonl").read_text()
+
+
+def hit(process: "subprocess.Popen[bytes]", when: Callable[[], bool], delay: float, number: signal.Signals) -> bool:
+    """Send a signal once `when` holds, after a delay; whether the process was still alive to take it."""
+    while process.poll() is None and not when():
+        time.sleep(0.0005)
+    time.sleep(delay)
+    if process.poll() is not None:
+        return False
+    process.send_signal(number)
+    process.wait()
+    return True
+
+
+def kill_at_random(
+    recipe: Path, clean: dict[str, object], folder: Path, kills: int, rng: random.Random
+) -> dict[str, int]:
+    """One run killed after another; several kills in each before it may end."""
+    counts = {"kills": 0, "inside_saves": 0, "runs": 0, "bit_identical": 0}
+    while counts["kills"] < kills:
+        out = folder / f"killed-{counts['runs']}"
+        for _ in range(4):
+            process = start(recipe, out)
+            inside = rng.random() < 0.6
+            if inside:
+                wanted = hit(process, lambda out=out: saving(out), rng.uniform(0, 0.004), signal.SIGKILL)
+            else:
+                wanted = hit(process, lambda out=out: training(out), rng.uniform(0, 1.0), signal.SIGKILL)
+            counts["inside_saves"] += wanted and saving(out)
+            counts["kills"] += wanted
+        finish(recipe, out)
+        counts["runs"] += 1
+        counts["bit_identical"] += fingerprint(out) == clean
+        shutil.rmtree(out)
+    return counts
+
+
+def stop_at_random(
+    recipe: Path, clean: dict[str, object], folder: Path, stops: int, rng: random.Random
+) -> dict[str, int]:
+    """SIGTERM, SIGINT and SIGUSR1 at random moments: every step done is saved, and the end is the same."""
+    counts = {"stops": 0, "no_step_lost": 0, "bit_identical": 0}
+    for index in range(stops):
+        out = folder / f"stopped-{index}"
+        process = start(recipe, out)
+        number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[index % 3]
+        if hit(process, lambda out=out: training(out), rng.uniform(0, 0.8), number):
+            counts["stops"] += 1
+            done = max(r["step"] for r in fingerprint(out)["rows"] if r["kind"] == "train")  # type: ignore[attr-defined]
+            saved = steps(out / "checkpoints")[-1]
+            counts["no_step_lost"] += process.returncode in (75, 0) and saved == done
+        finish(recipe, out)
+        found = fingerprint(out)
+        counts["bit_identical"] += (found["tensors"], without_saves(found)) == (clean["tensors"], without_saves(clean))
+        shutil.rmtree(out)
+    return counts
+
+
+def without_saves(found: dict[str, object]) -> list[object]:
+    """Rows but those of saves: a stop adds one of its own."""
+    return [row for row in found["rows"] if row["kind"] != "save"]  # type: ignore[attr-defined]
+
+
+def flip_bits(files: list[Path], flips: int, rng: random.Random, found: Callable[[Path], bool]) -> int:
+    """Flip one random bit at a time, ask `found`, put it back; how many were found."""
+    caught = 0
+    for _ in range(flips):
+        path = rng.choice(files)
+        data = bytearray(path.read_bytes())
+        place = rng.randrange(len(data) * 8)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        caught += found(path)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+    return caught
+
+
+def damage_checkpoint(run: Path, flips: int, rng: random.Random) -> dict[str, int]:
+    """Flips in every file of the newest checkpoint; the one before it must be what is found."""
+    root = run / "checkpoints"
+    newest, before = step_folder(root, steps(root)[-1]), step_folder(root, steps(root)[-2])
+
+    def found(path: Path) -> bool:
+        told: list[Fault] = []
+        valid = newest_valid(root, lambda folder, fault: told.append(fault))
+        return valid is not None and valid[0] == before and path.name in str(told[0])
+
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    return {"flips": flips, "named_and_passed_over": flip_bits(files, flips, rng, found)}
+
+
+def damage_dataset(folder: Path, flips: int, rng: random.Random) -> dict[str, int]:
+    """Flips in every file of a prepared dataset but its tokenizer, whose fingerprint is checked when it is loaded."""
+    source = folder / "corpus.txt"
+    source.write_text("the cat sat on the mat. " * 40_000)
+    data = folder / "data"
+    prepare(str(source), data, tokenizer="bpe:300", workers=1)
+    files = [path for path in data.iterdir() if path.suffix in (".bin", ".json")]
+    found = flip_bits(files, flips, rng, lambda path: any(path.name in str(f) for f in verify_dataset(data)))
+    return {"flips": flips, "named": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--stops", type=int, default=9)
+    parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = write_recipe(folder)
+        finish(recipe, folder / "clean")
+        clean = fingerprint(folder / "clean")
+        answer = {
+            "soak": "train",
+            "kill": kill_at_random(recipe, clean, folder, options.kills, rng),
+            "stop": stop_at_random(recipe, clean, folder, options.stops, rng),
+            "checkpoint": damage_checkpoint(folder / "clean", options.flips, rng),
+            "dataset": damage_dataset(folder, options.flips, rng),
+        }
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The command line as a person or a program meets it: output, JSON, exit codes, one-line errors."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatoken.cli import main
+from megatoken.errors import Exit
+
+
+def run(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def run_json(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    code, out, err = run(*words, "--json", capsys=capsys)
+    assert code == 0, err
+    answer = json.loads(out.splitlines()[-1])
+    assert isinstance(answer, dict)
+    return answer
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for index in range(20):
+        (folder / f"{index:02d}.txt").write_text(f"document {index}: " + "the cat sat on the mat. " * 30)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "full"),
+    [
+        ("gpt2-124m", 124_439_808, 854_438_400),
+        ("gpt2-355m", 354_823_168, 2_422_708_224),
+        ("gpt2-774m", 774_030_080, 5_198_937_600),
+        ("gpt2-1558m", 1_557_611_200, 10_273_545_600),
+        ("gpt3-175b", 174_604_259_328, 1_076_373_430_272),
+    ],
+)
+def test_describe(name: str, parameters: int, full: int, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run_json("describe", name, capsys=capsys)
+    assert answer["parameters"] == parameters
+    assert answer["flops_per_token_full"] == full
+    assert run("describe", name, capsys=capsys)[1].count("\n") == 8
+
+
+def test_config_prints_values_with_origins(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("config", "quickstart", "optim.lr=1e-3", capsys=capsys)
+    assert code == 0
+    assert "  lr: 0.001                                   # command line" in out
+    answer = run_json("config", "quickstart", "optim.lr=1e-3", capsys=capsys)
+    assert answer["origins"]["optim.lr"] == "command line"  # type: ignore[index]
+
+
+def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["train", "--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("optim.lr=0.0006", "budget.batch_tokens=524288", "[tokens]", "{auto, fp32, bf16, fp16}"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (
+            ["train", "quickstart", "optim.lrr=1"],
+            2,
+            "unknown key 'optim.lrr' — command line — did you mean 'optim.lr'?",
+        ),
+        (["train", "nope"], 2, "no recipe named 'nope'"),
+        (["train", "quickstart", "--outt", "x"], 2, "unrecognized arguments: --outt"),
+        (["train", "quickstart", "machine.device=cuda"], 2, "no CUDA device for 'cuda': 0 found"),
+        (["train", "quickstart", "data.path=/no/such/folder"], 3, "/no/such/folder"),
+        (["prepare", "/no/such/file.txt", "--out", "OUT"], 3, "/no/such/file.txt"),
+        (["sample", "/no/such/run", "hello"], 4, "/no/such/run"),
+        (["verify", "/no/such/folder"], 3, "/no/such/folder"),
+        (["plot", "/no/such/run"], 3, "/no/such/run"),
+        (["frobnicate"], 2, "invalid choice"),
+        ([], 2, "COMMAND"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(
+    words: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "machine.device=cuda" in words:
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device here")
+    found, out, err = run(*words, capsys=capsys)
+    assert (found, out) == (code, "")
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "nothing may be left behind"
+
+
+def test_a_typo_costs_no_time(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "megatoken.cli", "train", "quickstart", "optim.lrr=1"]
+    began = time.monotonic()
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == Exit.CONFIG
+    assert time.monotonic() - began < 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_prepare_train_sample_verify_plot(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "run"
+    made = run_json(
+        "prepare", str(corpus), "--out", str(data), "--tokenizer", "bpe:300", "--workers", "1", capsys=capsys
+    )
+    assert made["documents"] == 20
+    assert made["shards"] == 2
+    assert isinstance(made["tokens"], int)
+    assert run("verify", str(data), capsys=capsys)[0] == 0
+    small = ["model.n_layer=1", "model.n_head=2", "model.d_model=16", "model.seq_len=32", "budget.batch_tokens=128"]
+    small += ["budget.steps=6", "save.every=3", "evaluate.every=3", "sample.every=0", "machine.precision=fp32"]
+    words = ["train", "quickstart", *small, "--out", str(out), f"data.path={data}"]
+    summary = run_json(*words, capsys=capsys)
+    assert (summary["steps"], summary["tokens"], summary["code"]) == (6, 768, 0)
+    assert (out / "plots" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    greedy = ["sample", str(out), "the cat", "--tokens", "12", "--temperature", "0", "--seed", "1"]
+    first, second = (run_json(*greedy, capsys=capsys) for _ in range(2))
+    assert first == second
+    assert len(first["ids"]) == 1  # type: ignore[arg-type]
+    assert len(first["ids"][0]) == 12  # type: ignore[index]
+    streamed = run(*greedy, capsys=capsys)[1]
+    assert streamed == "the cat" + first["text"][0] + "\n"  # type: ignore[index]
+    monkeypatch.setattr("sys.stdin", io.StringIO((corpus / "00.txt").read_text()))
+    code, text, _ = run("sample", str(out), "--tokens", "4", "-n", "2", capsys=capsys)
+    assert code == Exit.CONFIG  # the whole document is longer than the context
+    assert text == ""
+    several = run_json("sample", str(out), "the", "--tokens", "4", "-n", "3", capsys=capsys)
+    lengths = [len(ids) for ids in several["ids"]]  # type: ignore[attr-defined]
+    assert len(lengths) == 3
+    assert max(lengths) == 4  # one that ends its document is shorter
+    assert run("verify", str(out), capsys=capsys)[0] == 0
+    drawn = run_json("plot", str(out), str(out), "--out", str(tmp_path / "both.png"), "--pictures", capsys=capsys)
+    assert all(Path(path).is_file() for path in drawn["pictures"])  # type: ignore[attr-defined]
+    shard = data / "train_000000.bin"
+    damaged = bytearray(shard.read_bytes())
+    damaged[2000] ^= 1
+    shard.write_bytes(damaged)
+    code, said, _ = run("verify", str(data), capsys=capsys)
+    assert code == Exit.DATA
+    assert "train_000000.bin" in said
