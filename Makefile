@@ -14,7 +14,7 @@ endif
 .PHONY: quickstart test check soak bench clean
 
 quickstart: $(VENV)/.user
-	$(BIN)megatoken prepare python --out data/python --tokenizer bpe:1024
+	$(BIN)megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.03
 	$(BIN)megatoken train quickstart --out $(RUN)
 	$(BIN)megatoken sample $(RUN) "def " --tokens 100
 	@echo
@@ -31,15 +31,20 @@ check: $(VENV)/.dev
 	$(BIN)ruff check .
 	$(BIN)mypy
 
-# Minutes to hours: kills, damage, memory and speed, each ending in one JSON line. Results belong in records/.
-soak: $(VENV)/.dev
-	$(BIN)python tests/soak/commit_soak.py
-	$(BIN)python tests/soak/prepare_soak.py
-	$(BIN)python tests/soak/train_soak.py
+RECORD = $(BIN)python tests/soak/record.py
 
+# Minutes each: kills, damage, memory. Every line ends in a JSON line that is kept in records/.
+soak: $(VENV)/.dev
+	$(RECORD) commit-soak -- $(BIN)python tests/soak/commit_soak.py
+	$(RECORD) train-soak -- $(BIN)python tests/soak/train_soak.py
+	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
+	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
+
+# Speeds, side by side with what they are compared to.
 bench: $(VENV)/.dev
-	$(BIN)python tests/soak/loader_bench.py
-	$(BIN)python tests/soak/generate_bench.py
+	$(RECORD) loader -- $(BIN)python tests/soak/loader_bench.py
+	$(RECORD) prepare-speed -- $(BIN)python tests/soak/prepare_soak.py speed
+	$(RECORD) generate -- $(BIN)python tests/soak/generate_bench.py
 
 $(VENV)/.user: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)

@@ -16,7 +16,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LARGEST_FILE, LARGEST_FUNCTION, MOST_KNOBS = 400, 60, 60
 READERS_OF_ENVIRONMENT = {"hardware.py", "parallel/topology.py"}
 # Imports inside functions: optional extras, what a platform may lack, and the commands that bring torch.
-OPTIONAL = {"pyarrow", "zstandard", "matplotlib", "huggingface_hub", "transformers", "resource"}
+OPTIONAL = {"pyarrow", "matplotlib", "huggingface_hub", "transformers", "resource"}
 LAZY_COMMANDS = {
     "megatoken.data.prepare",
     "megatoken.progress",

@@ -100,7 +100,7 @@ def test_top_k_one_is_greedy_and_a_small_top_p_too(model: GPT) -> None:
 def test_shares_of_drawn_ids_are_the_softmax() -> None:
     shares = torch.tensor([0.5, 0.0, 0.3, 0.2])
     draws = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
-    ids = choose_ids(shares.log().expand(20_000, 4), draws, temperature=1.0, top_k=0, top_p=1.0)
+    ids = choose_ids(shares.log().expand(20_000, 4), draws, 1.0, 0, 1.0)
     counted = torch.bincount(ids, minlength=4) / 20_000
     assert counted[1] == 0
     torch.testing.assert_close(counted, shares, rtol=0, atol=0.015)
@@ -119,7 +119,7 @@ def test_shares_of_drawn_ids_are_the_softmax() -> None:
 def test_top_k_and_top_p_keep_the_likeliest(top_k: int, top_p: float, wanted: list[float]) -> None:
     logits = torch.tensor([0.5, 1e-9, 0.3, 0.2]).log().expand(8_000, 4)
     draws = (torch.arange(8_000) + 0.5) / 8_000
-    ids = choose_ids(logits, draws, temperature=1.0, top_k=top_k, top_p=top_p)
+    ids = choose_ids(logits, draws, 1.0, top_k, top_p)
     torch.testing.assert_close(torch.bincount(ids, minlength=4) / 8_000, torch.tensor(wanted), rtol=0, atol=1e-3)
 
 
@@ -130,7 +130,7 @@ def test_any_draw_gives_an_id_with_probability(seed: int, temperature: float, to
     logits = torch.randn(4, 33, generator=generator) * 30
     logits[:, ::3] = -torch.inf
     draws = torch.tensor([0.0, 0.5, 1 - 2**-24, float(torch.rand((), generator=generator))])
-    ids = choose_ids(logits, draws, temperature=temperature, top_k=top_k, top_p=top_p)
+    ids = choose_ids(logits, draws, temperature, top_k, top_p)
     assert torch.isfinite(logits.gather(1, ids[:, None])).all()
 
 

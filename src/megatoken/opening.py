@@ -158,7 +158,7 @@ def _adopt(model: GPT, name: str, tokenizer: Tokenizer, console: Console) -> Non
         differs.append(f"model.seq_len={have.seq_len}")
     if differs:
         raise Fault(Exit.CONFIG, "model.init is of another shape", name, f"set {' '.join(differs)}")
-    if loaded.tokenizer.fingerprint != tokenizer.fingerprint:
+    if not loaded.tokenizer.shares_ids(tokenizer):
         what = f"model.init was trained with tokenizer {loaded.tokenizer.name}, the dataset is made by {tokenizer.name}"
         raise Fault(Exit.DATA, what, name, "prepare the dataset with the model's tokenizer")
     weights = loaded.model.state_dict()

@@ -17,7 +17,7 @@ class PrepareBar:
     def __init__(self, *, to_stderr: bool) -> None:
         self.rich = Rich(stderr=to_stderr, highlight=False, soft_wrap=True)
         self.bar = Progress(
-            TextColumn("preparing"),
+            TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%  {task.fields[said]}"),
             TimeElapsedColumn(),
@@ -27,7 +27,7 @@ class PrepareBar:
             transient=True,
             disable=not self.rich.is_terminal,
         )
-        self.task = self.bar.add_task("prepare", total=None, said="")
+        self.task = self.bar.add_task("reading", total=None, said="")
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -40,7 +40,8 @@ class PrepareBar:
         """Show how far preparing has come."""
         seconds = max(self.bar.tasks[0].elapsed or 0.0, 1e-6)
         said = f"{amount.tokens:,} tokens, {amount.tokens / seconds:,.0f} tokens/s"
-        self.bar.update(self.task, completed=amount.done_bytes, total=amount.total_bytes, said=said)
+        what = "learning the vocabulary" if amount.stage == "vocabulary" else "tokenizing"
+        self.bar.update(self.task, description=what, completed=amount.done_bytes, total=amount.total_bytes, said=said)
 
     def finish(self, out: Path, done: Prepared) -> None:
         """Say what was made, and what to type next."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.device import Device
 from megatoken.errors import Exit, Fault
+from megatoken.model.decode import Decoder
 from megatoken.model.gpt import GPT
 from megatoken.presets import Shape
 
@@ -38,13 +39,16 @@ class KeyValueCache:
 
     def append(self, layer: int, k_NHTD: Tensor, v_NHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Keep a layer's new keys and values; return all it holds so far, (N, H, S, D) each."""
-        end = self.length + k_NHTD.shape[2]
-        self._keys[layer, :, :, self.length : end] = k_NHTD
-        self._values[layer, :, :, self.length : end] = v_NHTD
-        return self._keys[layer, :, :, :end], self._values[layer, :, :, :end]
+        keys, values, new = self._keys[layer], self._values[layer], k_NHTD.shape[2]
+        keys.narrow(2, self.length, new).copy_(k_NHTD)
+        values.narrow(2, self.length, new).copy_(v_NHTD)
+        end = self.length + new
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def fork(self, n: int) -> None:
-        """Make `n` sequences of a single one: they share their past from here on, each in its own copy."""
+        """Make `n` sequences of a single one, each with its own copy of the past."""
+        if n == 1:
+            return
         self._keys = self._keys.repeat(1, n, 1, 1, 1)
         self._values = self._values.repeat(1, n, 1, 1, 1)
 
@@ -84,27 +88,26 @@ def generate(
     model.eval()
     try:
         with torch.inference_mode(), device.autocast() if device is not None else nullcontext():
-            hidden = model(torch.tensor([list(prompt_ids)], device=place), cache)[:, -1:]
-            if n > 1:
-                cache.fork(n)
-                hidden = hidden.expand(n, 1, -1)
+            hidden = model(torch.tensor([list(prompt_ids)], device=place), cache)
+            logits_NV = model.logits(hidden[:, -1]).expand(n, -1)
+            cache.fork(n)
+            decoder = Decoder(model, rows=n)
             for step in range(tokens):
-                logits_NV = model.logits(hidden)[:, 0].float()
-                ids_N = choose_ids(logits_NV, draws_TN[step], temperature=temperature, top_k=top_k, top_p=top_p)
+                ids_N = choose_ids(logits_NV.float(), draws_TN[step], temperature, top_k, top_p)
                 new = _read_step(ids_N, logits_NV, live, stop_id, len(prompt_ids) + step)
                 for i in live:
-                    sequences[i].append(new[i])  # type: ignore[arg-type]
+                    sequences[i].append(new[i])
                 if on_tokens is not None:
-                    on_tokens(new)
+                    on_tokens([id if i in live else None for i, id in enumerate(new)])
                 if not live or step + 1 == tokens:
                     break
-                hidden = model(ids_N[:, None], cache)
+                logits_NV = decoder.step(ids_N, cache)
     finally:
         model.train(was_training)
     return sequences
 
 
-def choose_ids(logits_NV: Tensor, draws_N: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
+def choose_ids(logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """One id (N,) for each row of scores, by where its uniform draw from [0, 1) falls in the cumulated probability."""
     if temperature == 0:
         return logits_NV.argmax(-1)
@@ -129,16 +132,15 @@ def _draw(seed: int, tokens: int) -> Tensor:
     return torch.rand(tokens, generator=torch.Generator().manual_seed(seed % 2**63))
 
 
-def _read_step(
-    ids_N: Tensor, logits_NV: Tensor, live: set[int], stop_id: int | None, position: int
-) -> list[int | None]:
-    """The step's ids as plain numbers; sequences that end with it leave `live` and read None from now on."""
-    chosen_N2 = torch.stack((ids_N.double(), logits_NV.gather(1, ids_N[:, None])[:, 0].double()), dim=1).tolist()
-    if not all(math.isfinite(score) for _, score in chosen_N2):
+def _read_step(ids_N: Tensor, logits_NV: Tensor, live: set[int], stop_id: int | None, position: int) -> list[int]:
+    """The step's ids as plain numbers; sequences that end with it leave `live`."""
+    scores_N = logits_NV.gather(1, ids_N[:, None])[:, 0].tolist()
+    if not all(map(math.isfinite, scores_N)):
         fix = "the weights are damaged or have diverged: use an earlier checkpoint"
         raise Fault(Exit.NUMERICS, "the model's scores are not finite numbers", f"position {position}", fix)
-    live -= {i for i in live if int(chosen_N2[i][0]) == stop_id}
-    return [int(id) if i in live else None for i, (id, _) in enumerate(chosen_N2)]
+    new: list[int] = ids_N.tolist()
+    live -= {i for i in live if new[i] == stop_id}
+    return new
 
 
 def _check_settings(tokens: int, temperature: float, top_k: int, top_p: float, n: int) -> None:

@@ -9,6 +9,7 @@ from megatoken.config import Machine
 from megatoken.console import Console
 from megatoken.device import open_device
 from megatoken.interop.weights import load_weights
+from megatoken.model.decode import turn_weights
 from megatoken.sample import TextStream, generate
 
 
@@ -22,6 +23,8 @@ def write_text(options: Namespace, prompt: str) -> dict[str, Any]:
     loaded = load_weights(options.model, console.warn)
     device = open_device(Machine(device=options.device, precision=options.precision))
     model, tokenizer = loaded.model.to(device.place), loaded.tokenizer
+    if device.place.type == "cpu" and device.precision == "fp32":
+        turn_weights(model)
     prompt_ids = tokenizer.encode(prompt).tolist()
     live = options.n == 1 and not options.json
     stream = TextStream(tokenizer)

@@ -393,6 +393,6 @@ def test_tinyshakespeare_comes_from_a_folder(tmp_path: Path) -> None:
 
 def test_the_hub_out_of_reach_is_one_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(Fault, match=r"cannot reach the Hugging Face hub.*give its folder as root") as caught:
+    with pytest.raises(Fault, match=r"cannot reach the Hugging Face hub.*give its folder with --root") as caught:
         find_source("fineweb")
     assert caught.value.code == Exit.DATA

@@ -293,3 +293,17 @@ def test_texts_are_read_lazily() -> None:
         raise AssertionError("only bpe:N reads the corpus")
 
     assert load_tokenizer("bytes", forbidden).eot == 256
+
+
+def test_the_older_pair_of_files_gives_the_same_ids(tmp_path: Path) -> None:
+    trained = load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50]))
+    model = json.loads(trained.to_json())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps({**model["vocab"], "<|endoftext|>": trained.eot}))
+    lines = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
+    pair = load_tokenizer(str(tmp_path))
+    assert pair.shares_ids(trained)
+    assert pair.encode("the mat, the cat").tolist() == trained.encode("the mat, the cat").tolist()
+    (tmp_path / "merges.txt").write_text("no such\n")
+    with pytest.raises(Fault, match="make no byte-level BPE"):
+        load_tokenizer(str(tmp_path))

@@ -1,17 +1,13 @@
-"""The network: initial weights, initial loss, golden losses, dropout, padding, the row product."""
+"""The network: initial weights, initial loss, golden losses, dropout, padding."""
 
 import math
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatoken.model.count import expected_initial_loss
 from megatoken.model.gpt import GPT, initialize
-from megatoken.model.linear import FEWEST_WEIGHTS, multiply
 from megatoken.model.loss import cross_entropy
 from megatoken.presets import Shape
 
@@ -140,39 +136,3 @@ def test_dropout_reaches_embeddings_attention_and_both_residual_branches() -> No
     """With everything dropped only what the norm makes of zeros is left."""
     model = build(dropout=1.0)
     torch.testing.assert_close(model(random_ids(TINY, 2)), torch.zeros(2, 16, 32), rtol=0, atol=0)
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    out=st.integers(1, 9).map(lambda k: k * 300),
-    width=st.sampled_from([512, 770, 1024]),
-    biased=st.booleans(),
-    threads=st.integers(1, 4),
-    axes=st.integers(0, 2),
-)
-def test_the_row_product_is_the_product(out: int, width: int, biased: bool, threads: int, axes: int) -> None:
-    generator = torch.Generator().manual_seed(out + width)
-    x = torch.randn(*[1] * axes, width, generator=generator)
-    weight, bias = torch.randn(out, width, generator=generator), torch.randn(out, generator=generator)
-    before, kept = torch.get_num_threads(), bias.clone()
-    torch.set_num_threads(threads)
-    with torch.inference_mode():
-        y = multiply(x, weight, bias if biased else None)
-    torch.set_num_threads(before)
-    expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
-    assert y.shape == expected.shape
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * math.sqrt(width))
-    assert torch.equal(bias, kept)
-
-
-def test_the_row_product_leaves_training_and_autocast_to_torch() -> None:
-    torch.set_num_threads(2)
-    weight = torch.randn(1024, FEWEST_WEIGHTS // 1024, requires_grad=True)
-    x = torch.randn(1, weight.shape[1], requires_grad=True)
-    multiply(x, weight).sum().backward()
-    assert x.grad is not None
-    assert weight.grad is not None
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert multiply(x, weight).dtype == torch.bfloat16
-    with torch.no_grad():
-        assert multiply(x.double(), weight.double()).dtype == torch.float64

@@ -20,6 +20,7 @@ import transformers
 
 from megatoken.device import Device
 from megatoken.interop.hf import load_hf
+from megatoken.model.decode import turn_weights
 from megatoken.sample import generate
 
 Generate = Callable[[int], list[int]]
@@ -51,6 +52,9 @@ def build_contenders(prompt_tokens: int, best: bool) -> dict[str, Generate]:
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
         model, _ = load_hf(folder)
+        began = time.perf_counter()
+        turn_weights(model)
+        print(f"turned the weights in {time.perf_counter() - began:.2f} s (not in the figures)", flush=True)
         contenders = {
             "transformers": theirs(reference, prompt),
             "megatoken": lambda tokens: generate(model, prompt[0].tolist(), tokens=tokens, temperature=0)[0],

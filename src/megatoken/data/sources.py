@@ -158,7 +158,7 @@ def _find_on_hub(name: str) -> Source:
         listing: dict[str, Any] = hub.glob(f"datasets/{repository}/{pattern}", detail=True)
     except Exception as error:  # the hub, its cache and the network each raise their own kinds
         what = f"cannot reach the Hugging Face hub: {type(error).__name__}"
-        fix = f"download {pattern} of that dataset elsewhere and give its folder as root"
+        fix = f"download {pattern} of that dataset elsewhere and give its folder with --root"
         raise Fault(Exit.DATA, what, f"dataset {repository}", fix) from error
     if not listing:
         raise Fault(Exit.DATA, f"no files {pattern}", f"dataset {repository}", "it may have moved; give root")

@@ -67,6 +67,10 @@ class Tokenizer:
         decisive = _drop_defaults({part: content.get(part) for part in parts})
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
+    def shares_ids(self, other: "Tokenizer") -> bool:
+        """Whether every token has the same id in both: a model of one can go on with text of the other."""
+        return bool(self._inner.get_vocab() == other._inner.get_vocab())
+
     def encode(self, text: str) -> Ids:
         """Ids of `text`, uint32, nothing added; special tokens in it are plain text."""
         return self._encode(text)
@@ -225,8 +229,24 @@ def _load_folder(folder: Path) -> Tokenizer:
         return load_saved_tokenizer(folder)
     if (folder / "tokenizer.json").exists():
         return _load_file(folder / "tokenizer.json", folder.name)
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        return _load_vocabulary(folder)
     what = "folder holds no tokenizer.json"
     raise Fault(Exit.DATA, what, str(folder), "name a tokenizer.json or a folder that holds one")
+
+
+def _load_vocabulary(folder: Path) -> Tokenizer:
+    """GPT-2's older pair of files: vocab.json (token to id) and merges.txt (one merge a line, best first)."""
+    try:
+        vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+        merges = [
+            (left, right) for left, _, right in (line.partition(" ") for line in lines) if right and left != "#version:"
+        ]
+        return _assemble(folder.name, vocabulary, merges)
+    except Exception as error:  # the Rust side raises bare Exceptions
+        what = f"vocab.json and merges.txt make no byte-level BPE: {error!r}"
+        raise Fault(Exit.DATA, what, str(folder), "copy them again from the model's repository") from error
 
 
 def _load_file(path: Path, name: str) -> Tokenizer:

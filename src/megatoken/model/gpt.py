@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatoken.model.linear import Linear, multiply
 from megatoken.presets import Shape
 
 INIT_STD = 0.02
@@ -34,8 +33,8 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
         super().__init__()
         self.n_head, self.layer, self.dropout = shape.n_head, layer, dropout
-        self.qkv = Linear(shape.d_model, 3 * shape.d_model)
-        self.out = Linear(shape.d_model, shape.d_model)
+        self.qkv = nn.Linear(shape.d_model, 3 * shape.d_model)
+        self.out = nn.Linear(shape.d_model, shape.d_model)
 
     def forward(self, x_BTC: Tensor, cache: Cache | None = None) -> Tensor:
         B, T, C = x_BTC.shape
@@ -64,8 +63,8 @@ class MLP(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.up = Linear(shape.d_model, shape.d_ff)
-        self.down = Linear(shape.d_ff, shape.d_model)
+        self.up = nn.Linear(shape.d_model, shape.d_ff)
+        self.down = nn.Linear(shape.d_ff, shape.d_model)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BTC), approximate="tanh"))  # type: ignore[no-any-return]
@@ -117,7 +116,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden_BTC: Tensor) -> Tensor:
         """Scores (B, T, real vocabulary): padding ids do not exist for whoever reads them."""
-        return multiply(hidden_BTC, self.unembedding)[..., : self.shape.vocab_size]
+        return F.linear(hidden_BTC, self.unembedding)[..., : self.shape.vocab_size]
 
 
 def initialize(model: GPT, seed: int) -> None:
