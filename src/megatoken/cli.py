@@ -18,6 +18,7 @@ from megatoken import __version__
 from megatoken.config import KNOBS, SCIENCE
 from megatoken.console import Console
 from megatoken.errors import Exit, Fault
+from megatoken.hardware import rest_idle_threads
 from megatoken.model import count
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape
 from megatoken.recipe import format_value, list_recipes, render, resolve
@@ -35,6 +36,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    rest_idle_threads()
     try:
         options = parse(words)
         code, answer = options.call(options)
