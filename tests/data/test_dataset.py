@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_dataset import TOKENIZER, write_dataset, write_foreign
 
 from megatoken.data.dataset import Dataset, open_dataset, verify_dataset
 from megatoken.data.shards import BLOCK_BYTES, HEADER_BYTES, make_header, read_manifest, write_manifest
 from megatoken.errors import Exit, Fault
+from tests.data.small_dataset import TOKENIZER, write_dataset, write_foreign
 
 BLOCK = BLOCK_BYTES // 2  # uint16 tokens
 

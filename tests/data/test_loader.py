@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_dataset import write_dataset, write_foreign
 
 from megatoken.data.dataset import open_dataset
 from megatoken.data.loader import Loader, Prefetcher, evaluation_windows, widen
 from megatoken.data.tokens import Tokens
 from megatoken.errors import Exit, Fault
+from tests.data.small_dataset import write_dataset, write_foreign
 
 SIZES = [997, 13, 2000, 1990]  # 5,000 tokens; one shard is shorter than a window
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from small_dataset import TOKENIZER, write_dataset
 
 from megatoken.data.shards import (
     BLOCK_BYTES,
@@ -23,6 +22,7 @@ from megatoken.data.shards import (
     write_manifest,
 )
 from megatoken.errors import Exit, Fault
+from tests.data.small_dataset import TOKENIZER, write_dataset
 
 SHARD = Shard(file="train_000000.bin", split="train", tokens=3, blocks=("0123456789abcdef",), header="f" * 16)
 MANIFEST = Manifest(
