@@ -118,6 +118,6 @@ def test_override_mistakes() -> None:
 
 
 def test_science_changes_are_told_apart() -> None:
-    old = resolve("quickstart").run
+    old = resolve("quickstart", ["optim.lr=3e-3"]).run
     new = resolve("quickstart", ["optim.lr=1e-4", "machine.micro_batch=1", "data.path=/moved", "save.every=7"]).run
     assert science_changes(old, new) == ["optim.lr: 0.003 -> 0.0001"]
