@@ -53,6 +53,11 @@ def test_describe(name: str, parameters: int, full: int, capsys: pytest.CaptureF
     assert run("describe", name, capsys=capsys)[1].count("\n") == 8
 
 
+def test_describe_follows_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run_json("describe", "gpt2-124m", "model.d_model=384", "model.n_layer=2", capsys=capsys)
+    assert (answer["d_ff"], answer["n_layer"], answer["vocab_size"]) == (1536, 2, 50257)
+
+
 def test_config_prints_values_with_origins(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("config", "quickstart", "optim.lr=1e-3", capsys=capsys)
     assert code == 0
@@ -87,6 +92,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["verify", "/no/such/folder"], 3, "/no/such/folder"),
         (["plot", "/no/such/run"], 3, "/no/such/run"),
         (["frobnicate"], 2, "invalid choice"),
+        (["train", "quickstart", "machine.threads=100000"], 2, "at most 1024"),
         ([], 2, "COMMAND"),
     ],
 )
@@ -153,6 +159,13 @@ def test_prepare_train_sample_verify_plot(
     assert len(lengths) == 3
     assert max(lengths) == 4  # one that ends its document is shorter
     assert run("verify", str(out), capsys=capsys)[0] == 0
+    assert run("sample", str(out), "the cat", capsys=capsys)[0] == 0  # as many tokens as there is room for
+    code, text, said = run("sample", str(out), "the cat", "--tokens", "0", capsys=capsys)
+    assert (code, text) == (Exit.CONFIG, "")
+    code, _, said = run("sample", str(out), "the cat", "--device", "abacus", capsys=capsys)
+    assert (code, "unknown device 'abacus'" in said) == (Exit.CONFIG, True)
+    assert run("sample", str(out), "\udcff", "--tokens", "2", capsys=capsys)[0] == 0
+    assert run("plot", str(out), "--out", str(tmp_path / "curves.xyz"), capsys=capsys)[0] == Exit.CONFIG
     drawn = run_json("plot", str(out), str(out), "--out", str(tmp_path / "both.png"), "--pictures", capsys=capsys)
     assert all(Path(path).is_file() for path in drawn["pictures"])  # type: ignore[attr-defined]
     shard = data / "train_000000.bin"

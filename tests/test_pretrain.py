@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from safetensors.torch import load_file
 
 from megatoken.checkpoint.store import steps
 from megatoken.console import Console
+from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.pretrain import Summary, pretrain
 from megatoken.recipe import resolve
 from megatoken.train.journal import read_metrics
+from megatoken.verify import verify_folder
 
 RECIPE = """\
 model: {n_layer: 2, n_head: 2, d_model: 32, seq_len: 16, dropout: 0.1}
@@ -90,7 +93,9 @@ def test_the_run_folder_holds_what_is_drawn(clean: Path) -> None:
 
 def test_a_finished_run_is_left_as_it_is(clean: Path, recipe: Path) -> None:
     before = fingerprint(clean)
+    files = {p: p.read_bytes() for p in clean.rglob("*") if p.is_file() and p.name != ".lock"}
     summary = train(recipe, clean)
+    assert {p: p.read_bytes() for p in clean.rglob("*") if p.is_file() and p.name != ".lock"} == files
     assert summary.code == Exit.DONE
     assert summary.steps == 40
     assert fingerprint(clean) == before
@@ -215,3 +220,50 @@ def test_no_data(recipe: Path, tmp_path: Path) -> None:
         train(recipe, tmp_path / "run", f"data.path={tmp_path}/nothing")
     assert fault.value.code == Exit.DATA
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_something_else_is_left_alone(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(Fault, match="something that is not a run") as fault:
+        train(recipe, tmp_path)
+    assert fault.value.code == Exit.CONFIG
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_the_tokenizer_is_the_one_trained_with_whatever_was_there(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(recipe, out, "budget.steps=1")
+    shutil.rmtree(out / "checkpoints")  # as if that start had come to nothing
+    load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50])).save(out / "tokenizer")
+    train(recipe, out, "budget.steps=2")
+    assert load_saved_tokenizer(out / "tokenizer").name == "bytes"
+    assert verify_folder(out).faults == []
+    load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50])).save(out / "tokenizer")
+    (out / "config.yaml").unlink()
+    assert train(recipe, out, "budget.steps=2").steps == 2  # a checkpoint has a copy of the recipe
+
+
+def test_a_prompt_without_room_is_refused_at_once(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(Fault, match=r"sample\.prompt has 20 tokens, the model's context is 16"):
+        train(recipe, tmp_path / "run", f"sample.prompt={'x' * 20}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reader_that_goes_away_does_not_stop_training(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "megatoken.cli", "train", str(recipe), "--out", str(out)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=120) == Exit.DONE
+    assert steps(out / "checkpoints")[-1] == 40
+
+
+def test_a_sample_that_cannot_be_kept_does_not_stop_training(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").touch()
+    (out / "samples").write_text("in the way")
+    assert train(recipe, out, "budget.steps=20").code == Exit.DONE
+    assert [row["step"] for row in read_metrics(out) if row["kind"] == "sample"] == [20]

@@ -21,7 +21,7 @@ from megatoken.errors import Exit, Fault
 from megatoken.hardware import rest_idle_threads
 from megatoken.model import count
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape
-from megatoken.recipe import format_value, list_recipes, render, resolve
+from megatoken.recipe import format_value, list_recipes, render, resolve, resolve_preset
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 
@@ -95,7 +95,7 @@ def build_parser() -> Parser:
     p.add_argument("--val-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)")
     p.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per shard (default 100000000)")
     p.add_argument("--invalid", choices=("replace", "skip", "fail"), default="replace",
-                   help="what to do with invalid UTF-8 and unreadable lines (default replace)")  # fmt: skip
+                   help="text that is not UTF-8 (default replace); skip passes over bad JSON lines too")  # fmt: skip
     p.add_argument("--text-key", default="text", help="field or column that holds the text (default text)")
     p.add_argument("--root", type=Path, help="local copy of a named source, laid out like the original")
     p = add("train", run_train, "train a recipe, or go on with it", epilog=describe_fields())
@@ -104,13 +104,15 @@ def build_parser() -> Parser:
     p.add_argument("--init", metavar="RUN_OR_HF_DIR", help="start from these weights; the same as model.init=...")
     p.usage = "megatoken train RECIPE [--out RUN] [--init RUN_OR_HF_DIR] [--json] [--debug] [section.field=value ...]"
     p = add("config", run_config, "print the resolved values of a recipe and where each comes from")
+    p.usage = "megatoken config RECIPE [--json] [--debug] [section.field=value ...]"
     p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
     p = add("describe", run_describe, "parameters, FLOPs and memory of a preset or recipe")
+    p.usage = "megatoken describe PRESET_OR_RECIPE [--json] [--debug] [section.field=value ...]"
     p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
     p = add("sample", run_sample, "let a trained model continue a prompt")
     p.add_argument("model", metavar="RUN_OR_HF_DIR", help="run folder, Hugging Face GPT-2 folder or hub name")
     p.add_argument("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue; - or nothing: stdin")
-    p.add_argument("--tokens", type=int, default=128, help="new tokens per sequence (default 128)")
+    p.add_argument("--tokens", type=int, help="new tokens per sequence (default 128, or what the context has room for)")
     p.add_argument("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")
     p.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest; 0: all (default 50)")
     p.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that sum to p (default 1)")
@@ -186,11 +188,11 @@ def run_config(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
 
 def run_describe(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """describe: arithmetic about a shape."""
-    if options.preset in PRESETS and not options.overrides:
-        shape, assumed = PRESETS[options.preset], False
+    if options.preset in PRESETS:
+        model = resolve_preset(options.preset, options.overrides)
     else:
         model = resolve(options.preset, options.overrides).run.model
-        shape, assumed = model.shape(GPT2_VOCABULARY), not model.vocab_size
+    shape, assumed = model.shape(GPT2_VOCABULARY), not model.vocab_size
     answer = {
         "parameters": count.count_parameters(shape),
         "matmul_parameters": count.count_matmul_parameters(shape),
@@ -226,8 +228,8 @@ def run_sample(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """sample: a prompt continued."""
     from megatoken.writing import write_text
 
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    return Exit.DONE, write_text(options, prompt)
+    prompt = sys.stdin.buffer.read() if options.prompt == "-" else options.prompt.encode(errors="surrogateescape")
+    return Exit.DONE, write_text(options, prompt.decode(errors="replace"))
 
 
 def run_verify(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
@@ -248,7 +250,8 @@ def run_plot(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     from megatoken.plot import draw_curves, draw_weights
 
     first: Path = options.runs[0]
-    drawn = [draw_curves(options.runs, options.out or first / "plots" / "curves.png")]
+    target = options.out or first / "plots"
+    drawn = [draw_curves(options.runs, target / "curves.png" if target.is_dir() or not options.out else target)]
     if options.pictures:
         drawn += draw_weights(first, first / "plots")
     for path in drawn if not options.json else []:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatoken.presets import PRESETS, Shape
 
+DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 SCIENCE = ("seed", "model", "data", "optim", "budget")
 
 
@@ -119,7 +120,7 @@ class Machine:
         "auto", "sequences per forward; auto: the fastest that fits", "seqs", low=1
     )
     loss_chunk: int = knob(4096, "tokens per chunk of the output layer; 0: all at once", "tokens", low=0)
-    threads: int = knob(0, "CPU threads; 0: all this process may use", low=0)
+    threads: int = knob(0, "CPU threads; 0: all this process may use", low=0, high=1024)
     deterministic: bool = knob(False, "refuse operations without a deterministic implementation")
 
 
@@ -311,6 +312,8 @@ def build(values: dict[str, Any]) -> Run:
     """A `Run` from parsed values by dotted key; fields not named keep their defaults, then their preset's."""
     shape = PRESETS.get(values.get("model.preset", ""))
     merged = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()} if shape else {}
+    if shape and shape.d_ff == 4 * shape.d_model:
+        merged["model.d_ff"] = 0  # so that it follows a width that is overridden
     merged |= values
     parts: dict[str, Any] = {}
     for key, value in merged.items():
@@ -364,7 +367,7 @@ def find_conflicts(run: Run) -> Iterator[tuple[str, str, str]]:
     for key, length in (("optim.warmup", optim.warmup), ("optim.decay", optim.decay)):
         if length.unit == "dur" and length.value > 1:
             yield key, f"{length} is longer than the run", "a share of the run is at most 1dur"
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", run.machine.device):
+    if not re.fullmatch(DEVICE_WORDS, run.machine.device):
         yield "machine.device", f"unknown device {run.machine.device!r}", "use auto, cpu, cuda, cuda:N or mps"
     if run.machine.device == "cpu" and run.machine.precision == "fp16":
         yield "machine.precision", "fp16 is not trained on a CPU", "use auto, bf16 or fp32"

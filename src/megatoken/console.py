@@ -4,7 +4,7 @@ On a terminal the newest step is one line that renews itself; elsewhere (a file,
 every few seconds. Everything goes to one stream, so that `--json` can keep stdout for its one line.
 """
 
-import sys
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,13 +55,17 @@ class Console:
         self._live: Live | None = None
         self._last = -QUIET_SECONDS
 
-    def say(self, text: str = "") -> None:
-        """Print a line above the live one."""
-        self.rich.print(Text(text))
+    def say(self, text: str = "", style: str = "") -> None:
+        """Print a line above the live one. A reader that has gone away silences the console, nothing else."""
+        try:
+            self.rich.print(Text(text, style=style))
+            self.rich.file.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.rich.file.fileno())
 
     def warn(self, text: str) -> None:
         """Print something that asks for attention."""
-        self.rich.print(Text(f"warning: {text}", style="yellow"))
+        self.say(f"warning: {text}", "yellow")
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print `name  value` lines in two aligned columns."""
@@ -85,4 +89,3 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        sys.stdout.flush()

@@ -4,13 +4,14 @@ In: the `machine` section. Out: a `Device`, chosen once. Absent: anything about 
 """
 
 import platform
+import re
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
-from megatoken.config import Machine
+from megatoken.config import DEVICE_WORDS, Machine
 from megatoken.errors import Exit, Fault
 from megatoken.hardware import PEAK_FLOPS, cpu_count, find_compiler, peak_resident_bytes
 
@@ -87,6 +88,8 @@ def _find_device(wanted: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if not re.fullmatch(DEVICE_WORDS, wanted):
+        raise Fault(Exit.CONFIG, f"unknown device '{wanted}'", "device", "use auto, cpu, cuda, cuda:N or mps")
     device = torch.device(wanted)
     if device.type == "cuda":
         present = torch.cuda.device_count() if torch.cuda.is_available() else 0

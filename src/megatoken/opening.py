@@ -7,6 +7,7 @@ import dataclasses
 import json
 import platform
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from megatoken import __version__
 from megatoken.checkpoint.restore import restore_state
-from megatoken.checkpoint.store import Manifest, newest_valid, steps, sweep
+from megatoken.checkpoint.store import Manifest, newest_valid, step_folder, steps, sweep
 from megatoken.config import Run
 from megatoken.console import Console, format_quantity
 from megatoken.data.dataset import Dataset, open_dataset
@@ -36,7 +37,7 @@ from megatoken.model.count import (
 from megatoken.model.gpt import GPT, initialize
 from megatoken.presets import Shape
 from megatoken.recipe import Resolved, render, resolve, science_changes
-from megatoken.train.journal import Journal, replace_file
+from megatoken.train.journal import METRICS, STATUS, Journal, replace_file
 from megatoken.train.probe import candidate_sizes, measure_micro_batches, try_compile
 from megatoken.train.state import Plan, State, build_state
 
@@ -50,10 +51,20 @@ CONFIG, MACHINE, PROVENANCE, TOKENIZER, CHECKPOINTS = (
 
 
 def check_folder(out: Path, run: Run) -> None:
-    """Raise Fault(CONFIG) with a diff if `out` holds a run of another science: that one cannot be gone on with."""
-    if not steps(out / CHECKPOINTS):
+    """Raise Fault(CONFIG) if `out` holds something else, or, with a diff, a run of another science."""
+    if (
+        out.is_dir()
+        and any(out.iterdir())
+        and not any((out / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
+    ):
+        what = "the folder holds something that is not a run"
+        raise Fault(Exit.CONFIG, what, str(out.absolute()), "choose a new folder with --out")
+    begun = steps(out / CHECKPOINTS)
+    if not begun:
         return
-    if changes := science_changes(resolve(str(out / CONFIG)).run, run):
+    copy = step_folder(out / CHECKPOINTS, begun[-1]) / CONFIG  # every checkpoint holds one
+    recipe = out / CONFIG if (out / CONFIG).is_file() else copy
+    if changes := science_changes(resolve(str(recipe)).run, run):
         what = f"the run in this folder was begun with other science: {'; '.join(changes)}"
         raise Fault(Exit.CONFIG, what, str(out), "set these back to go on with it, or choose another --out")
 
@@ -78,6 +89,10 @@ def open_data(run: Run) -> tuple[Dataset, Tokenizer]:
         what = f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
         raise Fault(Exit.CONFIG, what, "model.vocab_size", "set it to 0 to take the tokenizer's")
     dataset.limit_ids(tokenizer.vocab_size)
+    prompt_tokens = len(tokenizer.encode(run.sample.prompt))
+    if run.sample.every.value and prompt_tokens >= run.model.seq_len:
+        what = f"sample.prompt has {prompt_tokens} tokens, the model's context is {run.model.seq_len}"
+        raise Fault(Exit.CONFIG, what, "sample.prompt", "shorten it, or set sample.every=0")
     return dataset, tokenizer
 
 
@@ -159,7 +174,8 @@ def _adopt(model: GPT, name: str, tokenizer: Tokenizer, console: Console) -> Non
     if differs:
         raise Fault(Exit.CONFIG, "model.init is of another shape", name, f"set {' '.join(differs)}")
     if not loaded.tokenizer.shares_ids(tokenizer):
-        what = f"model.init was trained with tokenizer {loaded.tokenizer.name}, the dataset is made by {tokenizer.name}"
+        mine, theirs = (f"{t.name} ({t.fingerprint[:8]})" for t in (tokenizer, loaded.tokenizer))
+        what = f"model.init was trained with tokenizer {theirs}, the dataset is made by {mine}"
         raise Fault(Exit.DATA, what, name, "prepare the dataset with the model's tokenizer")
     weights = loaded.model.state_dict()
     weights["positions.weight"] = weights["positions.weight"][: want.seq_len]
@@ -197,6 +213,15 @@ def _check_same_data(manifest: Manifest, dataset: Dataset) -> None:
         what = f"checkpoint was trained on dataset {manifest.meta.get('dataset')}, this one is {dataset.fingerprint}"
         fix = "point data.path at the dataset the run began with, or choose another --out"
         raise Fault(Exit.DATA, what, str(dataset.path), fix)
+
+
+def is_finished(out: Path, state: State, plan: Plan) -> bool:
+    """Whether the restored state is the end of a run that said so itself."""
+    try:
+        status = json.loads((out / STATUS).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(state.step >= plan.total_steps and status.get("state") == "done")
 
 
 def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console) -> int:
@@ -239,10 +264,10 @@ def compile_model(run: Run, state: State, plan: Plan, device: Device, console: C
 def record_start(out: Path, resolved: Resolved, tokenizer: Tokenizer, journal: Journal, device: Device) -> None:
     """Write what the run is made of: resolved recipe, tokenizer, versions and machine."""
     replace_file(out / CONFIG, render(resolved.run, resolved.origins))
-    if not (out / TOKENIZER).is_dir():
-        tokenizer.save(out / TOKENIZER)
+    tokenizer.save(out / TOKENIZER)  # also over that of a start that came to nothing
     facts: dict[str, Any] = {
         "megatoken": __version__,
+        "commit": _find_commit(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
@@ -255,3 +280,15 @@ def record_start(out: Path, resolved: Resolved, tokenizer: Tokenizer, journal: J
     }
     replace_file(out / PROVENANCE, json.dumps(facts, indent=1) + "\n")
     journal.status(state="running", message="")
+
+
+def _find_commit() -> str:
+    """The commit of a source checkout, "" for an installed package."""
+    here = Path(__file__).parent
+    if not (here.parents[1] / ".git").exists():
+        return ""
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

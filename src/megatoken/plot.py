@@ -123,6 +123,8 @@ def _save(pyplot: Any, figure: Any, target: Path) -> Path:
         figure.savefig(target, dpi=120)
     except OSError as wrong:
         raise Fault(Exit.STORAGE, f"cannot write picture: {wrong.strerror}", str(target), "choose --out") from None
+    except ValueError as wrong:  # a file ending that is no picture
+        raise Fault(Exit.CONFIG, f"cannot draw: {wrong}", str(target), "name a .png file") from None
     finally:
         pyplot.close(figure)
     return target

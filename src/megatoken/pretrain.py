@@ -64,8 +64,11 @@ def pretrain(resolved: Resolved, out: Path, console: Console) -> Summary:
         opening.introduce(console, resolved, out, device, dataset, tokenizer, loader, shape)
         state = opening.build(run, shape, tokenizer, device, out, console)
         opening.restore(out, state, dataset, journal, console)
-        opening.record_start(out, resolved, tokenizer, journal, device)
         plan = build_plan(run, epoch_tokens=loader.n_windows * shape.seq_len)
+        if opening.is_finished(out, state, plan):
+            console.say(f"this run is finished; nothing to do: {out}")
+            return summarize(out, plan, Exit.DONE, state.step, time.monotonic() - began)
+        opening.record_start(out, resolved, tokenizer, journal, device)
         plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console))
         opening.compile_model(run, state, plan, device, console)
         journey = Journey(
@@ -85,22 +88,29 @@ def pretrain(resolved: Resolved, out: Path, console: Console) -> Summary:
         )
         try:
             code = journey.travel(loader)
-        except Fault as fault:
-            journal.write("event", state.step, state.step * plan.batch_tokens, what="failed", message=str(fault))
-            journal.status(state="failed", exit_code=int(fault.code), step=state.step, message=str(fault))
+        except Exception as failure:
+            number = int(failure.code) if isinstance(failure, Fault) else 1
+            journal.write("event", state.step, state.step * plan.batch_tokens, what="failed", message=str(failure))
+            journal.status(state="failed", exit_code=number, step=state.step, message=str(failure))
             raise
         finally:
             console.close()
         journey.finish(code)
+    return summarize(out, plan, code, state.step, time.monotonic() - began, guard.stop_requested)
+
+
+def summarize(out: Path, plan: Plan, code: Exit, step: int, seconds: float, reason: str = "") -> Summary:
+    """How a run ended, its losses as the journal tells them."""
+    last = {row["kind"]: row.get("loss") for row in read_metrics(out)}
     return Summary(
         code=code,
         run=str(out),
-        steps=state.step,
-        tokens=state.step * plan.batch_tokens,
-        loss=journey.loss,
-        val_loss=journey.val_loss,
-        seconds=time.monotonic() - began,
-        reason=guard.stop_requested,
+        steps=step,
+        tokens=step * plan.batch_tokens,
+        loss=last.get("train"),
+        val_loss=last.get("val"),
+        seconds=seconds,
+        reason=reason,
     )
 
 
@@ -150,8 +160,6 @@ class Journey:
     meter: Meter
     calendar: Calendar
     seen: set[tuple[str, int]]  # (kind, step) of what the journal already tells: a resume repeats nothing
-    loss: float | None = None
-    val_loss: float | None = None
     windows: EvaluationWindows | None = field(default=None)
 
     @property
@@ -205,7 +213,6 @@ class Journey:
     def record(self, report: Report) -> float:
         """Write and show a step; return its seconds."""
         pace = self.meter.read()
-        self.loss = report.loss
         row = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, **pace}
         last = report.step == self.plan.total_steps
         if is_due(self.calendar.log, report.step) or last:
@@ -233,9 +240,9 @@ class Journey:
         size = self.plan.micro_batch
         rows = (self.windows.rows(first, size) for first in range(0, len(self.windows), size))
         chunk = self.plan.loss_chunk
-        self.val_loss, count = held_out_loss(self.state.model, rows, self.device, chunk=chunk)
-        self.write("val", loss=self.val_loss, target_tokens=count)
-        self.console.say(f"step {self.state.step}: validation loss {self.val_loss:.4f} over {count:,} tokens")
+        loss, count = held_out_loss(self.state.model, rows, self.device, chunk=chunk)
+        self.write("val", loss=loss, target_tokens=count)
+        self.console.say(f"step {self.state.step}: validation loss {loss:.4f} over {count:,} tokens")
 
     def sample(self) -> None:
         """Let the model write, and keep what it wrote."""
@@ -256,10 +263,13 @@ class Journey:
             device=self.device,
         )
         texts = [asked.prompt + self.tokenizer.decode(ids) for ids in drawn]
-        folder = self.out / "samples"
-        folder.mkdir(exist_ok=True)
         rule = "\n" + "-" * 40 + "\n"
-        (folder / f"step-{self.state.step:08d}.txt").write_text(rule.join(texts) + "\n", encoding="utf-8")
+        file = self.out / "samples" / f"step-{self.state.step:08d}.txt"
+        try:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(rule.join(texts) + "\n", encoding="utf-8")
+        except OSError as wrong:  # a sample is not worth a run
+            self.console.warn(f"sample not kept: {wrong.strerror} — {file}")
         self.write("sample", text=texts)
         self.console.say(f"step {self.state.step}: sample\n{rule.join(texts)}\n")
 

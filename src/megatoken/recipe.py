@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from megatoken.config import KNOBS, SCIENCE, Duration, Run, build, find_conflicts, flatten, parse_value
+from megatoken.config import KNOBS, SCIENCE, Duration, Model, Run, build, find_conflicts, flatten, parse_value
 from megatoken.errors import Exit, Fault
 from megatoken.presets import PRESETS
 
@@ -68,6 +68,17 @@ def resolve(recipe: str, overrides: Sequence[str] = ()) -> Resolved:
     for key in KNOBS:
         origins.setdefault(key, f"preset {preset}" if key in shaped else "default")
     return Resolved(run, path.stem, {key: origins[key] for key in KNOBS})
+
+
+def resolve_preset(name: str, overrides: Sequence[str]) -> Model:
+    """A published shape with `model.x=y` overrides. Raises Fault(CONFIG) like `resolve`."""
+    values: dict[str, Any] = {"model.preset": name, "budget.steps": 1}
+    origins: dict[str, str] = {}
+    _apply([_split_override(word) for word in overrides], values, origins)
+    run = build(values)
+    for key, what, fix in find_conflicts(run):
+        raise Fault(Exit.CONFIG, f"{key}: {what}", origins.get(key, "preset"), fix)
+    return run.model
 
 
 def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[str, str]) -> None:

@@ -30,9 +30,9 @@ def verify_folder(folder: Path) -> Report:
     if (folder / "checkpoints").is_dir():
         return _verify_run(folder)
     if (folder / "model.safetensors").is_file() and (folder / "config.yaml").is_file():
-        return Report("checkpoint", 1, _catch(lambda: verify(folder)))
+        return Report("checkpoint", 1, _catch(lambda: _verify_checkpoint(folder)))
     if not folder.is_dir():
-        raise Fault(Exit.DATA, "no such folder", str(folder), "name a dataset or run folder")
+        raise Fault(Exit.DATA, "not a folder", str(folder), "name a dataset or run folder")
     faults = list(verify_dataset(folder))
     shards = len([*folder.glob("*.bin"), *folder.glob("*.npy")])
     if not faults and (folder / MANIFEST_NAME).is_file():
@@ -43,10 +43,18 @@ def verify_folder(folder: Path) -> Report:
 def _verify_run(folder: Path) -> Report:
     root = folder / "checkpoints"
     found = steps(root)
-    faults = [fault for step in found for fault in _catch(partial(verify, step_folder(root, step)))]
+    faults = [fault for step in found for fault in _catch(partial(_verify_checkpoint, step_folder(root, step)))]
     faults += _catch(lambda: resolve(str(folder / "config.yaml")))
     faults += _catch(lambda: load_saved_tokenizer(folder / "tokenizer"))
     return Report("run", len(found), faults)
+
+
+def _verify_checkpoint(folder: Path) -> None:
+    made_for = verify(folder).meta.get("tokenizer")
+    saved = load_saved_tokenizer(folder / "tokenizer").fingerprint
+    if made_for != saved:
+        what = f"tokenizer {saved[:12]} is not the one it was trained with, {str(made_for)[:12]}"
+        raise Fault(Exit.CHECKPOINT, what, str(folder / "tokenizer"), "use another checkpoint")
 
 
 def _verify_tokenizer(folder: Path) -> None:

@@ -12,6 +12,8 @@ from megatoken.interop.weights import load_weights
 from megatoken.model.decode import turn_weights
 from megatoken.sample import TextStream, generate
 
+DEFAULT_TOKENS = 128
+
 
 def write_text(options: Namespace, prompt: str) -> dict[str, Any]:
     """Continue `prompt` with the model, printing the text as it comes unless `--json` keeps stdout for its line.
@@ -26,12 +28,14 @@ def write_text(options: Namespace, prompt: str) -> dict[str, Any]:
     if device.place.type == "cpu" and device.precision == "fp32":
         turn_weights(model)
     prompt_ids = tokenizer.encode(prompt).tolist()
+    room = model.shape.seq_len - max(len(prompt_ids), 1)
+    tokens = min(DEFAULT_TOKENS, max(room, 1)) if options.tokens is None else options.tokens
     live = options.n == 1 and not options.json
     stream = TextStream(tokenizer)
     drawn = generate(
         model,
         prompt_ids or [tokenizer.eot],
-        tokens=options.tokens,
+        tokens=tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
@@ -50,12 +54,13 @@ def write_text(options: Namespace, prompt: str) -> dict[str, Any]:
 
 
 def _printer(prompt: str, stream: TextStream) -> Callable[[list[int | None]], None]:
-    """A callback that prints the prompt once and then each piece of text as soon as it is whole."""
-    sys.stdout.write(prompt)
+    """A callback that prints the prompt before the first piece of text, and each piece as soon as it is whole."""
+    unsaid = [prompt]
 
     def show(ids: list[int | None]) -> None:
+        sys.stdout.write(unsaid.pop() if unsaid else "")
         if ids[0] is not None:
             sys.stdout.write(stream.push(ids[0]))
-            sys.stdout.flush()
+        sys.stdout.flush()
 
     return show

@@ -1,6 +1,6 @@
 """Training under fire: random kills, kills inside saves, stop signals, damage. Ends in one JSON line.
 
-    python tests/soak/train_soak.py --kills 20 --stops 10 --flips 200
+    python -m tests.soak.train_soak --kills 20 --stops 10 --flips 200
 
 A tiny model with dropout on the CPU in fp32, one thread. Every kill is followed by a start of the same command, and
 the run that ends is compared with one that nobody touched: weights, moments, loss log and samples, bit for bit.

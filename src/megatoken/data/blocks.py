@@ -226,7 +226,7 @@ def _read_rows(source: Source, file: File, rules: Rules, cursor: Cursor) -> Iter
         names = table.schema_arrow.names
         if rules.text_key not in names:
             what = f"no column {rules.text_key!r} (there are: {', '.join(names):.200})"
-            raise Fault(Exit.DATA, what, file.path, "name the column that holds the text")
+            raise Fault(Exit.DATA, what, file.path, "name the column that holds the text with --text-key")
         row, total = 0, table.metadata.num_rows
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows

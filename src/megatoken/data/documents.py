@@ -241,4 +241,4 @@ def _where(piece: Piece, line: int) -> str:
     return f"{piece.file}:{line}" if piece.form != "rows" else f"{piece.file}, row {line}"
 
 
-_INVALID = 'mend it, or choose what to do with such text: invalid "replace" or "skip"'
+_INVALID = "mend it, or pass over such lines and documents with --invalid skip"

@@ -221,7 +221,8 @@ def _train_bpe(name: str, vocab_size: int, texts: Iterator[str]) -> Tokenizer:
     )
     learner.train_from_iterator(texts, trainer=trainer)
     merges = [_pair(merge) for merge in json.loads(learner.to_str())["model"]["merges"]]
-    return _build_bpe(name, merges, vocab_size)
+    # A corpus with fewer merges gives a smaller vocabulary: ids that nothing uses would only cost memory.
+    return _build_bpe(name, merges, min(vocab_size, 257 + len(merges)))
 
 
 def _load_folder(folder: Path) -> Tokenizer:

@@ -1,11 +1,11 @@
-"""A model and its tokenizer by name: a run folder of ours, a Hugging Face folder, or a hub name."""
+"""A model and its tokenizer by name: a run folder, one of its checkpoints, a Hugging Face folder, or a hub name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatoken.checkpoint.restore import load_checkpoint_model
-from megatoken.checkpoint.store import newest_valid
+from megatoken.checkpoint.restore import WEIGHTS, load_checkpoint_model
+from megatoken.checkpoint.store import newest_valid, verify
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.interop.hf import hf_tokenizer_spec, load_hf
@@ -32,6 +32,9 @@ def load_weights(name: str, warn: Callable[[str], None]) -> Loaded:
     Raises Fault(CHECKPOINT) when there is nothing whole to load, Fault(DATA) when the tokenizer is missing.
     """
     folder = Path(name)
+    if (folder / "manifest.json").is_file() and (folder / WEIGHTS).is_file():
+        manifest = verify(folder)
+        return Loaded(load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer"), name)
     if not is_run(folder):
         model, hf_folder = load_hf(name)
         tokenizer = load_tokenizer(hf_tokenizer_spec(hf_folder))

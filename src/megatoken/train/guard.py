@@ -1,7 +1,7 @@
 """The guard: says in time that the run has to stop, so that the loop can finish its step and save.
 
-In: SIGTERM, SIGINT, SIGUSR1 (the warning of batch schedulers) and a wall-clock limit. Out: a reason, asked for
-once a step. Handlers only set a flag: nothing is saved, printed or raised in them.
+In: SIGTERM, SIGINT, SIGUSR1 (the warning of batch schedulers), SIGHUP (a closed terminal) and a wall-clock limit.
+Out: a reason, asked for once a step. Handlers only set a flag: nothing is saved, printed or raised in them.
 A second SIGTERM or SIGINT ends the process at once with Exit.STOPPED; a commit under way is lost, what was committed
 before is intact. Copies of a signal within half a second count as one, because launchers that signal the
 process as well as its group deliver two.
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from megatoken.errors import Exit
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows has no SIGUSR1
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")  # Windows has only the first two
 _IMPATIENT = ("SIGTERM", "SIGINT")
 _SAME_REQUEST_SECONDS = 0.5
 _REMEMBERED_STEPS = 16  # long enough for an evaluation to be among them, short enough to forget compilation
