@@ -150,7 +150,7 @@ def test_prepare_train_sample_verify_plot(
     assert len(first["ids"][0]) == 12  # type: ignore[index]
     streamed = run(*greedy, capsys=capsys)[1]
     assert streamed == "the cat" + first["text"][0] + "\n"  # type: ignore[index]
-    monkeypatch.setattr("sys.stdin", io.StringIO((corpus / "00.txt").read_text()))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((corpus / "00.txt").read_bytes())))
     code, text, _ = run("sample", str(out), "--tokens", "4", "-n", "2", capsys=capsys)
     assert code == Exit.CONFIG  # the whole document is longer than the context
     assert text == ""

@@ -52,6 +52,7 @@ class Console:
 
     def __init__(self, *, to_stderr: bool = False) -> None:
         self.rich = Rich(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self.rich.on_broken_pipe = self._fall_silent  # type: ignore[method-assign]
         self._live: Live | None = None
         self._last = -QUIET_SECONDS
 
@@ -61,7 +62,12 @@ class Console:
             self.rich.print(Text(text, style=style))
             self.rich.file.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.rich.file.fileno())
+            self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        """Send what is still to be said nowhere: rich's own answer to a closed pipe is to exit."""
+        self.rich.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.rich.file.fileno())
 
     def warn(self, text: str) -> None:
         """Print something that asks for attention."""
