@@ -131,7 +131,7 @@ class Save:
     every: Duration = knob(Duration(0), "0: only at the end and on a stop", low=0)
     keep_last: int = knob(2, "newest checkpoints to keep", low=1)
     keep_every: Duration = knob(Duration(0), "keep for ever what falls on this schedule; 0: none", low=0)
-    time_limit: str = knob("", "stop and save after this wall-clock time, such as 90m or 11h30m")
+    time_limit: str = knob("", "stop and save after this wall-clock time: seconds, or 90m, 11h30m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Evaluate:
     """Loss over a fixed set of held-out tokens."""
 
     every: Duration = knob(Duration(0.1, "dur"), "0: only at the end", low=0)
-    tokens: int = knob(1048576, "held-out tokens to score, from the start of the validation split", "tokens", low=0)
+    tokens: int = knob(1048576, "held-out tokens to score, from the start of the split; 0: none", "tokens", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
