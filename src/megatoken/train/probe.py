@@ -75,8 +75,8 @@ def try_compile(state: State, plan: Plan, device: Device) -> str:
     plain = state.forward
     shape = state.model.shape
     ids = torch.zeros(plan.micro_batch, shape.seq_len, dtype=torch.int64, device=device.place)
-    state.forward = torch.compile(state.model)
     try:
+        state.forward = torch.compile(state.model)
         accumulate_gradients(state, plan, device, ids, ids)
     except Exception as wrong:  # a compiler fails in as many ways as there are compilers
         state.forward = plain
