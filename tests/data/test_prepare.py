@@ -364,11 +364,13 @@ def runs_in(path: Path, group: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: signal.Signals) -> None:
     source = make_corpus(tmp_path / "corpus")
-    write(source / "more.txt", "some more words " * 10**5)
+    write(source / "more.txt", "some more words " * 10**6)
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")],
         start_new_session=True,
         stderr=subprocess.PIPE,
+        # A shell starts what runs in its background with SIGINT ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "out" / "train_000000.bin").exists():
         time.sleep(0.01)
