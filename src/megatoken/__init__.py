@@ -1,4 +1,4 @@
-"""megatoken pre-trains GPT-2, GPT-3 and LLaMA-family models from raw text.
+"""megatoken pre-trains GPT-2 and GPT-3 models from raw text.
 
 STAGES is the order of the house: the order in which data flows and the only direction in which
 modules may import. A stage imports itself and earlier stages; tests/test_architecture.py enforces it.
