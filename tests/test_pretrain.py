@@ -215,6 +215,16 @@ def test_starting_from_the_weights_of_a_run(clean: Path, recipe: Path, tmp_path:
     assert fault.value.code == Exit.CONFIG
 
 
+def test_half_a_memory_of_the_micro_batch_is_measured_again(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    knobs = ["machine.micro_batch=auto", "sample.every=0", "budget.steps=2"]
+    train(recipe, out, *knobs)
+    shutil.rmtree(out / "checkpoints")
+    (out / "machine.json").write_text('{"micro_batch": ')
+    assert train(recipe, out, *knobs).steps == 2
+    assert json.loads((out / "machine.json").read_text())["micro_batch"] in (1, 2, 4, 8)
+
+
 def test_no_data(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(Fault) as fault:
         train(recipe, tmp_path / "run", f"data.path={tmp_path}/nothing")

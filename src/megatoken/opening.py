@@ -217,11 +217,16 @@ def _check_same_data(manifest: Manifest, dataset: Dataset) -> None:
 
 def is_finished(out: Path, state: State, plan: Plan) -> bool:
     """Whether the restored state is the end of a run that said so itself."""
+    return state.step >= plan.total_steps and _read_facts(out / STATUS).get("state") == "done"
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """A JSON object; empty when there is none, or when a power loss left half of one."""
     try:
-        status = json.loads((out / STATUS).read_text())
+        facts = json.loads(path.read_text())
     except (OSError, ValueError):
-        return False
-    return bool(state.step >= plan.total_steps and status.get("state") == "done")
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console) -> int:
@@ -235,10 +240,9 @@ def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: De
         "loss_chunk": plan.loss_chunk,
     }
     memory = out / MACHINE
-    if memory.is_file():
-        remembered = json.loads(memory.read_text())
-        if remembered.get("circumstances") == circumstances:
-            return int(remembered["micro_batch"])
+    remembered = _read_facts(memory)
+    if remembered.get("circumstances") == circumstances:
+        return int(remembered["micro_batch"])
     sizes = candidate_sizes(run.batch_seqs, run.model.seq_len, device.place.type)
     rates = {sizes[0]: 0.0}
     if len(sizes) > 1:
