@@ -40,11 +40,17 @@ soak: $(VENV)/.dev
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
 
-# Speeds, side by side with what they are compared to.
+# Speeds, side by side with what they are compared to; `megatoken bench report` shows them.
 bench: $(VENV)/.dev
-	$(RECORD) loader -- $(BIN)python tests/soak/loader_bench.py
-	$(RECORD) prepare-speed -- $(BIN)python tests/soak/prepare_soak.py speed
-	$(RECORD) generate -- $(BIN)python tests/soak/generate_bench.py
+	$(BIN)megatoken bench gemm --out records
+	$(BIN)megatoken bench attention --out records
+	$(BIN)megatoken bench batch --out records
+	$(BIN)megatoken bench size --out records
+	$(BIN)megatoken bench parts --out records
+	$(BIN)megatoken bench loader --out records
+	$(BIN)megatoken bench prepare --out records
+	$(BIN)megatoken bench generate --out records
+	$(BIN)megatoken bench peers --out records
 
 $(VENV)/.user: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)

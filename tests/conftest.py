@@ -1,5 +1,6 @@
 """What every test may ask for."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,11 @@ def real_data() -> Path:
     if not REAL_DATA.is_dir():
         pytest.skip("the real data beside the project is not here")
     return REAL_DATA
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure is not what this user's runs believe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATOKEN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

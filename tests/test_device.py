@@ -1,12 +1,24 @@
 """What is chosen for a machine, as far as a machine without a GPU can tell."""
 
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatoken.config import Machine
-from megatoken.device import Device, fast_precision, open_device, wants_compile, with_peak
+from megatoken.device import (
+    Device,
+    fast_precision,
+    measure_peak,
+    open_device,
+    remember_peak,
+    wants_compile,
+    with_peak,
+)
 from megatoken.errors import Exit, Fault
-from megatoken.hardware import PEAK_FLOPS
 from megatoken.train.probe import try_compile
 from megatoken.train.step import train_step
 from tests.tiny import CPU, tiny_batch, tiny_plan, tiny_state
@@ -54,13 +66,50 @@ def test_peak_is_measured_where_no_data_sheet_is_known_and_says_so() -> None:
     assert with_peak(known) is known
 
 
-def test_data_sheets_are_matched_exactly_and_plausible() -> None:
-    assert "NVIDIA L40S" in PEAK_FLOPS
-    assert PEAK_FLOPS["NVIDIA H100 80GB HBM3"]["bf16"] == 989.4e12
-    assert PEAK_FLOPS["NVIDIA A100-SXM4-80GB"]["bf16"] == 312e12
-    for peaks in PEAK_FLOPS.values():
-        assert set(peaks) <= {"fp32", "tf32", "fp16", "bf16"}
-        assert peaks["fp32"] <= min(peaks.values())
+@pytest.fixture
+def peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "peaks.json"
+
+
+def test_the_best_measured_peak_is_kept_per_machine_and_precision(peaks: Path) -> None:
+    assert remember_peak(CPU, 2e15) == 2e15
+    assert remember_peak(CPU, 1e15) == 2e15
+    assert remember_peak(replace(CPU, precision="bf16"), 3e15) == 3e15
+    threads = torch.get_num_threads()
+    assert json.loads(peaks.read_text()) == {
+        f"cpu (cpu, {threads} threads), fp32, torch {torch.__version__}": 2e15,
+        f"cpu (cpu, {threads} threads), bf16, torch {torch.__version__}": 3e15,
+    }
+    assert [path.name for path in peaks.parent.iterdir()] == ["peaks.json"]
+    assert with_peak(CPU).peak_flops == 2e15  # nothing is measured again
+    assert with_peak(replace(CPU, precision="bf16")).peak_flops == 3e15
+    assert with_peak(replace(CPU, name="another")).peak_flops < 1e15
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"KEY": "fast"}', '{"KEY": -1}', '{"KEY": Infinity}', "\0\xff"])
+def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str) -> None:
+    remember_peak(CPU, 1e9)
+    (key,) = json.loads(peaks.read_text())
+    peaks.write_text(damage.replace("KEY", key), encoding="latin-1")
+    assert remember_peak(CPU, 5e9) == 5e9
+    assert json.loads(peaks.read_text()) == {key: 5e9}
+
+
+def test_a_cache_that_cannot_be_written_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "file"))
+    assert remember_peak(CPU, 1e12) == 1e12
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_measuring_a_peak_draws_no_random_numbers_and_keeps_its_time() -> None:
+    before = torch.get_rng_state()
+    assert measure_peak(CPU, sizes=(64, 128), seconds=1.0) > 1e6
+    assert torch.equal(torch.get_rng_state(), before)
+    began = time.perf_counter()
+    assert measure_peak(CPU, sizes=(64, 8192), seconds=0.0) > 0  # ten of the larger would take longer
+    assert time.perf_counter() - began < 5
 
 
 def test_compile_is_chosen_by_length_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_the_run_folder_holds_what_is_drawn(clean: Path) -> None:
     rows = read_metrics(clean)
     trained = [row for row in rows if row["kind"] == "train"]
     assert [row["step"] for row in trained] == list(range(1, 41))
-    assert {"loss", "grad_norm", "lr", "seconds", "tokens_per_second", "mfu"} <= trained[0].keys()
+    assert {"loss", "grad_norm", "lr", "seconds", "tokens_per_second", "mfu", "mfu_causal"} <= trained[0].keys()
     assert trained[-1]["tokens"] == 5120
     assert trained[0]["loss"] == pytest.approx(np.log(257), abs=0.2)
     assert trained[-1]["loss"] < trained[0]["loss"] - 2

@@ -12,7 +12,9 @@ STAGES = (
     "presets",  # published model shapes: pure data
     "config",  # every knob, typed and frozen
     "recipe",  # YAML and overrides to a checked run, with origins
+    "peaks",  # vendor data sheets: pure data
     "hardware",  # what is this machine; the only reader of the environment
+    "timing",  # things measured side by side
     "device",  # what torch can do on it
     "data",  # documents -> tokenizer -> prepare -> shards -> loader
     "model",  # GPT, loss, counts
@@ -25,6 +27,7 @@ STAGES = (
     "plot",  # curves and pictures from metrics.jsonl
     "verify",  # every hash of a folder, recomputed
     "progress",  # the bar of prepare
+    "bench",  # every speed measured on this machine
     "writing",  # a prompt continued on the screen
     "opening",  # what happens once, before the first step
     "pretrain",  # the program: the page to read first

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatoken import __version__
+from megatoken.bench.options import add_benches
 from megatoken.config import KNOBS, SCIENCE
 from megatoken.console import Console
 from megatoken.errors import Exit, Fault
-from megatoken.hardware import rest_idle_threads
+from megatoken.hardware import prepare_process
 from megatoken.model import count
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape
 from megatoken.recipe import format_value, list_recipes, render, resolve, resolve_preset
@@ -36,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    rest_idle_threads()
+    prepare_process()
     try:
         options = parse(words)
         code, answer = options.call(options)
@@ -77,9 +78,9 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"megatoken {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    def add(name: str, call: Any, doc: str, epilog: str = "") -> Parser:
+    def add(name: str, call: Any, doc: str, epilog: str = "", among: Any = commands) -> Parser:
         raw = argparse.RawDescriptionHelpFormatter
-        command: Parser = commands.add_parser(name, help=doc, description=doc, epilog=epilog, formatter_class=raw)
+        command: Parser = among.add_parser(name, help=doc, description=doc, epilog=epilog, formatter_class=raw)
         command.add_argument("--json", action="store_true", help="progress to stderr, one JSON line to stdout")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(call=call)
@@ -120,6 +121,9 @@ def build_parser() -> Parser:
     p.add_argument("-n", "--n", type=int, default=1, help="sequences (default 1)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
     p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
+    p = commands.add_parser("bench", help="measure this machine: a ladder of speed-ups, and each part alone")
+    benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
+    add_benches(lambda name, doc: add(name, run_bench, doc, among=benches))
     p = add("verify", run_verify, "check every hash of a dataset or run folder")
     p.add_argument("folder", metavar="DIR", type=Path)
     p = add("plot", run_plot, "draw the curves of one or several runs into one picture")
@@ -230,6 +234,15 @@ def run_sample(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
 
     prompt = sys.stdin.buffer.read() if options.prompt == "-" else options.prompt.encode(errors="surrogateescape")
     return Exit.DONE, write_text(options, prompt.decode(errors="replace"))
+
+
+def run_bench(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
+    """bench: one measurement; its JSON line comes last on stdout, asked for or not."""
+    from megatoken.bench.program import measure
+
+    answer = measure(options, Console(to_stderr=options.json))
+    options.json = True
+    return Exit.DONE, answer
 
 
 def run_verify(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:

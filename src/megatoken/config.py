@@ -120,6 +120,12 @@ class Machine:
         "auto", "sequences per forward; auto: the fastest that fits", "seqs", low=1
     )
     loss_chunk: int = knob(4096, "tokens per chunk of the output layer; 0: all at once", "tokens", low=0)
+    mixed: Literal["auto", "autocast", "masters"] = knob(
+        "auto", "low precision by casting weights at each use, or by weights held in it beside fp32 masters"
+    )
+    linear: Literal["auto", "torch", "numpy", "onednn"] = knob("auto", "library of the blocks' matrix products")
+    attention: Literal["auto", "explicit", "flash", "blocked"] = knob("auto", "form of causal attention")
+    adamw: Literal["auto", "loop", "foreach", "fused"] = knob("auto", "AdamW a tensor, a list or a kernel at a time")
     threads: int = knob(0, "CPU threads; 0: all this process may use", low=0, high=1024)
     deterministic: bool = knob(False, "refuse operations without a deterministic implementation")
 
@@ -311,7 +317,8 @@ def parse_time(text: str) -> float:
 def build(values: dict[str, Any]) -> Run:
     """A `Run` from parsed values by dotted key; fields not named keep their defaults, then their preset's."""
     shape = PRESETS.get(values.get("model.preset", ""))
-    merged = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()} if shape else {}
+    sizes = {f.name for f in fields(Model)}
+    merged = {f"model.{k}": v for k, v in dataclasses.asdict(shape).items() if k in sizes} if shape else {}
     if shape and shape.d_ff == 4 * shape.d_model:
         merged["model.d_ff"] = 0  # so that it follows a width that is overridden
     merged |= values

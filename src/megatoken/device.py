@@ -1,22 +1,31 @@
 """What torch can do on this machine: the device, the precision that is fast there, the peak that MFU is against.
 
-In: the `machine` section. Out: a `Device`, chosen once. Absent: anything about the model.
+In: the `machine` section. Out: a `Device`, chosen once; peaks that were measured, kept in peaks.json of the cache.
+Absent: anything about the model.
 """
 
-import platform
+import contextlib
+import math
 import re
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megatoken.config import DEVICE_WORDS, Machine
 from megatoken.errors import Exit, Fault
-from megatoken.hardware import PEAK_FLOPS, cpu_count, find_compiler, peak_resident_bytes
+from megatoken.hardware import cpu_count, find_compiler, find_processor_name, peak_resident_bytes, recall, remember
+from megatoken.peaks import PEAK_FLOPS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILE_PAYS_STEPS = 500  # a shorter run would mostly wait for the compiler
+PEAKS = "peaks.json"  # in the cache
+MEASURED = "matrix products measured here"
+PEAK_SIZES = {"cpu": (512, 1024, 2048, 4096), "mps": (1024, 2048, 4096, 8192), "cuda": (2048, 4096, 8192, 16384)}
+PEAK_SECONDS = 3.0  # longest that measuring a peak may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +78,85 @@ def open_device(machine: Machine) -> Device:
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.use_deterministic_algorithms(machine.deterministic)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor_name()
-    peak = PEAK_FLOPS.get(name, {}).get("tf32" if tf32 and precision == "fp32" else precision, 0.0)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else find_processor_name()
+    peak = _printed_peak(device, name, "tf32" if tf32 and precision == "fp32" else precision)
     source = "data sheet" if peak else "unknown"
     return Device(place=device, name=name, precision=precision, peak_flops=peak, peak_source=source)
 
 
+def _printed_peak(device: torch.device, name: str, kind: str) -> float:
+    """The data sheet's FLOP/s; 0 if there is none. Apple's chips have one name for their CPU and their GPU."""
+    row = PEAK_FLOPS.get(name, {}) if device.type != "cpu" else {}
+    fallback = row.get("fp32", 0.0) if kind == "tf32" else 0.0  # what has no TF32 multiplies in plain fp32
+    return row.get(kind, fallback)
+
+
 def with_peak(device: Device) -> Device:
-    """The device with a peak rate: the data sheet's, else that of matrix products measured now (a second)."""
+    """The device with a peak rate: the data sheet's, else the one kept for this machine, else measured now (3 s)."""
     if device.peak_flops:
         return device
-    measured = _measure_peak(device.place, device.dtype)
-    return replace(device, peak_flops=measured, peak_source="matrix products measured here")
+    peak = _recall_peak(device) or remember_peak(device, measure_peak(device))
+    return replace(device, peak_flops=peak, peak_source=MEASURED)
+
+
+def remember_peak(device: Device, flops: float) -> float:
+    """Keep a measured peak for this machine if it beats the one kept; return the better."""
+    best = max(flops, _recall_peak(device))
+    remember(PEAKS, {_peak_key(device): best})
+    return best
+
+
+def _recall_peak(device: Device) -> float:
+    """FLOP/s kept for this device, 0 when there is none or what is kept is no rate."""
+    kept = recall(PEAKS).get(_peak_key(device))
+    return float(kept) if isinstance(kept, int | float) and math.isfinite(kept) and kept > 0 else 0.0
+
+
+def _peak_key(device: Device) -> str:
+    """What a measured peak depends on."""
+    tf32 = device.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    threads = f", {torch.get_num_threads()} threads" if device.place.type == "cpu" else ""
+    kind = "tf32" if tf32 else device.precision
+    return f"{device.name} ({device.place.type}{threads}), {kind}, torch {torch.__version__}"
+
+
+def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Calls that multiply (m, k) by (k, n) into one preallocated (m, n), by library.
+
+    On a CPU numpy's own BLAS stands beside torch's for fp32: which is faster depends on the processor. It takes all
+    cores whatever torch is told, so it stands aside when torch has fewer.
+    """
+    out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
+    calls: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right, out=out)}
+    if left.device.type == "cpu" and left.dtype == torch.float32 and torch.get_num_threads() >= cpu_count():
+        a, b, c = left.numpy(), right.numpy(), out.numpy()
+        calls["numpy"] = lambda: np.matmul(a, b, out=c)
+    return calls
+
+
+def measure_peak(device: Device, sizes: tuple[int, ...] = (), seconds: float = PEAK_SECONDS) -> float:
+    """FLOP/s of the fastest square product in the device's precision, by any library, over `sizes`.
+
+    Stops early rather than begin what would end after `seconds` or does not fit in memory.
+    """
+    best, deadline = 0.0, time.perf_counter() + seconds
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for size in sizes or PEAK_SIZES[device.place.type]:
+            flops = 2.0 * size**3
+            # Real noise, since chips clock higher on constants; from its own generator, so that no run's draws change.
+            noise = torch.Generator(device.place).manual_seed(0)
+            square = torch.randn(size, size, dtype=device.dtype, device=device.place, generator=noise)
+            calls = product_calls(square, square)
+            for _ in range(5):
+                for call in calls.values():
+                    if best and time.perf_counter() + flops / best > deadline:
+                        return best
+                    device.synchronize()
+                    began = time.perf_counter()
+                    call()
+                    device.synchronize()
+                    best = max(best, flops / (time.perf_counter() - began))
+    return best
 
 
 def _find_device(wanted: str) -> torch.device:
@@ -130,29 +206,6 @@ def _cpu_features() -> frozenset[str]:
         "amx_bf16": getattr(torch.cpu, "_is_amx_tile_supported", None),
     }
     return frozenset(name for name, check in checks.items() if check is not None and check())
-
-
-def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product in `dtype`: the best of several runs, after a warm-up."""
-    size = 2048 if device.type == "cpu" else 8192
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
-    for _ in range(8):
-        wait()
-        begin = time.perf_counter()
-        a @ a
-        wait()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
 
 
 def wants_compile(machine: Machine, device: Device, total_steps: int) -> tuple[bool, str]:

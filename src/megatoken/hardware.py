@@ -1,9 +1,16 @@
 """What is this machine: caches, cores, memory. The only module that reads the environment."""
 
+import contextlib
+import ctypes
+import json
 import os
 import platform
 import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
+
+_GIVEN = dict(os.environ)  # before anything here adds to it
 
 
 def huggingface_cache() -> Path:
@@ -27,11 +34,47 @@ def megatoken_cache() -> Path:
     return Path(own) if own else Path(root) / "megatoken"
 
 
+def recall(file: str) -> dict[str, Any]:
+    """What was measured on this machine before, by circumstance; whatever is damaged or unreadable is not there."""
+    try:
+        found = json.loads((megatoken_cache() / file).read_text())
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a user without a home
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def remember(file: str, entry: dict[str, Any]) -> None:
+    """Keep a measurement for later runs on this machine. One that cannot be kept is no fault: it is made again."""
+    with contextlib.suppress(OSError, RuntimeError):
+        target = megatoken_cache() / file
+        temporary = target.with_name(f".{file}.{os.getpid()}.tmp")  # runs that start together leave each other's alone
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(json.dumps(recall(file) | entry, indent=1) + "\n")
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
 def cpu_count() -> int:
     """Processors this process may use (affinity and cgroup aware on Linux)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def find_processor_name() -> str:
+    """What this machine's processor is called: "AMD EPYC 7763 64-Core Processor", "Apple M2 Pro".
+
+    Linux: /proc/cpuinfo; macOS: sysctl, since platform says "arm" there; elsewhere what platform knows.
+    """
+    if platform.system() == "Darwin" and (name := _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])):
+        return name
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def peak_resident_bytes() -> int:
@@ -44,6 +87,20 @@ def peak_resident_bytes() -> int:
     return kilobytes if platform.system() == "Darwin" else kilobytes * 1024
 
 
+def free_memory_bytes() -> int:
+    """Memory that new processes could take without pushing others out; 0 where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def given_environment() -> dict[str, str]:
+    """The environment that this process was started with, for programs that are not ours: without our additions."""
+    return dict(_GIVEN)
+
+
 def find_compiler() -> str:
     """Path of the C++ compiler that torch.compile would call on a CPU; empty when there is none."""
     return next(
@@ -51,40 +108,52 @@ def find_compiler() -> str:
     )
 
 
-# Dense matrix-product peaks in FLOP/s from vendor data sheets, by exact device name as the driver reports it.
-# Sparse figures are halved; "tf32" is the rate of fp32 products with TF32 allowed. A device that is not here has no
-# peak: the rate measured on it is used instead and said so.
-PEAK_FLOPS: dict[str, dict[str, float]] = {
-    "Tesla P100-PCIE-16GB": {"fp32": 9.3e12, "fp16": 18.7e12},
-    "Tesla P100-SXM2-16GB": {"fp32": 10.6e12, "fp16": 21.2e12},
-    "Tesla V100-SXM2-16GB": {"fp32": 15.7e12, "fp16": 125e12},
-    "Tesla V100-SXM2-32GB": {"fp32": 15.7e12, "fp16": 125e12},
-    "Tesla V100-PCIE-16GB": {"fp32": 14e12, "fp16": 112e12},
-    "Tesla V100-PCIE-32GB": {"fp32": 14e12, "fp16": 112e12},
-    "Tesla T4": {"fp32": 8.1e12, "fp16": 65e12},
-    "NVIDIA A10": {"fp32": 31.2e12, "tf32": 62.5e12, "fp16": 125e12, "bf16": 125e12},
-    "NVIDIA A100-SXM4-40GB": {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
-    "NVIDIA A100-SXM4-80GB": {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
-    "NVIDIA A100-PCIE-40GB": {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
-    "NVIDIA A100 80GB PCIe": {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
-    "NVIDIA L4": {"fp32": 30.3e12, "tf32": 60e12, "fp16": 121e12, "bf16": 121e12},
-    "NVIDIA L40S": {"fp32": 91.6e12, "tf32": 183e12, "fp16": 362e12, "bf16": 362e12},
-    "NVIDIA H100 80GB HBM3": {"fp32": 67e12, "tf32": 494.7e12, "fp16": 989.4e12, "bf16": 989.4e12},
-    "NVIDIA H100 PCIe": {"fp32": 51e12, "tf32": 378e12, "fp16": 756e12, "bf16": 756e12},
-    "NVIDIA H100 NVL": {"fp32": 60e12, "tf32": 417.5e12, "fp16": 835e12, "bf16": 835e12},
-    "NVIDIA H200": {"fp32": 67e12, "tf32": 494.7e12, "fp16": 989.4e12, "bf16": 989.4e12},
-    "NVIDIA B200": {"fp32": 80e12, "tf32": 1125e12, "fp16": 2250e12, "bf16": 2250e12},
-    "NVIDIA GeForce RTX 3090": {"fp32": 35.6e12, "tf32": 35.6e12, "fp16": 71e12, "bf16": 71e12},
-    "NVIDIA GeForce RTX 4090": {"fp32": 82.6e12, "tf32": 82.6e12, "fp16": 165.2e12, "bf16": 165.2e12},
-}
+def find_commit() -> str:
+    """The commit of a source checkout, "" for an installed package."""
+    here = Path(__file__).parent
+    if not (here.parents[1] / ".git").exists():
+        return ""
+    return _first_line(["git", "-C", str(here), "describe", "--always", "--dirty"])
+
+
+def _first_line(command: list[str]) -> str:
+    """What a command prints first; "" when it is not there, fails or hangs."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.partition("\n")[0].strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+SPINS = 1000
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+
+
+def prepare_process() -> None:
+    """Settings that have to be made before torch or numpy is loaded. Choices made in the environment stand."""
+    rest_idle_threads()
+    keep_freed_memory()
 
 
 def rest_idle_threads() -> None:
-    """Let threads of a parallel region soon sleep instead of spinning while they wait; call before torch is loaded.
+    """Let threads of a parallel region soon sleep instead of spinning while they wait.
 
     GNU's runtime spins for milliseconds, which loses a time slice at every region when another program wants a core:
     on two busy cores a small model trained 2 to 8 times faster with a short spin, on idle ones as fast (LOG.md).
-    A choice made in the environment stands.
+    OpenBLAS, numpy's own library, spins for 2^26 cycles unless told otherwise, while torch's threads want the cores.
     """
     if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
-        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}  # the second, GNU's, decides there
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPINS)}  # the second, GNU's, decides there
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "10")  # a power of two, in cycles
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed instead of handing large blocks back to the system at once.
+
+    A training step frees and asks for the same hundreds of megabytes again and again, and every page that comes fresh
+    from the system has to be cleared and mapped first. Elsewhere than on glibc nothing happens.
+    """
+    if "MALLOC_MMAP_MAX_" in os.environ or platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import platform
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from megatoken.data.loader import Loader
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.device import Device, wants_compile
 from megatoken.errors import Exit, Fault
+from megatoken.hardware import find_commit
 from megatoken.interop.weights import load_weights
 from megatoken.model.count import (
     count_matmul_parameters,
@@ -37,6 +37,7 @@ from megatoken.model.count import (
 from megatoken.model.gpt import GPT, initialize
 from megatoken.presets import Shape
 from megatoken.recipe import Resolved, render, resolve, science_changes
+from megatoken.train.choose import choose_forms, use_choice
 from megatoken.train.journal import METRICS, STATUS, Journal, replace_file
 from megatoken.train.probe import candidate_sizes, measure_micro_batches, try_compile
 from megatoken.train.state import Plan, State, build_state
@@ -229,6 +230,15 @@ def _read_facts(path: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
+def choose_kernels(run: Run, state: State, device: Device, console: Console) -> None:
+    """Compute with the forms of the operations that are fastest here, or those the recipe names."""
+    size = run.machine.micro_batch if run.machine.micro_batch != "auto" else run.batch_seqs
+    choice = choose_forms(state.model.shape, run.machine, device, micro_batch=size, dropout=run.model.dropout)
+    use_choice(state, choice, device)
+    for name, said in choice.explain():
+        console.say(f"{name} {said}")
+
+
 def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console) -> int:
     """The micro-batch asked for, the one remembered in the run folder, or the fastest measured now."""
     if run.machine.micro_batch != "auto":
@@ -271,7 +281,7 @@ def record_start(out: Path, resolved: Resolved, tokenizer: Tokenizer, journal: J
     tokenizer.save(out / TOKENIZER)  # also over that of a start that came to nothing
     facts: dict[str, Any] = {
         "megatoken": __version__,
-        "commit": _find_commit(),
+        "commit": find_commit(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
@@ -284,15 +294,3 @@ def record_start(out: Path, resolved: Resolved, tokenizer: Tokenizer, journal: J
     }
     replace_file(out / PROVENANCE, json.dumps(facts, indent=1) + "\n")
     journal.status(state="running", message="")
-
-
-def _find_commit() -> str:
-    """The commit of a source checkout, "" for an installed package."""
-    here = Path(__file__).parent
-    if not (here.parents[1] / ".git").exists():
-        return ""
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

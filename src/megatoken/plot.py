@@ -23,12 +23,13 @@ PANELS = (
 SMOOTH_SHARE = 0.02  # of the run: the window of the bold line over the raw training loss
 
 
-def _load_pyplot() -> Any:
+def load_pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files only. Raises Fault(CONFIG) when it is not installed."""
     try:
         import matplotlib
     except ImportError:
         fix = 'pip install "megatoken[plot]"'
-        raise Fault(Exit.CONFIG, "curves need matplotlib, which is not installed", fix=fix) from None
+        raise Fault(Exit.CONFIG, "pictures need matplotlib, which is not installed", fix=fix) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -55,7 +56,7 @@ def draw_curves(runs: Sequence[Path], target: Path) -> Path:
     for run, found in rows.items():
         if not any(row["kind"] == "train" for row in found):
             raise Fault(Exit.DATA, "no training steps are recorded here", str(run), "give the folder of a run")
-    pyplot = _load_pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
     for index, run in enumerate(runs):
         train = [row for row in rows[run] if row["kind"] == "train"]
@@ -79,7 +80,7 @@ def draw_curves(runs: Sequence[Path], target: Path) -> Path:
         if title != PANELS[0][1]:
             axis.set_ylim(0, None)
     axes[0, 0].legend()
-    return _save(pyplot, figure, target)
+    return save_figure(pyplot, figure, target)
 
 
 def _number(value: Any) -> float:
@@ -102,7 +103,7 @@ def draw_weights(run: Path, folder: Path, warn: Callable[[str], None] = lambda t
     model = load_weights(str(run), warn).model
     positions = model.positions.weight.detach().numpy()
     matrix = model.blocks[0].attention.qkv.weight.detach().numpy()  # type: ignore[union-attr,operator]
-    pyplot = _load_pyplot()
+    pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
     left.imshow(positions, aspect="auto", cmap="gray")
     left.set(title="position embeddings", xlabel="channel", ylabel="position")
@@ -110,14 +111,18 @@ def draw_weights(run: Path, folder: Path, warn: Callable[[str], None] = lambda t
         right.plot(positions[:, channel], lw=1, label=f"channel {channel}")
     right.set(title="three of their columns", xlabel="position", ylabel="value")
     right.legend()
-    first = _save(pyplot, figure, folder / "positions.png")
+    first = save_figure(pyplot, figure, folder / "positions.png")
     figure, axis = pyplot.subplots(figsize=(6, 6), layout="constrained")
     axis.imshow(matrix[:300, :300], cmap="gray")
     axis.set(title="blocks.0.attention.qkv, first 300 x 300", xlabel="input channel", ylabel="output channel")
-    return [first, _save(pyplot, figure, folder / "matrix.png")]
+    return [first, save_figure(pyplot, figure, folder / "matrix.png")]
 
 
-def _save(pyplot: Any, figure: Any, target: Path) -> Path:
+def save_figure(pyplot: Any, figure: Any, target: Path) -> Path:
+    """Write a figure as the kind of file that `target` ends in, close it, return `target`.
+
+    Raises Fault(STORAGE) when it cannot be written, Fault(CONFIG) for an ending that is no picture.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, dpi=120)

@@ -10,6 +10,7 @@ width 5140 with 40 heads of 128 (= 5120), taken as 5120. Absent: GPT-3's alterna
 from dataclasses import dataclass
 
 GPT2_VOCABULARY = 50257
+VOCAB_MULTIPLE = 128  # rows of the embedding are padded to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class Shape:
     d_ff: int
     vocab_size: int
     seq_len: int
+    vocab_multiple: int = VOCAB_MULTIPLE
 
     @property
     def d_head(self) -> int:
@@ -29,8 +31,8 @@ class Shape:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the next multiple of 128, so that matrix kernels tile evenly."""
-        return -(-self.vocab_size // 128) * 128
+        """Rows of the embedding: the next multiple of `vocab_multiple`, so that matrix kernels tile evenly."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 def _gpt(n_layer: int, n_head: int, d_model: int, seq_len: int) -> Shape:

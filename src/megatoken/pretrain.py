@@ -69,6 +69,7 @@ def pretrain(resolved: Resolved, out: Path, console: Console) -> Summary:
             console.say(f"this run is finished; nothing to do: {out}")
             return summarize(out, plan, Exit.DONE, state.step, time.monotonic() - began)
         opening.record_start(out, resolved, tokenizer, journal, device)
+        opening.choose_kernels(run, state, device, console)
         plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console))
         opening.compile_model(run, state, plan, device, console)
         journey = Journey(

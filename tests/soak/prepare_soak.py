@@ -1,11 +1,11 @@
-"""What preparing a corpus must stand, measured: kills, memory, speed. Run by hand; minutes, not seconds.
+"""What preparing a corpus must stand, measured: kills and memory. Run by hand; minutes, not seconds.
 
     python tests/soak/prepare_soak.py kills  --kills 20
     python tests/soak/prepare_soak.py memory --megabytes 1000 --form txt      (txt, jsonl or files)
-    python tests/soak/prepare_soak.py speed  --megabytes 100
 
-Each ends in one line of JSON. The corpora are made on the fly from the standard library's own words, always
-the same. `gpt2` needs its vocabulary on this machine; --tokenizer chooses another.
+Each ends in one line of JSON. The corpora are made on the fly from the standard library's own words, always the
+same. `gpt2` needs its vocabulary on this machine; --tokenizer chooses another. `megatoken bench prepare` measures
+the speed.
 """
 
 import argparse
@@ -17,34 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tokenizers
 import xxhash
 
-from megatoken.data.prepare import prepare
-from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.hardware import cpu_count
-
-DOCUMENT_BYTES = 4000  # on average
-
-
-def make_documents(total_bytes: int) -> Iterator[str]:
-    """English-like text: lines of the standard library, shuffled, with fresh words mixed in as real corpora have."""
-    files = find_source("python").files
-    lines = [line for file in files for line in Path(file.path).read_text("utf-8", "replace").splitlines() if line]
-    draw = np.random.default_rng(0)
-    made = 0
-    while made < total_bytes:
-        chosen = draw.integers(len(lines), size=int(draw.integers(20, 180)))
-        fresh = "".join(map(chr, draw.integers(ord("a"), ord("z") + 1, size=9)))
-        text = "\n".join(lines[at] for at in chosen) + f"\n{fresh} was here — {made}.\n"
-        made += len(text)
-        yield text
+from megatoken.bench.prepare import make_documents, write_jsonl
 
 
 def write_corpus(folder: Path, total_bytes: int, form: str) -> None:
@@ -54,9 +33,11 @@ def write_corpus(folder: Path, total_bytes: int, form: str) -> None:
             place.mkdir(exist_ok=True)
             (place / f"{number:07d}.txt").write_text(text, encoding="utf-8")
         return
-    with (folder / f"corpus.{form}").open("w", encoding="utf-8") as file:
-        for text in make_documents(total_bytes):
-            file.write(json.dumps({"text": text}) + "\n" if form == "jsonl" else text)
+    if form == "jsonl":
+        write_jsonl(folder / "corpus.jsonl", make_documents(total_bytes))
+        return
+    with (folder / "corpus.txt").open("w", encoding="utf-8") as file:
+        file.writelines(make_documents(total_bytes))
 
 
 def start_preparing(corpus: Path, out: Path, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -168,42 +149,9 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def run_speed(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """`prepare` from file to shards against bare batch encoding of the same documents in memory, best of three."""
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    documents = list(make_documents(arguments.megabytes * 10**6))
-    with (corpus / "corpus.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
-    workers = arguments.workers or cpu_count()
-    tokenizer = load_tokenizer(arguments.tokenizer, lambda: iter(documents[:2000]))
-    bare = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    contests: dict[str, Callable[[], object]] = {
-        "tokenizers": lambda: [encoding.ids for encoding in bare.encode_batch_fast(documents)],
-    }
-    if arguments.tokenizer == "gpt2":
-        import tiktoken
-
-        oracle = tiktoken.get_encoding("gpt2")
-        contests["tiktoken"] = lambda: oracle.encode_ordinary_batch(documents, num_threads=workers)
-    size = sum(len(text.encode()) for text in documents) / 1e6
-    rates: dict[str, list[float]] = {name: [] for name in ("prepare", *contests)}
-    for turn in range(3):
-        started = time.monotonic()
-        prepare(str(corpus), folder / f"out{turn}", tokenizer=arguments.tokenizer, workers=workers)
-        rates["prepare"].append(size / (time.monotonic() - started))
-        for name, encode in contests.items():
-            started = time.monotonic()
-            encode()
-            rates[name].append(size / (time.monotonic() - started))
-    best = {name: round(max(values), 2) for name, values in rates.items()}
-    share = {f"share_of_{name}": round(best["prepare"] / best[name], 2) for name in contests}
-    return {"megabytes_per_second": best, "workers": workers} | share
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "memory", "speed"])
+    parser.add_argument("what", choices=["kills", "memory"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--megabytes", type=int)
     parser.add_argument("--form", choices=["txt", "jsonl", "files"], default="txt")
@@ -211,9 +159,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--shard-tokens", type=int, default=100_000_000)
     arguments = parser.parse_args()
-    sizes = {"kills": 60, "memory": 1000, "speed": 100}
+    sizes = {"kills": 60, "memory": 1000}
     arguments.megabytes = arguments.megabytes or sizes[arguments.what]
-    run = {"kills": run_kills, "memory": run_memory, "speed": run_speed}[arguments.what]
+    run = {"kills": run_kills, "memory": run_memory}[arguments.what]
     with tempfile.TemporaryDirectory() as folder:
         result = run(Path(folder), arguments)
     print(json.dumps({"what": arguments.what} | vars(arguments) | result))

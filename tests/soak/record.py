@@ -1,21 +1,18 @@
-"""Run a measurement and keep its last JSON line as a record, with what it was measured on.
+"""Run a soak and keep its last JSON line as a record, with what it was measured on.
 
-    python tests/soak/record.py NAME -- python tests/soak/loader_bench.py
+    python tests/soak/record.py NAME -- python tests/soak/commit_soak.py
 
-Writes records/NAME.json: the answer, the exact command, commit, versions and machine. Exit code: the command's own.
+Writes records/NAME.json as `megatoken bench` does. Exit code: the command's own.
 """
 
-import datetime
 import json
-import platform
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
+from megatoken.bench.record import write_record
 from megatoken.config import Machine
 from megatoken.device import open_device
-from megatoken.hardware import cpu_count
 
 RECORDS = Path(__file__).parents[2] / "records"
 
@@ -27,18 +24,7 @@ def main() -> int:
     sys.stdout.write(done.stdout)
     if done.returncode:
         return done.returncode
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    record = {
-        "name": name,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(command),
-        "commit": commit,
-        "hardware": {"device": open_device(Machine()).name, "cores": cpu_count(), "system": platform.machine()},
-        "versions": {"python": platform.python_version(), **{p: version(p) for p in ("torch", "numpy", "tokenizers")}},
-        "answer": json.loads(done.stdout.splitlines()[-1]),
-    }
-    RECORDS.mkdir(exist_ok=True)
-    (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(RECORDS, name, json.loads(done.stdout.splitlines()[-1]), open_device(Machine()), command)
     return 0
 
 

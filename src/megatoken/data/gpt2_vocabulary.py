@@ -41,14 +41,12 @@ def byte_characters() -> list[str]:
 
 
 def find_gpt2_merges() -> Merges:
-    """GPT-2's merges from: Hugging Face's cache, tiktoken's, an installed openai-whisper, our own, a download.
+    """GPT-2's merges from this machine (see find_local_merges), else a download.
 
     Fault(Exit.DATA), naming the one file that is needed and its place, when there is none.
     """
-    for path, read in _candidates():
-        merges = read(path) if path.is_file() else None
-        if merges is not None and _is_gpt2(merges):
-            return merges
+    if (merges := find_local_merges()) is not None:
+        return merges
     target = megatoken_cache() / "vocab.bpe"
     try:
         return _read_merges(download(VOCAB_URL, target, VOCAB_SHA256).decode())
@@ -57,6 +55,15 @@ def find_gpt2_merges() -> Merges:
         what += f"openai-whisper) and could not be downloaded from {VOCAB_URL}"
         fix = f"place that file (456,318 bytes, sha256 {VOCAB_SHA256}) there, or pip install --no-deps openai-whisper"
         raise Fault(Exit.DATA, what, str(target), fix) from fault
+
+
+def find_local_merges() -> Merges | None:
+    """GPT-2's merges from Hugging Face's cache, tiktoken's, an installed openai-whisper or our own; None without."""
+    for path, read in _candidates():
+        merges = read(path) if path.is_file() else None
+        if merges is not None and _is_gpt2(merges):
+            return merges
+    return None
 
 
 def _candidates() -> Iterator[tuple[Path, Callable[[Path], Merges | None]]]:
@@ -70,6 +77,7 @@ def _candidates() -> Iterator[tuple[Path, Callable[[Path], Merges | None]]]:
     whisper = importlib.util.find_spec("whisper")  # finds a top-level package without running it
     for place in (whisper and whisper.submodule_search_locations) or ():
         yield Path(place) / "assets" / "gpt2.tiktoken", _from_rank_file
+    yield megatoken_cache() / "vocab.bpe", _from_vocab_file
 
 
 def _from_vocab_file(path: Path) -> Merges | None:

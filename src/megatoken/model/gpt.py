@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatoken.model.kernels import ATTENTION, LINEAR, Attend, Kernels, Multiply
 from megatoken.presets import Shape
 
 INIT_STD = 0.02
@@ -27,35 +28,41 @@ class Cache(Protocol):
     def append(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
+class Linear(nn.Linear):
+    """x W^T + b by the chosen library."""
+
+    multiply: Multiply = staticmethod(LINEAR["torch"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Causal self-attention over one packed query/key/value product."""
+
+    attend: Attend = staticmethod(ATTENTION["flash"])
 
     def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
         super().__init__()
         self.n_head, self.layer, self.dropout = shape.n_head, layer, dropout
-        self.qkv = nn.Linear(shape.d_model, 3 * shape.d_model)
-        self.out = nn.Linear(shape.d_model, shape.d_model)
+        self.qkv = Linear(shape.d_model, 3 * shape.d_model)
+        self.out = Linear(shape.d_model, shape.d_model)
 
     def forward(self, x_BTC: Tensor, cache: Cache | None = None) -> Tensor:
         B, T, C = x_BTC.shape
         q, k, v = self.qkv(x_BTC).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
-        past = 0
-        if cache is not None:
-            past = cache.length
-            k, v = cache.append(self.layer, k, v)
-        # A single new token may look at everything; several after a cached past need the mask's lower right corner.
-        mask = None
-        if past and T > 1:
-            mask = torch.ones(T, past + T, dtype=torch.bool, device=x_BTC.device).tril(past)
-        y_BHTD = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=past == 0 and T > 1,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        if cache is None:
+            y_BHTD = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        else:
+            y_BHTD = self._attend_to_cache(q, k, v, cache)
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]
+
+    def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
+        past, T = cache.length, q.shape[-2]
+        k, v = cache.append(self.layer, k, v)
+        # A single new token may look at everything; several after a cached past need the mask's lower right corner.
+        mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past) if past and T > 1 else None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past == 0 and T > 1)
 
 
 class MLP(nn.Module):
@@ -63,8 +70,8 @@ class MLP(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.up = nn.Linear(shape.d_model, shape.d_ff)
-        self.down = nn.Linear(shape.d_ff, shape.d_model)
+        self.up = Linear(shape.d_model, shape.d_ff)
+        self.down = Linear(shape.d_ff, shape.d_model)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BTC), approximate="tanh"))  # type: ignore[no-any-return]
@@ -117,6 +124,15 @@ class GPT(nn.Module):
     def logits(self, hidden_BTC: Tensor) -> Tensor:
         """Scores (B, T, real vocabulary): padding ids do not exist for whoever reads them."""
         return F.linear(hidden_BTC, self.unembedding)[..., : self.shape.vocab_size]
+
+
+def use_kernels(module: nn.Module, kernels: Kernels) -> None:
+    """Compute with these forms of the operations from now on; parameters stay, and values to within rounding."""
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.multiply = LINEAR[kernels.linear]
+        elif isinstance(part, Attention):
+            part.attend = ATTENTION[kernels.attention]
 
 
 def initialize(model: GPT, seed: int) -> None:

@@ -59,7 +59,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         h_low, w_low = h_NC.to(dtype), w_VC.to(dtype)
         wanted = any(ctx.needs_input_grad[:2])
         grad_h = torch.empty_like(h_NC) if wanted else None
-        grad_w = torch.zeros_like(w_VC, dtype=torch.float32) if wanted else None
+        grad_w: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
         for start in range(0, len(h_NC), chunk):
             rows = slice(start, start + chunk)
@@ -67,17 +67,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits_NV[:, vocab_size:] = -torch.inf
             counted_N1 = (targets_N[rows] >= 0)[:, None]
             target_N1 = targets_N[rows].clamp(min=0)[:, None]
-            log_z_N1 = logits_NV.logsumexp(-1, keepdim=True)
-            total += ((log_z_N1 - logits_NV.gather(1, target_N1)) * counted_N1).sum()
-            if grad_h is not None and grad_w is not None:
-                d_NV = logits_NV.sub_(log_z_N1).exp_()  # softmax, then softmax - one_hot
+            # In place: two passes over the chunk, where the sum of exponentials apart from the softmax takes five.
+            log_p_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
+            total -= (log_p_NV.gather(1, target_N1) * counted_N1).sum()
+            if grad_h is not None:
+                d_NV = log_p_NV.exp_()
                 d_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, -1, dtype=torch.float32))
-                d_low = d_NV.mul_(counted_N1).to(dtype)
-                grad_h[rows] = d_low @ w_low
-                if dtype == torch.float32:
-                    grad_w.addmm_(d_low.T, h_low[rows])
-                else:
-                    grad_w += d_low.T @ h_low[rows]
+                d_low = d_NV.to(dtype)
+                # Rows that do not count are struck out of the narrow factors instead of the wide gradient.
+                torch.mul(d_low @ w_low, counted_N1, out=grad_h[rows])
+                grad_w = _add_product(grad_w, d_low.T, h_low[rows] * counted_N1)
         if grad_h is not None and grad_w is not None:
             ctx.save_for_backward(grad_h, grad_w.to(w_VC.dtype))
         return total
@@ -86,3 +85,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grad_h, grad_w = ctx.saved_tensors
         return grad_h * grad_total, grad_w * grad_total, None, None, None, None
+
+
+def _add_product(total: Tensor | None, a_VN: Tensor, b_NC: Tensor) -> Tensor:
+    """total + a b in fp32, where no total yet means zero."""
+    if total is None:
+        return (a_VN @ b_NC).float()
+    if a_VN.dtype == torch.float32:
+        return total.addmm_(a_VN, b_NC)
+    return total.add_(a_VN @ b_NC)

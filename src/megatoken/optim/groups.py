@@ -6,15 +6,24 @@ from torch import nn
 from megatoken.config import Optim
 
 
-def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
-    """AdamW over every parameter, in two groups; fused where the device has it.
+def build_optimizer(model: nn.Module, optim: Optim, *, form: str = "auto") -> torch.optim.AdamW:
+    """AdamW over every parameter, in two groups.
 
-    The learning rate is set at every step by whoever steps.
+    form: `loop`, `foreach` or `fused`: torch's implementations, a tensor, a list of tensors or one kernel at a time;
+    auto is fused where the device has it. The learning rate is set at every step by whoever steps.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    fused = parameters[0].device.type in ("cuda", "cpu", "mps")
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=fused)
+    if form == "auto":
+        form = "fused" if parameters[0].device.type in ("cuda", "cpu", "mps") else "foreach"
+    return torch.optim.AdamW(
+        groups,
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=form == "fused",
+        foreach=form == "foreach",
+    )

@@ -12,8 +12,8 @@ from megatoken.presets import Shape
 class Meter:
     """Times steps alone: evaluation, samples and saves are left out by calling `start` after them.
 
-    MFU is achieved model FLOP/s (full-attention reading, see model/count.py) over the device's peak; None if that
-    is unknown.
+    MFU is achieved model FLOP/s over the device's peak (`device.peak_source` says whose), in both readings of
+    model/count.py: full attention and causal. None if the peak is unknown.
     """
 
     device: Device
@@ -28,17 +28,23 @@ class Meter:
         self._began = time.perf_counter()
 
     def read(self) -> dict[str, float | None]:
-        """`seconds, tokens_per_second, mfu` of the step since `start`; begins the next one."""
+        """`seconds, tokens_per_second, mfu, mfu_causal` of the step since `start`; begins the next one."""
         self.device.synchronize()
         seconds = time.perf_counter() - self._began
         # An exponential mean for the remaining time: one slow step must not make the estimate jump.
         self.smooth_seconds = seconds if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * seconds
         rate = self.batch_tokens / seconds
-        mfu = None
-        if self.device.peak_flops:
-            mfu = rate * flops_per_token(self.shape, causal=False) / self.device.peak_flops
         self.start()
-        return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu}
+        return {
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            "mfu": self._utilization(rate, causal=False),
+            "mfu_causal": self._utilization(rate, causal=True),
+        }
+
+    def _utilization(self, tokens_per_second: float, *, causal: bool) -> float | None:
+        peak = self.device.peak_flops
+        return tokens_per_second * flops_per_token(self.shape, causal=causal) / peak if peak else None
 
     def remaining_seconds(self, step: int) -> float:
         """Time the remaining steps will take at the present pace."""

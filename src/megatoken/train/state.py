@@ -3,6 +3,7 @@
 Dropout draws from a generator seeded by (seed, step, micro-batch), so no random state has to be carried or saved.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,13 +21,44 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """The live run. `forward` is the model, compiled or not; `model` always stays the plain module."""
+    """The live run. `model` always holds the fp32 weights that are saved, evaluated and sampled.
+
+    `working` is what is trained through: the model itself, or a copy in low precision whose masters the model's
+    weights are. `forward` is `working`, compiled or not.
+    """
 
     model: GPT
+    working: GPT
     forward: Forward
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     step: int = 0
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the weights that compute are low-precision copies of the model's."""
+        return self.working is not self.model
+
+    def hold_masters(self, dtype: torch.dtype) -> None:
+        """From now on train through a copy of the model in `dtype`; the optimizer goes on stepping the model."""
+        self.working = copy.deepcopy(self.model).to(dtype)
+        self.forward = self.working
+
+    def collect_gradients(self) -> None:
+        """Add the working copy's gradients to the masters', in fp32, and clear them."""
+        for master, worker in zip(self.model.parameters(), self.working.parameters(), strict=True):
+            if worker.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = worker.grad.to(master.dtype)
+            else:
+                master.grad += worker.grad
+            worker.grad = None
+
+    def spread_weights(self) -> None:
+        """Round the masters to the working copy."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.working.parameters()), list(self.model.parameters()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +91,9 @@ def build_state(model: GPT, run: Run, device: Device) -> State:
     model.to(device.place).train()
     return State(
         model=model,
+        working=model,
         forward=model,
-        optimizer=build_optimizer(model, run.optim),
+        optimizer=build_optimizer(model, run.optim, form=run.machine.adamw),
         scaler=torch.amp.GradScaler(device.place.type, enabled=device.precision == "fp16"),
     )
 

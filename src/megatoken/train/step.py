@@ -6,6 +6,7 @@ so any split into micro-batches gives the same step.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,8 @@ def train_step(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targ
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
+    if state.has_masters:
+        state.spread_weights()
     state.step += 1
     return Report(step=state.step, loss=loss_value, grad_norm=norm_value, lr=lr, skipped=not finite)
 
@@ -65,17 +68,19 @@ def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Te
     for index, (inputs, targets) in enumerate(pairs):
         if plan.dropout:
             torch.manual_seed(dropout_seed(plan.seed, state.step, index))
-        with device.autocast():
+        with nullcontext() if state.has_masters else device.autocast():
             hidden = state.forward(inputs)
             loss_sum, _ = cross_entropy(
                 hidden,
-                state.model.unembedding,
+                state.working.unembedding,
                 targets,
                 vocab_size=state.model.shape.vocab_size,
                 chunk=plan.loss_chunk,
             )
         scaled: Tensor = state.scaler.scale(loss_sum / count)
         scaled.backward()  # type: ignore[no-untyped-call]
+        if state.has_masters:
+            state.collect_gradients()
         total += loss_sum.detach()
     return total / count
 

@@ -1,0 +1,41 @@
+"""Run one bench: check what every bench shares, measure, keep the record, say where it is."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatoken.bench import attention, batch, gemm, generate, ladder, loader, parts, peers, prepare, report, size
+from megatoken.bench.record import write_record
+from megatoken.config import Machine
+from megatoken.console import Console
+from megatoken.device import open_device
+from megatoken.errors import Exit, Fault
+
+BENCHES: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] = {
+    "ladder": ladder.run,
+    "gemm": gemm.run,
+    "attention": attention.run,
+    "batch": batch.run,
+    "size": size.run,
+    "parts": parts.run,
+    "loader": loader.run,
+    "prepare": prepare.run,
+    "generate": generate.run,
+    "peers": peers.run,
+}
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure `options.bench` and return its answer; the record is in `options.out`.
+
+    `report` measures nothing: it reads records, needs no device and leaves none.
+    """
+    if options.bench == "report":
+        return report.run(options, console)
+    if options.repeats < 1:
+        raise Fault(Exit.CONFIG, f"{options.repeats} repeats measure nothing", "--repeats", "give at least 1")
+    answer = BENCHES[options.bench](options, console)
+    device = open_device(Machine(device=getattr(options, "device", "auto")))
+    console.say(f"record: {write_record(options.out, options.bench, answer, device, ['megatoken', *sys.argv[1:]])}")
+    return answer

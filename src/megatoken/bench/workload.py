@@ -1,0 +1,78 @@
+"""A training step to be measured: the real `train_step` on a model of a given shape and ids drawn from a seed.
+
+In: a shape, a `Machine`, the batch. Out: something to call. The ids are Zipf-distributed, as words are, so that
+losses fall and the embedding's gradient is as sparse as on text; the same seed gives the same ids everywhere.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatoken.config import Budget, Data, Machine, Model, Run
+from megatoken.device import Device, open_device
+from megatoken.model.gpt import GPT, initialize
+from megatoken.presets import VOCAB_MULTIPLE, Shape
+from megatoken.train.state import Plan, State, build_plan, build_state
+from megatoken.train.step import Report, train_step
+
+STEPS = 1000  # of the schedule that is never finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A live model and the batches it is fed; `step` trains on the next one."""
+
+    state: State
+    plan: Plan
+    device: Device
+    shape: Shape
+
+    def step(self) -> Report:
+        """One optimizer step on batch number `state.step`."""
+        return train_step(self.state, self.plan, self.device, *self.batch(self.state.step))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (batch, seq_len) of a step, on the device."""
+        seqs = self.plan.batch_tokens // self.shape.seq_len
+        ids = draw_ids(seqs, self.shape.seq_len + 1, self.shape.vocab_size, seed=step).to(self.device.place)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
+    """Ids (seqs, length), int64: rank r as often as 1/r."""
+    uniform = np.random.default_rng(seed).random((seqs, length))
+    return torch.from_numpy(np.minimum(vocab_size**uniform, vocab_size).astype(np.int64) - 1)
+
+
+def build_workload(
+    shape: Shape, machine: Machine, *, batch_seqs: int, micro_batch: int, seed: int = 0, dropout: float = 0.0
+) -> Workload:
+    """A freshly initialized model of `shape` on the machine's device, with the optimizer a run would give it."""
+    run = Run(
+        seed=seed,
+        model=Model(n_layer=shape.n_layer, n_head=shape.n_head, d_model=shape.d_model, dropout=dropout),
+        data=Data(),
+        budget=Budget(steps=STEPS, batch_tokens=batch_seqs * shape.seq_len),
+        machine=machine,
+    )
+    device = open_device(machine)
+    model = build_model(shape, seed, dropout)
+    state = build_state(model, run, device)
+    plan = build_plan(run, epoch_tokens=run.budget.batch_tokens * STEPS, micro_batch=micro_batch)
+    return Workload(state=state, plan=plan, device=device, shape=shape)
+
+
+def build_model(shape: Shape, seed: int, dropout: float = 0.0) -> GPT:
+    """An initialized model whose weights do not depend on how far its vocabulary is padded."""
+    standard = replace(shape, vocab_multiple=VOCAB_MULTIPLE)
+    model = GPT(standard, dropout=dropout)
+    initialize(model, seed)
+    if standard == shape:
+        return model
+    other = GPT(shape, dropout=dropout)
+    weights = model.state_dict()
+    weights["tokens.weight"] = weights["tokens.weight"][: shape.padded_vocab_size]
+    other.load_state_dict(weights)
+    return other

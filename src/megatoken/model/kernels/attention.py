@@ -1,0 +1,91 @@
+"""Causal self-attention in three forms: written out, torch's flash kernel, and blocks that skip the upper triangle.
+
+softmax(q k^T / sqrt(D)) v, every query seeing itself and earlier keys (Vaswani et al. 2017). Absent: sampling's
+attention over a cache, which has no triangle (model/gpt.py).
+
+Shapes: B batch, H heads, T time, D head width, N = B*H, Q queries of a block, S keys a block of queries sees.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SHORT = 256  # tokens; up to here the smaller block is the faster one
+
+
+def choose_block(T: int) -> int:
+    """Queries at once: few enough that a block's scores stay in the caches and little of the triangle is wasted."""
+    return 64 if T <= SHORT else 128
+
+
+def explicit_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+    """The formula, all T x T scores at once."""
+    T, D = q_BHTD.shape[-2:]
+    scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
+    later_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(1)
+    weights_BHTT = scores_BHTT.masked_fill(later_TT, -torch.inf).softmax(-1)
+    return F.dropout(weights_BHTT, dropout) @ v_BHTD
+
+
+def flash_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+    """torch's own kernel: on CUDA whichever backend it prefers."""
+    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=q_BHTD.shape[-2] > 1)
+
+
+def blocked_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+    """A block of queries at a time against the keys it can see: half the products of the full square.
+
+    Without dropout only; with it the flash kernel answers.
+    """
+    if dropout:
+        return flash_attention(q_BHTD, k_BHTD, v_BHTD, dropout)
+    y: Tensor = _Blocked.apply(q_BHTD, k_BHTD, v_BHTD)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Blocked(torch.autograd.Function):
+    """Keeps each block's weights for the backward: T*T/2 numbers a head, nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        B, H, T, D = q_BHTD.shape
+        # Every head's rows in one piece: batched products read them many times.
+        q, k, v = (x.reshape(B * H, T, D) for x in (q_BHTD * (1 / math.sqrt(D)), k_BHTD, v_BHTD))
+        block = choose_block(T)
+        later_QQ = torch.full((block, block), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+        y_NTD = torch.empty_like(q)
+        weights = []
+        for begin in range(0, T, block):
+            end = min(begin + block, T)
+            size = end - begin
+            scores_NQS = torch.bmm(q[:, begin:end], k[:, :end].transpose(1, 2))
+            scores_NQS[:, :, begin:].add_(later_QQ[:size, :size])
+            torch.softmax(scores_NQS, -1, out=scores_NQS)
+            y_NTD[:, begin:end] = torch.bmm(scores_NQS, v[:, :end])
+            weights.append(scores_NQS)
+        ctx.save_for_backward(q, k, v, y_NTD, *weights)
+        ctx.heads = H
+        return y_NTD.view(B, H, T, D)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, y_NTD, *weights = ctx.saved_tensors
+        N, T, D = q.shape
+        grad_NTD = grad_BHTD.reshape(N, T, D)
+        # d scores = weights * (d weights - sum of d weights * weights), and that sum is d y . y
+        along_NT1 = (grad_NTD * y_NTD).sum(-1, keepdim=True)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for weights_NQS, begin in zip(weights, range(0, T, choose_block(T)), strict=True):
+            end = begin + weights_NQS.shape[1]
+            grad_NQD = grad_NTD[:, begin:end]
+            dv[:, :end] += torch.bmm(weights_NQS.transpose(1, 2), grad_NQD)
+            d_NQS = torch.bmm(grad_NQD, v[:, :end].transpose(1, 2))
+            d_NQS.sub_(along_NT1[:, begin:end]).mul_(weights_NQS)
+            dq[:, begin:end] = torch.bmm(d_NQS, k[:, :end])
+            dk[:, :end] += torch.bmm(d_NQS.transpose(1, 2), q[:, begin:end])
+        dq.mul_(1 / math.sqrt(D))
+        dq, dk, dv = (x.view(grad_BHTD.shape) for x in (dq, dk, dv))
+        return dq, dk, dv

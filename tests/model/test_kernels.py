@@ -1,0 +1,90 @@
+"""Every form of an operation gives the plain one's values and gradients, at sizes that fit no block."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatoken.model.gpt import GPT, initialize, use_kernels
+from megatoken.model.kernels import ATTENTION, LINEAR, Kernels
+from megatoken.model.loss import cross_entropy
+from megatoken.presets import Shape
+
+ONEDNN = torch.backends.mkldnn.is_available()
+
+
+def random(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("form", ["flash", "blocked"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 8), (2, 3, 64, 8), (1, 2, 65, 16), (2, 1, 300, 8), (1, 2, 129, 4)])
+def test_attention_is_the_formula(form: str, sizes: tuple[int, int, int, int]) -> None:
+    B, H, T, D = sizes
+    found, expected = [], []
+    for forms, name in ((found, form), (expected, "explicit")):
+        # As the model hands them over: views of one packed product.
+        packed = random(B, T, 3, H, D).requires_grad_()
+        q, k, v = packed.permute(2, 0, 3, 1, 4)
+        y = ATTENTION[name](q, k, v, 0.0)
+        y.backward(random(B, T, H, D, seed=1).transpose(1, 2))
+        assert packed.grad is not None
+        forms += [y.detach(), packed.grad]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("form", sorted(ATTENTION))
+def test_no_query_sees_a_later_key(form: str) -> None:
+    q, k, v = random(3, 1, 2, 90, 8)
+    before = ATTENTION[form](q, k, v, 0.0)
+    k[:, :, 70:] += 100
+    v[:, :, 70:] += 100
+    after = ATTENTION[form](q, k, v, 0.0)
+    torch.testing.assert_close(after[:, :, :70], before[:, :, :70], rtol=0, atol=0)
+    assert not torch.allclose(after[:, :, 70:], before[:, :, 70:])
+
+
+@pytest.mark.parametrize("form", sorted(ATTENTION))
+def test_dropout_drops(form: str) -> None:
+    q, k, v = random(3, 1, 1, 32, 8)
+    torch.manual_seed(0)
+    assert not torch.allclose(ATTENTION[form](q, k, v, 0.5), ATTENTION[form](q, k, v, 0.0))
+
+
+@pytest.mark.parametrize("form", ["numpy", pytest.param("onednn", marks=pytest.mark.skipif(not ONEDNN, reason="none"))])
+@pytest.mark.parametrize("rows", [(1, 1), (3, 7), (2, 33)])
+def test_products_by_other_libraries_are_torchs(form: str, rows: tuple[int, int]) -> None:
+    found, expected = [], []
+    for results, name in ((found, form), (expected, "torch")):
+        x, w, b = random(*rows, 24).requires_grad_(), random(40, 24, seed=1).requires_grad_(), random(40, seed=2)
+        b.requires_grad_()
+        y = LINEAR[name](x, w, b)
+        y.backward(random(*rows, 40, seed=3))
+        results += [y.detach(), x.grad, w.grad, b.grad]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_computes_with_what_it_is_given_and_gets_the_same_gradients() -> None:
+    shape = Shape(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=80)
+    gradients = []
+    for kernels in (Kernels(), Kernels(linear="numpy", attention="blocked"), Kernels(attention="explicit")):
+        model = GPT(shape)
+        initialize(model, 3)
+        use_kernels(model, kernels)
+        assert model.blocks[0].attention.attend is ATTENTION[kernels.attention]
+        assert model.blocks[1].mlp.up.multiply is LINEAR[kernels.linear]
+        ids = torch.arange(160).view(2, 80) % 97
+        total, _ = cross_entropy(model(ids), model.unembedding, ids.roll(-1, 1), vocab_size=97)
+        total.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for other in gradients[1:]:
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_flash_is_torchs_own() -> None:
+    q, k, v = random(3, 1, 2, 16, 8)
+    torch.testing.assert_close(
+        ATTENTION["flash"](q, k, v, 0.0), F.scaled_dot_product_attention(q, k, v, is_causal=True), rtol=0, atol=0
+    )

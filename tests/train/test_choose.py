@@ -1,0 +1,111 @@
+"""Forms are chosen by what was measured, remembered by circumstance, and never where the recipe decided."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.config import Machine
+from megatoken.hardware import recall
+from megatoken.model.kernels import Kernels
+from megatoken.train import choose
+from megatoken.train.choose import CHOICES, choose_forms, list_options, pick
+from megatoken.train.step import accumulate_gradients, train_step
+from tests.tiny import CPU, SHAPE, tiny_batch, tiny_plan, tiny_state
+
+BF16 = replace(CPU, precision="bf16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path))
+
+
+def test_the_plain_form_stays_unless_clearly_beaten() -> None:
+    assert pick({"torch": 1.0, "numpy": 0.98}) == "torch"
+    assert pick({"torch": 1.0, "numpy": 0.9, "onednn": 0.8}) == "onednn"
+    assert pick({"flash": 1.0, "blocked": 2.0}) == "flash"
+
+
+def test_what_the_recipe_names_is_taken_unmeasured(tmp_path: Path) -> None:
+    machine = Machine(linear="numpy", attention="explicit", mixed="autocast")
+    choice = choose_forms(SHAPE, machine, CPU, micro_batch=2, dropout=0.0)
+    assert choice.kernels == Kernels(linear="numpy", attention="explicit")
+    assert not choice.masters
+    assert choice.seconds == {}
+    assert not (tmp_path / CHOICES).exists()
+
+
+def test_options_follow_precision_dropout_and_threads() -> None:
+    options = list_options(Machine(), CPU, 0.0)
+    assert options["attention"] == ["flash", "blocked"]
+    assert options["linear"][0] == "torch"
+    assert options["mixed"] == ["autocast"]
+    assert list_options(Machine(), CPU, 0.1)["attention"] == ["flash"]
+    assert list_options(Machine(), BF16, 0.0)["linear"] == ["torch"]
+    assert list_options(Machine(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert "numpy" not in list_options(Machine(), CPU, 0.0)["linear"]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_choice_is_measured_once_and_explained() -> None:
+    first = choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0)
+    assert set(first.seconds["attention"]) == {"flash", "blocked"}
+    assert all(seconds > 0 for forms in first.seconds.values() for seconds in forms.values())
+    assert choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0) == first
+    assert len(recall(CHOICES)) == 1
+    choose_forms(replace(SHAPE, d_model=64), Machine(), CPU, micro_batch=2, dropout=0.0)
+    assert len(recall(CHOICES)) == 2
+    said = dict(first.explain())["attention"]
+    assert said.startswith(first.kernels.attention)
+    assert "flash" in said
+    assert " ms" in said
+
+
+def test_the_memory_decides_when_it_is_there(tmp_path: Path) -> None:
+    choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0)
+    kept = json.loads((tmp_path / CHOICES).read_text())
+    for seconds in kept.values():
+        seconds["attention"] = {"flash": 2.0, "blocked": 1.0}
+    (tmp_path / CHOICES).write_text(json.dumps(kept))
+    assert choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0).kernels.attention == "blocked"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}'])
+def test_a_damaged_memory_is_measured_again(tmp_path: Path, damage: str) -> None:
+    (tmp_path / CHOICES).write_text(damage)
+    assert choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0).seconds
+
+
+def test_bf16_weights_follow_their_masters() -> None:
+    states = tiny_state(), tiny_state()
+    choose.use_choice(states[1], choose.Choice(kernels=Kernels(), masters=True), BF16)
+    assert states[1].working.unembedding.dtype == torch.bfloat16
+    plan = tiny_plan(2)
+    for _ in range(5):
+        plain = train_step(states[0], plan, CPU, *tiny_batch())
+        low = train_step(states[1], plan, BF16, *tiny_batch())
+        assert low.loss == pytest.approx(plain.loss, rel=5e-3)
+        assert low.grad_norm == pytest.approx(plain.grad_norm, rel=5e-2)
+    for master, worker in zip(states[1].model.parameters(), states[1].working.parameters(), strict=True):
+        assert master.dtype == torch.float32
+        torch.testing.assert_close(worker, master.to(torch.bfloat16), rtol=0, atol=0)
+        assert worker.grad is None
+
+
+def test_masters_gather_gradients_of_micro_batches_in_fp32() -> None:
+    gradients = []
+    for micro_batch in (8, 1):
+        state = tiny_state()
+        state.hold_masters(torch.bfloat16)
+        accumulate_gradients(state, tiny_plan(micro_batch), BF16, *tiny_batch())
+        gradients.append([p.grad.clone() for p in state.model.parameters() if p.grad is not None])
+    for whole, split in zip(*gradients, strict=True):
+        assert split.dtype == torch.float32
+        assert float((split - whole).norm() / whole.norm()) < 2e-2
