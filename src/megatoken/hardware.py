@@ -124,7 +124,7 @@ def _first_line(command: list[str]) -> str:
         return ""
 
 
-SPINS = 1000
+SPINS = 5000
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
@@ -138,11 +138,12 @@ def rest_idle_threads() -> None:
     """Let threads of a parallel region soon sleep instead of spinning while they wait.
 
     GNU's runtime spins for milliseconds, which loses a time slice at every region when another program wants a core:
-    on two busy cores a small model trained 2 to 8 times faster with a short spin, on idle ones as fast (LOG.md).
+    on two busy cores a small model trained several times faster with a short spin; with one too short, threads sleep
+    and wake at every region and an idle machine loses a quarter (LOG.md).
     OpenBLAS, numpy's own library, spins for 2^26 cycles unless told otherwise, while torch's threads want the cores.
     """
     if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
-        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPINS)}  # the second, GNU's, decides there
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "10")  # a power of two, in cycles
 
 

@@ -26,7 +26,6 @@ from megatoken.bench.workload import Workload, build_workload, draw_ids
 from megatoken.config import Machine, Optim
 from megatoken.device import Device, wants_compile
 from megatoken.model.gpt import INIT_STD
-from megatoken.train.choose import choose_forms, use_choice
 from megatoken.train.probe import candidate_sizes, measure_micro_batches, try_compile
 from megatoken.train.step import train_step
 
@@ -82,27 +81,23 @@ def build_rival(spec: Spec) -> Rival:
 def build_ours(spec: Spec) -> Rival:
     """What `megatoken train` would run with nothing set: precision, forms, micro-batch and compilation chosen here."""
     machine = replace(Machine(device=spec.device), **spec.machine)
-    work = build_workload(spec.shape, machine, batch_seqs=spec.batch_seqs, micro_batch=1)
-    steady = replace(work.plan.schedule, kind="constant", warmup_steps=0)
-    work = replace(work, plan=replace(work.plan, schedule=steady))
     began = time.perf_counter()
     size = spec.micro_batch or spec.batch_seqs
-    choice = choose_forms(spec.shape, machine, work.device, micro_batch=size, dropout=0.0)
-    use_choice(work.state, choice, work.device)
-    if spec.micro_batch:
-        work = replace(work, plan=work.plan.with_micro_batch(spec.micro_batch))
-    else:
+    work = build_workload(spec.shape, machine, batch_seqs=spec.batch_seqs, micro_batch=size)
+    steady = replace(work.plan.schedule, kind="constant", warmup_steps=0)
+    work = replace(work, plan=replace(work.plan, schedule=steady))
+    if not spec.micro_batch:
         work = _choose_micro_batch(work, spec.batch_seqs)
     compiled, said = wants_compile(machine, work.device, work.plan.total_steps)
     if compiled:
         said = try_compile(work.state, work.plan, work.device)
-    precision = f"{work.device.precision}{' masters' if choice.masters else ''}"
+    precision = f"{work.device.precision}{' masters' if work.choice.masters else ''}"
     forms = said or ("compile" if compiled else "eager")
     return Rival(
         spec=spec,
         device=work.device,
         train=lambda inputs, targets: train_step(work.state, work.plan, work.device, inputs, targets).loss,
-        chosen=f"{precision}, {choice.kernels}, micro-batch {work.plan.micro_batch}, {forms}",
+        chosen=f"{precision}, {work.choice.kernels}, micro-batch {work.plan.micro_batch}, {forms}",
         choosing_seconds=time.perf_counter() - began,
     )
 

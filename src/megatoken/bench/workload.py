@@ -14,6 +14,7 @@ from megatoken.config import Budget, Data, Machine, Model, Run
 from megatoken.device import Device, open_device
 from megatoken.model.gpt import GPT, initialize
 from megatoken.presets import VOCAB_MULTIPLE, Shape
+from megatoken.train.choose import Choice, choose_forms, use_choice
 from megatoken.train.state import Plan, State, build_plan, build_state
 from megatoken.train.step import Report, train_step
 
@@ -28,6 +29,7 @@ class Workload:
     plan: Plan
     device: Device
     shape: Shape
+    choice: Choice
 
     def step(self) -> Report:
         """One optimizer step on batch number `state.step`."""
@@ -49,7 +51,8 @@ def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
 def build_workload(
     shape: Shape, machine: Machine, *, batch_seqs: int, micro_batch: int, seed: int = 0, dropout: float = 0.0
 ) -> Workload:
-    """A freshly initialized model of `shape` on the machine's device, with the optimizer a run would give it."""
+    """A freshly initialized model of `shape` on the machine's device, with the optimizer and the forms of operations
+    that a run would give it."""
     run = Run(
         seed=seed,
         model=Model(n_layer=shape.n_layer, n_head=shape.n_head, d_model=shape.d_model, dropout=dropout),
@@ -60,8 +63,10 @@ def build_workload(
     device = open_device(machine)
     model = build_model(shape, seed, dropout)
     state = build_state(model, run, device)
+    choice = choose_forms(shape, machine, device, micro_batch=micro_batch, dropout=dropout)
+    use_choice(state, choice, device)
     plan = build_plan(run, epoch_tokens=run.budget.batch_tokens * STEPS, micro_batch=micro_batch)
-    return Workload(state=state, plan=plan, device=device, shape=shape)
+    return Workload(state=state, plan=plan, device=device, shape=shape, choice=choice)
 
 
 def build_model(shape: Shape, seed: int, dropout: float = 0.0) -> GPT:
