@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,13 +103,29 @@ def build_parser() -> Parser:
     p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
     p.add_argument("--out", type=Path, help="run folder (default runs/RECIPE)")
     p.add_argument("--init", metavar="RUN_OR_HF_DIR", help="start from these weights; the same as model.init=...")
-    p.usage = "megatoken train RECIPE [--out RUN] [--init RUN_OR_HF_DIR] [--json] [--debug] [section.field=value ...]"
+    p.add_argument("--explain", action="store_true", help="say what was measured for every choice left to auto")
+    p.usage = ("megatoken train RECIPE [--out RUN] [--init RUN_OR_HF_DIR] [--explain] [--json] [--debug] "
+               "[section.field=value ...]")  # fmt: skip
     p = add("config", run_config, "print the resolved values of a recipe and where each comes from")
     p.usage = "megatoken config RECIPE [--json] [--debug] [section.field=value ...]"
     p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
     p = add("describe", run_describe, "parameters, FLOPs and memory of a preset or recipe")
     p.usage = "megatoken describe PRESET_OR_RECIPE [--json] [--debug] [section.field=value ...]"
     p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
+    _add_sample(add)
+    p = commands.add_parser("bench", help="measure this machine: a ladder of speed-ups, and each part alone")
+    benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
+    add_benches(lambda name, doc: add(name, run_bench, doc, among=benches))
+    p = add("verify", run_verify, "check every hash of a dataset or run folder")
+    p.add_argument("folder", metavar="DIR", type=Path)
+    p = add("plot", run_plot, "draw the curves of one or several runs into one picture")
+    p.add_argument("runs", metavar="RUN", nargs="+", type=Path)
+    p.add_argument("--out", type=Path, help="PNG to write (default RUN/plots/curves.png of the first)")
+    p.add_argument("--pictures", action="store_true", help="also position embeddings and a weight matrix of the first")
+    return parser
+
+
+def _add_sample(add: Callable[..., Parser]) -> None:
     p = add("sample", run_sample, "let a trained model continue a prompt")
     p.add_argument("model", metavar="RUN_OR_HF_DIR", help="run folder, Hugging Face GPT-2 folder or hub name")
     p.add_argument("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue; - or nothing: stdin")
@@ -121,16 +137,6 @@ def build_parser() -> Parser:
     p.add_argument("-n", "--n", type=int, default=1, help="sequences (default 1)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
     p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
-    p = commands.add_parser("bench", help="measure this machine: a ladder of speed-ups, and each part alone")
-    benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
-    add_benches(lambda name, doc: add(name, run_bench, doc, among=benches))
-    p = add("verify", run_verify, "check every hash of a dataset or run folder")
-    p.add_argument("folder", metavar="DIR", type=Path)
-    p = add("plot", run_plot, "draw the curves of one or several runs into one picture")
-    p.add_argument("runs", metavar="RUN", nargs="+", type=Path)
-    p.add_argument("--out", type=Path, help="PNG to write (default RUN/plots/curves.png of the first)")
-    p.add_argument("--pictures", action="store_true", help="also position embeddings and a weight matrix of the first")
-    return parser
 
 
 def describe_fields() -> str:
@@ -176,7 +182,7 @@ def run_train(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     from megatoken.pretrain import pretrain
 
     out = options.out or Path("runs") / resolved.name
-    summary = pretrain(resolved, out, Console(to_stderr=options.json))
+    summary = pretrain(resolved, out, Console(to_stderr=options.json), explain=options.explain)
     answer = dataclasses.asdict(summary)
     return summary.code, answer
 

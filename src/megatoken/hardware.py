@@ -126,6 +126,7 @@ def _first_line(command: list[str]) -> str:
 
 SPINS = 5000
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+_made: dict[str, bool] = {}  # settings of this process
 
 
 def prepare_process() -> None:
@@ -156,5 +157,13 @@ def keep_freed_memory() -> None:
     if "MALLOC_MMAP_MAX_" in os.environ or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    settings = libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    _made["memory"] = all(settings)
+
+
+def describe_settings() -> list[tuple[str, str]]:
+    """(what, how) of the settings that `prepare_process` makes, for people."""
+    policy = os.environ.get("OMP_WAIT_POLICY", "unset")
+    spins = os.environ.get("GOMP_SPINCOUNT", "unset")
+    memory = "keeps what is freed" if _made.get("memory") else "as the system has it"
+    return [("threads", f"OMP_WAIT_POLICY {policy}, GOMP_SPINCOUNT {spins}"), ("malloc", memory)]

@@ -25,7 +25,7 @@ from megatoken.data.loader import Loader
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.device import Device, wants_compile
 from megatoken.errors import Exit, Fault
-from megatoken.hardware import find_commit
+from megatoken.hardware import describe_settings, find_commit
 from megatoken.interop.weights import load_weights
 from megatoken.model.count import (
     count_matmul_parameters,
@@ -35,9 +35,10 @@ from megatoken.model.count import (
     state_bytes,
 )
 from megatoken.model.gpt import GPT, initialize
+from megatoken.model.kernels import Kernels
 from megatoken.presets import Shape
 from megatoken.recipe import Resolved, render, resolve, science_changes
-from megatoken.train.choose import choose_forms, use_choice
+from megatoken.train.choose import Choice, choose_forms, use_choice
 from megatoken.train.journal import METRICS, STATUS, Journal, replace_file
 from megatoken.train.probe import candidate_sizes, measure_micro_batches, try_compile
 from megatoken.train.state import Plan, State, build_state
@@ -230,13 +231,27 @@ def _read_facts(path: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def choose_kernels(run: Run, state: State, device: Device, console: Console) -> None:
-    """Compute with the forms of the operations that are fastest here, or those the recipe names."""
-    size = run.machine.micro_batch if run.machine.micro_batch != "auto" else run.batch_seqs
-    choice = choose_forms(state.model.shape, run.machine, device, micro_batch=size, dropout=run.model.dropout)
+def choose_kernels(out: Path, run: Run, state: State, device: Device, console: Console, *, explain: bool) -> None:
+    """Compute with the forms of the operations that the recipe names, the run began with, or are fastest here.
+
+    What a run began with is kept in its folder: a resume must add in the same order to end bit-identical.
+    """
+    wishes = {name: getattr(run.machine, name) for name in ("linear", "attention", "mixed", "threads")}
+    circumstances = {"device": device.name, "precision": device.precision, "dropout": run.model.dropout, **wishes}
+    memory = out / MACHINE
+    facts = _read_facts(memory)
+    kept = facts.get("forms", {})
+    if kept.get("circumstances") == circumstances:
+        choice = Choice(kernels=Kernels(**kept["kernels"]), masters=kept["masters"], seconds=kept["seconds"])
+    else:
+        size = run.machine.micro_batch if run.machine.micro_batch != "auto" else run.batch_seqs
+        choice = choose_forms(state.model.shape, run.machine, device, micro_batch=size, dropout=run.model.dropout)
+        forms = {"circumstances": circumstances, **dataclasses.asdict(choice)}
+        replace_file(memory, json.dumps({**facts, "forms": forms}, indent=1) + "\n")
     use_choice(state, choice, device)
-    for name, said in choice.explain():
-        console.say(f"{name} {said}")
+    console.say(f"forms    {choice}")
+    for name, said in [*choice.explain(), *describe_settings()] if explain else []:
+        console.say(f"  {name:<9} {said}")
 
 
 def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console) -> int:
@@ -261,7 +276,7 @@ def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: De
     best = max(rates, key=lambda size: rates[size])
     said = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items() if rate)
     console.say(f"micro-batch {best} of {run.batch_seqs} sequences" + (f" (tokens/s by size: {said})" if said else ""))
-    record = {"micro_batch": best, "circumstances": circumstances, "tokens_per_second": rates}
+    record = {**remembered, "micro_batch": best, "circumstances": circumstances, "tokens_per_second": rates}
     replace_file(memory, json.dumps(record, indent=1) + "\n")
     return best
 

@@ -45,11 +45,11 @@ class Summary:
     reason: str
 
 
-def pretrain(resolved: Resolved, out: Path, console: Console) -> Summary:
+def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool = False) -> Summary:
     """Train `resolved` in the run folder `out`, going on from its newest whole checkpoint if there is one.
 
-    Raises Fault, with the exit code of its kind, when the run cannot be begun or gone on with; whatever was
-    committed before stays.
+    explain: say what was measured for every automatic choice. Raises Fault, with the exit code of its kind, when the
+    run cannot be begun or gone on with; whatever was committed before stays.
     """
     began = time.monotonic()
     run = resolved.run
@@ -69,7 +69,7 @@ def pretrain(resolved: Resolved, out: Path, console: Console) -> Summary:
             console.say(f"this run is finished; nothing to do: {out}")
             return summarize(out, plan, Exit.DONE, state.step, time.monotonic() - began)
         opening.record_start(out, resolved, tokenizer, journal, device)
-        opening.choose_kernels(run, state, device, console)
+        opening.choose_kernels(out, run, state, device, console, explain=explain)
         plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console))
         opening.compile_model(run, state, plan, device, console)
         journey = Journey(

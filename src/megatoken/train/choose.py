@@ -38,6 +38,9 @@ class Choice:
     masters: bool
     seconds: Seconds = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{self.kernels}{', weights held in low precision' if self.masters else ''}"
+
     def explain(self) -> list[tuple[str, str]]:
         """(operation, what was measured and chosen), for people."""
         chosen = asdict(self.kernels) | {"mixed": "masters" if self.masters else "autocast"}
