@@ -86,6 +86,7 @@ def _bench(add: Add, name: str, doc: str, *, device: bool = True) -> argparse.Ar
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each thing (default 5)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for NAME.json and pictures "
                         "(default runs/bench)")  # fmt: skip
+    parser.add_argument("--name", help="name of the record (default the bench's)")
     return parser
 
 

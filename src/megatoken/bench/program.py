@@ -1,6 +1,7 @@
 """Run one bench: check what every bench shares, measure, keep the record, say where it is."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,11 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         return report.run(options, console)
     if options.repeats < 1:
         raise Fault(Exit.CONFIG, f"{options.repeats} repeats measure nothing", "--repeats", "give at least 1")
+    name = options.name or options.bench
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise Fault(Exit.CONFIG, f"'{name}' is no name of a file", "--name", "use letters, digits, - and _")
     answer = BENCHES[options.bench](options, console)
     device = open_device(Machine(device=getattr(options, "device", "auto")))
-    console.say(f"record: {write_record(options.out, options.bench, answer, device, ['megatoken', *sys.argv[1:]])}")
+    record = write_record(options.out, name, answer, device, ["megatoken", *sys.argv[1:]])
+    console.say(f"record: {record}")
     return answer
