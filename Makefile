@@ -40,17 +40,28 @@ soak: $(VENV)/.dev
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
 
-# Speeds, side by side with what they are compared to; `megatoken bench report` shows them.
+# Speeds, side by side with what they are compared to; half an hour on two cores. NANOGPT=CHECKOUT adds nanoGPT, whose
+# example data must be prepared, and TEXT=FILE of tiny Shakespeare the race to its loss.
+BENCH = $(BIN)megatoken bench
+PEERS = $(BENCH) peers $(if $(NANOGPT),--nanogpt $(NANOGPT)) --out records
+SMALL = --n-layer 6 --n-head 6 --d-model 384 --seq-len 256 --batch-seqs 16
+
 bench: $(VENV)/.dev
-	$(BIN)megatoken bench gemm --out records
-	$(BIN)megatoken bench attention --out records
-	$(BIN)megatoken bench batch --out records
-	$(BIN)megatoken bench size --out records
-	$(BIN)megatoken bench parts --out records
-	$(BIN)megatoken bench loader --out records
-	$(BIN)megatoken bench prepare --out records
-	$(BIN)megatoken bench generate --out records
-	$(BIN)megatoken bench peers --out records
+	$(BENCH) gemm --out records
+	$(BENCH) ladder --out records
+	$(BENCH) parts --out records
+	$(PEERS)
+	$(PEERS) --seq-len 256 --batch-seqs 4 --name peers-4x256
+	$(PEERS) $(SMALL) --vocab-size 256 --name peers-small-256
+	$(PEERS) $(SMALL) --vocab-size 4096 --name peers-small-4096
+	$(PEERS) $(SMALL) --vocab-size 50257 --name peers-small-50257
+	$(BENCH) attention --out records
+	$(BENCH) batch --largest 4 --out records
+	$(BENCH) size --out records
+	$(BENCH) loader --out records
+	$(BENCH) prepare --out records
+	$(BENCH) generate --out records
+	$(if $(NANOGPT),$(if $(TEXT),$(RECORD) character-race -- $(BIN)python -m tests.soak.character_race --nanogpt $(NANOGPT) --text $(TEXT)))
 
 $(VENV)/.user: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)

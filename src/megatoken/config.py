@@ -378,6 +378,9 @@ def find_conflicts(run: Run) -> Iterator[tuple[str, str, str]]:
         yield "machine.device", f"unknown device {run.machine.device!r}", "use auto, cpu, cuda, cuda:N or mps"
     if run.machine.device == "cpu" and run.machine.precision == "fp16":
         yield "machine.precision", "fp16 is not trained on a CPU", "use auto, bf16 or fp32"
+    if run.machine.compile == "on" and run.machine.linear in ("numpy", "onednn"):
+        what = f"machine.linear={run.machine.linear} calls a library that cannot be compiled"
+        yield "machine.linear", what, "set machine.compile=off, or machine.linear=auto"
     try:
         parse_time(run.save.time_limit)
     except ValueError as wrong:

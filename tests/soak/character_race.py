@@ -57,7 +57,9 @@ def main() -> None:
         for number in range(options.rounds):
             theirs = run_nanogpt(options.nanogpt, folder / f"nanogpt{number}")
             ours = run_ours(folder / "data", folder / f"ours{number}")
-            print(f"round {number}: nanoGPT {theirs[0]:.1f} s to {theirs[1]:.4f}, ours {ours[0]:.1f} s to {ours[1]:.4f}")
+            print(
+                f"round {number}: nanoGPT {theirs[0]:.1f} s to {theirs[1]:.4f}, ours {ours[0]:.1f} s to {ours[1]:.4f}"
+            )
             rounds.append({"nanogpt": theirs, "ours": ours, "ratio": theirs[0] / ours[0]})
     ratio = statistics.median(row["ratio"] for row in rounds)
     print(json.dumps({"ratio": ratio, "unit": "(seconds, loss)", "rounds": rounds}))

@@ -45,6 +45,11 @@ def test_options_follow_precision_dropout_and_threads() -> None:
     assert options["mixed"] == ["autocast"]
     assert list_options(Machine(), CPU, 0.1)["attention"] == ["flash"]
     assert list_options(Machine(), BF16, 0.0)["linear"] == ["torch"]
+    assert list_options(Machine(compile="on"), CPU, 0.0) == {
+        "linear": ["torch"],
+        "attention": ["flash"],
+        "mixed": ["autocast"],
+    }
     assert list_options(Machine(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -83,12 +88,26 @@ def test_a_damaged_memory_is_measured_again(tmp_path: Path, damage: str) -> None
     assert choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0).seconds
 
 
+def test_twenty_steps_of_every_form_end_at_the_plain_loss() -> None:
+    """Explicit attention, an AdamW that goes tensor by tensor and whole logits are the reference."""
+    losses = {}
+    for kernels in (Kernels(attention="explicit"), Kernels(attention="blocked", linear="numpy"), Kernels()):
+        state = tiny_state(form="loop" if kernels.attention == "explicit" else "auto")
+        choose.use_choice(state, choose.Choice(kernels=kernels, masters=False), CPU)
+        plan = tiny_plan(8, machine__loss_chunk=0 if kernels.attention == "explicit" else 5)
+        losses[str(kernels)] = [train_step(state, plan, CPU, *tiny_batch()).loss for _ in range(20)]
+    reference, *others = losses.values()
+    assert reference[-1] < reference[0]
+    for other in others:
+        assert other == pytest.approx(reference, rel=1e-4)
+
+
 def test_bf16_weights_follow_their_masters() -> None:
     states = tiny_state(), tiny_state()
     choose.use_choice(states[1], choose.Choice(kernels=Kernels(), masters=True), BF16)
     assert states[1].working.unembedding.dtype == torch.bfloat16
     plan = tiny_plan(2)
-    for _ in range(5):
+    for _ in range(20):
         plain = train_step(states[0], plan, CPU, *tiny_batch())
         low = train_step(states[1], plan, BF16, *tiny_batch())
         assert low.loss == pytest.approx(plain.loss, rel=5e-3)

@@ -79,7 +79,7 @@ def list_options(machine: Machine, device: Device, dropout: float) -> dict[str, 
 
     Other libraries and blocks are for fp32 and bf16 on a CPU: on an accelerator torch's own kernels stay.
     """
-    on_cpu = device.place.type == "cpu"
+    on_cpu = device.place.type == "cpu" and machine.compile != "on"  # the compiler makes its own of the plain forms
     options = {"linear": ["torch"], "attention": ["flash"], "mixed": ["autocast"]}
     if on_cpu and device.precision == "fp32":
         # numpy's library does not know torch's number of threads.

@@ -52,8 +52,9 @@ class _Linear(torch.autograd.Function):
         return y_NO.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:
         x, weight_OI = ctx.saved_tensors
         grad_NO, product = grad.flatten(0, -2), ctx.product
-        dx = product(grad_NO, weight_OI).view(x.shape)
-        return dx, product(grad_NO.t(), x.flatten(0, -2)), grad_NO.sum(0), None
+        dx = product(grad_NO, weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None
+        dw = product(grad_NO.t(), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return dx, dw, grad_NO.sum(0), None
