@@ -23,7 +23,7 @@ from megatoken.timing import take_turns
 from megatoken.train.state import State
 
 CHOICES = "choices.json"  # in the cache
-MARGIN = 1.03  # how much faster a form must be than the plain one
+MARGIN = 1.1  # how much faster a form must be than the plain one; less than this a noisy minute can feign
 REPEATS = 5
 MOST_TOKENS = 4096  # of a trial; a longer one tells nothing more
 
