@@ -24,7 +24,7 @@ from megatoken.train.state import State
 
 CHOICES = "choices.json"  # in the cache
 MARGIN = 1.1  # how much faster a form must be than the plain one; less than this a noisy minute can feign
-REPEATS = 5
+TRIAL_SECONDS, FEWEST, MOST = 3.0, 5, 50  # of an operation's trial; repeats
 MOST_TOKENS = 4096  # of a trial; a longer one tells nothing more
 
 Seconds = dict[str, dict[str, float]]  # operation -> form -> seconds of its best repeat
@@ -141,7 +141,10 @@ def _try_forms(shape: Shape, device: Device, seqs: int, options: Mapping[str, li
     for name, forms in options.items():
         if len(forms) > 1:
             calls = {form: partial(run_trial, name, form) for form in forms}
-            timings = take_turns(calls, repeats=REPEATS, synchronize=device.synchronize)
+            first = take_turns(calls, repeats=1, synchronize=device.synchronize)
+            affordable = int(TRIAL_SECONDS / sum(timing.best for timing in first.values()))
+            repeats = min(max(affordable, FEWEST), MOST)
+            timings = take_turns(calls, repeats=repeats, warmup=0, synchronize=device.synchronize)
             # The best repeat: what else the machine was doing only ever adds.
             found[name] = {form: timing.best for form, timing in timings.items()}
     return found
