@@ -24,7 +24,7 @@ from megatoken.train.state import State
 
 CHOICES = "choices.json"  # in the cache
 MARGIN = 1.1  # how much faster a form must be than the plain one; less than this a noisy minute can feign
-TRIAL_SECONDS, FEWEST, MOST = 3.0, 5, 50  # of an operation's trial; repeats
+TRIAL_SECONDS, FEWEST, MOST = 2.0, 5, 50  # of an operation's trial; repeats
 MOST_TOKENS = 4096  # of a trial; a longer one tells nothing more
 
 Seconds = dict[str, dict[str, float]]  # operation -> form -> seconds of its best repeat
