@@ -2,12 +2,13 @@
 
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatoken import hardware
-from megatoken.hardware import find_processor_name
+from megatoken.hardware import find_processor_name, recall, remember
 from megatoken.peaks import PEAK_FLOPS
 
 
@@ -88,3 +89,37 @@ def test_a_mac_without_sysctl_still_has_a_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(hardware.subprocess, "run", fail)
     assert find_processor_name()
+
+
+def test_what_is_measured_is_remembered_beside_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    assert recall("x.json") == {}
+    remember("x.json", {"a": 1})
+    remember("x.json", {"b": 2})
+    assert recall("x.json") == {"a": 1, "b": 2}
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["x.json"]
+    (tmp_path / "cache" / "x.json").write_text("[1")
+    assert recall("x.json") == {}
+    monkeypatch.setenv("MEGATOKEN_CACHE", "/dev/null/no")
+    remember("x.json", {"a": 1})  # nowhere to keep it: no fault
+
+
+def ask(program: str, **environment: str) -> list[str]:
+    code = f"from megatoken.hardware import *; import os; prepare_process(); {program}"
+    environment |= {"PATH": "/usr/bin"}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return said.stdout.split("\n")
+
+
+def test_a_choice_made_in_the_environment_stands() -> None:
+    program = "print(os.environ.get('GOMP_SPINCOUNT')); print(dict(describe_settings())['malloc'])"
+    assert ask(program)[0] == "5000"
+    assert ask(program, GOMP_SPINCOUNT="7")[0] == "7"
+    assert ask(program, OMP_WAIT_POLICY="active")[0] == "None"
+    assert ask(program, MALLOC_MMAP_MAX_="9")[1] == "as the system has it"
+    if platform.libc_ver()[0] == "glibc":
+        assert ask(program)[1] == "keeps what is freed"
+
+
+def test_programs_that_are_not_ours_see_the_environment_as_given() -> None:
+    assert ask("print('GOMP_SPINCOUNT' in given_environment(), 'GOMP_SPINCOUNT' in os.environ)")[0] == "False True"

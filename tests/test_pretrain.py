@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -223,6 +224,36 @@ def test_half_a_memory_of_the_micro_batch_is_measured_again(recipe: Path, tmp_pa
     (out / "machine.json").write_text('{"micro_batch": ')
     assert train(recipe, out, *knobs).steps == 2
     assert json.loads((out / "machine.json").read_text())["micro_batch"] in (1, 2, 4, 8)
+
+
+def test_a_run_keeps_the_forms_it_began_with(recipe: Path, tmp_path: Path) -> None:
+    """Another form adds in another order: a resume that chose anew would end at other bits."""
+    out = tmp_path / "run"
+    train(recipe, out, "sample.every=0", "budget.steps=2")
+    facts = json.loads((out / "machine.json").read_text())
+    assert facts["forms"]["kernels"]["attention"] in ("flash", "blocked")
+    other = "blocked" if facts["forms"]["kernels"]["attention"] == "flash" else "flash"
+    facts["forms"]["kernels"]["attention"] = other
+    (out / "machine.json").write_text(json.dumps(facts))
+    shutil.rmtree(out / "checkpoints")
+    train(recipe, out, "sample.every=0", "budget.steps=2")
+    assert json.loads((out / "machine.json").read_text())["forms"]["kernels"]["attention"] == other
+    shutil.rmtree(out / "checkpoints")
+    train(recipe, out, "sample.every=0", "budget.steps=2", "machine.attention=explicit")
+    assert json.loads((out / "machine.json").read_text())["forms"]["kernels"]["attention"] == "explicit"
+
+
+def test_explaining_says_what_was_measured(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain(
+        resolve(str(recipe), ["sample.every=0", "budget.steps=1", "model.dropout=0"]),
+        tmp_path / "run",
+        Console(),
+        explain=True,
+    )
+    said = capsys.readouterr().out
+    assert re.search(r"forms +linear \w+, attention \w+", said)
+    assert re.search(r"attention +(flash|blocked) \(flash [\d.e-]+ ms, blocked [\d.e-]+ ms\)", said)
+    assert "GOMP_SPINCOUNT" in said
 
 
 def test_no_data(recipe: Path, tmp_path: Path) -> None:
