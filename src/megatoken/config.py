@@ -119,7 +119,12 @@ class Machine:
     micro_batch: int | Literal["auto"] = knob(
         "auto", "sequences per forward; auto: the fastest that fits", "seqs", low=1
     )
-    loss_chunk: int = knob(4096, "tokens per chunk of the output layer; 0: all at once", "tokens", low=0)
+    loss_chunk: int | Literal["auto"] = knob(
+        "auto",
+        "tokens per chunk of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once",
+        "tokens",
+        low=0,
+    )
     mixed: Literal["auto", "autocast", "masters"] = knob(
         "auto", "low precision by casting weights at each use, or by weights held in it beside fp32 masters"
     )

@@ -64,7 +64,7 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
         opening.introduce(console, resolved, out, device, dataset, tokenizer, loader, shape)
         state = opening.build(run, shape, tokenizer, device, out, console)
         opening.restore(out, state, dataset, journal, console)
-        plan = build_plan(run, epoch_tokens=loader.n_windows * shape.seq_len)
+        plan = build_plan(run, epoch_tokens=loader.n_windows * shape.seq_len, kind=device.place.type)
         if opening.is_finished(out, state, plan):
             console.say(f"this run is finished; nothing to do: {out}")
             return summarize(out, plan, Exit.DONE, state.step, time.monotonic() - began)

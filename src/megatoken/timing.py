@@ -60,10 +60,12 @@ def take_turns(
     repeats: int,
     warmup: int = 1,
     synchronize: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda said: None,
 ) -> dict[str, Timing]:
-    """Time each call `repeats` times, A B C A B C ..., after `warmup` untimed rounds."""
+    """Time each call `repeats` times, A B C A B C ..., after `warmup` untimed rounds; `tell` hears how far it is."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-warmup, repeats):
+        tell(f"round {turn + 1} of {repeats}" if turn >= 0 else "warming up")
         for name, call in calls.items():
             synchronize()
             began = time.perf_counter()
@@ -81,6 +83,7 @@ def time_calls(
     longest: float = math.inf,
     fewest: int = 2,
     synchronize: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda said: None,
 ) -> dict[str, Timing]:
     """Seconds of one call of each, in turns, warm: a short call is repeated within its turn.
 
@@ -88,6 +91,7 @@ def time_calls(
     """
     times: dict[str, int] = {}
     seconds = 0.0  # of one turn of all
+    tell("warming up")
     for name, call in calls.items():
         once = time_once(call, synchronize)
         if once < WARM_SECONDS:
@@ -96,7 +100,7 @@ def time_calls(
         seconds += times[name] * once
     rounds = min(repeats, max(fewest, int(min(longest / seconds, repeats))))
     turns = {name: partial(_repeat, call, times[name]) for name, call in calls.items()}
-    measured = take_turns(turns, repeats=rounds, warmup=0, synchronize=synchronize)
+    measured = take_turns(turns, repeats=rounds, warmup=0, synchronize=synchronize, tell=tell)
     return {name: Timing(tuple(s / times[name] for s in timing.seconds)) for name, timing in measured.items()}
 
 

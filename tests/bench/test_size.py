@@ -19,6 +19,7 @@ from megatoken.errors import Exit, Fault
 from megatoken.model.count import count_parameters, flops_per_token, state_bytes
 from megatoken.presets import PRESETS
 from megatoken.timing import Timing
+from megatoken.train.state import LOSS_CHUNK
 from tests.tiny import CPU, SHAPE
 
 QUIET = Console(to_stderr=True)
@@ -44,7 +45,7 @@ def test_a_cpu_climbs_a_ladder_to_gpt2() -> None:
         ("128x4@1024", 2),
         ("128x4@2048", 1),
     ]
-    held = [estimate_step_bytes(case.shape, case.step_tokens, chunk=MACHINE.loss_chunk) for case in cases]
+    held = [estimate_step_bytes(case.shape, case.step_tokens, chunk=LOSS_CHUNK["cpu"]) for case in cases]
     assert held == sorted(held)
 
 
@@ -88,7 +89,7 @@ def test_rows_say_what_a_token_costs() -> None:
 
 
 def test_what_would_swap_is_skipped() -> None:
-    allowed = estimate_step_bytes(SHAPE, 32, chunk=MACHINE.loss_chunk)
+    allowed = estimate_step_bytes(SHAPE, 32, chunk=LOSS_CHUNK["cpu"])
     rows = measure(CASES, MACHINE, PEAKED, allowed, 1, QUIET)
     assert [bool(row["skipped"]) for row in rows] == [False, False, True]
     assert rows[2]["skipped"].startswith("would hold about ")

@@ -82,6 +82,21 @@ def test_the_memory_decides_when_it_is_there(tmp_path: Path) -> None:
     assert choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0).kernels.attention == "blocked"
 
 
+@pytest.mark.parametrize("entry", [1, {}, {"linear": "fast"}, {"bogus": {"nope": 1.0}}, "attention"])
+def test_a_damaged_entry_is_measured_again(tmp_path: Path, entry: object) -> None:
+    whole = choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0)
+    kept = json.loads((tmp_path / CHOICES).read_text())
+    broken = {
+        key: value | {"attention": {"flash": -1.0}} if entry == "attention" else entry for key, value in kept.items()
+    }
+    (tmp_path / CHOICES).write_text(json.dumps(broken))
+    again = choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0)
+    assert {name: set(forms) for name, forms in again.seconds.items()} == {
+        name: set(forms) for name, forms in whole.seconds.items()
+    }
+    assert set(again.seconds["attention"]) == {"flash", "blocked"}
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}'])
 def test_a_damaged_memory_is_measured_again(tmp_path: Path, damage: str) -> None:
     (tmp_path / CHOICES).write_text(damage)

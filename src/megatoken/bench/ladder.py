@@ -10,6 +10,7 @@ that makes the step slower here is shown and left out of the rungs above it. Eve
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -160,7 +161,7 @@ def list_rungs(device: Device, shape: Shape, batch_seqs: int) -> list[Rung]:
         Rung(name="compile", machine={"compile": "on"}, missing=compiler),
         Rung(name="fused AdamW", machine={"adamw": "fused"}),
         Rung(name="padded vocabulary", fields={"shape": shape}),
-        Rung(name="fused loss in chunks", machine={"loss_chunk": Machine().loss_chunk}),
+        Rung(name="fused loss in chunks", machine={"loss_chunk": "auto"}),
         Rung(
             name="kept memory, resting threads",
             fields={"prepared": True},
@@ -177,35 +178,39 @@ def choose_rungs(rungs: list[Rung], numbers: str) -> list[Rung]:
     if not numbers:
         return rungs
     words = [word.strip() for word in numbers.split(",")]
-    if not all(word.isdigit() and 1 <= int(word) <= len(rungs) for word in words):
+    if not all(word.isdecimal() and 1 <= int(word) <= len(rungs) for word in words):
         known = ", ".join(f"{number} {rung.name}" for number, rung in enumerate(rungs, 1))
         raise Fault(Exit.CONFIG, f"no such rungs: {numbers}", "--rungs", f"give numbers of: {known}")
     return [rung for number, rung in enumerate(rungs, 1) if number == 1 or str(number) in words]
 
 
 def climb(first: Spec, rungs: list[Rung], repeats: int, console: Console) -> Iterator[Result]:
-    """Measure rung by rung, each against the newest that was kept. Raises Fault(PEER) when the first cannot run."""
+    """Measure rung by rung, each against the newest that was kept.
+
+    Raises Fault(PEER) when the first cannot run, or the one that others are measured against is lost.
+    """
     tokens = first.batch_seqs * first.shape.seq_len
     below: Contender | None = None
     spec, speedup, steps = first, 1.0, 1
-    try:
+    with ExitStack() as alive:
+        alive.callback(console.close)
         for rung in rungs:
             result = Result(name=rung.name, tokens=tokens, skipped=rung.missing)
             if rung.missing:
                 yield result
                 continue
             console.step(f"{rung.name}: first steps")
-            above = Contender(rung.apply(spec))
+            above = alive.enter_context(Contender(rung.apply(spec)))
             try:
                 pace = above.warm_up()
                 if below is None:
                     steps = min(max(round(TURN_SECONDS / pace), 1), MOST_STEPS)
                 ratios = take_rounds(above, below, repeats, steps, partial(say_round, console, rung.name))
             except Lost as why:
-                above.__exit__(None, None, None)
                 if below is None:
                     raise Fault(Exit.PEER, f"the first rung failed: {why}", "bench ladder", "--batch-tokens") from None
                 result.skipped = str(why)
+                above.close()
                 yield result
                 continue
             fill(result, above, ratios, speedup)
@@ -214,23 +219,27 @@ def climb(first: Spec, rungs: list[Rung], repeats: int, console: Console) -> Ite
             if result.kept:
                 below, spec, speedup = above, rung.apply(spec), result.speedup or speedup
             if leaving is not None:
-                leaving.__exit__(None, None, None)
-    finally:
-        console.close()
-        if below is not None:
-            below.__exit__(None, None, None)
+                leaving.close()
 
 
 def take_rounds(
     above: Contender, below: Contender | None, repeats: int, steps: int, tell: Callable[[str], None]
 ) -> list[float]:
-    """Time both in turns; return how many times as fast the upper one was in each round, none for the first rung."""
+    """Time both in turns; return how many times as fast the upper one was in each round, none for the first rung.
+
+    Raises Lost when the upper one is, Fault(PEER) when the lower one is: every rung above would be measured against it.
+    """
     ratios = []
     for number in range(repeats):
         tell(f"round {number + 1} of {repeats}")
         own = above.run_lap(steps)
-        if below is not None:
+        if below is None:
+            continue
+        try:
             ratios.append(below.run_lap(steps) / own)
+        except Lost as why:
+            what = f"the rung that this one is measured against is lost: {why}"
+            raise Fault(Exit.PEER, what, "bench ladder", "free some memory and run it again") from None
     return ratios
 
 

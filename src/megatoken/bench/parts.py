@@ -80,7 +80,9 @@ def measure(
             longest=LONGEST_SECONDS,
             fewest=3,
             synchronize=device.synchronize,
+            tell=console.step,
         )
+        console.close()
     speeds = read_speeds(timings, sizes | {largest})
     said = ", ".join(
         f"{format_quantity(speed, 'B/s')} at {format_quantity(size, 'B')}" for size, speed in speeds.items()

@@ -82,6 +82,12 @@ class Contender:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, whatever it is at; a second time nothing happens."""
+        if self._noise.closed:
+            return
         self._process.terminate()
         with suppress(BrokenPipeError):
             self._process.communicate()
@@ -155,9 +161,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     answer = summarize(results, tokens)
     if answer["ratio"]:
         winner, spread = " ".join(answer["best_peer"].values()), answer["ratio_spread"]
+        noise = ": the difference is within the noise" if spread["low"] <= 1 <= spread["high"] else ""
         console.say(
             f"ours is {answer['ratio']:.3g} times as fast as {winner}, the fastest peer; "
-            f"round by round {spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g})"
+            f"round by round {spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g}){noise}"
         )
     sizes = {name: getattr(shape, name) for name in SIZES}
     return {"preset": options.preset, "batch_seqs": options.batch_seqs, **sizes, **answer}

@@ -3,7 +3,9 @@
 import argparse
 import re
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatoken.bench import attention, batch, gemm, generate, ladder, loader, parts, peers, prepare, report, size
@@ -39,8 +41,20 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     name = options.name or options.bench
     if not re.fullmatch(r"[\w.-]+", name):
         raise Fault(Exit.CONFIG, f"'{name}' is no name of a file", "--name", "use letters, digits, - and _")
+    check_folder(options.out)
     answer = BENCHES[options.bench](options, console)
     device = open_device(Machine(device=getattr(options, "device", "auto")))
     record = write_record(options.out, name, answer, device, ["megatoken", *sys.argv[1:]])
     console.say(f"record: {record}")
     return answer
+
+
+def check_folder(folder: Path) -> None:
+    """Raise Fault(STORAGE), before anything is measured, unless files can be written to `folder`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as wrong:
+        fix = "choose another --out"
+        raise Fault(Exit.STORAGE, f"cannot write there: {wrong.strerror}", str(folder), fix) from None

@@ -26,6 +26,7 @@ from megatoken.model.count import count_parameters, flops_per_token
 from megatoken.plot import load_pyplot, save_figure
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape
 from megatoken.timing import time_calls
+from megatoken.train.state import LOSS_CHUNK
 
 CPU_LADDER = ((128, 4), (256, 6), (384, 6), (512, 8))  # width, layers; gpt2-124m, 768 wide with 12 layers, follows
 HEAD_WIDTH = 64
@@ -114,7 +115,7 @@ def _list_models(kind: str) -> dict[str, Shape]:
     return ladder | {"gpt2-124m": PRESETS["gpt2-124m"]}
 
 
-def _estimate(case: Case, chunk: int = Machine().loss_chunk) -> float:
+def _estimate(case: Case, chunk: int = LOSS_CHUNK["cpu"]) -> float:
     return estimate_step_bytes(case.shape, case.step_tokens, chunk=chunk)
 
 

@@ -65,7 +65,9 @@ def build_workload(
     state = build_state(model, run, device)
     choice = choose_forms(shape, machine, device, micro_batch=micro_batch, dropout=dropout)
     use_choice(state, choice, device)
-    plan = build_plan(run, epoch_tokens=run.budget.batch_tokens * STEPS, micro_batch=micro_batch)
+    plan = build_plan(
+        run, epoch_tokens=run.budget.batch_tokens * STEPS, micro_batch=micro_batch, kind=device.place.type
+    )
     return Workload(state=state, plan=plan, device=device, shape=shape, choice=choice)
 
 

@@ -58,7 +58,7 @@ def choose_forms(shape: Shape, machine: Machine, device: Device, *, micro_batch:
     if any(len(forms) > 1 for forms in options.values()):
         tokens = max(min(micro_batch * shape.seq_len, MOST_TOKENS), shape.seq_len)
         key = _describe(shape, device, tokens, options)
-        seconds = recall(CHOICES).get(key) or {}
+        seconds = _recall(key, options)
         if not seconds:
             seconds = _try_forms(shape, device, tokens // shape.seq_len, options)
             remember(CHOICES, {key: seconds})
@@ -98,6 +98,19 @@ def pick(seconds: Mapping[str, float]) -> str:
     plain, *_ = seconds
     fastest = min(seconds, key=lambda form: seconds[form])
     return fastest if seconds[fastest] * MARGIN < seconds[plain] else plain
+
+
+def _recall(key: str, options: Mapping[str, list[str]]) -> Seconds:
+    """What was measured before under `key`; empty unless it is whole."""
+    kept = recall(CHOICES).get(key)
+    wanted = {name: set(forms) for name, forms in options.items() if len(forms) > 1}
+    if not isinstance(kept, dict) or set(kept) != set(wanted):
+        return {}
+    for name, forms in kept.items():
+        numbers = forms.values() if isinstance(forms, dict) and set(forms) == wanted[name] else [None]
+        if not all(isinstance(seconds, float) and seconds > 0 for seconds in numbers):
+            return {}
+    return {name: {form: kept[name][form] for form in options[name]} for name in wanted}
 
 
 def _describe(shape: Shape, device: Device, tokens: int, options: Mapping[str, list[str]]) -> str:

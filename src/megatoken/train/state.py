@@ -18,6 +18,9 @@ from megatoken.optim.schedule import Schedule
 
 Forward = Callable[[Tensor], Tensor]
 
+# Rows of logits at once: on a CPU few enough to stay near its caches, on a GPU enough to fill it.
+LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
+
 
 @dataclass(slots=True, kw_only=True)
 class State:
@@ -98,8 +101,11 @@ def build_state(model: GPT, run: Run, device: Device) -> State:
     )
 
 
-def build_plan(run: Run, *, epoch_tokens: int, micro_batch: int = 1) -> Plan:
-    """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the training split."""
+def build_plan(run: Run, *, epoch_tokens: int, micro_batch: int = 1, kind: str = "cpu") -> Plan:
+    """Resolve the run's durations into steps.
+
+    epoch_tokens: targets in one pass over the training split; kind: type of device, which decides what is left to it.
+    """
     total_steps = run.total_steps(epoch_tokens)
     lengths = {"batch_tokens": run.budget.batch_tokens, "epoch_tokens": epoch_tokens, "total_steps": total_steps}
     schedule = Schedule(
@@ -115,7 +121,7 @@ def build_plan(run: Run, *, epoch_tokens: int, micro_batch: int = 1) -> Plan:
         schedule=schedule,
         micro_batch=micro_batch,
         clip=run.optim.clip,
-        loss_chunk=run.machine.loss_chunk,
+        loss_chunk=LOSS_CHUNK[kind] if run.machine.loss_chunk == "auto" else run.machine.loss_chunk,
         dropout=run.model.dropout,
         **lengths,
     )
