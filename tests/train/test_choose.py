@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatoken.config import Machine
-from megatoken.hardware import recall
+from megatoken.hardware import cpu_count, recall
 from megatoken.model.kernels import Kernels
 from megatoken.train import choose
 from megatoken.train.choose import CHOICES, choose_forms, list_options, pick
@@ -52,7 +52,7 @@ def test_options_follow_precision_dropout_and_threads() -> None:
     }
     assert list_options(Machine(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
+    torch.set_num_threads(cpu_count() + 1)
     try:
         assert "numpy" not in list_options(Machine(), CPU, 0.0)["linear"]
     finally:

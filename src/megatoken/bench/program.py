@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,15 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     name = options.name or options.bench
     if not re.fullmatch(r"[\w.-]+", name):
         raise Fault(Exit.CONFIG, f"'{name}' is no name of a file", "--name", "use letters, digits, - and _")
+    made = not options.out.exists()
     check_folder(options.out)
-    answer = BENCHES[options.bench](options, console)
+    try:
+        answer = BENCHES[options.bench](options, console)
+    except Fault:
+        if made:
+            with suppress(OSError):  # something was written to it: it stays
+                options.out.rmdir()
+        raise
     device = open_device(Machine(device=getattr(options, "device", "auto")))
     record = write_record(options.out, name, answer, device, ["megatoken", *sys.argv[1:]])
     console.say(f"record: {record}")
