@@ -161,6 +161,12 @@ def keep_freed_memory() -> None:
     _made["memory"] = all(settings)
 
 
+def return_freed_memory() -> None:
+    """Hand what glibc keeps back to the system once: after trials, whose leavings fit nothing that follows."""
+    if _made.get("memory"):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def describe_settings() -> list[tuple[str, str]]:
     """(what, how) of the settings that `prepare_process` makes, for people."""
     policy = os.environ.get("OMP_WAIT_POLICY", "unset")

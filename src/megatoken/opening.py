@@ -8,7 +8,6 @@ import json
 import platform
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from megatoken.presets import Shape
 from megatoken.recipe import Resolved, render, resolve, science_changes
 from megatoken.train.choose import Choice, choose_forms, use_choice
 from megatoken.train.journal import METRICS, STATUS, Journal, replace_file
-from megatoken.train.probe import candidate_sizes, measure_micro_batches, try_compile
+from megatoken.train.probe import pick_micro_batch, rate_micro_batches, try_compile
 from megatoken.train.state import Plan, State, build_state
 
 CONFIG, MACHINE, PROVENANCE, TOKENIZER, CHECKPOINTS = (
@@ -268,12 +267,8 @@ def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: De
     remembered = _read_facts(memory)
     if remembered.get("circumstances") == circumstances:
         return int(remembered["micro_batch"])
-    sizes = candidate_sizes(run.batch_seqs, run.model.seq_len, device.place.type)
-    rates = {sizes[0]: 0.0}
-    if len(sizes) > 1:
-        plans = {size: replace(plan, micro_batch=size) for size in sizes}
-        rates = dict(measure_micro_batches(state, plans, device))
-    best = max(rates, key=lambda size: rates[size])
+    rates = rate_micro_batches(state, plan, device, run.batch_seqs)
+    best = pick_micro_batch(rates)
     said = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items() if rate)
     console.say(f"micro-batch {best} of {run.batch_seqs} sequences" + (f" (tokens/s by size: {said})" if said else ""))
     record = {**remembered, "micro_batch": best, "circumstances": circumstances, "tokens_per_second": rates}

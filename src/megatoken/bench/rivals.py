@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from megatoken.bench.spec import OURS, Spec
-from megatoken.bench.workload import Workload, build_workload, draw_ids
+from megatoken.bench.workload import build_workload, draw_ids
 from megatoken.config import Machine, Optim
 from megatoken.device import Device, wants_compile
 from megatoken.model.gpt import INIT_STD
-from megatoken.train.probe import candidate_sizes, measure_micro_batches, try_compile
+from megatoken.train.probe import pick_micro_batch, rate_micro_batches, try_compile
 from megatoken.train.step import train_step
 
 OPTIM = Optim()  # our defaults, for everybody
@@ -87,7 +87,8 @@ def build_ours(spec: Spec) -> Rival:
     steady = replace(work.plan.schedule, kind="constant", warmup_steps=0)
     work = replace(work, plan=replace(work.plan, schedule=steady))
     if not spec.micro_batch:
-        work = _choose_micro_batch(work, spec.batch_seqs)
+        size = pick_micro_batch(rate_micro_batches(work.state, work.plan, work.device, spec.batch_seqs))
+        work = replace(work, plan=work.plan.with_micro_batch(size))
     compiled, said = wants_compile(machine, work.device, work.plan.total_steps)
     if compiled:
         said = try_compile(work.state, work.plan, work.device)
@@ -100,13 +101,6 @@ def build_ours(spec: Spec) -> Rival:
         chosen=f"{precision}, {work.choice.kernels}, micro-batch {work.plan.micro_batch}, {forms}",
         choosing_seconds=time.perf_counter() - began,
     )
-
-
-def _choose_micro_batch(work: Workload, batch_seqs: int) -> Workload:
-    sizes = candidate_sizes(batch_seqs, work.shape.seq_len, work.device.place.type)
-    plans = {size: work.plan.with_micro_batch(size) for size in sizes}
-    rates = dict(measure_micro_batches(work.state, plans, work.device)) if len(sizes) > 1 else {sizes[0]: 0.0}
-    return replace(work, plan=plans[max(rates, key=lambda size: rates[size])])
 
 
 def run_peer(spec: Spec, build: Callable[[Spec, torch.device], Peer]) -> Rival:

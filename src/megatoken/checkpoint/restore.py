@@ -58,18 +58,13 @@ def restore_state(folder: Path, manifest: Manifest, state: State) -> None:
     weights = load_file(folder / WEIGHTS)
     moments = load_file(folder / MOMENTS)
     check_tensors(weights, state.model, folder)
-    names = _parameter_names(state)
-    expected = {f"{name}/{part}" for name in names for part in ("step", "exp_avg", "exp_avg_sq")}
-    if set(moments) != expected:
-        odd = ", ".join(sorted(set(moments) ^ expected)[:4])
+    held = _collect_moments(state)
+    if set(moments) != set(held):
+        odd = ", ".join(sorted(set(moments) ^ set(held))[:4])
         raise Fault(Exit.CHECKPOINT, f"optimizer state does not fit this model: {odd}", str(folder / MOMENTS))
     state.model.load_state_dict(weights)
-    loaded = state.optimizer.state_dict()
-    loaded["state"] = {
-        index: {part: moments[f"{name}/{part}"] for part in ("step", "exp_avg", "exp_avg_sq")}
-        for index, name in enumerate(names)
-    }
-    state.optimizer.load_state_dict(loaded)
+    for name, tensor in held.items():
+        tensor.copy_(moments[name])
     state.scaler.load_state_dict(manifest.meta["scaler"])
     state.step = manifest.step
 
@@ -100,25 +95,12 @@ def check_tensors(weights: Mapping[str, Tensor], model: GPT, where: Path) -> Non
         raise Fault(Exit.CHECKPOINT, f"checkpoint does not fit: {said}{more}", str(where), fix)
 
 
-def _parameter_names(state: State) -> list[str]:
-    """Names of the optimizer's parameters, in its own order."""
-    names = {id(parameter): name for name, parameter in state.model.named_parameters()}
-    return [names[id(p)] for group in state.optimizer.param_groups for p in group["params"]]
-
-
 def _collect_moments(state: State) -> dict[str, Tensor]:
-    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in zip(_parameter_names(state), parameters, strict=True):
-        held = state.optimizer.state.get(parameter) or _zero_moments(parameter)
-        tensors |= {f"{name}/{part}": held[part] for part in ("step", "exp_avg", "exp_avg_sq")}
-    return tensors
-
-
-def _zero_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """What AdamW holds for a parameter that it has not stepped yet (every step so far skipped by the scaler)."""
+    """The optimizer's live tensors as `<parameter>/<part>`, in its own order."""
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
     return {
-        "step": torch.zeros(()),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
+        f"{names[parameter]}/{part}": tensor
+        for group in state.optimizer.param_groups
+        for parameter in group["params"]
+        for part, tensor in state.optimizer.state[parameter].items()
     }

@@ -61,12 +61,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h_NC) if wanted else None
         grad_w: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
+        # One room for every chunk's logits, their log-probabilities and their gradient.
+        room_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=torch.float32, device=h_NC.device)
         for start in range(0, len(h_NC), chunk):
             rows = slice(start, start + chunk)
-            logits_NV = F.linear(h_low[rows], w_low).float()
-            logits_NV[:, vocab_size:] = -torch.inf
             counted_N1 = (targets_N[rows] >= 0)[:, None]
             target_N1 = targets_N[rows].clamp(min=0)[:, None]
+            logits_NV = _put_product(h_low[rows], w_low.T, room_NV[: len(target_N1)])
+            logits_NV[:, vocab_size:] = -torch.inf
             # In place: two passes over the chunk, where the sum of exponentials apart from the softmax takes five.
             log_p_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
             total -= (log_p_NV.gather(1, target_N1) * counted_N1).sum()
@@ -86,6 +88,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Handed over instead of copied: the unembedding's gradient is the largest tensor of a small model's step.
         (grad_h, grad_w), ctx.gradients = ctx.gradients, None
         return grad_h.mul_(grad_total), grad_w.mul_(grad_total), None, None, None, None
+
+
+def _put_product(a_NC: Tensor, b_CV: Tensor, out_NV: Tensor) -> Tensor:
+    """a b in fp32, written to `out_NV`."""
+    if a_NC.dtype == torch.float32:
+        return torch.mm(a_NC, b_CV, out=out_NV)
+    return out_NV.copy_(a_NC @ b_CV)
 
 
 def _add_product(total: Tensor | None, a_VN: Tensor, b_NC: Tensor) -> Tensor:

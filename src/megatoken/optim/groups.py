@@ -19,7 +19,7 @@ def build_optimizer(model: nn.Module, optim: Optim, *, form: str = "auto") -> to
     ]
     if form == "auto":
         form = "fused" if parameters[0].device.type in ("cuda", "cpu", "mps") else "foreach"
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         groups,
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
@@ -27,3 +27,9 @@ def build_optimizer(model: nn.Module, optim: Optim, *, form: str = "auto") -> to
         fused=form == "fused",
         foreach=form == "foreach",
     )
+    # torch makes the moments at the first step; made now, whatever is measured before it is measured beside them.
+    for parameter in parameters:
+        steps = torch.zeros((), device=parameter.device if form == "fused" else "cpu")
+        moments = {part: torch.zeros_like(parameter) for part in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": steps, **moments}
+    return optimizer

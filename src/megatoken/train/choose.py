@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatoken.config import Machine
 from megatoken.device import Device
-from megatoken.hardware import cpu_count, recall, remember
+from megatoken.hardware import cpu_count, recall, remember, return_freed_memory
 from megatoken.model.gpt import Block, use_kernels
 from megatoken.model.kernels import ATTENTION, Kernels
 from megatoken.presets import Shape
@@ -62,6 +62,7 @@ def choose_forms(shape: Shape, machine: Machine, device: Device, *, micro_batch:
         if not seconds:
             seconds = _try_forms(shape, device, tokens // shape.seq_len, options)
             remember(CHOICES, {key: seconds})
+            return_freed_memory()
         fixed |= {name: pick(forms) for name, forms in seconds.items()}
     masters = fixed.pop("mixed") == "masters"
     return Choice(kernels=Kernels(**fixed), masters=masters, seconds=seconds)

@@ -4,17 +4,35 @@ Nothing of the run changes: gradients are thrown away, no weight, moment or rand
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from megatoken.device import Device
 from megatoken.errors import Exit, Fault
+from megatoken.hardware import return_freed_memory
 from megatoken.train.state import Plan, State
 from megatoken.train.step import accumulate_gradients
 
 # Larger forwards stop paying on a CPU once products fill its caches; on a GPU memory decides.
 LARGEST_CPU_TOKENS = 8192
+CLEARLY = 1.05  # how much faster a size must be than a larger one, which adds up gradients less often
+
+
+def rate_micro_batches(state: State, plan: Plan, device: Device, batch_seqs: int) -> dict[int, float]:
+    """Tokens/s of every size that is worth trying, ascending; not measured (0) where there is but one."""
+    sizes = candidate_sizes(batch_seqs, state.model.shape.seq_len, device.place.type)
+    if len(sizes) == 1:
+        return {sizes[0]: 0.0}
+    rates = dict(measure_micro_batches(state, {size: plan.with_micro_batch(size) for size in sizes}, device))
+    return_freed_memory()
+    return rates
+
+
+def pick_micro_batch(rates: Mapping[int, float]) -> int:
+    """The largest size than which no smaller one is clearly faster."""
+    best = max(rates.values())
+    return max(size for size, rate in rates.items() if rate * CLEARLY >= best)
 
 
 def candidate_sizes(batch_seqs: int, seq_len: int, device_type: str) -> list[int]:

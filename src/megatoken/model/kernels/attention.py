@@ -56,7 +56,8 @@ class _Blocked(torch.autograd.Function):
         q, k, v = (x.reshape(B * H, T, D) for x in (q_BHTD * (1 / math.sqrt(D)), k_BHTD, v_BHTD))
         block = choose_block(T)
         later_QQ = torch.full((block, block), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
-        y_NTD = torch.empty_like(q)
+        # Laid out as the product that follows wants it, which then keeps this tensor instead of a copy.
+        y_BHTD = q_BHTD.new_empty(B, T, H, D).transpose(1, 2)
         weights = []
         for begin in range(0, T, block):
             end = min(begin + block, T)
@@ -64,19 +65,18 @@ class _Blocked(torch.autograd.Function):
             scores_NQS = torch.bmm(q[:, begin:end], k[:, :end].transpose(1, 2))
             scores_NQS[:, :, begin:].add_(later_QQ[:size, :size])
             torch.softmax(scores_NQS, -1, out=scores_NQS)
-            y_NTD[:, begin:end] = torch.bmm(scores_NQS, v[:, :end])
+            y_BHTD[:, :, begin:end] = torch.bmm(scores_NQS, v[:, :end]).view(B, H, size, D)
             weights.append(scores_NQS)
-        ctx.save_for_backward(q, k, v, y_NTD, *weights)
-        ctx.heads = H
-        return y_NTD.view(B, H, T, D)
+        ctx.save_for_backward(q, k, v, y_BHTD, *weights)
+        return y_BHTD
 
     @staticmethod
     def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, y_NTD, *weights = ctx.saved_tensors
+        q, k, v, y_BHTD, *weights = ctx.saved_tensors
         N, T, D = q.shape
         grad_NTD = grad_BHTD.reshape(N, T, D)
         # d scores = weights * (d weights - sum of d weights * weights), and that sum is d y . y
-        along_NT1 = (grad_NTD * y_NTD).sum(-1, keepdim=True)
+        along_NT1 = (grad_BHTD * y_BHTD).sum(-1).view(N, T, 1)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for weights_NQS, begin in zip(weights, range(0, T, choose_block(T)), strict=True):
             end = begin + weights_NQS.shape[1]
