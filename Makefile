@@ -40,8 +40,8 @@ soak: $(VENV)/.dev
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
 
-# Speeds, side by side with what they are compared to; half an hour on two cores. NANOGPT=CHECKOUT adds nanoGPT, whose
-# example data must be prepared, and TEXT=FILE of tiny Shakespeare the race to its loss.
+# Speeds, side by side with what they are compared to; an hour on two cores. NANOGPT=CHECKOUT adds nanoGPT, whose example
+# data must be prepared, BUILD_NANOGPT=CHECKOUT build-nanogpt, and TEXT=FILE of tiny Shakespeare the race to its loss.
 BENCH = $(BIN)megatoken bench
 PEERS = $(BENCH) peers $(if $(NANOGPT),--nanogpt $(NANOGPT)) --out records
 SMALL = --n-layer 6 --n-head 6 --d-model 384 --seq-len 256 --batch-seqs 16
@@ -50,7 +50,7 @@ bench: $(VENV)/.dev
 	$(BENCH) gemm --out records
 	$(BENCH) ladder --out records
 	$(BENCH) parts --out records
-	$(PEERS)
+	$(PEERS) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
 	$(PEERS) --seq-len 256 --batch-seqs 4 --name peers-4x256
 	$(PEERS) $(SMALL) --vocab-size 256 --name peers-small-256
 	$(PEERS) $(SMALL) --vocab-size 4096 --name peers-small-4096
