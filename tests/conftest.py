@@ -1,9 +1,14 @@
 """What every test may ask for."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run on the CPU, slowly
 
 REAL_DATA = Path(__file__).parents[2] / "shared" / "data"
 

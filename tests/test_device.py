@@ -13,15 +13,18 @@ from megatoken.device import (
     Device,
     fast_precision,
     measure_peak,
+    misses_triton,
     open_device,
     remember_peak,
     wants_compile,
     with_peak,
 )
 from megatoken.errors import Exit, Fault
+from megatoken.model.gpt import use_recompute
+from megatoken.train.choose import choose_forms
 from megatoken.train.probe import try_compile
-from megatoken.train.step import train_step
-from tests.tiny import CPU, tiny_batch, tiny_plan, tiny_state
+from megatoken.train.step import accumulate_gradients, train_step
+from tests.tiny import CPU, SHAPE, tiny_batch, tiny_plan, tiny_state
 
 
 @pytest.mark.parametrize(
@@ -114,36 +117,66 @@ def test_measuring_a_peak_draws_no_random_numbers_and_keeps_its_time() -> None:
 
 def test_compile_is_chosen_by_length_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Device(place=torch.device("cuda"), name="x", precision="bf16", peak_flops=1.0, peak_source="")
-    assert wants_compile(Machine(compile="auto"), cuda, 10_000) == (True, "")
-    assert wants_compile(Machine(compile="auto"), cuda, 100) == (False, "")
-    assert wants_compile(Machine(compile="auto"), CPU, 10_000) == (False, "")
-    assert wants_compile(Machine(compile="off"), cuda, 10_000) == (False, "")
+    assert wants_compile(Machine(compile="auto"), cuda, 10_000) == ("on", "")
+    assert wants_compile(Machine(compile="auto"), cuda, 100) == ("off", "")
+    assert wants_compile(Machine(compile="auto"), CPU, 10_000) == ("off", "")
+    assert wants_compile(Machine(compile="off"), cuda, 10_000) == ("off", "")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
+    for kind in ("on", "blocks"):
+        assert wants_compile(Machine(compile=kind), cuda, 10) == (kind, "")  # type: ignore[arg-type]
+    wanted, said = wants_compile(Machine(compile="graphs"), CPU, 10)
+    assert (wanted, said) == ("off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)")
     wanted, said = wants_compile(Machine(compile="on"), CPU, 10)
-    assert not wanted
+    assert wanted == "off"
     assert said.startswith("no C++ compiler found: the model runs uncompiled")
 
 
 def test_a_failing_compiler_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: torch.nn.Module) -> torch.nn.Module:
+    def fail(model: torch.nn.Module, mode: str | None = None) -> torch.nn.Module:
         raise RuntimeError("no such instruction\nand much more")
 
     monkeypatch.setattr(torch, "compile", fail)
     state = tiny_state()
     said = try_compile(state, tiny_plan(), CPU)
     assert said == "torch.compile failed, the model runs uncompiled: no such instruction"
-    assert state.forward is state.model
+    assert state.forward is state.working
 
 
-@pytest.mark.skipif(not wants_compile(Machine(compile="on"), CPU, 10)[0], reason="no C++ compiler here")
+def test_why_there_are_no_fused_kernels_is_said() -> None:
+    assert misses_triton(CPU) == "there is no GPU to run them (cpu)"
+    machine = Machine(fused="on", linear="torch", attention="flash")
+    choice = choose_forms(SHAPE, machine, CPU, micro_batch=1, dropout=0.0)
+    assert choice.note == "fused kernels are left out: there is no GPU to run them (cpu)"
+    assert (choice.kernels.norm, choice.kernels.gelu, choice.kernels.loss) == ("torch", "torch", "torch")
+    assert choose_forms(SHAPE, replace(machine, fused="auto"), CPU, micro_batch=1, dropout=0.0).note == ""
+
+
+@pytest.mark.skipif(wants_compile(Machine(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here")
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_steps_are_the_plain_ones() -> None:
+@pytest.mark.parametrize(("kind", "recompute"), [("on", "none"), ("blocks", "none"), ("blocks", "gelu")])
+def test_compiled_steps_are_the_plain_ones(kind: str, recompute: str) -> None:
     plain, compiled = tiny_state(), tiny_state()
-    assert try_compile(compiled, tiny_plan(), CPU) == ""
-    assert compiled.forward is not compiled.model
+    use_recompute(compiled.model, recompute)
+    assert try_compile(compiled, tiny_plan(), CPU, kind) == ""
+    assert (compiled.forward is compiled.model) == (kind == "blocks")
     for step in range(5):
         batch = tiny_batch(step)
         losses = [train_step(state, tiny_plan(), CPU, *batch).loss for state in (plain, compiled)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert set(compiled.model.state_dict()) == set(plain.model.state_dict())  # no prefixes of the compiler's
+
+
+@pytest.mark.skipif(wants_compile(Machine(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["on", "blocks"])
+def test_what_is_compiled_is_the_copy_that_trains(kind: str) -> None:
+    plain, compiled = tiny_state(), tiny_state()
+    for state in (plain, compiled):
+        state.hold_masters(torch.bfloat16)
+    assert try_compile(compiled, tiny_plan(), CPU, kind) == ""
+    accumulate_gradients(compiled, tiny_plan(), CPU, *tiny_batch())
+    assert all(p.grad is None for p in compiled.working.parameters())  # collected, hence made there
+    compiled.optimizer.zero_grad()
+    losses = [train_step(state, tiny_plan(), CPU, *tiny_batch()).loss for state in (plain, compiled)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

@@ -115,10 +115,12 @@ class Machine:
     device: str = knob("auto", "auto, cpu, cuda, cuda:N or mps; auto: the fastest present")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = knob("auto", "auto: what the device is fast at")
     tf32: bool = knob(True, "let fp32 matrix products on CUDA use TF32")
-    compile: Literal["auto", "on", "off"] = knob("auto", "torch.compile; auto: on CUDA when the run is long enough")
-    micro_batch: int | Literal["auto"] = knob(
-        "auto", "sequences per forward; auto: the fastest that fits", "seqs", low=1
+    compile: Literal["auto", "off", "on", "blocks", "graphs"] = knob(
+        "auto",
+        "torch.compile the model, its blocks (a shorter first step), or the model into CUDA graphs (for small ones); "
+        "auto: the model, on CUDA when the run is long enough",
     )
+    micro_batch: int | Literal["auto"] = knob("auto", "sequences per forward; auto: the fastest", "seqs", low=1)
     loss_chunk: int | Literal["auto"] = knob(
         "auto",
         "tokens per chunk of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once",
@@ -129,7 +131,13 @@ class Machine:
         "auto", "low precision by casting weights at each use, or by weights held in it beside fp32 masters"
     )
     linear: Literal["auto", "torch", "numpy", "onednn"] = knob("auto", "library of the blocks' matrix products")
-    attention: Literal["auto", "explicit", "flash", "blocked"] = knob("auto", "form of causal attention")
+    attention: Literal["auto", "explicit", "flash", "blocked", "cudnn", "fa2"] = knob(
+        "auto", "form of causal attention; flash: torch's choice, cudnn and fa2: that backend or none"
+    )
+    fused: Literal["auto", "off", "on"] = knob("auto", "norm, GELU and softmax by our own GPU kernels")
+    recompute: Literal["none", "gelu", "block"] = knob(
+        "none", "what is not kept for the backward but computed again: nothing, the MLP's wide output, whole blocks"
+    )
     adamw: Literal["auto", "loop", "foreach", "fused"] = knob("auto", "AdamW a tensor, a list or a kernel at a time")
     threads: int = knob(0, "CPU threads; 0: all this process may use", low=0, high=1024)
     deterministic: bool = knob(False, "refuse operations without a deterministic implementation")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -214,12 +215,26 @@ def _cpu_features() -> frozenset[str]:
     return frozenset(name for name, check in checks.items() if check is not None and check())
 
 
-def wants_compile(machine: Machine, device: Device, total_steps: int) -> tuple[bool, str]:
-    """Whether to compile the model, and one line to say when a wish cannot be met (empty otherwise)."""
-    if machine.compile == "off" or (machine.compile == "auto" and device.place.type != "cuda"):
-        return False, ""
-    if machine.compile == "auto" and total_steps < COMPILE_PAYS_STEPS:
-        return False, ""
-    if device.place.type == "cpu" and not find_compiler():
-        return False, "no C++ compiler found: the model runs uncompiled (install g++ to change that)"
-    return True, ""
+def wants_compile(machine: Machine, device: Device, total_steps: int) -> tuple[str, str]:
+    """(what to compile: off, on, blocks or graphs; one line to say when a wish cannot be met, empty otherwise)."""
+    if machine.compile == "auto":
+        pays = device.place.type == "cuda" and total_steps >= COMPILE_PAYS_STEPS
+        return ("on" if pays else "off"), ""
+    if machine.compile == "graphs" and device.place.type != "cuda":
+        return "off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)"
+    if machine.compile != "off" and device.place.type == "cpu" and not find_compiler():
+        return "off", "no C++ compiler found: the model runs uncompiled (install g++ to change that)"
+    return machine.compile, ""
+
+
+def misses_triton(device: Device) -> str:
+    """Why our own GPU kernels do not run here, "" where they do."""
+    if device.place.type != "cuda":
+        return f"there is no GPU to run them ({device.place.type})"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.version.hip:
+        return "they were made for NVIDIA GPUs"
+    if torch.cuda.get_device_capability(device.place) < (8, 0):
+        return f"{device.name} is older than Ampere"
+    return ""

@@ -230,13 +230,22 @@ def _read_facts(path: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def choose_kernels(out: Path, run: Run, state: State, device: Device, console: Console, *, explain: bool) -> None:
+def choose_kernels(
+    out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console, *, explain: bool
+) -> None:
     """Compute with the forms of the operations that the recipe names, the run began with, or are fastest here.
 
     What a run began with is kept in its folder: a resume must add in the same order to end bit-identical.
     """
-    wishes = {name: getattr(run.machine, name) for name in ("linear", "attention", "mixed", "threads")}
-    circumstances = {"device": device.name, "precision": device.precision, "dropout": run.model.dropout, **wishes}
+    wishes = {name: getattr(run.machine, name) for name in ("linear", "attention", "mixed", "fused", "threads")}
+    compiled = wants_compile(run.machine, device, plan.total_steps)[0] != "off"
+    circumstances: dict[str, object] = {
+        "device": device.name,
+        "precision": device.precision,
+        "dropout": run.model.dropout,
+        "compiled": compiled,
+        **wishes,
+    }
     memory = out / MACHINE
     facts = _read_facts(memory)
     kept = facts.get("forms", {})
@@ -244,11 +253,20 @@ def choose_kernels(out: Path, run: Run, state: State, device: Device, console: C
         choice = Choice(kernels=Kernels(**kept["kernels"]), masters=kept["masters"], seconds=kept["seconds"])
     else:
         size = run.machine.micro_batch if run.machine.micro_batch != "auto" else run.batch_seqs
-        choice = choose_forms(state.model.shape, run.machine, device, micro_batch=size, dropout=run.model.dropout)
+        choice = choose_forms(
+            state.model.shape,
+            run.machine,
+            device,
+            micro_batch=size,
+            dropout=run.model.dropout,
+            compiled=compiled,
+        )
         forms = {"circumstances": circumstances, **dataclasses.asdict(choice)}
         replace_file(memory, json.dumps({**facts, "forms": forms}, indent=1) + "\n")
     use_choice(state, choice, device)
     console.say(f"forms    {choice}")
+    if choice.note:
+        console.warn(choice.note)
     for name, said in [*choice.explain(), *describe_settings()] if explain else []:
         console.say(f"  {name:<9} {said}")
 
@@ -278,9 +296,9 @@ def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: De
 
 def compile_model(run: Run, state: State, plan: Plan, device: Device, console: Console) -> None:
     """Compile the forward where that is wanted and works; say so in one line where it does not."""
-    wanted, said = wants_compile(run.machine, device, plan.total_steps)
-    if wanted:
-        said = try_compile(state, plan, device)
+    kind, said = wants_compile(run.machine, device, plan.total_steps)
+    if kind != "off":
+        said = try_compile(state, plan, device, kind)
     if said:
         console.warn(said)
 

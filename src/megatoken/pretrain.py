@@ -28,7 +28,9 @@ from megatoken.train.guard import Guard
 from megatoken.train.journal import Journal, read_metrics
 from megatoken.train.meter import Meter
 from megatoken.train.state import Plan, State, build_plan
-from megatoken.train.step import Report, train_step
+from megatoken.train.step import Flight, Report, land, launch_step
+
+LOOK_SECONDS = 1.0  # between looks at an accelerator's numbers: each makes it run dry for a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
             console.say(f"this run is finished; nothing to do: {out}")
             return summarize(out, plan, Exit.DONE, state.step, time.monotonic() - began)
         opening.record_start(out, resolved, tokenizer, journal, device)
-        opening.choose_kernels(out, run, state, device, console, explain=explain)
+        opening.choose_kernels(out, run, state, plan, device, console, explain=explain)
         plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console))
         opening.compile_model(run, state, plan, device, console)
         journey = Journey(
@@ -162,6 +164,7 @@ class Journey:
     calendar: Calendar
     seen: set[tuple[str, int]]  # (kind, step) of what the journal already tells: a resume repeats nothing
     windows: EvaluationWindows | None = field(default=None)
+    flights: list[Flight] = field(default_factory=list)  # steps that were launched and not looked at yet
 
     @property
     def tokens(self) -> int:
@@ -176,12 +179,16 @@ class Journey:
         with closing(Prefetcher(loader, self.device.place)) as batches:
             while self.state.step < self.plan.total_steps:
                 if self.guard.stop_requested:
+                    self.look()
                     self.save()
                     return Exit.STOPPED
                 self.keep_calendar()
-                self.meter.start()
-                report = self.take_step(batches)
-                self.guard.observe(self.record(report))
+                if not self.flights:
+                    self.meter.start()
+                self.flights.append(self.take_step(batches))
+                if self.device.place.type == "cpu" or self.meter.waited_seconds > LOOK_SECONDS:
+                    self.look()
+        self.look()
         self.evaluate()
         if self.calendar.sample:
             self.sample()
@@ -191,6 +198,8 @@ class Journey:
     def keep_calendar(self) -> None:
         """Evaluate, sample and save if they are due at this step and not done yet."""
         step = self.state.step
+        if any(is_due(every, step) for every in (self.calendar.evaluate, self.calendar.sample, self.calendar.save)):
+            self.look()
         if is_due(self.calendar.evaluate, step):
             self.evaluate()
         if is_due(self.calendar.sample, step) and step:
@@ -203,21 +212,32 @@ class Journey:
                 self.console.warn(f"checkpoint not saved: {fault}")
                 self.write("event", what="save failed", message=str(fault))
 
-    def take_step(self, batches: Prefetcher) -> Report:
-        """One optimizer step on the next batch."""
+    def take_step(self, batches: Prefetcher) -> Flight:
+        """Launch an optimizer step on the next batch."""
         try:
-            return train_step(self.state, self.plan, self.device, *batches.get(self.state.step))
+            return launch_step(self.state, self.plan, self.device, *batches.get(self.state.step))
         except torch.OutOfMemoryError:
             fix = f"set machine.micro_batch below {self.plan.micro_batch}"
             raise Fault(Exit.CONFIG, "out of memory", f"step {self.state.step} on {self.device.place}", fix) from None
 
-    def record(self, report: Report) -> float:
-        """Write and show a step; return its seconds."""
-        pace = self.meter.read()
+    def look(self) -> None:
+        """Wait for the steps that were launched; write and show them."""
+        if not self.flights:
+            return
+        reports = land(self.state, self.flights)
+        self.flights.clear()
+        pace = self.meter.read(len(reports))
+        for report in reports:
+            self.record(report, pace)
+        self.guard.observe((pace["seconds"] or 0.0) * len(reports))
+
+    def record(self, report: Report, pace: dict[str, float | None]) -> None:
+        """Write and show a step."""
         row = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, **pace}
         last = report.step == self.plan.total_steps
         if is_due(self.calendar.log, report.step) or last:
-            self.write("train", **row)
+            self.journal.write("train", report.step, report.step * self.plan.batch_tokens, **row)
+            self.seen.add(("train", report.step))
         if report.skipped:
             self.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
         line = format_step(
@@ -227,7 +247,6 @@ class Journey:
             remaining_seconds=self.meter.remaining_seconds(report.step),
         )
         self.console.step(line, last=last)
-        return pace["seconds"] or 0.0
 
     def write(self, kind: str, **values: object) -> None:
         """Add a row at this step to the journal."""

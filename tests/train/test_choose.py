@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatoken import device
 from megatoken.config import Machine
+from megatoken.device import misses_triton
 from megatoken.hardware import cpu_count, recall
-from megatoken.model.kernels import Kernels
+from megatoken.model.kernels import ATTENTION, Kernels
 from megatoken.train import choose
 from megatoken.train.choose import CHOICES, choose_forms, list_options, pick
 from megatoken.train.step import accumulate_gradients, train_step
@@ -24,9 +26,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plain_form_stays_unless_clearly_beaten() -> None:
-    assert pick({"torch": 1.0, "numpy": 0.93}) == "torch"
-    assert pick({"torch": 1.0, "numpy": 0.9, "onednn": 0.8}) == "onednn"
-    assert pick({"flash": 1.0, "blocked": 2.0}) == "flash"
+    assert pick({"torch": 1.0, "numpy": 0.93}, 1.1) == "torch"
+    assert pick({"torch": 1.0, "numpy": 0.9, "onednn": 0.8}, 1.1) == "onednn"
+    assert pick({"flash": 1.0, "blocked": 2.0}, 1.01) == "flash"
 
 
 def test_what_the_recipe_names_is_taken_unmeasured(tmp_path: Path) -> None:
@@ -45,11 +47,8 @@ def test_options_follow_precision_dropout_and_threads() -> None:
     assert options["mixed"] == ["autocast"]
     assert list_options(Machine(), CPU, 0.1)["attention"] == ["flash"]
     assert list_options(Machine(), BF16, 0.0)["linear"] == ["torch"]
-    assert list_options(Machine(compile="on"), CPU, 0.0) == {
-        "linear": ["torch"],
-        "attention": ["flash"],
-        "mixed": ["autocast"],
-    }
+    compiled = list_options(Machine(compile="on"), CPU, 0.0)
+    assert (compiled["linear"], compiled["attention"], compiled["mixed"]) == (["torch"], ["flash"], ["autocast"])
     assert list_options(Machine(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
     threads = torch.get_num_threads()
     torch.set_num_threads(cpu_count() + 1)
@@ -57,6 +56,45 @@ def test_options_follow_precision_dropout_and_threads() -> None:
         assert "numpy" not in list_options(Machine(), CPU, 0.0)["linear"]
     finally:
         torch.set_num_threads(threads)
+
+
+def test_options_on_a_gpu_follow_its_age_and_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(CPU, place=torch.device("cuda"), name="card", precision="bf16")
+    age = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: tuple(age))
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    both = ["torch", "triton"]
+    options = list_options(Machine(), card, 0.0)
+    assert options["attention"] == ["flash", "cudnn", "fa2"]
+    assert options["linear"] == ["torch"]
+    assert (options["norm"], options["gelu"], options["loss"]) == (both, both, both)
+    assert list_options(Machine(fused="off"), card, 0.0)["norm"] == ["torch"]
+    assert list_options(Machine(fused="on"), card, 0.0)["gelu"] == ["triton"]
+    half = list_options(Machine(), replace(card, precision="fp16"), 0.0)
+    assert (half["norm"], half["loss"], half["mixed"]) == (both, ["torch"], ["autocast"])
+    assert list_options(Machine(), replace(card, precision="fp32"), 0.0)["attention"] == ["flash"]
+    age[0] = 7
+    assert list_options(Machine(fused="on"), card, 0.0)["norm"] == ["torch"]
+    assert misses_triton(card) == "card is older than Ampere"
+    age[0] = 8
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    assert misses_triton(card) == "Triton is not installed"
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert misses_triton(card) == "they were made for NVIDIA GPUs"
+
+
+def test_a_form_that_fails_here_is_left_out_and_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*parts: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setitem(ATTENTION, "blocked", fail)
+    first = choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0)
+    assert set(first.seconds["attention"]) == {"flash"}
+    assert first.kernels.attention == "flash"
+    kept = recall(CHOICES)
+    assert choose_forms(SHAPE, Machine(), CPU, micro_batch=2, dropout=0.0) == first
+    assert recall(CHOICES) == kept
 
 
 def test_a_choice_is_measured_once_and_explained() -> None:

@@ -7,8 +7,10 @@ import torch
 
 from megatoken.config import Optim
 from megatoken.errors import Exit, Fault
+from megatoken.model.gpt import use_recompute
+from megatoken.model.loss import cross_entropy
 from megatoken.optim.groups import build_optimizer
-from megatoken.train.step import accumulate_gradients, dropout_seed, train_step
+from megatoken.train.step import accumulate_gradients, dropout_seed, land, launch_step, train_step
 from tests.tiny import CPU, SHAPE, tiny_batch, tiny_plan, tiny_state
 
 
@@ -79,6 +81,93 @@ def test_numbers_that_are_not_finite_stop_before_the_update() -> None:
     assert fault.value.code == Exit.NUMERICS
     assert state.step == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
+
+
+@pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("clip", [0.0, 0.05, 100.0])
+def test_every_form_of_the_update_is_the_same(form: str, clip: float) -> None:
+    weights = []
+    for name in (form, "loop"):
+        state = tiny_state(form=name)
+        assert state.watches_itself == (name == "fused")
+        for step in range(4):
+            train_step(state, tiny_plan(optim__clip=clip), CPU, *tiny_batch(step))
+        weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-6)
+
+
+def test_steps_launched_after_a_bad_one_update_nothing_and_the_bad_one_is_named() -> None:
+    state, alone = tiny_state(), tiny_state()
+    plan = tiny_plan()
+    flights = []
+    for step in range(5):
+        if step == 2:
+            with torch.no_grad():
+                kept = state.model.norm.bias[0].clone()
+                state.model.norm.bias[0] = float("nan")
+        flights.append(launch_step(state, plan, CPU, *tiny_batch(step)))
+        if step == 2:
+            with torch.no_grad():
+                state.model.norm.bias[0] = kept
+    for step in range(2):
+        train_step(alone, plan, CPU, *tiny_batch(step))
+    assert [report.step for report in land(state, flights[:2])] == [1, 2]
+    with pytest.raises(Fault, match="loss nan") as fault:
+        land(state, flights)
+    assert "step 2" in str(fault.value)
+    assert state.step == 2
+    for name, parameter in alone.model.named_parameters():
+        assert torch.equal(state.model.get_parameter(name), parameter), name
+    moments = [s.optimizer.state[s.model.positions.weight] for s in (state, alone)]
+    assert all(torch.equal(moments[0][part], moments[1][part]) for part in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_reading_late_tells_the_same_as_reading_at_once() -> None:
+    late, now = tiny_state(), tiny_state()
+    flights = [launch_step(late, tiny_plan(), CPU, *tiny_batch(step)) for step in range(4)]
+    assert land(late, flights) == [train_step(now, tiny_plan(), CPU, *tiny_batch(step)) for step in range(4)]
+
+
+def kept_bytes(recompute: str) -> tuple[int, float, dict[str, torch.Tensor]]:
+    """Bytes that the forward keeps for the backward, the loss and all gradients."""
+    state = tiny_state()
+    use_recompute(state.model, recompute)
+    parameters = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs, targets = tiny_batch()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = state.forward(inputs)
+    total, count = cross_entropy(hidden, state.model.unembedding, targets, vocab_size=SHAPE.vocab_size)
+    (total / count).backward()
+    return sum(kept.values()), float(total.detach() / count), {n: p.grad for n, p in state.model.named_parameters()}
+
+
+def test_what_is_computed_again_is_not_kept_and_changes_nothing() -> None:
+    plain, gelu, block = (kept_bytes(what) for what in ("none", "gelu", "block"))
+    wide = SHAPE.n_layer * 8 * 16 * SHAPE.d_ff * 4
+    assert gelu[0] <= plain[0] - wide + 4096  # of each layer the MLP's wide output, fp32
+    assert block[0] < plain[0] / 3
+    for other in (gelu, block):
+        assert other[1] == plain[1]
+        assert all(torch.equal(other[2][name], gradient) for name, gradient in plain[2].items())
+
+
+@pytest.mark.parametrize("recompute", ["gelu", "block"])
+def test_recomputed_dropout_drops_the_same(recompute: str) -> None:
+    gradients = []
+    for what in ("none", recompute):
+        state = tiny_state(dropout=0.3)
+        use_recompute(state.model, what)
+        accumulate_gradients(state, tiny_plan(4, model__dropout=0.3), CPU, *tiny_batch())
+        gradients.append([p.grad for p in state.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def test_dropout_repeats_itself_and_differs_by_place() -> None:

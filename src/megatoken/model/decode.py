@@ -38,7 +38,8 @@ class Decoder:
             assert isinstance(block, Block)
             linears = (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
             products = (plan_product(m.weight, m.bias, sliced=sliced) for m in linears)
-            self._layers.append((block.norm1.forward, block.norm2.forward, *products))
+            norms = (partial(nn.LayerNorm.forward, norm) for norm in (block.norm1, block.norm2))
+            self._layers.append((*norms, *products))
         self._head = plan_product(model.unembedding, None, sliced=sliced)
 
     def step(self, ids_N: Tensor, cache: Cache) -> Tensor:
@@ -53,7 +54,7 @@ class Decoder:
             x_NC = x_NC + out(y_NH1D.reshape(N, C))
             x_NC = x_NC + down(F.gelu(up(norm2(x_NC)), approximate="tanh"))
         cache.length += 1
-        return self._head(model.norm.forward(x_NC))[:, : model.shape.vocab_size]
+        return self._head(nn.LayerNorm.forward(model.norm, x_NC))[:, : model.shape.vocab_size]
 
 
 def turn_weights(model: GPT) -> None:

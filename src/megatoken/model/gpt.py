@@ -13,8 +13,20 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from megatoken.model.kernels import ATTENTION, LINEAR, Attend, Kernels, Multiply
+from megatoken.model.kernels import (
+    ATTENTION,
+    GELU,
+    LINEAR,
+    NORM,
+    Activate,
+    AddNorm,
+    Attend,
+    Kernels,
+    Multiply,
+)
 from megatoken.presets import Shape
 
 INIT_STD = 0.02
@@ -35,6 +47,16 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.weight, self.bias)
+
+
+class Norm(nn.LayerNorm):
+    """LayerNorm of a stream that an update joins on the way."""
+
+    add_norm: AddNorm = staticmethod(NORM["torch"])
+
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(x + update, its norm)."""
+        return (x, super().forward(x)) if update is None else self.add_norm(x, update, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -68,33 +90,55 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two products around a tanh GELU."""
 
+    activate: Activate = staticmethod(GELU["torch"])
+    recompute_gelu = False
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.up = Linear(shape.d_model, shape.d_ff)
         self.down = Linear(shape.d_ff, shape.d_model)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTC), approximate="tanh"))  # type: ignore[no-any-return]
+        make = self.activate(self.up, x_BTC)
+        h_BTF = make()
+        if not self.recompute_gelu or torch.compiler.is_compiling():  # the compiler does it unasked
+            return self.down(h_BTF)  # type: ignore[no-any-return]
+        storage = h_BTF.untyped_storage().data_ptr()
+
+        def pack(kept: Tensor) -> Tensor | torch.Size:
+            return kept.shape if kept.untyped_storage().data_ptr() == storage else kept
+
+        def unpack(kept: Tensor | torch.Size) -> Tensor:
+            return make().view(kept) if isinstance(kept, torch.Size) else kept
+
+        with saved_tensors_hooks(pack, unpack):
+            return self.down(h_BTF)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Attention of the norm, then the MLP of the norm, each an update of the stream."""
 
     def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(shape.d_model)
+        self.norm1 = Norm(shape.d_model)
         self.attention = Attention(shape, layer, dropout)
-        self.norm2 = nn.LayerNorm(shape.d_model)
+        self.norm2 = Norm(shape.d_model)
         self.mlp = MLP(shape)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x_BTC: Tensor, cache: Cache | None = None) -> Tensor:
-        x_BTC = x_BTC + self.drop(self.attention(self.norm1(x_BTC), cache))
-        return x_BTC + self.drop(self.mlp(self.norm2(x_BTC)))  # type: ignore[no-any-return]
+    def forward(
+        self, x_BTC: Tensor, update_BTC: Tensor | None = None, cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream, and this block's last update of it: the norm that reads the sum next adds it."""
+        x_BTC, h_BTC = self.norm1(x_BTC, update_BTC)
+        x_BTC, h_BTC = self.norm2(x_BTC, self.drop(self.attention(h_BTC, cache)))
+        return x_BTC, self.drop(self.mlp(h_BTC))
 
 
 class GPT(nn.Module):
     """The network: ids in, hidden states out."""
+
+    recompute_blocks = False
 
     def __init__(self, shape: Shape, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -103,18 +147,22 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(shape.seq_len, shape.d_model)
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(shape, layer, dropout) for layer in range(shape.n_layer))
-        self.norm = nn.LayerNorm(shape.d_model)
+        self.norm = Norm(shape.d_model)
 
     def forward(self, ids_BT: Tensor, cache: Cache | None = None) -> Tensor:
         """Hidden states (B, T, C) of `ids_BT` (int64), which follow whatever `cache` holds and are added to it."""
         past = cache.length if cache is not None else 0
         places_T = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
         x_BTC = self.drop(self.tokens(ids_BT) + self.positions(places_T))
+        update_BTC: Tensor | None = None
         for block in self.blocks:
-            x_BTC = block(x_BTC, cache)
+            if self.recompute_blocks and cache is None and torch.is_grad_enabled():
+                x_BTC, update_BTC = checkpoint(block, x_BTC, update_BTC, use_reentrant=False)
+            else:
+                x_BTC, update_BTC = block(x_BTC, update_BTC, cache)
         if cache is not None:
             cache.length += ids_BT.shape[1]
-        return self.norm(x_BTC)  # type: ignore[no-any-return]
+        return self.norm(x_BTC, update_BTC)[1]  # type: ignore[no-any-return]
 
     @property
     def unembedding(self) -> Tensor:
@@ -133,6 +181,18 @@ def use_kernels(module: nn.Module, kernels: Kernels) -> None:
             part.multiply = LINEAR[kernels.linear]
         elif isinstance(part, Attention):
             part.attend = ATTENTION[kernels.attention]
+        elif isinstance(part, Norm):
+            part.add_norm = NORM[kernels.norm]
+        elif isinstance(part, MLP):
+            part.activate = GELU[kernels.gelu]
+
+
+def use_recompute(model: GPT, what: str) -> None:
+    """Keep less for the backward and compute it again there: `none`, `gelu` (the MLP's wide output) or `block`."""
+    model.recompute_blocks = what == "block"
+    for part in model.modules():
+        if isinstance(part, MLP):
+            part.recompute_gelu = what == "gelu"
 
 
 def initialize(model: GPT, seed: int) -> None:

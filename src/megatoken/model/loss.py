@@ -14,13 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatoken.model.kernels import LOSS, Lose
+
 
 def cross_entropy(
-    hidden_BTC: Tensor, unembedding_VC: Tensor, targets_BT: Tensor, *, vocab_size: int, chunk: int = 1024
+    hidden_BTC: Tensor,
+    unembedding_VC: Tensor,
+    targets_BT: Tensor,
+    *,
+    vocab_size: int,
+    chunk: int = 1024,
+    lose: Lose = LOSS["torch"],
 ) -> tuple[Tensor, Tensor]:
     """(sum of -log p over counted targets in nats, their number); differentiable in the first two arguments.
 
-    chunk: rows of logits held at once; 0 holds them all. Products run in the dtype of `hidden_BTC`, or autocast's.
+    chunk: rows of logits held at once; 0 holds them all and leaves everything to torch; lose: the form of a chunk's
+    softmax. Products run in the dtype of `hidden_BTC`, or autocast's.
     """
     device = hidden_BTC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
@@ -38,7 +47,7 @@ def cross_entropy(
             ]
             return torch.stack(parts).sum(), count
         total: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_NC, unembedding_VC, targets_N, vocab_size, chunk, dtype
+            hidden_NC, unembedding_VC, targets_N, vocab_size, chunk, dtype, lose
         )
         return total, count
 
@@ -54,31 +63,32 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, chunk: int, dtype: torch.dtype
+        ctx: Any,
+        h_NC: Tensor,
+        w_VC: Tensor,
+        targets_N: Tensor,
+        vocab_size: int,
+        chunk: int,
+        dtype: torch.dtype,
+        lose: Lose,
     ) -> Tensor:
         h_low, w_low = h_NC.to(dtype), w_VC.to(dtype)
         wanted = any(ctx.needs_input_grad[:2])
         grad_h = torch.empty_like(h_NC) if wanted else None
         grad_w: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
-        # One room for every chunk's logits, their log-probabilities and their gradient.
-        room_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=torch.float32, device=h_NC.device)
+        # One room for every chunk's logits, and for their gradient after them.
+        room_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=dtype, device=h_NC.device)
         for start in range(0, len(h_NC), chunk):
             rows = slice(start, start + chunk)
-            counted_N1 = (targets_N[rows] >= 0)[:, None]
-            target_N1 = targets_N[rows].clamp(min=0)[:, None]
-            logits_NV = _put_product(h_low[rows], w_low.T, room_NV[: len(target_N1)])
-            logits_NV[:, vocab_size:] = -torch.inf
-            # In place: two passes over the chunk, where the sum of exponentials apart from the softmax takes five.
-            log_p_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
-            total -= (log_p_NV.gather(1, target_N1) * counted_N1).sum()
+            targets = targets_N[rows]
+            logits_NV = torch.mm(h_low[rows], w_low.T, out=room_NV[: len(targets)])
+            total += lose(logits_NV, targets, vocab_size, overwrite=wanted).sum()
             if grad_h is not None:
-                d_NV = log_p_NV.exp_()
-                d_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, -1, dtype=torch.float32))
-                d_low = d_NV.to(dtype)
                 # Rows that do not count are struck out of the narrow factors instead of the wide gradient.
-                torch.mul(d_low @ w_low, counted_N1, out=grad_h[rows])
-                grad_w = _add_product(grad_w, d_low.T, h_low[rows] * counted_N1)
+                counted_N1 = (targets >= 0)[:, None]
+                torch.mul(logits_NV @ w_low, counted_N1, out=grad_h[rows])
+                grad_w = _add_product(grad_w, logits_NV.T, h_low[rows] * counted_N1)
         if grad_h is not None and grad_w is not None:
             ctx.gradients = grad_h, grad_w.to(w_VC.dtype)
         return total
@@ -87,14 +97,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         # Handed over instead of copied: the unembedding's gradient is the largest tensor of a small model's step.
         (grad_h, grad_w), ctx.gradients = ctx.gradients, None
-        return grad_h.mul_(grad_total), grad_w.mul_(grad_total), None, None, None, None
-
-
-def _put_product(a_NC: Tensor, b_CV: Tensor, out_NV: Tensor) -> Tensor:
-    """a b in fp32, written to `out_NV`."""
-    if a_NC.dtype == torch.float32:
-        return torch.mm(a_NC, b_CV, out=out_NV)
-    return out_NV.copy_(a_NC @ b_CV)
+        return grad_h.mul_(grad_total), grad_w.mul_(grad_total), None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, a_VN: Tensor, b_NC: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ weights. A form must beat the plain one by a clear margin to be taken. Absent: t
 compilation (device.py).
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,18 +15,20 @@ import torch
 from torch import Tensor
 
 from megatoken.config import Machine
-from megatoken.device import Device
+from megatoken.device import Device, misses_triton
 from megatoken.hardware import cpu_count, recall, remember, return_freed_memory
 from megatoken.model.gpt import Block, use_kernels
-from megatoken.model.kernels import ATTENTION, Kernels
+from megatoken.model.kernels import ATTENTION, LOSS, Kernels
 from megatoken.presets import Shape
 from megatoken.timing import take_turns
-from megatoken.train.state import State
+from megatoken.train.state import LOSS_CHUNK, State
 
 CHOICES = "choices.json"  # in the cache
-MARGIN = 1.1  # how much faster a form must be than the plain one; less than this a noisy minute can feign
+# How much faster a form must be than the plain one: on a CPU less than this is what a noisy minute can feign.
+MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
 TRIAL_SECONDS, FEWEST, MOST = 2.0, 5, 50  # of an operation's trial; repeats
-MOST_TOKENS = 4096  # of a trial; a longer one tells nothing more
+MOST_TOKENS = {"cpu": 4096, "mps": 4096, "cuda": 65536}  # of a trial; a longer one tells nothing more
+FUSED = ("norm", "gelu", "loss")
 
 Seconds = dict[str, dict[str, float]]  # operation -> form -> seconds of its best repeat
 
@@ -37,6 +40,7 @@ class Choice:
     kernels: Kernels
     masters: bool
     seconds: Seconds = field(default_factory=dict)
+    note: str = ""  # why a wish could not be met
 
     def __str__(self) -> str:
         return f"{self.kernels}{', weights held in low precision' if self.masters else ''}"
@@ -50,27 +54,38 @@ class Choice:
         ]
 
 
-def choose_forms(shape: Shape, machine: Machine, device: Device, *, micro_batch: int, dropout: float) -> Choice:
-    """The fastest form of everything the recipe leaves to `auto`, by trials of at most a few seconds in all."""
+def choose_forms(
+    shape: Shape, machine: Machine, device: Device, *, micro_batch: int, dropout: float, compiled: bool = False
+) -> Choice:
+    """The fastest form of everything the recipe leaves to `auto`, by trials of at most a few seconds in all.
+
+    compiled: whether the model will be, so that forms are tried as they will run; on a CPU those that differ are not.
+    """
+    compiled = compiled and device.place.type == "cuda"
     options = list_options(machine, device, dropout)
+    missing = misses_triton(device)
+    note = f"fused kernels are left out: {missing}" if machine.fused == "on" and missing else ""
     fixed = {name: forms[0] for name, forms in options.items()}
     seconds: Seconds = {}
     if any(len(forms) > 1 for forms in options.values()):
-        tokens = max(min(micro_batch * shape.seq_len, MOST_TOKENS), shape.seq_len)
-        key = _describe(shape, device, tokens, options)
+        most = MOST_TOKENS[device.place.type]
+        tokens = max(min(micro_batch * shape.seq_len, most), shape.seq_len)
+        key = _describe(shape, device, tokens, options) + (", compiled" if compiled else "")
         seconds = _recall(key, options)
         if not seconds:
-            seconds = _try_forms(shape, device, tokens // shape.seq_len, options)
+            seconds = _try_forms(shape, device, tokens // shape.seq_len, options, compiled)
             remember(CHOICES, {key: seconds})
             return_freed_memory()
-        fixed |= {name: pick(forms) for name, forms in seconds.items()}
+        margin = MARGIN[device.place.type]
+        fixed |= {name: pick(forms, margin) for name, forms in seconds.items()}
     masters = fixed.pop("mixed") == "masters"
-    return Choice(kernels=Kernels(**fixed), masters=masters, seconds=seconds)
+    return Choice(kernels=Kernels(**fixed), masters=masters, seconds=seconds, note=note)
 
 
 def use_choice(state: State, choice: Choice, device: Device) -> None:
     """Make a live state compute as chosen; its weights and moments stay."""
     use_kernels(state.model, choice.kernels)
+    state.lose = LOSS[choice.kernels.loss]
     if choice.masters:
         state.hold_masters(device.dtype)
 
@@ -78,27 +93,36 @@ def use_choice(state: State, choice: Choice, device: Device) -> None:
 def list_options(machine: Machine, device: Device, dropout: float) -> dict[str, list[str]]:
     """Per operation the forms that can run here, the plain one first; one only where the recipe or the device decides.
 
-    Other libraries and blocks are for fp32 and bf16 on a CPU: on an accelerator torch's own kernels stay.
+    Other libraries and blocks are for fp32 and bf16 on a CPU; on CUDA there are backends of attention, which fp32 has
+    less of, and our fused kernels.
     """
-    on_cpu = device.place.type == "cpu" and machine.compile != "on"  # the compiler makes its own of the plain forms
-    options = {"linear": ["torch"], "attention": ["flash"], "mixed": ["autocast"]}
+    # The compiler makes its own of the plain forms.
+    on_cpu = device.place.type == "cpu" and machine.compile in ("auto", "off")
+    options = {"linear": ["torch"], "attention": ["flash"], "norm": ["torch"], "gelu": ["torch"], "loss": ["torch"]}
+    options |= {"mixed": ["autocast"]}
     if on_cpu and device.precision == "fp32":
         # numpy's library does not know torch's number of threads.
         options["linear"] += ["numpy"] if torch.get_num_threads() == cpu_count() else []
         options["linear"] += ["onednn"] if torch.backends.mkldnn.is_available() else []  # type: ignore[no-untyped-call]
     if on_cpu:
         options["attention"] += [] if dropout else ["blocked"]
+    if device.place.type == "cuda" and device.precision != "fp32":
+        options["attention"] += ["cudnn", "fa2"]
     if device.precision == "bf16":
         options["mixed"] += ["masters"]
+    if machine.fused != "off" and not misses_triton(device):
+        # fp16 makes its logits again in the backward, where their gradient is torch's.
+        for name in FUSED[: 2 if device.precision == "fp16" else 3]:
+            options[name] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
     wishes = {"linear": machine.linear, "attention": machine.attention, "mixed": machine.mixed}
-    return {name: forms if wishes[name] == "auto" else [wishes[name]] for name, forms in options.items()}
+    return {name: forms if wishes.get(name, "auto") == "auto" else [wishes[name]] for name, forms in options.items()}
 
 
-def pick(seconds: Mapping[str, float]) -> str:
-    """The fastest form if it clearly beats the plain one, which comes first."""
+def pick(seconds: Mapping[str, float], margin: float) -> str:
+    """The fastest form if it is so many times as fast as the plain one, which comes first."""
     plain, *_ = seconds
     fastest = min(seconds, key=lambda form: seconds[form])
-    return fastest if seconds[fastest] * MARGIN < seconds[plain] else plain
+    return fastest if seconds[fastest] * margin < seconds[plain] else plain
 
 
 def _recall(key: str, options: Mapping[str, list[str]]) -> Seconds:
@@ -108,53 +132,68 @@ def _recall(key: str, options: Mapping[str, list[str]]) -> Seconds:
     if not isinstance(kept, dict) or set(kept) != set(wanted):
         return {}
     for name, forms in kept.items():
-        numbers = forms.values() if isinstance(forms, dict) and set(forms) == wanted[name] else [None]
-        if not all(isinstance(seconds, float) and seconds > 0 for seconds in numbers):
+        # Forms that failed here were not kept; the plain one never does.
+        whole = isinstance(forms, dict) and options[name][0] in forms and set(forms) <= wanted[name]
+        if not whole or not all(isinstance(seconds, float) and seconds > 0 for seconds in forms.values()):
             return {}
-    return {name: {form: kept[name][form] for form in options[name]} for name in wanted}
+    return {name: {form: kept[name][form] for form in options[name] if form in kept[name]} for name in wanted}
 
 
 def _describe(shape: Shape, device: Device, tokens: int, options: Mapping[str, list[str]]) -> str:
     """Everything a measured choice depends on, as the key under which it is kept."""
     place = f"{device.name} ({device.place.type}), {torch.get_num_threads()} threads, {device.precision}"
     sizes = (
-        f"width {shape.d_model}, {shape.n_head} heads, MLP {shape.d_ff}, {tokens // shape.seq_len} x {shape.seq_len}"
+        f"width {shape.d_model}, {shape.n_head} heads, MLP {shape.d_ff}, vocabulary {shape.padded_vocab_size}, "
+        f"{tokens // shape.seq_len} x {shape.seq_len}"
     )
     forms = "; ".join(f"{name} {' '.join(forms)}" for name, forms in options.items())
     return f"{place}; {sizes}; {forms}; torch {torch.__version__}, numpy {numpy.__version__}"
 
 
-def _try_forms(shape: Shape, device: Device, seqs: int, options: Mapping[str, list[str]]) -> Seconds:
+def _try_forms(shape: Shape, device: Device, seqs: int, options: Mapping[str, list[str]], compiled: bool) -> Seconds:
     """Seconds of a forward and backward of every open operation in each of its forms, which take turns.
 
-    Products and weights are timed in a whole block, where they meet the operations between them; the rest alone.
+    Products, norms, GELU and weights are timed in a whole block, where they meet the operations between them; attention
+    and the loss alone. A form that fails is left out.
     """
     B, T, C, H = seqs, shape.seq_len, shape.d_model, shape.n_head
     block = Block(shape, 0, 0.0).to(device.place)
     low = Block(shape, 0, 0.0).to(device.place, device.dtype)
+    forward = torch.compile(block) if compiled else block
     x_BTC = torch.linspace(-2, 2, B * T * C, device=device.place).view(B, T, C).requires_grad_()
+    update_BTC = x_BTC.detach().flip(0).requires_grad_()
     heads_BHTD = x_BTC.detach().to(device.dtype).view(B, T, H, C // H).transpose(1, 2)
     q, k, v = (heads_BHTD.clone().requires_grad_() for _ in range(3))
+    rows = min(B * T, LOSS_CHUNK[device.place.type])
+    targets_N = torch.arange(rows, device=device.place)
 
     def run_block(kernels: Kernels) -> Tensor:
         use_kernels(block, kernels)
         with device.autocast():
-            return block(x_BTC)  # type: ignore[no-any-return]
+            return sum_stream(forward(x_BTC, update_BTC))
 
-    trials: dict[str, Callable[[str], Tensor]] = {
+    def run_loss(form: str) -> None:
+        logits_NV = torch.zeros(rows, shape.padded_vocab_size, dtype=device.dtype, device=device.place)
+        LOSS[form](logits_NV, targets_N, shape.vocab_size, overwrite=True)
+
+    trials: dict[str, Callable[[str], Tensor | None]] = {
         "linear": lambda form: run_block(Kernels(linear=form)),
         "attention": lambda form: ATTENTION[form](q, k, v, 0.0),
-        "mixed": lambda form: run_block(Kernels()) if form == "autocast" else low(x_BTC.to(device.dtype)),
+        "norm": lambda form: run_block(Kernels(norm=form)),
+        "gelu": lambda form: run_block(Kernels(gelu=form)),
+        "loss": run_loss,
+        "mixed": lambda form: run_block(Kernels()) if form == "autocast" else sum_stream(low(x_BTC.to(device.dtype))),
     }
 
     def run_trial(name: str, form: str) -> None:
         y = trials[name](form)
-        y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
+        if y is not None:
+            y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
 
     found: Seconds = {}
     for name, forms in options.items():
         if len(forms) > 1:
-            calls = {form: partial(run_trial, name, form) for form in forms}
+            calls = {form: call for form in forms if _runs(call := partial(run_trial, name, form))}
             first = take_turns(calls, repeats=1, synchronize=device.synchronize)
             affordable = int(TRIAL_SECONDS / sum(timing.best for timing in first.values()))
             repeats = min(max(affordable, FEWEST), MOST)
@@ -162,3 +201,20 @@ def _try_forms(shape: Shape, device: Device, seqs: int, options: Mapping[str, li
             # The best repeat: what else the machine was doing only ever adds.
             found[name] = {form: timing.best for form, timing in timings.items()}
     return found
+
+
+def sum_stream(parts: tuple[Tensor, Tensor]) -> Tensor:
+    """What a block makes of its stream: the next norm would add the update."""
+    return parts[0] + parts[1]
+
+
+def _runs(call: Callable[[], None]) -> bool:
+    """Whether a form works here at all: a backend may lack this head width, a compiler this card."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch tells at length why a backend declined
+            call()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return False
+    return True

@@ -27,10 +27,15 @@ class Meter:
         """Begin timing the next step."""
         self._began = time.perf_counter()
 
-    def read(self) -> dict[str, float | None]:
-        """`seconds, tokens_per_second, mfu, mfu_causal` of the step since `start`; begins the next one."""
+    @property
+    def waited_seconds(self) -> float:
+        """Since `start`."""
+        return time.perf_counter() - self._began
+
+    def read(self, steps: int = 1) -> dict[str, float | None]:
+        """`seconds, tokens_per_second, mfu, mfu_causal` of each of the steps since `start`; begins the next one."""
         self.device.synchronize()
-        seconds = time.perf_counter() - self._began
+        seconds = self.waited_seconds / steps
         # An exponential mean for the remaining time: one slow step must not make the estimate jump.
         self.smooth_seconds = seconds if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * seconds
         rate = self.batch_tokens / seconds

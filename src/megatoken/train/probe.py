@@ -81,24 +81,32 @@ def _time_once(state: State, plan: Plan, device: Device, ids: torch.Tensor) -> f
 
 
 def _forget(state: State, device: Device) -> None:
+    state.working.zero_grad(set_to_none=True)
     state.optimizer.zero_grad(set_to_none=True)
     if device.place.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def try_compile(state: State, plan: Plan, device: Device) -> str:
-    """Compile `state.forward` and prove it on one micro-batch; on failure leave it plain and return one line why.
+def try_compile(state: State, plan: Plan, device: Device, kind: str = "on") -> str:
+    """Compile what is trained through and prove it on one micro-batch; on failure leave it plain and return why.
 
-    The proof costs nothing: the first step would have compiled the same shapes.
+    kind: `on` the whole model, `blocks` one after another (they share what is compiled for the first), `graphs` the
+    model into CUDA graphs. The proof costs nothing: the first step would have compiled the same shapes.
     """
-    plain = state.forward
-    shape = state.model.shape
-    ids = torch.zeros(plan.micro_batch, shape.seq_len, dtype=torch.int64, device=device.place)
+    working = state.working
+    ids = torch.zeros(plan.micro_batch, state.model.shape.seq_len, dtype=torch.int64, device=device.place)
     try:
-        state.forward = torch.compile(state.model)
+        if kind == "blocks":
+            for block in working.blocks:
+                block.compile()
+        else:
+            state.graphs = kind == "graphs"
+            state.forward = torch.compile(working, mode="reduce-overhead" if state.graphs else None)
         accumulate_gradients(state, plan, device, ids, ids)
     except Exception as wrong:  # a compiler fails in as many ways as there are compilers
-        state.forward = plain
+        state.forward, state.graphs = working, False
+        for block in working.blocks:
+            block._compiled_call_impl = None  # torch has no public way back
         reason = str(wrong).strip().splitlines()[0] if str(wrong).strip() else type(wrong).__name__
         return f"torch.compile failed, the model runs uncompiled: {reason}"
     finally:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatoken.config import Duration, Run
 from megatoken.device import Device
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, use_recompute
+from megatoken.model.kernels import LOSS, Lose
 from megatoken.optim.groups import build_optimizer
 from megatoken.optim.schedule import Schedule
 
@@ -27,7 +28,8 @@ class State:
     """The live run. `model` always holds the fp32 weights that are saved, evaluated and sampled.
 
     `working` is what is trained through: the model itself, or a copy in low precision whose masters the model's
-    weights are. `forward` is `working`, compiled or not.
+    weights are. `forward` is `working`, compiled or not. `trouble`, on the device: a step was not finite, so neither
+    it nor any after it updates anything.
     """
 
     model: GPT
@@ -35,12 +37,21 @@ class State:
     forward: Forward
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
+    trouble: Tensor
+    lose: Lose = LOSS["torch"]
+    graphs: bool = False  # `forward` replays CUDA graphs, whose results the next one overwrites
     step: int = 0
 
     @property
     def has_masters(self) -> bool:
         """Whether the weights that compute are low-precision copies of the model's."""
         return self.working is not self.model
+
+    @property
+    def watches_itself(self) -> bool:
+        """Whether the optimizer leaves out an update by itself when it is told to on the device."""
+        fused = all(group["fused"] for group in self.optimizer.param_groups)
+        return fused and not self.scaler.is_enabled() and self.trouble.device.type in ("cpu", "cuda")
 
     def hold_masters(self, dtype: torch.dtype) -> None:
         """From now on train through a copy of the model in `dtype`; the optimizer goes on stepping the model."""
@@ -92,12 +103,14 @@ class Plan:
 def build_state(model: GPT, run: Run, device: Device) -> State:
     """Put a model on its device in training mode and give it an optimizer."""
     model.to(device.place).train()
+    use_recompute(model, run.machine.recompute)
     return State(
         model=model,
         working=model,
         forward=model,
         optimizer=build_optimizer(model, run.optim, form=run.machine.adamw),
         scaler=torch.amp.GradScaler(device.place.type, enabled=device.precision == "fp16"),
+        trouble=torch.zeros((), dtype=torch.bool, device=device.place),
     )
 
 

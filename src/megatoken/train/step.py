@@ -1,13 +1,18 @@
 """One optimizer step: micro-batches forward and backward, clip, update.
 
-In: state, the global batch. Out: a Report whose tensors stay on the device until somebody reads them.
-The gradient is that of the mean over the whole batch: each micro-batch contributes its sum over the batch's count,
-so any split into micro-batches gives the same step.
+In: state, the global batch. Out: a Flight whose numbers stay on the device until somebody reads them, so that a step
+never makes the host wait. The gradient is that of the mean over the whole batch: each micro-batch contributes its sum
+over the batch's count, so any split into micro-batches gives the same step.
+
+Numbers that are not finite never reach the weights: the device itself leaves out that update and every later one, and
+whoever reads next is told which step it was. Forms of AdamW that cannot do that are checked by the host at every step.
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +34,28 @@ class Report:
     skipped: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A step that was launched. numbers: loss, gradient norm, whether it or one before it was not finite: on the
+    device."""
+
+    step: int
+    lr: float
+    skipped: bool
+    numbers: Tensor
+
+
 def train_step(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targets_BT: Tensor) -> Report:
-    """Train on one global batch and advance `state.step`.
+    """Train on one global batch, advance `state.step` and wait for the numbers.
 
     Under fp16 a step whose gradients overflow is skipped and the scale lowered (`skipped`), as the scaler prescribes.
-    Raises Fault(NUMERICS) before the update when loss or gradients are not finite otherwise: weights stay clean.
+    Raises Fault(NUMERICS) when loss or gradients are not finite otherwise: weights stay as they were.
     """
+    return land(state, [launch_step(state, plan, device, inputs_BT, targets_BT)])[0]
+
+
+def launch_step(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targets_BT: Tensor) -> Flight:
+    """As `train_step`, without waiting where the device watches its numbers itself."""
     lr = plan.schedule.lr(state.step)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
@@ -42,21 +63,62 @@ def train_step(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targ
     state.scaler.unscale_(state.optimizer)
     parameters = [p for p in state.model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
-    if plan.clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, plan.clip, norm)
-    loss_value, norm_value = float(loss), float(norm)
-    finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-    if not finite and not (state.scaler.is_enabled() and math.isfinite(loss_value)):
-        what = f"loss {loss_value:g}, gradient norm {norm_value:g}"
-        fix = "nothing was updated; lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
-        raise Fault(Exit.NUMERICS, what, f"step {state.step}", fix)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
+    skipped = False
+    if state.watches_itself:
+        state.trouble.logical_or_(~torch.isfinite(loss + norm))
+        update_watched(state, plan.clip, norm)
+    else:
+        skipped = update_checked(state, plan.clip, parameters, loss, norm)
     state.optimizer.zero_grad(set_to_none=True)
     if state.has_masters:
         state.spread_weights()
     state.step += 1
-    return Report(step=state.step, loss=loss_value, grad_norm=norm_value, lr=lr, skipped=not finite)
+    return Flight(step=state.step, lr=lr, skipped=skipped, numbers=torch.stack([loss, norm, state.trouble.float()]))
+
+
+def update_watched(state: State, clip: float, norm: Tensor) -> None:
+    """Clip and update in one pass over the gradients, unless there was trouble; nothing is read by the host.
+
+    torch's fused AdamW divides gradients by `grad_scale` and leaves everything as it is where `found_inf` is 1.
+    """
+    optimizer: Any = state.optimizer  # both are attributes that a GradScaler would set
+    optimizer.found_inf = state.trouble.float()
+    # torch.nn.utils.clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
+    optimizer.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else None
+    optimizer.step()
+
+
+def update_checked(state: State, clip: float, parameters: Sequence[Tensor], loss: Tensor, norm: Tensor) -> bool:
+    """Clip and update if all is finite; return whether the scaler skipped it. Raises Fault(NUMERICS) before."""
+    if clip:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if not finite and not (state.scaler.is_enabled() and math.isfinite(loss)):
+        raise _not_finite(state.step, float(loss), float(norm))
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    return not finite
+
+
+def land(state: State, flights: Sequence[Flight]) -> list[Report]:
+    """Wait for launched steps, in order, and read all their numbers at once.
+
+    Raises Fault(NUMERICS) naming the first that was not finite; weights and `state.step` are those before it.
+    """
+    rows = torch.stack([flight.numbers for flight in flights]).tolist()
+    reports = []
+    for flight, (loss, norm, trouble) in zip(flights, rows, strict=True):
+        if trouble:
+            state.step = flight.step - 1
+            raise _not_finite(state.step, loss, norm)
+        reports.append(Report(step=flight.step, loss=loss, grad_norm=norm, lr=flight.lr, skipped=flight.skipped))
+    return reports
+
+
+def _not_finite(step: int, loss: float, norm: float) -> Fault:
+    what = f"loss {loss:g}, gradient norm {norm:g}"
+    fix = "nothing was updated; lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
+    return Fault(Exit.NUMERICS, what, f"step {step}", fix)
 
 
 def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -68,6 +130,8 @@ def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Te
     for index, (inputs, targets) in enumerate(pairs):
         if plan.dropout:
             torch.manual_seed(dropout_seed(plan.seed, state.step, index))
+        if state.graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with nullcontext() if state.has_masters else device.autocast():
             hidden = state.forward(inputs)
             loss_sum, _ = cross_entropy(
@@ -76,6 +140,7 @@ def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Te
                 targets,
                 vocab_size=state.model.shape.vocab_size,
                 chunk=plan.loss_chunk,
+                lose=state.lose,
             )
         scaled: Tensor = state.scaler.scale(loss_sum / count)
         scaled.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Causal self-attention in three forms: written out, torch's flash kernel, and blocks that skip the upper triangle.
+"""Causal self-attention: written out, by torch's kernels, and in blocks that skip the upper triangle.
 
 softmax(q k^T / sqrt(D)) v, every query seeing itself and earlier keys (Vaswani et al. 2017). Absent: sampling's
 attention over a cache, which has no triangle (model/gpt.py).
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SHORT = 256  # tokens; up to here the smaller block is the faster one
 
@@ -33,6 +34,12 @@ def explicit_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: 
 def flash_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
     """torch's own kernel: on CUDA whichever backend it prefers."""
     return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=q_BHTD.shape[-2] > 1)
+
+
+def backend_attention(backend: SDPBackend, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+    """torch's kernel by one backend and no other: RuntimeError where that one cannot."""
+    with sdpa_kernel(backend):
+        return flash_attention(q_BHTD, k_BHTD, v_BHTD, dropout)
 
 
 def blocked_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
