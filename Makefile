@@ -11,7 +11,7 @@ else
 BIN = $(VENV)/bin/
 endif
 
-.PHONY: quickstart test check soak bench clean
+.PHONY: quickstart test check soak bench bench-gpu clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.03
@@ -62,6 +62,11 @@ bench: $(VENV)/.dev
 	$(BENCH) prepare --out records
 	$(BENCH) generate --out records
 	$(if $(NANOGPT),$(if $(TEXT),$(RECORD) character-race -- $(BIN)python -m tests.soak.character_race --nanogpt $(NANOGPT) --text $(TEXT)))
+
+# One GPU, under ten minutes; needs no installation but the packages of pyproject.toml. TINY=1 DEVICE=cpu walks through.
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) tests/soak/bench_gpu.py --device $(or $(DEVICE),cuda) $(if $(TINY),--tiny --out runs/bench-gpu) \
+		$(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
 
 $(VENV)/.user: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatoken.bench import attention
-from megatoken.bench.attention import count_flops, estimate_bytes, measure_forms
+from megatoken.bench.attention import count_flops, estimate_bytes, list_forms, measure_forms
 from megatoken.cli import main
 from megatoken.config import Machine
 from megatoken.console import Console
 from megatoken.device import open_device
-from megatoken.errors import Exit
+from megatoken.errors import Exit, Fault
 from megatoken.model.kernels import ATTENTION, flash_attention
 from tests.tiny import CPU, SHAPE
 
@@ -26,7 +26,9 @@ QUIET = Console(to_stderr=True)
 def test_forms_agree_with_the_formula(precision: str, least: float, most: float) -> None:
     device = open_device(Machine(device="cpu", precision=precision))  # type: ignore[arg-type]
     rows = measure_forms(device, SHAPE, 2, 256, math.inf, 1, QUIET)
-    assert [(row["seq_len"], row["form"]) for row in rows] == [(T, form) for T in (64, 128, 256) for form in ATTENTION]
+    assert [(row["seq_len"], row["form"]) for row in rows] == [
+        (T, form) for T in (64, 128, 256) for form in list_forms(CPU)
+    ]
     for row in rows:
         assert row["dtype"] == precision
         assert row["skipped"] is None
@@ -104,6 +106,15 @@ def test_what_cannot_be_is_one_line(words: list[str], said: str, capsys: pytest.
 
 def test_memory_allowed_is_given_in_gigabytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"device": "cpu", "longest": 64, "memory": 1e-6, "preset": "gpt2-124m", "seqs": 1, "repeats": 1}
-    answer = attention.run(argparse.Namespace(**given, out=tmp_path), Console())
-    assert {row["skipped"].partition("more")[2] for row in answer["rows"]} == {" than the 1 kB allowed"}
-    assert capsys.readouterr().out.splitlines()[-1] == "not drawn: everything was skipped — --memory — give more"
+    with pytest.raises(Fault, match=r"every form was skipped: nothing was measured — --memory"):
+        attention.run(argparse.Namespace(**given, out=tmp_path), Console())
+    assert capsys.readouterr().out.splitlines()[-1].endswith("more than the 1 kB allowed")
+
+
+def test_a_form_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        raise RuntimeError("No available kernel. Aborting execution.\nand more")
+
+    monkeypatch.setitem(ATTENTION, "none", refuse)
+    rows = [row for row in measure_forms(CPU, SHAPE, 1, 128, math.inf, 1, QUIET) if row["form"] == "none"]
+    assert [row["skipped"] for row in rows] == ["No available kernel. Aborting execution at 64 tokens"] * 2

@@ -123,6 +123,6 @@ def test_table_picture_and_answer(tmp_path: Path) -> None:
     answer: dict[str, Any] = publish(results, options, CPU, Console(to_stderr=True))
     assert answer["speedup"] == 2.0
     assert [rung["kept"] for rung in answer["rungs"]] == [True, True, False]
-    assert (tmp_path / "ladder.md").read_text().count("\n") == 5
+    assert (tmp_path / "ladder.md").read_text().count("\n") == 7
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert io.StringIO(render(results)).readline().startswith("| rung |")

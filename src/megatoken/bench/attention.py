@@ -23,7 +23,7 @@ from megatoken.config import Machine
 from megatoken.console import Console, format_quantity
 from megatoken.device import DTYPES, Device, open_device
 from megatoken.errors import Exit, Fault
-from megatoken.model.kernels import ATTENTION, Attend
+from megatoken.model.kernels import ATTENTION, CUDA_ONLY, Attend
 from megatoken.plot import load_pyplot, save_figure
 from megatoken.presets import PRESETS, Shape
 from megatoken.timing import Timing, time_calls
@@ -31,7 +31,13 @@ from megatoken.timing import Timing, time_calls
 SHORTEST = 64
 LONGEST = {"cpu": 2048, "mps": 4096, "cuda": 16384}
 LONGEST_SECONDS = 10.0  # for the repeats of all forms at one length; there are fewer of what takes longer
-SQUARES = {"explicit": 4.0, "blocked": 0.75, "flash": 0.0}  # T x T numbers a head that a form holds at its peak
+SQUARES = {
+    "explicit": 4.0,
+    "blocked": 0.75,
+    "flash": 0.0,
+    "cudnn": 0.0,
+    "fa2": 0.0,
+}  # T x T numbers a head that a form holds at its peak
 ROWS = 12  # T x D numbers a head: queries, keys, values, output, their gradients, and copies
 
 
@@ -53,6 +59,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     for kind in kinds:
         precise = open_device(Machine(device=options.device, precision=kind, tf32=False))  # type: ignore[arg-type]
         rows += measure_forms(precise, shape, options.seqs, longest, allowed, options.repeats, console)
+    if all(row["skipped"] for row in rows):
+        raise Fault(Exit.CONFIG, "every form was skipped: nothing was measured", "--memory", "give more")
     try:
         console.say(f"picture: {draw(rows, f'{options.preset} on {device.name}', options.out / 'attention.png')}")
     except Fault as fault:
@@ -81,11 +89,12 @@ def measure_forms(
         calls: dict[str, Callable[[], object]] = {}
         packed, grad = draw_inputs(device, shape, seqs, seq_len)
         expected = _expect(packed, grad, estimate_bytes("explicit", seqs, shape, seq_len, 4) <= allowed)
-        for form, attend in ATTENTION.items():
+        for form in list_forms(device):
+            attend = ATTENTION[form]
             reason = ended.get(form, "") or _refuse(form, seqs, shape, seq_len, device.dtype.itemsize, allowed)
             values = {} if reason else _try_once(device, attend, packed, grad, expected)
-            if values is None:
-                values, reason = {}, f"out of memory at {seq_len} tokens"
+            if isinstance(values, str):
+                values, reason = {}, f"{values} at {seq_len} tokens"
                 ended[form] = reason
             empty = dict.fromkeys(("seconds", "flops_per_second", "extra_memory_bytes", "difference"))
             sizes = {"dtype": device.precision, "form": form, "seq_len": seq_len}
@@ -102,6 +111,11 @@ def measure_forms(
             console.say(_format_row(row))
         rows += found.values()
     return rows
+
+
+def list_forms(device: Device) -> list[str]:
+    """Those that this type of device could run."""
+    return [form for form in ATTENTION if device.place.type == "cuda" or form not in CUDA_ONLY]
 
 
 def count_flops(shape: Shape, seqs: int, seq_len: int) -> float:
@@ -155,8 +169,8 @@ def _expect(packed: Tensor, grad: Tensor, fits: bool) -> tuple[Tensor, Tensor] |
 
 def _try_once(
     device: Device, attend: Attend, packed: Tensor, grad: Tensor, expected: tuple[Tensor, Tensor] | None
-) -> dict[str, Any] | None:
-    """Extra memory and the difference of values; None where memory ended."""
+) -> dict[str, Any] | str:
+    """Extra memory and the difference of values, or why there are none."""
     try:
         forget_peak(device)
         before = device.peak_memory_bytes()
@@ -165,7 +179,9 @@ def _try_once(
         extra = device.peak_memory_bytes() - before if device.place.type == "cuda" else None
         return {"extra_memory_bytes": extra, "difference": find_difference(found, expected) if expected else None}
     except torch.OutOfMemoryError:
-        return None
+        return "out of memory"
+    except RuntimeError as wrong:  # a backend that lacks this dtype or head width
+        return str(wrong).partition("\n")[0].rstrip(".")
 
 
 def find_difference(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
@@ -189,10 +205,8 @@ def _format_row(row: dict[str, Any]) -> str:
 def draw(rows: list[dict[str, Any]], title: str, target: Path) -> Path:
     """Picture of seconds over length, a line a form and dtype.
 
-    Raises Fault(CONFIG) without matplotlib or anything measured, Fault(STORAGE) when it cannot be written.
+    Raises Fault(CONFIG) without matplotlib, Fault(STORAGE) when it cannot be written.
     """
-    if all(row["skipped"] for row in rows):
-        raise Fault(Exit.CONFIG, "everything was skipped", "--memory", "give more")
     pyplot = load_pyplot()
     figure, axis = pyplot.subplots(figsize=(9, 6), layout="constrained")
     for index, (dtype, form, mine) in enumerate(_group(rows)):

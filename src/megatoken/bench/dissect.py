@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +29,15 @@ from megatoken.bench.workload import Workload
 from megatoken.data.dataset import open_dataset
 from megatoken.data.loader import Loader
 from megatoken.model.gpt import Block, Linear
-from megatoken.model.kernels import ATTENTION, LINEAR, Kernels
+from megatoken.model.kernels import ATTENTION, GELU, LINEAR, LOSS, NORM, Kernels
+from megatoken.model.kernels.gelu import add_bias_gelu
 from megatoken.model.loss import cross_entropy
+from megatoken.train.step import update_checked, update_watched
 
 UPDATE_BYTES = 32  # a parameter
 SPREAD_BYTES = 12  # a parameter, of masters: the gradient from 2 bytes to 4, the weight from 4 to 2
 BATCH_BYTES = 2 + 2 * 8  # a token
+Differentiable = tuple[str, int, Callable[[], Any], tuple[Tensor, ...]]  # name, calls, what is computed, its leaves
 HEAD = ("head forward", "head input gradient", "head weight gradient")
 
 
@@ -83,8 +87,9 @@ def watch_forward(workload: Workload) -> Watched:
     """Run the model on a batch of the step and keep what passes."""
     seen = Watched({}, {})
 
-    def keep(name: str, module: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
-        seen.given[name], seen.made[name] = given[0].detach(), made.detach()
+    def keep(name: str, module: nn.Module, given: tuple[Tensor, ...], made: Tensor | tuple[Tensor, ...]) -> None:
+        last = made if isinstance(made, Tensor) else made[-1]  # a norm makes the stream, too
+        seen.given[name], seen.made[name] = given[0].detach(), last.detach()
 
     model = workload.state.working
     hooks = [
@@ -103,10 +108,15 @@ def watch_forward(workload: Workload) -> Watched:
 
 def read_kernels(workload: Workload) -> Kernels:
     """The forms that the workload computes with."""
-    attention = _first_block(workload).attention
-    (linear,) = (name for name, form in LINEAR.items() if form is attention.qkv.multiply)
-    (attend,) = (name for name, form in ATTENTION.items() if form is attention.attend)
-    return Kernels(linear=linear, attention=attend)
+    block, state = _first_block(workload), workload.state
+    forms: tuple[tuple[str, dict[str, Any], object], ...] = (
+        ("linear", LINEAR, block.attention.qkv.multiply),
+        ("attention", ATTENTION, block.attention.attend),
+        ("norm", NORM, block.norm1.add_norm),
+        ("gelu", GELU, block.mlp.activate),
+        ("loss", LOSS, state.lose),
+    )
+    return Kernels(**{kind: next(name for name in table if table[name] is used) for kind, table, used in forms})
 
 
 def draw_like(x: Tensor) -> Tensor:
@@ -121,16 +131,16 @@ def _cast(workload: Workload) -> AbstractContextManager[object]:
 
 
 def _differentiate(
-    workload: Workload, compute: Callable[[], Tensor], leaves: tuple[Tensor, ...]
-) -> tuple[Callable[[], Tensor], Callable[[], tuple[Tensor, ...]], Tensor]:
-    """(forward as in training, its backward to the leaves, the output)."""
+    workload: Workload, compute: Callable[[], Any], leaves: tuple[Tensor, ...]
+) -> tuple[Callable[[], Any], Callable[[], tuple[Tensor, ...]], Any]:
+    """(forward as in training, its backward to the leaves, the output: a tensor or several)."""
 
-    def forward() -> Tensor:
+    def forward() -> Any:
         with _cast(workload):
             return compute()
 
     y = forward()
-    grad = draw_like(y)
+    grad = tuple(draw_like(part) for part in y) if isinstance(y, tuple) else draw_like(y)
     return forward, lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True), y
 
 
@@ -202,7 +212,12 @@ def _list_head(workload: Workload, seen: Watched) -> Iterator[Part]:
     def find_loss() -> object:
         with _cast(workload):
             total, counted = cross_entropy(
-                hidden, unembedding, targets, vocab_size=shape.vocab_size, chunk=plan.loss_chunk
+                hidden,
+                unembedding,
+                targets,
+                vocab_size=shape.vocab_size,
+                chunk=plan.loss_chunk,
+                lose=workload.state.lose,
             )
         return torch.autograd.grad(total / counted, (hidden, unembedding))
 
@@ -233,21 +248,28 @@ def _list_attention(workload: Workload, seen: Watched) -> Iterator[Part]:
 
 
 def _list_elementwise(workload: Workload, seen: Watched) -> Iterator[Part]:
-    """GELU, norms, and the residual stream: x + f(x) forward, two gradients that meet backward."""
-    block, layers = _first_block(workload), workload.shape.n_layer
+    """GELU, norms, and the residual stream, x + f(x) forward and two gradients that meet backward; by our fused
+    kernels the update joins the stream within the norm, and the bias's gradient is GELU's."""
+    block, layers, kernels = _first_block(workload), workload.shape.n_layer, read_kernels(workload)
     x = seen.given["norm1"].clone().requires_grad_()
     u = seen.made["mlp.up"].clone().requires_grad_()
-    norm = (x, block.norm1.weight, block.norm1.bias)
-    for name, calls, given, compute, leaves in (
-        ("GELU", layers, u, lambda: F.gelu(u, approximate="tanh"), (u,)),
-        ("norm", 2 * layers + 1, x, lambda: block.norm1(x), norm),
-    ):
-        forward, backward, y = _differentiate(workload, compute, leaves)
-        moved = given.nbytes + y.nbytes
-        yield Part(name=f"{name} forward", group="element-wise", calls=calls, call=forward, moved_bytes=moved)
-        moved += given.nbytes
-        yield Part(name=f"{name} backward", group="element-wise", calls=calls, call=backward, moved_bytes=moved)
     branch = seen.made["attention.out"].clone().requires_grad_()
+    norm, bias = (block.norm1.weight, block.norm1.bias), block.mlp.up.bias
+    activation: Differentiable = ("GELU", layers, lambda: F.gelu(u, approximate="tanh"), (u,))
+    if kernels.gelu != "torch":
+        activation = ("bias and GELU", layers, lambda: add_bias_gelu(u, bias), (u, bias))
+    plain: Differentiable = ("norm", 2 * layers + 1, lambda: nn.LayerNorm.forward(block.norm1, x), (x, *norm))
+    joined: Differentiable = ("add and norm", 2 * layers, lambda: block.norm1(x, branch), (x, branch, *norm))
+    fused = kernels.norm != "torch"
+    for name, calls, compute, leaves in (activation, joined if fused else plain):
+        forward, backward, y = _differentiate(workload, compute, leaves)
+        made = sum(part.nbytes for part in (y if isinstance(y, tuple) else (y,)))
+        moved = made + sum(leaf.nbytes for leaf in leaves if leaf.dim() > 1)
+        yield Part(name=f"{name} forward", group="element-wise", calls=calls, call=forward, moved_bytes=moved)
+        moved += leaves[0].nbytes
+        yield Part(name=f"{name} backward", group="element-wise", calls=calls, call=backward, moved_bytes=moved)
+    if fused:
+        return
     one, other = draw_like(x), draw_like(x)
     for name, call, moved in (
         ("residual add", lambda: x + block.drop(branch), 2 * x.nbytes + branch.nbytes),
@@ -287,9 +309,10 @@ def _make_update(workload: Workload) -> Part:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         norm = torch.nn.utils.get_total_norm(gradients)
-        if clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-        state.optimizer.step()
+        if state.watches_itself:
+            update_watched(state, clip, norm)
+        else:
+            update_checked(state, clip, parameters, norm, norm)
         state.optimizer.zero_grad(set_to_none=True)
 
     moved = UPDATE_BYTES * sum(p.numel() for p in parameters)

@@ -34,6 +34,7 @@ BATCH_TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}
 FIRST_SEQS = {"cpu": 1, "mps": 1, "cuda": 8}  # micro-batch of all rungs but the last; explicit attention must fit
 TURN_SECONDS = 0.5  # a turn of the first rung is about as long, and every rung's has as many steps
 MOST_STEPS = 20
+LONGEST_SECONDS = 400.0  # for the rounds of all rungs; there are fewer, but three, where a step takes long
 SLOWER = 0.98  # a rung below this share of the one before is left out
 PLAIN: dict[str, Any] = {
     "precision": "fp32",
@@ -205,6 +206,8 @@ def climb(first: Spec, rungs: list[Rung], repeats: int, console: Console) -> Ite
                 pace = above.warm_up()
                 if below is None:
                     steps = min(max(round(TURN_SECONDS / pace), 1), MOST_STEPS)
+                    climbed = sum(not other.missing for other in rungs)
+                    repeats = min(repeats, max(3, int(LONGEST_SECONDS / (2 * climbed * steps * pace))))
                 ratios = take_rounds(above, below, repeats, steps, partial(say_round, console, rung.name))
             except Lost as why:
                 if below is None:
@@ -286,7 +289,8 @@ def describe(result: Result) -> tuple[str, ...]:
 def render(results: list[Result]) -> str:
     """The ladder as a Markdown table."""
     rows = [HEAD, ("---",) * len(HEAD), *map(describe, results)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"{table}\nA gain is the ratio to the rung below in the same turns; tokens/s are of a rung's own minutes.\n"
 
 
 def summarize(result: Result) -> dict[str, Any]:
@@ -314,14 +318,17 @@ def summarize(result: Result) -> dict[str, Any]:
 
 
 def draw(results: list[Result], title: str, target: Path) -> Path:
-    """Bars a rung: tokens/s, MFU, peak memory; pale where a rung was left out. Raises Fault without matplotlib."""
+    """Bars a rung: speed-up, MFU, peak memory; pale where a rung was left out. Raises Fault without matplotlib.
+
+    Speed-ups rather than rates: they are ratios of the same minutes, rates are of each rung's own.
+    """
     pyplot = load_pyplot()
     rungs = [result for result in results if result.laps][::-1]
     figure, axes = pyplot.subplots(
         1, 3, figsize=(15, 1.5 + 0.5 * len(rungs)), layout="constrained", sharey=True, width_ratios=(3, 2, 2)
     )
     panels: tuple[tuple[str, Callable[[Result], float], str], ...] = (
-        ("tokens per second", lambda r: r.tokens / Timing(tuple(r.laps)).median, "{:,.0f}"),
+        ("speed-up over the first rung (tokens/s in its own minutes)", lambda r: r.speedup or 0.0, "{:.2f}x"),
         ("MFU, % of peak", lambda r: 100 * (r.mfu or 0.0), "{:.1f}"),
         ("peak memory, GiB", lambda r: (r.peak_memory_bytes or 0) / 2**30, "{:.2f}"),
     )
@@ -332,11 +339,12 @@ def draw(results: list[Result], title: str, target: Path) -> Path:
             bar.set_alpha(1.0 if rung.kept else 0.35)
             said = form.format(width)
             if index == 0:
-                said += f"  ({rung.speedup:.2f}x{'' if rung.kept else ', left out'})"
+                rate = rung.tokens / Timing(tuple(rung.laps)).median
+                said += f"  ({rate:,.0f} tokens/s{'' if rung.kept else ', left out'})"
             axis.annotate(
                 said, (width, bar.get_y() + bar.get_height() / 2), (4, 0), textcoords="offset points", va="center"
             )
-        room = 1.4 if index == 0 else 1.25  # for what is written beside the longest bar
+        room = 1.6 if index == 0 else 1.25  # for what is written beside the longest bar
         axis.set(xlabel=name, xlim=(0, room * max(widths) or 1.0))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(rungs)), [rung.name for rung in rungs])

@@ -36,11 +36,7 @@ def add_benches(add: Add) -> None:
     p.add_argument("--tokens", type=_count, default=256, help="new tokens (default 256)")
     p.add_argument("--prompt-tokens", type=_count, default=16, help="tokens before them (default 16)")
     p = _bench(add, "peers", "the same training step in other people's GPT-2s, each in a process of its own")
-    _shape(p)
-    for name, doc in (("n-layer", "transformer blocks"), ("n-head", "attention heads"), ("d-model", "width"),
-                      ("vocab-size", "token ids before padding"), ("seq-len", "context")):  # fmt: skip
-        p.add_argument(f"--{name}", type=_count, help=f"{doc}, in place of the preset's")
-    p.add_argument("--batch-seqs", type=_count, default=1, help="sequences of a step (default 1)")
+    _step(p)
     p.add_argument("--nanogpt", metavar="PATH", type=Path, help="your checkout of nanoGPT, or its model.py")
     p.add_argument("--build-nanogpt", metavar="PATH", type=Path, help="your checkout of build-nanogpt, or its "
                    "train_gpt2.py, of which only imports, classes and functions are run")  # fmt: skip
@@ -72,6 +68,11 @@ def _add_sweeps(add: Add) -> None:
     p.add_argument("--only", metavar="NAME,...", help="models, contexts, or names of rows (default everything)")
     p.add_argument("--batch-tokens", type=_count, help="tokens of a step; of one over contexts, 2048 at least "
                    "(default 1024, on cuda 8192)")  # fmt: skip
+    p = _bench(add, "knob", "what every value of a machine setting gains and costs: compile, recompute, micro_batch ..")
+    p.add_argument("knob", metavar="SETTING", help="a field of `machine`: recompute for machine.recompute")
+    p.add_argument("--values", default="", metavar="VALUE,...", help="some (default all of a setting that has words)")
+    _step(p)
+    p.add_argument("--micro-batch", type=_count, help="sequences of a forward (default all of the step)")
     p = _bench(add, "parts", "where the time of one training step goes, part by part, beside each part's floor")
     _shape(p)
     p.add_argument("--batch-tokens", type=_count, default=1024, help="tokens of the step (default 1024)")
@@ -99,3 +100,12 @@ def _count(text: str) -> int:
 def _shape(parser: argparse.ArgumentParser, preset: str = "gpt2-124m") -> None:
     parser.add_argument("--preset", default=preset, choices=list(PRESETS), metavar="PRESET",
                         help=f"{', '.join(PRESETS)} (default {preset})")  # fmt: skip
+
+
+def _step(parser: argparse.ArgumentParser) -> None:
+    """A model of any size and the sequences of its step."""
+    _shape(parser)
+    for name, doc in (("n-layer", "transformer blocks"), ("n-head", "attention heads"), ("d-model", "width"),
+                      ("vocab-size", "token ids before padding"), ("seq-len", "context")):  # fmt: skip
+        parser.add_argument(f"--{name}", type=_count, help=f"{doc}, in place of the preset's")
+    parser.add_argument("--batch-seqs", type=_count, default=1, help="sequences of a step (default 1)")

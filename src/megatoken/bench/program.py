@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatoken.bench import attention, batch, gemm, generate, ladder, loader, parts, peers, prepare, report, size
+from megatoken.bench import attention, batch, gemm, generate, knob, ladder, loader, parts, peers, prepare, report, size
 from megatoken.bench.record import write_record
 from megatoken.config import Machine
 from megatoken.console import Console
@@ -22,6 +22,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] = {
     "attention": attention.run,
     "batch": batch.run,
     "size": size.run,
+    "knob": knob.run,
     "parts": parts.run,
     "loader": loader.run,
     "prepare": prepare.run,

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from megatoken.bench.spec import OURS, Spec
-from megatoken.bench.workload import build_workload, draw_ids
+from megatoken.bench.workload import STEPS, build_workload, draw_ids
 from megatoken.config import Machine, Optim
-from megatoken.device import Device, wants_compile
+from megatoken.device import Device, open_device, wants_compile
 from megatoken.model.gpt import INIT_STD
 from megatoken.train.probe import pick_micro_batch, rate_micro_batches, try_compile
 from megatoken.train.step import train_step
@@ -83,17 +83,17 @@ def build_ours(spec: Spec) -> Rival:
     machine = replace(Machine(device=spec.device), **spec.machine)
     began = time.perf_counter()
     size = spec.micro_batch or spec.batch_seqs
-    work = build_workload(spec.shape, machine, batch_seqs=spec.batch_seqs, micro_batch=size)
+    kind, said = wants_compile(machine, open_device(machine), STEPS)
+    work = build_workload(spec.shape, machine, batch_seqs=spec.batch_seqs, micro_batch=size, compiled=kind != "off")
     steady = replace(work.plan.schedule, kind="constant", warmup_steps=0)
     work = replace(work, plan=replace(work.plan, schedule=steady))
     if not spec.micro_batch:
         size = pick_micro_batch(rate_micro_batches(work.state, work.plan, work.device, spec.batch_seqs))
         work = replace(work, plan=work.plan.with_micro_batch(size))
-    compiled, said = wants_compile(machine, work.device, work.plan.total_steps)
-    if compiled:
-        said = try_compile(work.state, work.plan, work.device)
+    if kind != "off":
+        said = try_compile(work.state, work.plan, work.device, kind)
     precision = f"{work.device.precision}{' masters' if work.choice.masters else ''}"
-    forms = said or ("compile" if compiled else "eager")
+    forms = said or {"off": "eager", "on": "compile"}.get(kind, f"compile {kind}")
     return Rival(
         spec=spec,
         device=work.device,

@@ -49,10 +49,17 @@ def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
 
 
 def build_workload(
-    shape: Shape, machine: Machine, *, batch_seqs: int, micro_batch: int, seed: int = 0, dropout: float = 0.0
+    shape: Shape,
+    machine: Machine,
+    *,
+    batch_seqs: int,
+    micro_batch: int,
+    seed: int = 0,
+    dropout: float = 0.0,
+    compiled: bool = False,
 ) -> Workload:
     """A freshly initialized model of `shape` on the machine's device, with the optimizer and the forms of operations
-    that a run would give it."""
+    that a run would give it. compiled: whether the caller compiles it, which may choose other forms."""
     run = Run(
         seed=seed,
         model=Model(n_layer=shape.n_layer, n_head=shape.n_head, d_model=shape.d_model, dropout=dropout),
@@ -63,7 +70,7 @@ def build_workload(
     device = open_device(machine)
     model = build_model(shape, seed, dropout)
     state = build_state(model, run, device)
-    choice = choose_forms(shape, machine, device, micro_batch=micro_batch, dropout=dropout)
+    choice = choose_forms(shape, machine, device, micro_batch=micro_batch, dropout=dropout, compiled=compiled)
     use_choice(state, choice, device)
     plan = build_plan(
         run, epoch_tokens=run.budget.batch_tokens * STEPS, micro_batch=micro_batch, kind=device.place.type

@@ -1,0 +1,110 @@
+"""Everything worth measuring on one GPU, in the order of what is wanted first, within a time limit; every bench leaves
+its record. Needs what the package needs and no installation: PYTHONPATH=src python tests/soak/bench_gpu.py.
+
+A bench that fails or runs out of time is named at the end and the next one begins. `--tiny` walks through the same list
+with sizes for any machine, a CPU too, to see that every command works. The last line is JSON.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SKIP_SECONDS = 20.0  # nothing useful is measured in less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A bench to run: its record's name, its arguments, the most seconds it gets of what is left."""
+
+    name: str
+    words: str
+    seconds: float = 120.0
+
+
+def list_benches(nanogpt: str, build_nanogpt: str) -> list[Bench]:
+    """For one large card, most wanted first."""
+    step = "--preset {0} --batch-seqs {1}"
+    small, largest = step.format("gpt2-124m", 64), step.format("gpt2-1558m", 32)
+    sources = (f" --nanogpt {nanogpt}" if nanogpt else "") + (
+        f" --build-nanogpt {build_nanogpt}" if build_nanogpt else ""
+    )
+    return [
+        Bench(name="gpu-124m", words=f"knob compile {small} --values on,blocks,off --repeats 10", seconds=150),
+        Bench(name="gpu-parts-124m", words="parts --batch-tokens 65536"),
+        Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on --repeats 10"),
+        Bench(name="gpu-1558m", words=f"knob compile {largest} --values blocks", seconds=150),
+        Bench(name="gpu-355m", words=f"knob compile {step.format('gpt2-355m', 64)} --values on"),
+        Bench(name="gpu-774m", words=f"knob compile {step.format('gpt2-774m', 32)} --values on"),
+        Bench(name="gpu-peers-124m", words=f"peers {small}{sources}", seconds=180),
+        Bench(name="gpu-attention", words="attention --longest 4096 --seqs 16"),
+        Bench(name="gpu-gemm", words="gemm --dtypes bf16,tf32 --largest 8192 --tokens 65536"),
+        Bench(name="gpu-attention-124m", words=f"knob attention {small} --values flash,cudnn,fa2"),
+        Bench(name="gpu-micro-batch-124m", words=f"knob micro_batch {small} --values 8,16,32,64"),
+        Bench(name="gpu-recompute-124m", words=f"knob recompute {small}"),
+        Bench(name="gpu-mixed-124m", words=f"knob mixed {small} --values autocast,masters"),
+        Bench(name="gpu-graphs-small", words=f"knob compile {step.format('gpt2-124m', 2)} --values on,graphs"),
+        Bench(name="gpu-ladder", words="ladder --repeats 3", seconds=240),
+    ]
+
+
+def list_tiny_benches() -> list[Bench]:
+    """The same commands at sizes that take seconds anywhere."""
+    tiny = "--seq-len 32 --batch-seqs 2 --repeats 1"
+    return [
+        Bench(name="gpu-124m", words=f"knob compile {tiny} --values blocks,off"),
+        Bench(name="gpu-parts-124m", words="parts --batch-tokens 64 --repeats 1"),
+        Bench(name="gpu-fused-124m", words=f"knob fused {tiny} --values off,on"),
+        Bench(name="gpu-peers-124m", words=f"peers {tiny} --no-compile --only transformers"),
+        Bench(name="gpu-attention", words="attention --longest 128 --repeats 1"),
+        Bench(name="gpu-gemm", words="gemm --largest 256 --tokens 0 --repeats 1"),
+        Bench(name="gpu-attention-124m", words=f"knob attention {tiny} --values flash,cudnn,fa2"),
+        Bench(name="gpu-micro-batch-124m", words=f"knob micro_batch {tiny} --values 1,2"),
+        Bench(name="gpu-recompute-124m", words=f"knob recompute {tiny}"),
+        Bench(name="gpu-mixed-124m", words=f"knob mixed {tiny} --values autocast"),
+        Bench(name="gpu-graphs-small", words=f"knob compile {tiny} --values graphs,off"),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="default cuda")
+    parser.add_argument("--out", type=Path, default=Path("records"), help="folder for the records (default records)")
+    parser.add_argument("--minutes", type=float, default=9.5, help="time for everything (default 9.5)")
+    parser.add_argument("--only", default="", metavar="NAME,...", help="some of the records")
+    parser.add_argument("--tiny", action="store_true", help="walk through at tiny sizes")
+    parser.add_argument("--nanogpt", default="", metavar="PATH", help="checkout of nanoGPT, for the peers")
+    parser.add_argument("--build-nanogpt", default="", metavar="PATH", help="train_gpt2.py of build-nanogpt")
+    options = parser.parse_args()
+    benches = list_tiny_benches() if options.tiny else list_benches(options.nanogpt, options.build_nanogpt)
+    if options.only:
+        benches = [bench for bench in benches if bench.name in options.only.split(",")]
+    deadline = time.monotonic() + 60 * options.minutes
+    outcome: dict[str, str] = {}
+    for bench in benches:
+        left = deadline - time.monotonic()
+        outcome[bench.name] = run(bench, options.device, options.out, min(left, bench.seconds))
+        print(f"=== {bench.name}: {outcome[bench.name]}\n", flush=True)
+    print(json.dumps({"benches": outcome, "done": sum(said.startswith("done") for said in outcome.values())}))
+    return 0
+
+
+def run(bench: Bench, device: str, out: Path, seconds: float) -> str:
+    """Run one bench; say how it ended."""
+    if seconds < SKIP_SECONDS:
+        return "left out: no time left"
+    words = [*bench.words.split(), "--device", device, "--out", str(out), "--name", bench.name]
+    print(f"=== {bench.name}: megatoken bench {' '.join(words)}", flush=True)
+    began = time.monotonic()
+    try:
+        code = subprocess.run([sys.executable, "-m", "megatoken.cli", "bench", *words], timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:.0f} s"
+    return f"done in {time.monotonic() - began:.0f} s" if code == 0 else f"failed with code {code}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
