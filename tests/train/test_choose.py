@@ -10,8 +10,9 @@ import torch
 from megatoken import device
 from megatoken.config import Machine
 from megatoken.device import misses_triton
+from megatoken.errors import Fault
 from megatoken.hardware import cpu_count, recall
-from megatoken.model.kernels import ATTENTION, Kernels
+from megatoken.model.kernels import ATTENTION, LOSS, Kernels
 from megatoken.train import choose
 from megatoken.train.choose import CHOICES, choose_forms, list_options, pick
 from megatoken.train.step import accumulate_gradients, train_step
@@ -82,6 +83,22 @@ def test_options_on_a_gpu_follow_its_age_and_what_is_installed(monkeypatch: pyte
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert misses_triton(card) == "they were made for NVIDIA GPUs"
+
+
+def test_trials_fit_a_vocabulary_smaller_than_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSS, "other", LOSS["torch"])
+    options = {"loss": ["torch", "other"], "mixed": ["autocast", "masters"], "attention": ["flash", "explicit"]}
+    shape = replace(SHAPE, vocab_size=20)
+    seconds = choose._try_forms(shape, BF16, 8, options, 0.1, False)
+    assert {name: set(forms) for name, forms in seconds.items()} == {
+        name: set(forms) for name, forms in options.items()
+    }
+
+
+@pytest.mark.parametrize("form", ["cudnn", "fa2"])
+def test_a_backend_that_is_not_here_is_refused_before_anything_runs(form: str) -> None:
+    with pytest.raises(Fault, match=f"no {form} attention for heads of 16 in fp32 on cpu — machine.attention"):
+        choose_forms(SHAPE, Machine(attention=form), CPU, micro_batch=1, dropout=0.0)  # type: ignore[arg-type]
 
 
 def test_a_form_that_fails_here_is_left_out_and_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:

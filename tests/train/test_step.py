@@ -76,7 +76,7 @@ def test_numbers_that_are_not_finite_stop_before_the_update() -> None:
     with torch.no_grad():
         state.model.norm.bias[0] = float("inf")
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    with pytest.raises(Fault, match="step 0") as fault:
+    with pytest.raises(Fault, match="step 1") as fault:
         train_step(state, tiny_plan(), CPU, *tiny_batch())
     assert fault.value.code == Exit.NUMERICS
     assert state.step == 0
@@ -114,7 +114,7 @@ def test_steps_launched_after_a_bad_one_update_nothing_and_the_bad_one_is_named(
     assert [report.step for report in land(state, flights[:2])] == [1, 2]
     with pytest.raises(Fault, match="loss nan") as fault:
         land(state, flights)
-    assert "step 2" in str(fault.value)
+    assert "step 3" in str(fault.value)
     assert state.step == 2
     for name, parameter in alone.model.named_parameters():
         assert torch.equal(state.model.get_parameter(name), parameter), name

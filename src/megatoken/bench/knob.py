@@ -48,9 +48,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         device=str(device.place),
         micro_batch=options.micro_batch or options.batch_seqs,
     )
-    if spec.batch_seqs % spec.micro_batch:
-        what = f"micro-batch {spec.micro_batch} does not divide {spec.batch_seqs} sequences"
-        raise Fault(Exit.CONFIG, what, "--micro-batch", "give a divisor of --batch-seqs")
+    tried = [value for _, value in values if value != "auto"] if options.knob == "micro_batch" else []
+    for option, size in [("--micro-batch", spec.micro_batch), *(("--values", size) for size in tried)]:
+        if spec.batch_seqs % size:
+            what = f"micro-batch {size} does not divide {spec.batch_seqs} sequences"
+            raise Fault(Exit.CONFIG, what, option, "give a divisor of --batch-seqs")
     tokens = spec.batch_seqs * shape.seq_len
     at_once = 1 + count_at_once(shape, spec.micro_batch * shape.seq_len, device)
     console.say(

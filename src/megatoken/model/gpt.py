@@ -106,7 +106,8 @@ class MLP(nn.Module):
         storage = h_BTF.untyped_storage().data_ptr()
 
         def pack(kept: Tensor) -> Tensor | torch.Size:
-            return kept.shape if kept.untyped_storage().data_ptr() == storage else kept
+            same = kept.is_contiguous() and kept.untyped_storage().data_ptr() == storage
+            return kept.shape if same else kept
 
         def unpack(kept: Tensor | torch.Size) -> Tensor:
             return make().view(kept) if isinstance(kept, torch.Size) else kept

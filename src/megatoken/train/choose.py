@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megatoken.config import Machine
 from megatoken.device import Device, misses_triton
+from megatoken.errors import Exit, Fault
 from megatoken.hardware import cpu_count, recall, remember, return_freed_memory
 from megatoken.model.gpt import Block, use_kernels
-from megatoken.model.kernels import ATTENTION, LOSS, Kernels
+from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.presets import Shape
 from megatoken.timing import take_turns
 from megatoken.train.state import LOSS_CHUNK, State
@@ -62,6 +63,7 @@ def choose_forms(
     compiled: whether the model will be, so that forms are tried as they will run; on a CPU those that differ are not.
     """
     compiled = compiled and device.place.type == "cuda"
+    _check_attention(shape, machine, device, dropout)
     options = list_options(machine, device, dropout)
     missing = misses_triton(device)
     note = f"fused kernels are left out: {missing}" if machine.fused == "on" and missing else ""
@@ -70,16 +72,27 @@ def choose_forms(
     if any(len(forms) > 1 for forms in options.values()):
         most = MOST_TOKENS[device.place.type]
         tokens = max(min(micro_batch * shape.seq_len, most), shape.seq_len)
-        key = _describe(shape, device, tokens, options) + (", compiled" if compiled else "")
+        key = _describe(shape, device, tokens, options)
+        key += f"{f', dropout {dropout}' if dropout else ''}{', compiled' if compiled else ''}"
         seconds = _recall(key, options)
         if not seconds:
-            seconds = _try_forms(shape, device, tokens // shape.seq_len, options, compiled)
+            seconds = _try_forms(shape, device, tokens // shape.seq_len, options, dropout, compiled)
             remember(CHOICES, {key: seconds})
             return_freed_memory()
         margin = MARGIN[device.place.type]
         fixed |= {name: pick(forms, margin) for name, forms in seconds.items()}
     masters = fixed.pop("mixed") == "masters"
     return Choice(kernels=Kernels(**fixed), masters=masters, seconds=seconds, note=note)
+
+
+def _check_attention(shape: Shape, machine: Machine, device: Device, dropout: float) -> None:
+    """Raise Fault(CONFIG) when the backend that the recipe names cannot do these heads in this precision here."""
+    if machine.attention not in CUDA_ONLY:
+        return
+    q = torch.zeros(1, shape.n_head, 16, shape.d_head, dtype=device.dtype, device=device.place)
+    if device.place.type != "cuda" or not _runs(lambda: ATTENTION[machine.attention](q, q, q, dropout)):
+        what = f"no {machine.attention} attention for heads of {shape.d_head} in {device.precision} on {device.name}"
+        raise Fault(Exit.CONFIG, what, "machine.attention", "use auto")
 
 
 def use_choice(state: State, choice: Choice, device: Device) -> None:
@@ -150,7 +163,9 @@ def _describe(shape: Shape, device: Device, tokens: int, options: Mapping[str, l
     return f"{place}; {sizes}; {forms}; torch {torch.__version__}, numpy {numpy.__version__}"
 
 
-def _try_forms(shape: Shape, device: Device, seqs: int, options: Mapping[str, list[str]], compiled: bool) -> Seconds:
+def _try_forms(
+    shape: Shape, device: Device, seqs: int, options: Mapping[str, list[str]], dropout: float, compiled: bool
+) -> Seconds:
     """Seconds of a forward and backward of every open operation in each of its forms, which take turns.
 
     Products, norms, GELU and weights are timed in a whole block, where they meet the operations between them; attention
@@ -159,13 +174,14 @@ def _try_forms(shape: Shape, device: Device, seqs: int, options: Mapping[str, li
     B, T, C, H = seqs, shape.seq_len, shape.d_model, shape.n_head
     block = Block(shape, 0, 0.0).to(device.place)
     low = Block(shape, 0, 0.0).to(device.place, device.dtype)
-    forward = torch.compile(block) if compiled else block
+    forward, forward_low = (torch.compile(each) if compiled else each for each in (block, low))
     x_BTC = torch.linspace(-2, 2, B * T * C, device=device.place).view(B, T, C).requires_grad_()
     update_BTC = x_BTC.detach().flip(0).requires_grad_()
+    low_pair = tuple(part.detach().to(device.dtype).requires_grad_() for part in (x_BTC, update_BTC))
     heads_BHTD = x_BTC.detach().to(device.dtype).view(B, T, H, C // H).transpose(1, 2)
     q, k, v = (heads_BHTD.clone().requires_grad_() for _ in range(3))
     rows = min(B * T, LOSS_CHUNK[device.place.type])
-    targets_N = torch.arange(rows, device=device.place)
+    targets_N = torch.arange(rows, device=device.place) % shape.vocab_size
 
     def run_block(kernels: Kernels) -> Tensor:
         use_kernels(block, kernels)
@@ -178,11 +194,11 @@ def _try_forms(shape: Shape, device: Device, seqs: int, options: Mapping[str, li
 
     trials: dict[str, Callable[[str], Tensor | None]] = {
         "linear": lambda form: run_block(Kernels(linear=form)),
-        "attention": lambda form: ATTENTION[form](q, k, v, 0.0),
+        "attention": lambda form: ATTENTION[form](q, k, v, dropout),
         "norm": lambda form: run_block(Kernels(norm=form)),
         "gelu": lambda form: run_block(Kernels(gelu=form)),
         "loss": run_loss,
-        "mixed": lambda form: run_block(Kernels()) if form == "autocast" else sum_stream(low(x_BTC.to(device.dtype))),
+        "mixed": lambda form: run_block(Kernels()) if form == "autocast" else sum_stream(forward_low(*low_pair)),
     }
 
     def run_trial(name: str, form: str) -> None:
@@ -194,6 +210,8 @@ def _try_forms(shape: Shape, device: Device, seqs: int, options: Mapping[str, li
     for name, forms in options.items():
         if len(forms) > 1:
             calls = {form: call for form in forms if _runs(call := partial(run_trial, name, form))}
+            if forms[0] not in calls:
+                continue  # what is wrong with the plain form is for the run to say
             first = take_turns(calls, repeats=1, synchronize=device.synchronize)
             affordable = int(TRIAL_SECONDS / sum(timing.best for timing in first.values()))
             repeats = min(max(affordable, FEWEST), MOST)
@@ -208,7 +226,7 @@ def sum_stream(parts: tuple[Tensor, Tensor]) -> Tensor:
     return parts[0] + parts[1]
 
 
-def _runs(call: Callable[[], None]) -> bool:
+def _runs(call: Callable[[], object]) -> bool:
     """Whether a form works here at all: a backend may lack this head width, a compiler this card."""
     try:
         with warnings.catch_warnings(action="ignore"):  # torch tells at length why a backend declined

@@ -22,6 +22,8 @@ from megatoken.errors import Exit, Fault
 from megatoken.model.loss import cross_entropy
 from megatoken.train.state import Plan, State
 
+SMALLEST_SCALE = 2.0**-10  # of an fp16 loss: whoever overflows below it is not finite at any scale
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -94,9 +96,11 @@ def update_checked(state: State, clip: float, parameters: Sequence[Tensor], loss
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     finite = math.isfinite(loss) and math.isfinite(norm)
     if not finite and not (state.scaler.is_enabled() and math.isfinite(loss)):
-        raise _not_finite(state.step, float(loss), float(norm))
+        raise _not_finite(state.step + 1, float(loss), float(norm))
     state.scaler.step(state.optimizer)
     state.scaler.update()
+    if not finite and state.scaler.get_scale() < SMALLEST_SCALE:
+        raise _not_finite(state.step + 1, float(loss), float(norm))
     return not finite
 
 
@@ -110,14 +114,14 @@ def land(state: State, flights: Sequence[Flight]) -> list[Report]:
     for flight, (loss, norm, trouble) in zip(flights, rows, strict=True):
         if trouble:
             state.step = flight.step - 1
-            raise _not_finite(state.step, loss, norm)
+            raise _not_finite(flight.step, loss, norm)
         reports.append(Report(step=flight.step, loss=loss, grad_norm=norm, lr=flight.lr, skipped=flight.skipped))
     return reports
 
 
 def _not_finite(step: int, loss: float, norm: float) -> Fault:
     what = f"loss {loss:g}, gradient norm {norm:g}"
-    fix = "nothing was updated; lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
+    fix = "its update was left out; lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
     return Fault(Exit.NUMERICS, what, f"step {step}", fix)
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits, which are overwritten by their gradient: softmax minus one at the target.
 
 Plain is a few passes of torch over the rows, in fp32. Fused reads a row once and writes it once, in the dtype that it
-has, with sums in fp32: the row stays in registers where it fits them, else it is read again from the cache.
+has, with sums in fp32: a program holds the whole row where that is not too long, else it reads it again.
 Columns from `vocab_size` on are padding: no probability, no gradient. Whoever calls strikes out rows that do not count.
 
 Shapes: N rows, V padded vocabulary.
@@ -64,7 +64,8 @@ def _lose(
     columns = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     counted = target >= 0
-    score = tl.load(logits + tl.where(counted, target, 0)).to(tl.float32)
+    known = counted & (target < vocab_size)  # padding has no probability
+    score = tl.load(logits + tl.where(known, target, 0), mask=known, other=float("-inf")).to(tl.float32)
     if WHOLE:
         x = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
         top = tl.max(x, 0)
