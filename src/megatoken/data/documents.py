@@ -155,9 +155,11 @@ def find_seam(data: bytes, cuts: Cuts) -> tuple[int, bool]:
         for start in (max(0, len(data) - 4096), 0):
             if seam := _LAST_SEAM.match(data, start):
                 return seam.end(), cuts == "words"
-    end = len(data) - 1
-    while end > len(data) - 4 and data[end] & 0xC0 == 0x80:  # the middle of a character
+    last = end = len(data) - 1
+    while end > last - 3 and data[end] & 0xC0 == 0x80:  # the middle of a character
         end -= 1
+    if data[end] & 0xC0 == 0x80:  # four in a row: the last of them belongs to no character
+        end = last
     bracket = data.rfind(b"<", max(1, end - len(SEPARATOR)), end)
     if bracket > 0 and SEPARATOR.startswith(data[bracket:end]):
         end = bracket
