@@ -186,7 +186,7 @@ def _try_forms(
     def run_block(kernels: Kernels) -> Tensor:
         use_kernels(block, kernels)
         with device.autocast():
-            return sum_stream(forward(x_BTC, update_BTC))
+            return _sum_stream(forward(x_BTC, update_BTC))
 
     def run_loss(form: str) -> None:
         logits_NV = torch.zeros(rows, shape.padded_vocab_size, dtype=device.dtype, device=device.place)
@@ -198,7 +198,7 @@ def _try_forms(
         "norm": lambda form: run_block(Kernels(norm=form)),
         "gelu": lambda form: run_block(Kernels(gelu=form)),
         "loss": run_loss,
-        "mixed": lambda form: run_block(Kernels()) if form == "autocast" else sum_stream(forward_low(*low_pair)),
+        "mixed": lambda form: run_block(Kernels()) if form == "autocast" else _sum_stream(forward_low(*low_pair)),
     }
 
     def run_trial(name: str, form: str) -> None:
@@ -221,7 +221,7 @@ def _try_forms(
     return found
 
 
-def sum_stream(parts: tuple[Tensor, Tensor]) -> Tensor:
+def _sum_stream(parts: tuple[Tensor, Tensor]) -> Tensor:
     """What a block makes of its stream: the next norm would add the update."""
     return parts[0] + parts[1]
 
