@@ -30,6 +30,7 @@ LAZY_COMMANDS = {
     "megatoken.data.prepare",
     "megatoken.progress",
     "megatoken.pretrain",
+    "megatoken.doctor",
     "megatoken.writing",
     "megatoken.verify",
     "megatoken.plot",

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.config import KNOBS, Duration, Run, build, find_conflicts, flatten, parse_time, parse_value
+from megatoken.config import KNOBS, Run, build, find_conflicts, flatten
+from megatoken.knobs import Duration, parse_time, parse_value
 
 
 @pytest.mark.parametrize(

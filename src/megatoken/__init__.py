@@ -10,6 +10,7 @@ STAGES = (
     "errors",  # one kind of failure, with its exit code
     "console",  # how things are shown to people
     "presets",  # published model shapes: pure data
+    "knobs",  # what a knob is and how its value is read
     "config",  # every knob, typed and frozen
     "recipe",  # YAML and overrides to a checked run, with origins
     "peaks",  # vendor data sheets: pure data
@@ -19,6 +20,7 @@ STAGES = (
     "data",  # documents -> tokenizer -> prepare -> shards -> loader
     "model",  # GPT, loss, counts
     "optim",  # parameter groups, learning-rate schedule
+    "parallel",  # which process of how many; what they tell each other
     "train",  # state, step, meter, journal, guard
     "checkpoint",  # commit protocol, restore
     "evaluate",  # held-out loss
@@ -28,8 +30,10 @@ STAGES = (
     "verify",  # every hash of a folder, recomputed
     "progress",  # the bar of prepare
     "bench",  # every speed measured on this machine
+    "doctor",  # what this machine lacks to train
     "writing",  # a prompt continued on the screen
     "opening",  # what happens once, before the first step
     "pretrain",  # the program: the page to read first
+    "arguments",  # words into options
     "cli",  # one call per subcommand
 )

@@ -10,28 +10,20 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatoken import __version__
-from megatoken.bench.options import add_benches
-from megatoken.config import KNOBS, SCIENCE
+from megatoken.arguments import Call, parse
 from megatoken.console import Console
 from megatoken.errors import Exit, Fault
 from megatoken.hardware import prepare_process
 from megatoken.model import count
+from megatoken.parallel.launch import launch
+from megatoken.parallel.scripts import ENGINES, Job
+from megatoken.parallel.topology import read_topology
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape
-from megatoken.recipe import format_value, list_recipes, render, resolve, resolve_preset
-
-OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors in our words."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Fault(Exit.CONFIG, message, self.prog, f"see `{self.prog} --help`")
+from megatoken.recipe import render, resolve, resolve_preset
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,15 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     prepare_process()
     try:
-        options = parse(words)
+        options = parse(words, CALLS)
+        options.words = words
         code, answer = options.call(options)
-        if options.json:
+        if options.json and answer is not None:
             print(json.dumps(answer), flush=True)
         return int(code)
     except Fault as fault:
         if "--debug" in words:
             traceback.print_exc()
-        print(f"error: {fault}", file=sys.stderr)
+        print(f"{name_process()}error: {fault}", file=sys.stderr)
         return int(fault.code)
     except BrokenPipeError:
         sys.stderr.close()
@@ -57,100 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Options of one command; for those that take a recipe, `a.b=c` words may stand anywhere."""
-    overrides: list[str] = []
-    if words and words[0] in ("train", "config", "describe"):
-        takes_value = {word for word in words if word in ("--out", "--init")}
-        kept: list[str] = []
-        for previous, word in zip(["", *words], words, strict=False):
-            is_override = OVERRIDE.fullmatch(word) and previous not in takes_value
-            (overrides if is_override else kept).append(word)
-        words = kept
-    options = build_parser().parse_args(words)
-    options.overrides = overrides
-    return options
-
-
-def build_parser() -> Parser:
-    """Every subcommand and option."""
-    parser = Parser(prog="megatoken", description="Pre-train GPTs from raw text: prepare, train, sample.")
-    parser.add_argument("--version", action="version", version=f"megatoken {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-
-    def add(name: str, call: Any, doc: str, epilog: str = "", among: Any = commands) -> Parser:
-        raw = argparse.RawDescriptionHelpFormatter
-        command: Parser = among.add_parser(name, help=doc, description=doc, epilog=epilog, formatter_class=raw)
-        command.add_argument("--json", action="store_true", help="progress to stderr, one JSON line to stdout")
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        command.set_defaults(call=call)
-        return command
-
-    recipe_doc = f"a .yaml file, or one of ours: {', '.join(list_recipes())}"
-    p = add("prepare", run_prepare, "turn text into shards of tokens")
-    p.add_argument("source", metavar="SOURCE", help="file, folder or glob of .txt .md .jsonl(.gz|.zst) .parquet, or "
-                   "python, tinyshakespeare, tinystories, fineweb, fineweb-edu")  # fmt: skip
-    p.add_argument("--out", required=True, type=Path, help="dataset folder to write")
-    p.add_argument("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N or a tokenizer.json (default gpt2)")
-    p.add_argument("--workers", type=int, default=0, help="processes; the result does not depend on it (0: all cores)")
-    p.add_argument("--val-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)")
-    p.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per shard (default 100000000)")
-    p.add_argument("--invalid", choices=("replace", "skip", "fail"), default="replace",
-                   help="text that is not UTF-8 (default replace); skip passes over bad JSON lines too")  # fmt: skip
-    p.add_argument("--text-key", default="text", help="field or column that holds the text (default text)")
-    p.add_argument("--root", type=Path, help="local copy of a named source, laid out like the original")
-    p = add("train", run_train, "train a recipe, or go on with it", epilog=describe_fields())
-    p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
-    p.add_argument("--out", type=Path, help="run folder (default runs/RECIPE)")
-    p.add_argument("--init", metavar="RUN_OR_HF_DIR", help="start from these weights; the same as model.init=...")
-    p.add_argument("--explain", action="store_true", help="say what was measured for every choice left to auto")
-    p.usage = ("megatoken train RECIPE [--out RUN] [--init RUN_OR_HF_DIR] [--explain] [--json] [--debug] "
-               "[section.field=value ...]")  # fmt: skip
-    p = add("config", run_config, "print the resolved values of a recipe and where each comes from")
-    p.usage = "megatoken config RECIPE [--json] [--debug] [section.field=value ...]"
-    p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
-    p = add("describe", run_describe, "parameters, FLOPs and memory of a preset or recipe")
-    p.usage = "megatoken describe PRESET_OR_RECIPE [--json] [--debug] [section.field=value ...]"
-    p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
-    _add_sample(add)
-    p = commands.add_parser("bench", help="measure this machine: a ladder of speed-ups, and each part alone")
-    benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
-    add_benches(lambda name, doc: add(name, run_bench, doc, among=benches))
-    p = add("verify", run_verify, "check every hash of a dataset or run folder")
-    p.add_argument("folder", metavar="DIR", type=Path)
-    p = add("plot", run_plot, "draw the curves of one or several runs into one picture")
-    p.add_argument("runs", metavar="RUN", nargs="+", type=Path)
-    p.add_argument("--out", type=Path, help="PNG to write (default RUN/plots/curves.png of the first)")
-    p.add_argument("--pictures", action="store_true", help="also position embeddings and a weight matrix of the first")
-    return parser
-
-
-def _add_sample(add: Callable[..., Parser]) -> None:
-    p = add("sample", run_sample, "let a trained model continue a prompt")
-    p.add_argument("model", metavar="RUN_OR_HF_DIR", help="run folder, Hugging Face GPT-2 folder or hub name")
-    p.add_argument("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue; - or nothing: stdin")
-    p.add_argument("--tokens", type=int, help="new tokens per sequence (default 128, or what the context has room for)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")
-    p.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest; 0: all (default 50)")
-    p.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that sum to p (default 1)")
-    p.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
-    p.add_argument("-n", "--n", type=int, default=1, help="sequences (default 1)")
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
-    p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
-
-
-def describe_fields() -> str:
-    """The help page of every field: key, default, unit and meaning, section by section."""
-    lines, section = ["fields (section.field=value), as in a recipe:"], None
-    for key, knob in KNOBS.items():
-        head = key.rpartition(".")[0]
-        if head and head != section:
-            section = head
-            lines.append(f"\n {section} ({'science: fixes the curve' if head in SCIENCE else 'machine'})")
-        unit = f" [{knob.unit}]" if knob.unit else ""
-        choices = f" {{{knob.expects.removeprefix('one of ')}}}" if knob.expects.startswith("one of") else ""
-        lines.append(f"  {key + '=' + format_value(knob.default):<28} {knob.doc}{unit}{choices}")
-    return "\n".join(lines)
+def name_process() -> str:
+    """Which rank speaks, where it is not the first or only one."""
+    try:
+        rank = read_topology().rank
+    except Fault:  # that is what is being reported
+        return ""
+    return f"[rank {rank}] " if rank else ""
 
 
 def run_prepare(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
@@ -175,16 +81,61 @@ def run_prepare(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     return Exit.DONE, dataclasses.asdict(done)
 
 
-def run_train(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
+def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """train: a recipe to a run folder."""
     given = [f"model.init={options.init}"] if options.init else []
     resolved = resolve(options.recipe, [*options.overrides, *given])
+    topology = read_topology()
+    if options.nproc > 1 and topology.world_size == 1:
+        return launch([sys.executable, "-m", "megatoken.cli", *options.words], options.nproc), None
+    if options.nproc not in (1, topology.world_size):
+        what = f"--nproc {options.nproc} within {topology.world_size} processes that are there already"
+        raise Fault(Exit.CONFIG, what, "--nproc", "leave it to torchrun or srun, or to --nproc")
     from megatoken.pretrain import pretrain
 
     out = options.out or Path("runs") / resolved.name
     summary = pretrain(resolved, out, Console(to_stderr=options.json), explain=options.explain)
-    answer = dataclasses.asdict(summary)
-    return summary.code, answer
+    return summary.code, dataclasses.asdict(summary) if topology.is_first else None
+
+
+def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
+    """launch: a recipe to a script; the recipe is checked, the batch must divide among the processes."""
+    resolved = resolve(options.recipe, options.overrides)
+    world = options.nodes * options.nproc
+    if world < 1 or resolved.run.batch_seqs % world:
+        what = f"a batch of {resolved.run.batch_seqs:,} sequences does not divide among {world} processes"
+        raise Fault(Exit.CONFIG, what, "--nodes, --nproc", "change them, or budget.batch_tokens")
+    job = Job(
+        name=re.sub(r"[^a-z0-9-]+", "-", resolved.name.lower()).strip("-") or "megatoken",
+        words=[options.recipe, "--out", str(options.out or Path("runs") / resolved.name), *options.overrides],
+        nodes=options.nodes,
+        nproc=options.nproc,
+        gpus=options.gpus,
+        time=options.time,
+        image=options.image,
+    )
+    text = ENGINES[options.engine](job)
+    if options.write:
+        try:
+            options.write.write_text(text)
+        except OSError as wrong:
+            raise Fault(Exit.STORAGE, f"cannot write: {wrong.strerror}", str(options.write), "choose another") from None
+    elif not options.json:
+        print(text, end="")
+    return Exit.DONE, {"script": text, "processes": world}
+
+
+def run_doctor(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
+    """doctor: what this machine has and lacks; fails when a run would."""
+    from megatoken.doctor import examine
+
+    findings = examine(options.folder)
+    console = Console(to_stderr=options.json)
+    for finding in findings:
+        mark = {"good": "ok  ", "lacking": "less", "bad": "BAD "}[finding.state]
+        console.say(f"{mark} {finding.name:<10} {finding.found}" + (f" — {finding.remedy}" if finding.remedy else ""))
+    bad = any(finding.state == "bad" for finding in findings)
+    return Exit.CONFIG if bad else Exit.DONE, {"findings": [dataclasses.asdict(finding) for finding in findings]}
 
 
 def run_config(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
@@ -277,6 +228,19 @@ def run_plot(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
         print(path)
     return Exit.DONE, {"pictures": [str(path) for path in drawn]}
 
+
+CALLS: dict[str, Call] = {
+    "prepare": run_prepare,
+    "train": run_train,
+    "launch": run_launch,
+    "doctor": run_doctor,
+    "config": run_config,
+    "describe": run_describe,
+    "sample": run_sample,
+    "bench": run_bench,
+    "verify": run_verify,
+    "plot": run_plot,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -50,8 +50,9 @@ def format_step(row: Mapping[str, Any], *, total_steps: int, memory_bytes: int, 
 class Console:
     """Prints to stdout, or to stderr when stdout is kept for JSON."""
 
-    def __init__(self, *, to_stderr: bool = False) -> None:
-        self.rich = Rich(stderr=to_stderr, highlight=False, soft_wrap=True)
+    def __init__(self, *, to_stderr: bool = False, quiet: bool = False) -> None:
+        """quiet: for a process that is not the one to speak."""
+        self.rich = Rich(stderr=to_stderr, highlight=False, soft_wrap=True, quiet=quiet)
         self.rich.on_broken_pipe = self._fall_silent  # type: ignore[method-assign]
         self._live: Live | None = None
         self._last = -QUIET_SECONDS

@@ -65,14 +65,18 @@ class Device:
             torch.mps.synchronize()
 
 
-def open_device(machine: Machine) -> Device:
+def open_device(machine: Machine, *, rank: int = 0, ranks: int = 1) -> Device:
     """Choose device and precision, set threads and product modes for this process.
+
+    rank, ranks: among the processes on this machine, which share its cores and have a CUDA device each.
 
     The peak is the data sheet's, 0 for a device that is not in the table. Raises Fault(CONFIG) when the device asked
     for is not there or cannot run the precision.
     """
-    torch.set_num_threads(machine.threads or cpu_count())
+    torch.set_num_threads(machine.threads or max(1, cpu_count() // ranks))
     device = _find_device(machine.device)
+    if device.type == "cuda" and ranks > 1:
+        device = _find_device(f"cuda:{rank}")
     precision = _choose_precision(device, machine.precision)
     tf32 = device.type == "cuda" and machine.tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cuda":

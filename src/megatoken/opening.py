@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatoken import __version__
+from megatoken.checkpoint.manifest import verify
 from megatoken.checkpoint.restore import restore_state
 from megatoken.checkpoint.store import Manifest, newest_valid, step_folder, steps, sweep
 from megatoken.config import Run
@@ -35,10 +36,12 @@ from megatoken.model.count import (
 )
 from megatoken.model.gpt import GPT, initialize
 from megatoken.model.kernels import Kernels
+from megatoken.parallel.ranks import Ranks
+from megatoken.parallel.topology import Topology
 from megatoken.presets import Shape
 from megatoken.recipe import Resolved, render, resolve, science_changes
 from megatoken.train.choose import Choice, choose_forms, use_choice
-from megatoken.train.journal import METRICS, STATUS, Journal, replace_file
+from megatoken.train.journal import METRICS, STATUS, Journal, read_metrics, replace_file
 from megatoken.train.probe import pick_micro_batch, rate_micro_batches, try_compile
 from megatoken.train.state import Plan, State, build_state
 
@@ -184,12 +187,22 @@ def _adopt(model: GPT, name: str, tokenizer: Tokenizer, console: Console) -> Non
     console.say(f"weights from {loaded.source}")
 
 
-def restore(out: Path, state: State, dataset: Dataset, journal: Journal, console: Console) -> None:
+def restore(out: Path, state: State, dataset: Dataset, journal: Journal, console: Console, ranks: Ranks) -> None:
     """Bring the state to the newest whole checkpoint, if there is one, and the journal back to its step.
 
-    Damaged checkpoints are named and passed over. Raises Fault(DATA) when the dataset is not the one trained on.
+    Damaged checkpoints are named and passed over. Rank 0 looks and tidies, the others read what it found. Raises
+    Fault(DATA) when the dataset is not the one trained on.
     """
     root = out / CHECKPOINTS
+    if ranks.topology.is_first:
+        _restore_newest(root, state, dataset, journal, console)
+    step = ranks.agree(state.step)
+    if not ranks.topology.is_first and step:
+        folder = step_folder(root, step)
+        restore_state(folder, verify(folder), state)
+
+
+def _restore_newest(root: Path, state: State, dataset: Dataset, journal: Journal, console: Console) -> None:
     sweep(root)
 
     def tell(path: Path, fault: Fault) -> None:
@@ -231,12 +244,27 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def choose_kernels(
-    out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console, *, explain: bool
+    out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console, ranks: Ranks, *, explain: bool
 ) -> None:
     """Compute with the forms of the operations that the recipe names, the run began with, or are fastest here.
 
-    What a run began with is kept in its folder: a resume must add in the same order to end bit-identical.
+    What a run began with is kept in its folder: a resume must add in the same order to end bit-identical. Rank 0
+    chooses for all.
     """
+    mine = None
+    if ranks.topology.is_first:
+        mine = dataclasses.asdict(_choose_forms(out, run, state, plan, device))
+    chosen = ranks.agree(mine)
+    choice = Choice(**chosen | {"kernels": Kernels(**chosen["kernels"])})
+    use_choice(state, choice, device)
+    console.say(f"forms    {choice}")
+    if choice.note:
+        console.warn(choice.note)
+    for name, said in [*choice.explain(), *describe_settings()] if explain else []:
+        console.say(f"  {name:<9} {said}")
+
+
+def _choose_forms(out: Path, run: Run, state: State, plan: Plan, device: Device) -> Choice:
     wishes = {name: getattr(run.machine, name) for name in ("linear", "attention", "mixed", "fused", "threads")}
     compiled = wants_compile(run.machine, device, plan.total_steps)[0] != "off"
     circumstances: dict[str, object] = {
@@ -263,32 +291,38 @@ def choose_kernels(
         )
         forms = {"circumstances": circumstances, **dataclasses.asdict(choice)}
         replace_file(memory, json.dumps({**facts, "forms": forms}, indent=1) + "\n")
-    use_choice(state, choice, device)
-    console.say(f"forms    {choice}")
-    if choice.note:
-        console.warn(choice.note)
-    for name, said in [*choice.explain(), *describe_settings()] if explain else []:
-        console.say(f"  {name:<9} {said}")
+    return choice
 
 
-def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console) -> int:
-    """The micro-batch asked for, the one remembered in the run folder, or the fastest measured now."""
+def choose_micro_batch(
+    out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console, ranks: Ranks
+) -> int:
+    """The micro-batch asked for, the one remembered in the run folder, or the fastest that rank 0 measures now."""
+    if not ranks.topology.is_first:
+        return int(ranks.agree(None))
+    return int(ranks.agree(_choose_micro_batch(out, run, state, plan, device, console, ranks.topology.world_size)))
+
+
+def _choose_micro_batch(
+    out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console, world_size: int
+) -> int:
     if run.machine.micro_batch != "auto":
         return run.machine.micro_batch
     circumstances = {
         "device": device.name,
         "precision": device.precision,
-        "batch_seqs": run.batch_seqs,
+        "batch_seqs": run.batch_seqs // world_size,
         "loss_chunk": plan.loss_chunk,
     }
     memory = out / MACHINE
     remembered = _read_facts(memory)
     if remembered.get("circumstances") == circumstances:
         return int(remembered["micro_batch"])
-    rates = rate_micro_batches(state, plan, device, run.batch_seqs)
+    share = run.batch_seqs // world_size
+    rates = rate_micro_batches(state, plan, device, share)
     best = pick_micro_batch(rates)
     said = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items() if rate)
-    console.say(f"micro-batch {best} of {run.batch_seqs} sequences" + (f" (tokens/s by size: {said})" if said else ""))
+    console.say(f"micro-batch {best} of {share} sequences" + (f" (tokens/s by size: {said})" if said else ""))
     record = {**remembered, "micro_batch": best, "circumstances": circumstances, "tokens_per_second": rates}
     replace_file(memory, json.dumps(record, indent=1) + "\n")
     return best
@@ -303,7 +337,14 @@ def compile_model(run: Run, state: State, plan: Plan, device: Device, console: C
         console.warn(said)
 
 
-def record_start(out: Path, resolved: Resolved, tokenizer: Tokenizer, journal: Journal, device: Device) -> None:
+def list_seen(out: Path) -> list[tuple[str, int]]:
+    """(kind, step) of what the journal already tells: a resume repeats nothing."""
+    return sorted({(row["kind"], row["step"]) for row in read_metrics(out)})
+
+
+def record_start(
+    out: Path, resolved: Resolved, tokenizer: Tokenizer, journal: Journal, device: Device, topology: Topology
+) -> None:
     """Write what the run is made of: resolved recipe, tokenizer, versions and machine."""
     replace_file(out / CONFIG, render(resolved.run, resolved.origins))
     tokenizer.save(out / TOKENIZER)  # also over that of a start that came to nothing
@@ -316,6 +357,7 @@ def record_start(out: Path, resolved: Resolved, tokenizer: Tokenizer, journal: J
         "system": platform.platform(),
         "device": device.name,
         "precision": device.precision,
+        "processes": topology.world_size,
         "peak_flops": device.peak_flops,
         "peak_source": device.peak_source,
         "command": sys.argv,

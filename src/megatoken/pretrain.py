@@ -13,7 +13,7 @@ import torch
 from megatoken import opening
 from megatoken.checkpoint.restore import save_state
 from megatoken.checkpoint.store import prune
-from megatoken.config import Duration, Run, parse_time
+from megatoken.config import Run
 from megatoken.console import Console, format_duration, format_step
 from megatoken.data.dataset import Dataset
 from megatoken.data.loader import EvaluationWindows, Loader, Prefetcher, evaluation_windows
@@ -21,6 +21,9 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.device import Device, open_device, with_peak
 from megatoken.errors import Exit, Fault
 from megatoken.evaluate.loss import held_out_loss
+from megatoken.knobs import Duration, parse_time
+from megatoken.parallel.ranks import join
+from megatoken.parallel.topology import read_topology
 from megatoken.plot import draw_run
 from megatoken.recipe import Resolved
 from megatoken.sample import generate
@@ -54,26 +57,44 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
     run cannot be begun or gone on with; whatever was committed before stays.
     """
     began = time.monotonic()
-    run = resolved.run
-    opening.check_folder(out, run)
-    device = open_device(run.machine)
+    run, topology = resolved.run, read_topology()
+    first = topology.is_first
+    if first:
+        opening.check_folder(out, run)
+    else:
+        console = Console(quiet=True)
+    device = open_device(run.machine, rank=topology.local_rank, ranks=topology.local_world_size)
     dataset, tokenizer = opening.open_data(run)
     shape = run.model.shape(tokenizer.vocab_size)
-    loader = Loader(dataset.train, seq_len=shape.seq_len, batch_seqs=run.batch_seqs, seed=run.seed)
-    with Journal.open(out) as journal, Guard(parse_time(run.save.time_limit) or None) as guard:
-        opening.check_space(out, shape)
-        device = with_peak(device)
+    loader = Loader(
+        dataset.train,
+        seq_len=shape.seq_len,
+        batch_seqs=run.batch_seqs,
+        seed=run.seed,
+        rank=topology.rank,
+        world_size=topology.world_size,
+    )
+    with (
+        join(topology, device.place.type) as ranks,
+        Journal.open(out) if first else Journal.silent(out) as journal,
+        Guard(parse_time(run.save.time_limit) or None) as guard,
+    ):
+        if first:
+            opening.check_space(out, shape)
+            device = with_peak(device)
         opening.introduce(console, resolved, out, device, dataset, tokenizer, loader, shape)
         state = opening.build(run, shape, tokenizer, device, out, console)
-        opening.restore(out, state, dataset, journal, console)
+        opening.restore(out, state, dataset, journal, console, ranks)
         plan = build_plan(run, epoch_tokens=loader.n_windows * shape.seq_len, kind=device.place.type)
-        if opening.is_finished(out, state, plan):
+        if ranks.agree(opening.is_finished(out, state, plan)):
             console.say(f"this run is finished; nothing to do: {out}")
             return summarize(out, plan, Exit.DONE, state.step, time.monotonic() - began)
-        opening.record_start(out, resolved, tokenizer, journal, device)
-        opening.choose_kernels(out, run, state, plan, device, console, explain=explain)
-        plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console))
+        if first:
+            opening.record_start(out, resolved, tokenizer, journal, device, topology)
+        opening.choose_kernels(out, run, state, plan, device, console, ranks, explain=explain)
+        plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console, ranks))
         opening.compile_model(run, state, plan, device, console)
+        state.share(ranks)
         journey = Journey(
             run=run,
             out=out,
@@ -85,9 +106,15 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
             guard=guard,
             state=state,
             plan=plan,
-            meter=Meter(device=device, shape=shape, batch_tokens=plan.batch_tokens, total_steps=plan.total_steps),
+            meter=Meter(
+                device=device,
+                shape=shape,
+                batch_tokens=plan.batch_tokens,
+                total_steps=plan.total_steps,
+                world_size=topology.world_size,
+            ),
             calendar=Calendar.of(run, plan),
-            seen={(row["kind"], row["step"]) for row in read_metrics(out)},
+            seen={(kind, step) for kind, step in ranks.agree(opening.list_seen(out) if first else None)},
         )
         try:
             code = journey.travel(loader)
@@ -98,7 +125,8 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
             raise
         finally:
             console.close()
-        journey.finish(code)
+        if first:
+            journey.finish(code)
     return summarize(out, plan, code, state.step, time.monotonic() - began, guard.stop_requested)
 
 
@@ -178,7 +206,7 @@ class Journey:
             self.windows = evaluation_windows(self.dataset.val, seq_len=loader.seq_len, limit_tokens=limit)
         with closing(Prefetcher(loader, self.device.place)) as batches:
             while self.state.step < self.plan.total_steps:
-                if self.guard.stop_requested:
+                if self.state.ranks.any(bool(self.guard.stop_requested)):
                     self.look()
                     self.save()
                     return Exit.STOPPED
@@ -257,16 +285,17 @@ class Journey:
         """Measure the held-out loss, unless there is nothing held out or it is measured already."""
         if self.windows is None or ("val", self.state.step) in self.seen:
             return
-        size = self.plan.micro_batch
-        rows = (self.windows.rows(first, size) for first in range(0, len(self.windows), size))
-        chunk = self.plan.loss_chunk
-        loss, count = held_out_loss(self.state.model, rows, self.device, chunk=chunk)
+        size, chunk, ranks = self.plan.micro_batch, self.plan.loss_chunk, self.state.ranks
+        # Windows of a forward are the same for any number of ranks, which take them in turn.
+        mine = range(ranks.topology.rank * size, len(self.windows), ranks.topology.world_size * size)
+        rows = (self.windows.rows(first, size) for first in mine)
+        loss, count = held_out_loss(self.state.model, rows, self.device, chunk=chunk, ranks=ranks)
         self.write("val", loss=loss, target_tokens=count)
         self.console.say(f"step {self.state.step}: validation loss {loss:.4f} over {count:,} tokens")
 
     def sample(self) -> None:
         """Let the model write, and keep what it wrote."""
-        if ("sample", self.state.step) in self.seen:
+        if ("sample", self.state.step) in self.seen or not self.state.ranks.topology.is_first:
             return
         asked = self.run.sample
         prompt = self.tokenizer.encode(asked.prompt).tolist() or [self.tokenizer.eot]
@@ -295,7 +324,7 @@ class Journey:
 
     def save(self) -> None:
         """Commit a checkpoint of this step, then prune old ones."""
-        if ("save", self.state.step) in self.seen:
+        if ("save", self.state.step) in self.seen or not self.state.ranks.topology.is_first:
             return
         began = time.perf_counter()
         root = self.out / opening.CHECKPOINTS
@@ -314,7 +343,7 @@ class Journey:
     def finish(self, code: Exit) -> None:
         """Tell how it ended, draw the curves, say what to type next."""
         done = code == Exit.DONE
-        reason = "" if done else self.guard.stop_requested
+        reason = "" if done else self.guard.stop_requested or "another rank"
         self.journal.status(
             state="done" if done else "stopped", exit_code=int(code), step=self.state.step, message=reason
         )

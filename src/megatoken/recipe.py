@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import yaml
 
-from megatoken.config import KNOBS, SCIENCE, Duration, Model, Run, build, find_conflicts, flatten, parse_value
+from megatoken.config import KNOBS, SCIENCE, Model, Run, build, find_conflicts, flatten
 from megatoken.errors import Exit, Fault
+from megatoken.knobs import Duration, parse_value
 from megatoken.presets import PRESETS
 
 VERSION = 1

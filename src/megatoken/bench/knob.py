@@ -15,10 +15,11 @@ from megatoken.bench.batch import describe_speed, format_speed
 from megatoken.bench.peers import SIZES, Contender, Lost, choose_shape, count_at_once
 from megatoken.bench.report import show_table
 from megatoken.bench.spec import OURS, Spec
-from megatoken.config import KNOBS, Machine, parse_value
+from megatoken.config import KNOBS, Machine
 from megatoken.console import Console, format_quantity
 from megatoken.device import Device, open_device, with_peak
 from megatoken.errors import Exit, Fault
+from megatoken.knobs import parse_value
 from megatoken.presets import Shape
 from megatoken.timing import Timing
 

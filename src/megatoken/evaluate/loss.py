@@ -8,13 +8,17 @@ import torch
 from megatoken.device import Device
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
+from megatoken.parallel.ranks import Ranks
 
 
 @torch.no_grad()
-def held_out_loss(model: GPT, windows: Iterable[np.ndarray], device: Device, *, chunk: int) -> tuple[float, int]:
-    """Mean loss in nats and the number of targets it is over.
+def held_out_loss(
+    model: GPT, windows: Iterable[np.ndarray], device: Device, *, chunk: int, ranks: Ranks
+) -> tuple[float, int]:
+    """Mean loss in nats and the number of targets it is over, on all ranks together.
 
-    windows: arrays (B, T+1) of token ids, inputs then the last target. The model is left in the mode it was in.
+    windows: this rank's arrays (B, T+1) of token ids, inputs then the last target; there may be none. The model is
+    left in the mode it was in.
     """
     was_training = model.training
     model.eval()
@@ -28,4 +32,7 @@ def held_out_loss(model: GPT, windows: Iterable[np.ndarray], device: Device, *, 
         total += float(loss_sum)
         count += int(n)
     model.train(was_training)
-    return total / max(count, 1), count
+    # In double precision where there is one, so that the number of ranks does not show.
+    precise = torch.float32 if device.place.type == "mps" else torch.float64
+    total, counted = ranks.sum(torch.tensor([total, count], dtype=precise, device=device.place)).tolist()
+    return total / max(counted, 1), int(counted)

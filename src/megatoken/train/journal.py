@@ -40,7 +40,7 @@ def _say(message: str) -> None:
 class Journal:
     """One run folder, held by this process until `close`. Not for use from several threads at once."""
 
-    def __init__(self, folder: Path, lock: FileLock, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, lock: FileLock | None, warn: Callable[[str], None]) -> None:
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that a full or failing disk swallowed
         self._lock = lock
@@ -77,6 +77,11 @@ class Journal:
             raise
         return journal
 
+    @classmethod
+    def silent(cls, folder: Path) -> Self:
+        """A journal of a run whose folder another process holds: it writes nothing."""
+        return cls(folder, None, _say)
+
     def __enter__(self) -> Self:
         return self
 
@@ -89,6 +94,8 @@ class Journal:
         The file is replaced atomically. Unreadable lines are dropped with an event row that counts them.
         Fault(STORAGE) when the file cannot be rewritten.
         """
+        if self._lock is None:
+            return
         path = self.folder / METRICS
         try:
             if not stat.S_ISREG(path.stat().st_mode):
@@ -116,6 +123,8 @@ class Journal:
         them back). Never raises for a full or failing disk.
         """
         assert kind in KINDS, kind
+        if self._lock is None:
+            return
         row = {"kind": kind, "step": step, "tokens": tokens, **values}
         line = (json.dumps(_plain(row), allow_nan=False) + "\n").encode()  # ASCII: no text can look like a line end
         try:
@@ -128,6 +137,8 @@ class Journal:
 
     def sync(self) -> None:
         """Make the rows written so far durable; call before a checkpoint that counts on them."""
+        if self._lock is None:
+            return
         try:
             os.fsync(self._log)
         except OSError as failure:
@@ -141,6 +152,8 @@ class Journal:
         """
         self._status |= values
         assert self._status["state"] in STATES, self._status["state"]
+        if self._lock is None:
+            return
         facts = {**self._status, "pid": os.getpid(), "host": socket.gethostname(), "updated": _now()}
         try:
             text = json.dumps(_plain(facts), allow_nan=False, indent=1) + "\n"
@@ -150,7 +163,7 @@ class Journal:
 
     def close(self) -> None:
         """Give the folder back. Safe to call twice."""
-        if self._log < 0:
+        if self._log < 0 or self._lock is None:
             return
         with contextlib.suppress(OSError):
             os.close(self._log)

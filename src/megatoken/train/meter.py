@@ -20,6 +20,7 @@ class Meter:
     shape: Shape
     batch_tokens: int
     total_steps: int
+    world_size: int = 1
     smooth_seconds: float = 0.0
     _began: float = field(default_factory=time.perf_counter)
 
@@ -48,7 +49,7 @@ class Meter:
         }
 
     def _utilization(self, tokens_per_second: float, *, causal: bool) -> float | None:
-        peak = self.device.peak_flops
+        peak = self.device.peak_flops * self.world_size
         return tokens_per_second * flops_per_token(self.shape, causal=causal) / peak if peak else None
 
     def remaining_seconds(self, step: int) -> float:

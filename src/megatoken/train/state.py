@@ -5,17 +5,21 @@ Dropout draws from a generator seeded by (seed, step, micro-batch), so no random
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from megatoken.config import Duration, Run
+from megatoken.config import Run
 from megatoken.device import Device
+from megatoken.knobs import Duration
 from megatoken.model.gpt import GPT, use_recompute
 from megatoken.model.kernels import LOSS, Lose
 from megatoken.optim.groups import build_optimizer
 from megatoken.optim.schedule import Schedule
+from megatoken.parallel.gradients import GradientSum, collect_gradient
+from megatoken.parallel.ranks import Ranks
+from megatoken.parallel.topology import Topology
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -38,6 +42,8 @@ class State:
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     trouble: Tensor
+    ranks: Ranks = field(default_factory=lambda: Ranks(Topology()))
+    gradient_sum: GradientSum | None = None  # over the ranks, where there are several
     lose: Lose = LOSS["torch"]
     graphs: bool = False  # `forward` replays CUDA graphs, whose results the next one overwrites
     step: int = 0
@@ -58,16 +64,19 @@ class State:
         self.working = copy.deepcopy(self.model).to(dtype)
         self.forward = self.working
 
+    def share(self, ranks: Ranks) -> None:
+        """From now on be one of several that train the same model; after everything that replaces `working`."""
+        self.ranks = ranks
+        if not ranks.alone:
+            self.gradient_sum = GradientSum(self._pairs(), ranks)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.working.parameters(), self.model.parameters(), strict=True))
+
     def collect_gradients(self) -> None:
         """Add the working copy's gradients to the masters', in fp32, and clear them."""
-        for master, worker in zip(self.model.parameters(), self.working.parameters(), strict=True):
-            if worker.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = worker.grad.to(master.dtype)
-            else:
-                master.grad += worker.grad
-            worker.grad = None
+        for worker, master in self._pairs():
+            collect_gradient(worker, master)
 
     def spread_weights(self) -> None:
         """Round the masters to the working copy."""

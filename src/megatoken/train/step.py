@@ -126,14 +126,18 @@ def _not_finite(step: int, loss: float, norm: float) -> Fault:
 
 
 def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Add the gradient of the batch's mean loss (times the scaler's scale) to every parameter; return that loss."""
-    count = (targets_BT >= 0).sum()
+    """Add the gradient of the batch's mean loss (times the scaler's scale) to every parameter; return that loss.
+
+    The batch is this rank's share of the global one, the mean is over all of it, and so are gradient and loss.
+    """
+    count = state.ranks.sum((targets_BT >= 0).sum())
     total = torch.zeros((), device=device.place)
     size = plan.micro_batch
-    pairs = zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True)
+    pairs = list(zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True))
+    first = state.ranks.topology.rank * len(pairs)
     for index, (inputs, targets) in enumerate(pairs):
         if plan.dropout:
-            torch.manual_seed(dropout_seed(plan.seed, state.step, index))
+            torch.manual_seed(dropout_seed(plan.seed, state.step, first + index))
         if state.graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with nullcontext() if state.has_masters else device.autocast():
@@ -147,11 +151,15 @@ def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Te
                 lose=state.lose,
             )
         scaled: Tensor = state.scaler.scale(loss_sum / count)
+        if state.gradient_sum is not None and inputs is pairs[-1][0]:
+            state.gradient_sum.begin()
         scaled.backward()  # type: ignore[no-untyped-call]
         if state.has_masters:
             state.collect_gradients()
         total += loss_sum.detach()
-    return total / count
+    if state.gradient_sum is not None:
+        state.gradient_sum.finish()
+    return state.ranks.sum(total) / count
 
 
 def dropout_seed(seed: int, step: int, micro_step: int) -> int:

@@ -1,0 +1,148 @@
+"""The words of a command line into options: every subcommand, its arguments and their help.
+
+In: words, and the function of each command (cli.py). Out: options, or a Fault(CONFIG) in one line. Absent: torch, and
+anything that takes longer than reading.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatoken import __version__
+from megatoken.bench.options import add_benches
+from megatoken.config import KNOBS, SCIENCE
+from megatoken.errors import Exit, Fault
+from megatoken.parallel.scripts import ENGINES
+from megatoken.presets import PRESETS
+from megatoken.recipe import format_value, list_recipes
+
+OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
+Call = Callable[[argparse.Namespace], tuple[int, Any]]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors in our words."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Fault(Exit.CONFIG, message, self.prog, f"see `{self.prog} --help`")
+
+
+def parse(words: list[str], calls: Mapping[str, Call]) -> argparse.Namespace:
+    """Options of one command, whose function is `call`; where a recipe is taken, `a.b=c` words may stand anywhere."""
+    overrides: list[str] = []
+    if words and words[0] in ("train", "launch", "config", "describe"):
+        takes_value = {word for word in words if word in ("--out", "--init")}
+        kept: list[str] = []
+        for previous, word in zip(["", *words], words, strict=False):
+            is_override = OVERRIDE.fullmatch(word) and previous not in takes_value
+            (overrides if is_override else kept).append(word)
+        words = kept
+    options = build_parser(calls).parse_args(words)
+    options.overrides = overrides
+    return options
+
+
+def build_parser(calls: Mapping[str, Call]) -> Parser:
+    """Every subcommand and option. calls: by name, the function of each command."""
+    parser = Parser(prog="megatoken", description="Pre-train GPTs from raw text: prepare, train, sample.")
+    parser.add_argument("--version", action="version", version=f"megatoken {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    def add(name: str, doc: str, *, epilog: str = "", among: Any = commands, call: str = "") -> Parser:
+        raw = argparse.RawDescriptionHelpFormatter
+        command: Parser = among.add_parser(name, help=doc, description=doc, epilog=epilog, formatter_class=raw)
+        command.add_argument("--json", action="store_true", help="progress to stderr, one JSON line to stdout")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.set_defaults(call=calls[call or name])
+        return command
+
+    recipe_doc = f"a .yaml file, or one of ours: {', '.join(list_recipes())}"
+    p = add("prepare", "turn text into shards of tokens")
+    p.add_argument("source", metavar="SOURCE", help="file, folder or glob of .txt .md .jsonl(.gz|.zst) .parquet, or "
+                   "python, tinyshakespeare, tinystories, fineweb, fineweb-edu")  # fmt: skip
+    p.add_argument("--out", required=True, type=Path, help="dataset folder to write")
+    p.add_argument("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N or a tokenizer.json (default gpt2)")
+    p.add_argument("--workers", type=int, default=0, help="processes; the result does not depend on it (0: all cores)")
+    p.add_argument("--val-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)")
+    p.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per shard (default 100000000)")
+    p.add_argument("--invalid", choices=("replace", "skip", "fail"), default="replace",
+                   help="text that is not UTF-8 (default replace); skip passes over bad JSON lines too")  # fmt: skip
+    p.add_argument("--text-key", default="text", help="field or column that holds the text (default text)")
+    p.add_argument("--root", type=Path, help="local copy of a named source, laid out like the original")
+    _add_train(add, recipe_doc)
+    _add_launch(add, recipe_doc)
+    p = add("config", "print the resolved values of a recipe and where each comes from")
+    p.usage = "megatoken config RECIPE [--json] [--debug] [section.field=value ...]"
+    p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
+    p = add("describe", "parameters, FLOPs and memory of a preset or recipe")
+    p.usage = "megatoken describe PRESET_OR_RECIPE [--json] [--debug] [section.field=value ...]"
+    p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
+    _add_sample(add)
+    p = commands.add_parser("bench", help="measure this machine: a ladder of speed-ups, and each part alone")
+    benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
+    add_benches(lambda name, doc: add(name, doc, among=benches, call="bench"))
+    p = add("doctor", "check what a run needs of this machine, each lack with its remedy")
+    p.add_argument("folder", metavar="DIR", nargs="?", type=Path, default=Path(), help="where to train (default .)")
+    p = add("verify", "check every hash of a dataset or run folder")
+    p.add_argument("folder", metavar="DIR", type=Path)
+    p = add("plot", "draw the curves of one or several runs into one picture")
+    p.add_argument("runs", metavar="RUN", nargs="+", type=Path)
+    p.add_argument("--out", type=Path, help="PNG to write (default RUN/plots/curves.png of the first)")
+    p.add_argument("--pictures", action="store_true", help="also position embeddings and a weight matrix of the first")
+    return parser
+
+
+def _add_train(add: Callable[..., Parser], recipe_doc: str) -> None:
+    p = add("train", "train a recipe, or go on with it", epilog=describe_fields())
+    p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
+    p.add_argument("--out", type=Path, help="run folder (default runs/RECIPE)")
+    p.add_argument("--init", metavar="RUN_OR_HF_DIR", help="start from these weights; the same as model.init=...")
+    p.add_argument("--nproc", type=int, default=1, metavar="N",
+                   help="processes on this machine, one a GPU (default 1)")  # fmt: skip
+    p.add_argument("--explain", action="store_true", help="say what was measured for every choice left to auto")
+    p.usage = ("megatoken train RECIPE [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--explain] [--json] [--debug] "
+               "[section.field=value ...]")  # fmt: skip
+
+
+def _add_launch(add: Callable[..., Parser], recipe_doc: str) -> None:
+    p = add("launch", "write a script that trains on many machines by an engine you have")
+    p.add_argument("engine", choices=list(ENGINES), help="torchrun (any machines), slurm, k8s or skypilot")
+    p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
+    p.add_argument("--nodes", type=int, default=1, help="machines (default 1)")
+    p.add_argument("--nproc", type=int, default=8, help="processes on each, one a GPU (default 8)")
+    p.add_argument("--out", type=Path, help="run folder, seen by all machines (default runs/RECIPE)")
+    p.add_argument("--write", type=Path, metavar="FILE", help="where to write the script (default to the screen)")
+    p.add_argument("--gpus", default="H100", help="for skypilot: kind of GPU (default H100)")
+    p.add_argument("--time", default="24:00:00", help="for slurm: time limit (default 24:00:00)")
+    p.add_argument("--image", default="pytorch/pytorch:latest", help="for k8s: container image with megatoken in it")
+    p.usage = "megatoken launch ENGINE RECIPE [--nodes N] [--nproc N] [--write FILE] ... [section.field=value ...]"
+
+
+def _add_sample(add: Callable[..., Parser]) -> None:
+    p = add("sample", "let a trained model continue a prompt")
+    p.add_argument("model", metavar="RUN_OR_HF_DIR", help="run folder, Hugging Face GPT-2 folder or hub name")
+    p.add_argument("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue; - or nothing: stdin")
+    p.add_argument("--tokens", type=int, help="new tokens per sequence (default 128, or what the context has room for)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")
+    p.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest; 0: all (default 50)")
+    p.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that sum to p (default 1)")
+    p.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    p.add_argument("-n", "--n", type=int, default=1, help="sequences (default 1)")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
+    p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
+
+
+def describe_fields() -> str:
+    """The help page of every field: key, default, unit and meaning, section by section."""
+    lines, section = ["fields (section.field=value), as in a recipe:"], None
+    for key, knob in KNOBS.items():
+        head = key.rpartition(".")[0]
+        if head and head != section:
+            section = head
+            lines.append(f"\n {section} ({'science: fixes the curve' if head in SCIENCE else 'machine'})")
+        unit = f" [{knob.unit}]" if knob.unit else ""
+        choices = f" {{{knob.expects.removeprefix('one of ')}}}" if knob.expects.startswith("one of") else ""
+        lines.append(f"  {key + '=' + format_value(knob.default):<28} {knob.doc}{unit}{choices}")
+    return "\n".join(lines)

@@ -1,0 +1,122 @@
+"""Any number of processes, any micro-batch: one curve, one validation loss, the same bits on every rank."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatoken.checkpoint.store import steps
+from megatoken.data.prepare import prepare
+from megatoken.errors import Exit
+from megatoken.train.journal import read_metrics
+
+STEPS = 12
+FIXED = [
+    "model.n_layer=2", "model.n_head=2", "model.d_model=32", "model.seq_len=16", "budget.batch_tokens=192",
+    f"budget.steps={STEPS}", "optim.lr=1e-2", "machine.linear=torch", "machine.attention=flash", "machine.threads=1",
+    "machine.loss_chunk=32", "evaluate.every=5", "evaluate.tokens=400", "sample.every=0", "log.plots=false",
+    "save.every=4", "machine.device=cpu", "machine.precision=fp32",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(400)))
+    prepare(str(text), folder / "shards", tokenizer="bytes", val_fraction=0.1)
+    return folder / "shards"
+
+
+def train(shards: Path, out: Path, nproc: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatoken.cli", "train", "quickstart", "--out", str(out), "--nproc", str(nproc)]
+    return subprocess.run(
+        [*command, f"data.path={shards}", *FIXED, *words], capture_output=True, text=True, timeout=240
+    )
+
+
+def curve(out: Path, kind: str = "train") -> list[float]:
+    return [row["loss"] for row in read_metrics(out) if row["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    done = train(shards, out, 1, "machine.micro_batch=12", "log.every=1")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.parametrize(("nproc", "micro_batch"), [(2, 6), (2, 2), (3, 4), (4, 1)])
+def test_any_number_of_processes_learns_the_same(
+    nproc: int, micro_batch: int, shards: Path, alone: Path, tmp_path: Path
+) -> None:
+    done = train(shards, tmp_path / "run", nproc, f"machine.micro_batch={micro_batch}", "log.every=1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1  # one process speaks
+    assert json.loads(done.stdout)["steps"] == STEPS
+    assert curve(tmp_path / "run") == pytest.approx(curve(alone), rel=1e-6)
+    assert curve(tmp_path / "run", "val") == pytest.approx(curve(alone, "val"), rel=1e-6)
+    counts = [
+        [r["target_tokens"] for r in read_metrics(run) if r["kind"] == "val"] for run in (alone, tmp_path / "run")
+    ]
+    assert counts[0] == counts[1]
+    facts = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert facts["processes"] == nproc
+
+
+def test_a_run_goes_on_with_another_number_of_processes(shards: Path, alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for nproc, micro_batch, until in ((3, 2, 4), (2, 3, 8), (1, 12, STEPS)):
+        words = [f"machine.micro_batch={micro_batch}", "log.every=1"]
+        stopping = subprocess.Popen(
+            [sys.executable, "-m", "megatoken.cli", "train", "quickstart", "--out", str(out), "--nproc", str(nproc),
+             f"data.path={shards}", *FIXED, *words],
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+        if until < STEPS:
+            while stopping.poll() is None and not [s for s in steps(out / "checkpoints") if s >= until]:
+                time.sleep(0.02)
+            if stopping.poll() is None:
+                stopping.send_signal(signal.SIGTERM)
+        _, said = stopping.communicate(timeout=120)
+        assert stopping.returncode in (Exit.DONE, Exit.STOPPED), said.decode()
+    assert curve(out) == pytest.approx(curve(alone), rel=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
+def test_a_lost_rank_ends_the_others_and_nothing_is_lost(shards: Path, alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["machine.micro_batch=2", "log.every=1", "budget.steps=2000", "save.every=20"]
+    command = [sys.executable, "-m", "megatoken.cli", "train", "quickstart", "--out", str(out), "--nproc", "2"]
+    running = subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE)
+    while running.poll() is None and not steps(out / "checkpoints"):
+        time.sleep(0.02)
+    ranks = [pid for pid in children(running.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGKILL)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode in (Exit.PEER, 128 + signal.SIGKILL)
+    assert b"rank 0 lost another rank" in said
+    assert b"Traceback" not in said
+    kept = steps(out / "checkpoints")[-1]
+    assert kept >= 20
+    done = train(shards, out, 2, *words[:2], f"budget.steps={2000}", "save.every=20", "save.time_limit=3s")
+    assert done.returncode == Exit.STOPPED, done.stderr
+    assert f"going on from step-{kept:08d}" in done.stdout
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_batch_that_does_not_divide_is_one_line(shards: Path, tmp_path: Path) -> None:
+    done = train(shards, tmp_path / "run", 5)
+    assert done.returncode == Exit.CONFIG
+    assert "a batch of 12 sequences does not divide among 5 ranks" in done.stderr
+    assert "Traceback" not in done.stderr
