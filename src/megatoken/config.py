@@ -101,8 +101,8 @@ class Machine:
         "auto", "low precision by casting weights at each use, or by weights held in it beside fp32 masters"
     )
     linear: Literal["auto", "torch", "numpy", "onednn"] = knob("auto", "library of the blocks' matrix products")
-    attention: Literal["auto", "explicit", "flash", "blocked", "cudnn", "fa2"] = knob(
-        "auto", "form of causal attention; flash: torch's choice, cudnn and fa2: that backend or none"
+    attention: Literal["auto", "explicit", "flash", "blocked", "cudnn", "fa2", "fa3", "fa4", "flex"] = knob(
+        "auto", "form of causal attention; flash: torch's choice; cudnn, fa2, fa3, fa4 and flex: that one or none"
     )
     fused: Literal["auto", "off", "on"] = knob("auto", "norm, GELU and softmax by our own GPU kernels")
     recompute: Literal["none", "gelu", "block"] = knob(
@@ -249,7 +249,7 @@ def find_conflicts(run: Run) -> Iterator[tuple[str, str, str]]:
         yield "machine.device", f"unknown device {run.machine.device!r}", "use auto, cpu, cuda, cuda:N or mps"
     if run.machine.device == "cpu" and run.machine.precision == "fp16":
         yield "machine.precision", "fp16 is not trained on a CPU", "use auto, bf16 or fp32"
-    if run.machine.compile == "on" and run.machine.linear in ("numpy", "onednn"):
+    if run.machine.compile not in ("auto", "off") and run.machine.linear in ("numpy", "onednn"):
         what = f"machine.linear={run.machine.linear} calls a library that cannot be compiled"
         yield "machine.linear", what, "set machine.compile=off, or machine.linear=auto"
     try:

@@ -59,14 +59,19 @@ def take_turns(
     *,
     repeats: int,
     warmup: int = 1,
+    before: Callable[[str], object] = lambda name: None,
     synchronize: Callable[[], None] = lambda: None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> dict[str, Timing]:
-    """Time each call `repeats` times, A B C A B C ..., after `warmup` untimed rounds; `tell` hears how far it is."""
+    """Time each call `repeats` times, A B C A B C ..., after `warmup` untimed rounds; `tell` hears how far it is.
+
+    before: done, untimed, with a call's name when its turn comes.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-warmup, repeats):
         tell(f"round {turn + 1} of {repeats}" if turn >= 0 else "warming up")
         for name, call in calls.items():
+            before(name)
             synchronize()
             began = time.perf_counter()
             call()
@@ -82,6 +87,7 @@ def time_calls(
     repeats: int,
     longest: float = math.inf,
     fewest: int = 2,
+    before: Callable[[str], object] = lambda name: None,
     synchronize: Callable[[], None] = lambda: None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> dict[str, Timing]:
@@ -93,6 +99,7 @@ def time_calls(
     seconds = 0.0  # of one turn of all
     tell("warming up")
     for name, call in calls.items():
+        before(name)
         once = time_once(call, synchronize)
         if once < WARM_SECONDS:
             once = time_once(call, synchronize)
@@ -100,7 +107,7 @@ def time_calls(
         seconds += times[name] * once
     rounds = min(repeats, max(fewest, int(min(longest / seconds, repeats))))
     turns = {name: partial(_repeat, call, times[name]) for name, call in calls.items()}
-    measured = take_turns(turns, repeats=rounds, warmup=0, synchronize=synchronize, tell=tell)
+    measured = take_turns(turns, repeats=rounds, warmup=0, before=before, synchronize=synchronize, tell=tell)
     return {name: Timing(tuple(s / times[name] for s in timing.seconds)) for name, timing in measured.items()}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatoken.bench import ladder
 from megatoken.bench.contender import OURS, Spec
 from megatoken.bench.ladder import (
     PLAIN,
@@ -20,6 +21,7 @@ from megatoken.bench.ladder import (
     render,
     summarize,
 )
+from megatoken.bench.peers import Contender
 from megatoken.bench.peers import Result as Found
 from megatoken.console import Console
 from megatoken.errors import Exit, Fault
@@ -44,7 +46,7 @@ class Stand:
 
 
 def test_a_climb_adds_switches_and_keeps_the_loss() -> None:
-    rungs = choose_rungs(list_rungs(CPU, SHAPE, 2), "2,4,7,11,12")
+    rungs = choose_rungs(list_rungs(CPU, SHAPE, 2), "2,4,7,11")
     results = list(climb(FIRST, rungs, 2, Console(to_stderr=True)))
     assert [result.name for result in results] == [rung.name for rung in rungs]
     measured = [result for result in results if not result.skipped]
@@ -64,7 +66,7 @@ def test_a_climb_adds_switches_and_keeps_the_loss() -> None:
 
 def test_switches_turn_what_they_say() -> None:
     spec = FIRST
-    for rung in list_rungs(CPU, SHAPE, 2):
+    for rung in list_rungs(CPU, SHAPE, 2)[:11]:
         spec = rung.apply(spec)
     assert spec.shape == SHAPE
     assert spec.machine["attention"] == spec.machine["linear"] == "auto"
@@ -86,15 +88,33 @@ def test_a_slower_rung_is_left_out(ratios: list[float], kept: bool, note: str) -
     assert (row["peak_memory_bytes"], row["loss"], row["skipped"]) == (5, 1.5, None)
 
 
-def test_what_is_missing_says_why() -> None:
+def test_what_is_missing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {rung.name: rung.missing for rung in list_rungs(CPU, SHAPE, 1) if rung.missing}
     assert missing["bf16 products"] == "cpu is fastest in fp32"
     assert "Ampere" in missing["TF32 products"]
     assert "micro-batch" in missing["largest micro-batch"]
-    assert "one process" in missing["data parallel"]
+    monkeypatch.setattr(ladder, "cpu_count", lambda: 1)
+    assert list_rungs(CPU, SHAPE, 1)[-1].missing == "there is one core"
     text = render([Result(name="data parallel", tokens=1, skipped="alone")])
     assert "| data parallel |" in text
     assert "skipped: alone" in text
+
+
+def test_processes_double_up_to_the_cores_and_each_has_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "cpu_count", lambda: 5)
+    rungs = list_rungs(CPU, SHAPE, 2)[11:]
+    assert [(rung.fields["nproc"], rung.fields["batch_seqs"]) for rung in rungs] == [(2, 4), (4, 8)]
+    assert "another loss" in rungs[0].note
+
+
+def test_two_processes_learn_what_one_does_of_the_same_batch() -> None:
+    losses = []
+    for nproc in (1, 2):
+        with Contender(replace(FIRST, batch_seqs=4, nproc=nproc)) as contender:
+            contender.warm_up()
+            contender.run_lap(3)
+            losses.append(contender.result.loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_rungs_are_chosen_by_number() -> None:

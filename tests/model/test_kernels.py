@@ -1,11 +1,15 @@
 """Every form of an operation gives the plain one's values and gradients, at sizes that fit no block."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import _registry, current_flash_attention_impl
 
 from megatoken.model.gpt import GPT, initialize, use_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LINEAR, Kernels
+from megatoken.model.kernels.attention import switch_flash
 from megatoken.model.loss import cross_entropy
 from megatoken.presets import Shape
 
@@ -31,6 +35,27 @@ def test_attention_is_the_formula(form: str, sizes: tuple[int, int, int, int]) -
         forms += [y.detach(), packed.grad]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_flex_attention_is_the_formula() -> None:
+    """Its values: torch gives it a backward on CUDA only."""
+    q, k, v = random(3, 2, 3, 150, 16)
+    torch.testing.assert_close(
+        ATTENTION["flex"](q, k, v, 0.0), ATTENTION["explicit"](q, k, v, 0.0), rtol=2e-5, atol=2e-6
+    )
+
+
+def test_a_version_of_flash_attention_stays_until_another_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered as whoever provides FlashAttention 3 registers it, without kernels."""
+    removed: list[str] = []
+    handle = SimpleNamespace(remove=lambda: removed.append("FA3"))
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: handle)
+    switch_flash("fa3")
+    assert (current_flash_attention_impl(), removed) == ("FA3", [])
+    switch_flash("fa3")
+    assert removed == []
+    use_kernels(torch.nn.Identity(), Kernels(attention="cudnn"))
+    assert (current_flash_attention_impl(), removed) == (None, ["FA3"])
 
 
 @pytest.mark.parametrize("form", sorted(set(ATTENTION) - set(CUDA_ONLY)))

@@ -13,16 +13,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+RECORD = Path(__file__).with_name("record.py")
 SKIP_SECONDS = 20.0  # nothing useful is measured in less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """A bench to run: its record's name, its arguments, the most seconds it gets of what is left."""
+    """A bench to run: its record's name, its arguments, the most seconds it gets of what is left.
+
+    soak: a module of tests.soak that is run and recorded in place of `megatoken bench`.
+    """
 
     name: str
     words: str
     seconds: float = 120.0
+    soak: str = ""
 
 
 def list_benches(nanogpt: str, build_nanogpt: str) -> list[Bench]:
@@ -42,12 +47,13 @@ def list_benches(nanogpt: str, build_nanogpt: str) -> list[Bench]:
         Bench(name="gpu-peers-124m", words=f"peers {small}{sources}", seconds=180),
         Bench(name="gpu-attention", words="attention --longest 4096 --seqs 16"),
         Bench(name="gpu-gemm", words="gemm --dtypes bf16,tf32 --largest 8192 --tokens 65536"),
-        Bench(name="gpu-attention-124m", words=f"knob attention {small} --values flash,cudnn,fa2"),
+        Bench(name="gpu-attention-124m", words=f"knob attention {small} --values flash,cudnn,fa2,fa3,fa4,flex"),
         Bench(name="gpu-micro-batch-124m", words=f"knob micro_batch {small} --values 8,16,32,64"),
         Bench(name="gpu-recompute-124m", words=f"knob recompute {small}"),
         Bench(name="gpu-mixed-124m", words=f"knob mixed {small} --values autocast,masters"),
         Bench(name="gpu-graphs-small", words=f"knob compile {step.format('gpt2-124m', 2)} --values on,graphs"),
         Bench(name="gpu-ladder", words="ladder --repeats 3", seconds=240),
+        Bench(name="gpu-loss-124m", words="--steps 200 --batch-tokens 65536", seconds=400, soak="loss_parity"),
     ]
 
 
@@ -66,6 +72,7 @@ def list_tiny_benches() -> list[Bench]:
         Bench(name="gpu-recompute-124m", words=f"knob recompute {tiny}"),
         Bench(name="gpu-mixed-124m", words=f"knob mixed {tiny} --values autocast"),
         Bench(name="gpu-graphs-small", words=f"knob compile {tiny} --values graphs,off"),
+        Bench(name="gpu-loss-124m", words="--steps 5 --batch-tokens 256 --tiny", soak="loss_parity"),
     ]
 
 
@@ -96,11 +103,25 @@ def run(bench: Bench, device: str, out: Path, seconds: float) -> str:
     """Run one bench; say how it ended."""
     if seconds < SKIP_SECONDS:
         return "left out: no time left"
-    words = [*bench.words.split(), "--device", device, "--out", str(out), "--name", bench.name]
-    print(f"=== {bench.name}: megatoken bench {' '.join(words)}", flush=True)
+    words = [*bench.words.split(), "--device", device]
+    if bench.soak:
+        command = [
+            str(RECORD),
+            "--out",
+            str(out),
+            bench.name,
+            "--",
+            sys.executable,
+            "-m",
+            f"tests.soak.{bench.soak}",
+            *words,
+        ]
+    else:
+        command = ["-m", "megatoken.cli", "bench", *words, "--out", str(out), "--name", bench.name]
+    print(f"=== {bench.name}: {' '.join(command)}", flush=True)
     began = time.monotonic()
     try:
-        code = subprocess.run([sys.executable, "-m", "megatoken.cli", "bench", *words], timeout=seconds).returncode
+        code = subprocess.run([sys.executable, *command], timeout=seconds).returncode
     except subprocess.TimeoutExpired:
         return f"not done after {seconds:.0f} s"
     return f"done in {time.monotonic() - began:.0f} s" if code == 0 else f"failed with code {code}"

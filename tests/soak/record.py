@@ -1,8 +1,8 @@
 """Run a soak and keep its last JSON line as a record, with what it was measured on.
 
-    python tests/soak/record.py NAME -- python tests/soak/commit_soak.py
+    python tests/soak/record.py [--out FOLDER] NAME -- python tests/soak/commit_soak.py
 
-Writes records/NAME.json as `megatoken bench` does. Exit code: the command's own.
+Writes FOLDER/NAME.json (records/ by default) as `megatoken bench` does. Exit code: the command's own.
 """
 
 import json
@@ -18,13 +18,19 @@ RECORDS = Path(__file__).parents[2] / "records"
 
 
 def main() -> int:
-    name, dashes, *command = sys.argv[1:]
+    words = sys.argv[1:]
+    records = RECORDS
+    if words[0] == "--out":
+        records, words = Path(words[1]), words[2:]
+    name, dashes, *command = words
     assert dashes == "--", __doc__
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     sys.stdout.write(done.stdout)
     if done.returncode:
         return done.returncode
-    write_record(RECORDS, name, json.loads(done.stdout.splitlines()[-1]), open_device(Machine()), command)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    # The program's name, not its place on this machine.
+    write_record(records, name, answer, open_device(Machine()), [Path(command[0]).name, *command[1:]])
     return 0
 
 

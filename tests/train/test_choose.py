@@ -12,7 +12,7 @@ from megatoken.config import Machine
 from megatoken.device import misses_triton
 from megatoken.errors import Fault
 from megatoken.hardware import cpu_count, recall
-from megatoken.model.kernels import ATTENTION, LOSS, Kernels
+from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.train import choose
 from megatoken.train.choose import CHOICES, choose_forms, list_options, pick
 from megatoken.train.step import accumulate_gradients, train_step
@@ -66,7 +66,7 @@ def test_options_on_a_gpu_follow_its_age_and_what_is_installed(monkeypatch: pyte
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     both = ["torch", "triton"]
     options = list_options(Machine(), card, 0.0)
-    assert options["attention"] == ["flash", "cudnn", "fa2"]
+    assert options["attention"] == ["flash", "cudnn", "fa2", "fa3", "fa4"]
     assert options["linear"] == ["torch"]
     assert (options["norm"], options["gelu"], options["loss"]) == (both, both, both)
     assert list_options(Machine(fused="off"), card, 0.0)["norm"] == ["torch"]
@@ -95,7 +95,7 @@ def test_trials_fit_a_vocabulary_smaller_than_their_rows(monkeypatch: pytest.Mon
     }
 
 
-@pytest.mark.parametrize("form", ["cudnn", "fa2"])
+@pytest.mark.parametrize("form", CUDA_ONLY)
 def test_a_backend_that_is_not_here_is_refused_before_anything_runs(form: str) -> None:
     with pytest.raises(Fault, match=f"no {form} attention for heads of 16 in fp32 on cpu — machine.attention"):
         choose_forms(SHAPE, Machine(attention=form), CPU, micro_batch=1, dropout=0.0)  # type: ignore[arg-type]

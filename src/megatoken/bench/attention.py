@@ -24,6 +24,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.device import DTYPES, Device, open_device
 from megatoken.errors import Exit, Fault
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, Attend
+from megatoken.model.kernels.attention import switch_flash
 from megatoken.plot import load_pyplot, save_figure
 from megatoken.presets import PRESETS, Shape
 from megatoken.timing import Timing, time_calls
@@ -37,6 +38,9 @@ SQUARES = {
     "flash": 0.0,
     "cudnn": 0.0,
     "fa2": 0.0,
+    "fa3": 0.0,
+    "fa4": 0.0,
+    "flex": 0.0,
 }  # T x T numbers a head that a form holds at its peak
 ROWS = 12  # T x D numbers a head: queries, keys, values, output, their gradients, and copies
 
@@ -92,7 +96,7 @@ def measure_forms(
         for form in list_forms(device):
             attend = ATTENTION[form]
             reason = ended.get(form, "") or _refuse(form, seqs, shape, seq_len, device.dtype.itemsize, allowed)
-            values = {} if reason else _try_once(device, attend, packed, grad, expected)
+            values = {} if reason else _try_once(device, form, attend, packed, grad, expected)
             if isinstance(values, str):
                 values, reason = {}, f"{values} at {seq_len} tokens"
                 ended[form] = reason
@@ -103,7 +107,13 @@ def measure_forms(
                 calls[form] = partial(differentiate, attend, packed, grad)
         turns: dict[str, Timing] = {}
         if calls:
-            turns = time_calls(calls, repeats=repeats, longest=LONGEST_SECONDS, synchronize=device.synchronize)
+            turns = time_calls(
+                calls,
+                repeats=repeats,
+                longest=LONGEST_SECONDS,
+                before=switch_flash,
+                synchronize=device.synchronize,
+            )
         for form, timing in turns.items():
             found[form]["seconds"] = describe_seconds(timing)
             found[form]["flops_per_second"] = timing.rate(count_flops(shape, seqs, seq_len))
@@ -168,10 +178,11 @@ def _expect(packed: Tensor, grad: Tensor, fits: bool) -> tuple[Tensor, Tensor] |
 
 
 def _try_once(
-    device: Device, attend: Attend, packed: Tensor, grad: Tensor, expected: tuple[Tensor, Tensor] | None
+    device: Device, form: str, attend: Attend, packed: Tensor, grad: Tensor, expected: tuple[Tensor, Tensor] | None
 ) -> dict[str, Any] | str:
     """Extra memory and the difference of values, or why there are none."""
     try:
+        switch_flash(form)
         forget_peak(device)
         before = device.peak_memory_bytes()
         found = differentiate(attend, packed, grad)
@@ -180,7 +191,7 @@ def _try_once(
         return {"extra_memory_bytes": extra, "difference": find_difference(found, expected) if expected else None}
     except torch.OutOfMemoryError:
         return "out of memory"
-    except RuntimeError as wrong:  # a backend that lacks this dtype or head width
+    except (RuntimeError, ImportError) as wrong:  # a backend that lacks this dtype or head width, or is not installed
         return str(wrong).partition("\n")[0].rstrip(".")
 
 

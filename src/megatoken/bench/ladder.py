@@ -24,7 +24,7 @@ from megatoken.config import Machine
 from megatoken.console import Console, format_quantity
 from megatoken.device import Device, open_device, with_peak
 from megatoken.errors import Exit, Fault
-from megatoken.hardware import find_compiler
+from megatoken.hardware import cpu_count, find_compiler
 from megatoken.model.count import flops_per_token
 from megatoken.plot import load_pyplot, save_figure
 from megatoken.presets import PRESETS, Shape
@@ -51,12 +51,14 @@ HEAD = ("rung", "tokens/s", "quartiles", "gain", "speed-up", "MFU", "peak memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """One switch. machine, fields: what it changes of a contender; missing: why this hardware lacks it, or empty."""
+    """One switch. machine, fields: what it changes of a contender; missing: why this hardware lacks it, or empty;
+    note: what else it changes."""
 
     name: str
     machine: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     missing: str = ""
+    note: str = ""
 
     def apply(self, spec: Spec) -> Spec:
         """The contender with this switch turned."""
@@ -69,6 +71,7 @@ class Result:
 
     name: str
     tokens: int
+    processes: int = 1
     laps: list[float] = field(default_factory=list)
     gain: Timing | None = None
     speedup: float | None = None
@@ -109,8 +112,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     for result in climb(first, rungs, options.repeats, console):
         rate = result.tokens / Timing(tuple(result.laps)).median if result.laps else 0.0
         if rate and device.peak_flops:
-            result.mfu = rate * flops_per_token(shape, causal=False) / device.peak_flops
-            result.mfu_causal = rate * flops_per_token(shape, causal=True) / device.peak_flops
+            # Processes on a CPU share its peak.
+            peak = device.peak_flops * (result.processes if device.place.type == "cuda" else 1)
+            result.mfu = rate * flops_per_token(shape, causal=False) / peak
+            result.mfu_causal = rate * flops_per_token(shape, causal=True) / peak
         results.append(result)
         console.say(" | ".join(cell for cell in describe(result) if cell))
     return publish(results, options, device, console)
@@ -170,7 +175,24 @@ def list_rungs(device: Device, shape: Shape, batch_seqs: int) -> list[Rung]:
         ),
         Rung(name="our forms, chosen here", machine=ours),
         Rung(name="largest micro-batch", fields={"micro_batch": 0}, missing=whole),
-        Rung(name="data parallel", missing="one process trains in this version"),
+        *list_parallel_rungs(device, batch_seqs),
+    ]
+
+
+def list_parallel_rungs(device: Device, batch_seqs: int) -> list[Rung]:
+    """2, 4, 8 .. processes, as many as there are GPUs or cores; each has the batch that one had before."""
+    most = torch.cuda.device_count() if device.place.type == "cuda" else cpu_count()
+    counts = [1 << power for power in range(1, most.bit_length())] if device.place.type in ("cuda", "cpu") else []
+    if not counts:
+        unit = "core" if device.place.type == "cpu" else f"{device.place.type} device"
+        return [Rung(name="data parallel", missing=f"there is one {unit}")]
+    return [
+        Rung(
+            name=f"data parallel on {count}",
+            fields={"nproc": count, "batch_seqs": count * batch_seqs},
+            note=f"{count} batches a step, so another loss",
+        )
+        for count in counts
     ]
 
 
@@ -190,18 +212,19 @@ def climb(first: Spec, rungs: list[Rung], repeats: int, console: Console) -> Ite
 
     Raises Fault(PEER) when the first cannot run, or the one that others are measured against is lost.
     """
-    tokens = first.batch_seqs * first.shape.seq_len
     below: Contender | None = None
     spec, speedup, steps = first, 1.0, 1
     with ExitStack() as alive:
         alive.callback(console.close)
         for rung in rungs:
-            result = Result(name=rung.name, tokens=tokens, skipped=rung.missing)
+            trial = rung.apply(spec)
+            tokens = trial.batch_seqs * trial.shape.seq_len
+            result = Result(name=rung.name, tokens=tokens, processes=trial.nproc, skipped=rung.missing, note=rung.note)
             if rung.missing:
                 yield result
                 continue
             console.step(f"{rung.name}: first steps")
-            above = alive.enter_context(Contender(rung.apply(spec)))
+            above = alive.enter_context(Contender(trial))
             try:
                 pace = above.warm_up()
                 if below is None:
@@ -216,11 +239,12 @@ def climb(first: Spec, rungs: list[Rung], repeats: int, console: Console) -> Ite
                 above.close()
                 yield result
                 continue
-            fill(result, above, ratios, speedup)
+            more = trial.batch_seqs / spec.batch_seqs  # tokens of a step
+            fill(result, above, [more * ratio for ratio in ratios], speedup)
             yield result
             leaving = below if result.kept else above
             if result.kept:
-                below, spec, speedup = above, rung.apply(spec), result.speedup or speedup
+                below, spec, speedup = above, trial, result.speedup or speedup
             if leaving is not None:
                 leaving.close()
 

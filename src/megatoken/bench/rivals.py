@@ -10,8 +10,8 @@ import ast
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from importlib.abc import InspectLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from megatoken.bench.spec import OURS, Spec
-from megatoken.bench.workload import STEPS, build_workload, draw_ids
+from megatoken.bench.workload import ALONE, STEPS, build_workload, draw_ids
 from megatoken.config import Machine, Optim
 from megatoken.device import Device, open_device, wants_compile
 from megatoken.model.gpt import INIT_STD
+from megatoken.parallel.ranks import Ranks, join
 from megatoken.train.probe import pick_micro_batch, rate_micro_batches, try_compile
 from megatoken.train.step import train_step
 
@@ -45,13 +46,15 @@ class Rival:
     chosen: str = ""
     choosing_seconds: float = 0.0
     steps: int = 0
+    ranks: Ranks = field(default_factory=lambda: Ranks(ALONE))
+    joined: ExitStack = field(default_factory=ExitStack)  # what ends with it
 
     def turn(self, steps: int) -> dict[str, Any]:
         """Train on the next batches; drawing them is not timed."""
         shape, seconds, loss = self.spec.shape, [], 0.0
         for _ in range(steps):
             ids = draw_ids(self.spec.batch_seqs, shape.seq_len + 1, shape.vocab_size, seed=self.steps)
-            ids = ids.to(self.device.place)
+            ids = ids.to(self.device.place).chunk(self.spec.nproc)[self.spec.rank]
             inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
             self.device.synchronize()
             began = time.perf_counter()
@@ -61,7 +64,10 @@ class Rival:
             self.steps += 1
         if self.device.place.type == "cuda":
             torch.cuda.empty_cache()  # the next contender may need it
-        return {"seconds": seconds, "loss": loss, "peak_memory_bytes": self.device.peak_memory_bytes()}
+        memory = self.device.peak_memory_bytes()
+        if self.device.place.type == "cpu":  # the same memory for all of them
+            memory = int(self.ranks.sum(torch.tensor(memory)))
+        return {"seconds": seconds, "loss": loss, "peak_memory_bytes": memory}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +88,30 @@ def build_ours(spec: Spec) -> Rival:
     """What `megatoken train` would run with nothing set: precision, forms, micro-batch and compilation chosen here."""
     machine = replace(Machine(device=spec.device), **spec.machine)
     began = time.perf_counter()
-    size = spec.micro_batch or spec.batch_seqs
+    share = spec.batch_seqs // spec.nproc
+    size = spec.micro_batch or share
+    topology = replace(
+        ALONE,
+        rank=spec.rank,
+        world_size=spec.nproc,
+        local_rank=spec.rank,
+        local_world_size=spec.nproc,
+        port=spec.port,
+    )
     kind, said = wants_compile(machine, open_device(machine), STEPS)
-    work = build_workload(spec.shape, machine, batch_seqs=spec.batch_seqs, micro_batch=size, compiled=kind != "off")
+    work = build_workload(
+        spec.shape, machine, batch_seqs=spec.batch_seqs, micro_batch=size, compiled=kind != "off", topology=topology
+    )
+    joined = ExitStack()
+    ranks = joined.enter_context(join(topology, work.device.place.type))
     steady = replace(work.plan.schedule, kind="constant", warmup_steps=0)
     work = replace(work, plan=replace(work.plan, schedule=steady))
     if not spec.micro_batch:
-        size = pick_micro_batch(rate_micro_batches(work.state, work.plan, work.device, spec.batch_seqs))
+        size = ranks.agree(pick_micro_batch(rate_micro_batches(work.state, work.plan, work.device, share)))
         work = replace(work, plan=work.plan.with_micro_batch(size))
     if kind != "off":
         said = try_compile(work.state, work.plan, work.device, kind)
+    work.state.share(ranks)
     precision = f"{work.device.precision}{' masters' if work.choice.masters else ''}"
     forms = said or {"off": "eager", "on": "compile"}.get(kind, f"compile {kind}")
     return Rival(
@@ -100,6 +120,8 @@ def build_ours(spec: Spec) -> Rival:
         train=lambda inputs, targets: train_step(work.state, work.plan, work.device, inputs, targets).loss,
         chosen=f"{precision}, {work.choice.kernels}, micro-batch {work.plan.micro_batch}, {forms}",
         choosing_seconds=time.perf_counter() - began,
+        ranks=ranks,
+        joined=joined,
     )
 
 

@@ -14,7 +14,8 @@ OURS = "megatoken"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """Who trains what. precision, compile and source (its own file) are for peers: ours chooses for itself, but for
-    the fields of `Machine` in `machine`, a micro-batch other than 0, and the process settings of the command."""
+    the fields of `Machine` in `machine`, a micro-batch other than 0, and the process settings of the command. Of
+    `nproc` processes that share the batch this is number `rank`; number 0 starts the others, who find it at `port`."""
 
     name: str
     shape: Shape
@@ -26,6 +27,9 @@ class Spec:
     machine: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int = 0
     prepared: bool = True
+    nproc: int = 1
+    rank: int = 0
+    port: int = 0
 
     @property
     def configuration(self) -> str:

@@ -13,12 +13,14 @@ from torch import Tensor
 from megatoken.config import Budget, Data, Machine, Model, Run
 from megatoken.device import Device, open_device
 from megatoken.model.gpt import GPT, initialize
+from megatoken.parallel.topology import Topology
 from megatoken.presets import VOCAB_MULTIPLE, Shape
 from megatoken.train.choose import Choice, choose_forms, use_choice
 from megatoken.train.state import Plan, State, build_plan, build_state
 from megatoken.train.step import Report, train_step
 
 STEPS = 1000  # of the schedule that is never finished
+ALONE = Topology()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +59,11 @@ def build_workload(
     seed: int = 0,
     dropout: float = 0.0,
     compiled: bool = False,
+    topology: Topology = ALONE,
 ) -> Workload:
     """A freshly initialized model of `shape` on the machine's device, with the optimizer and the forms of operations
-    that a run would give it. compiled: whether the caller compiles it, which may choose other forms."""
+    that a run would give it. compiled: whether the caller compiles it, which may choose other forms. topology: which
+    process of those that will share the batch."""
     run = Run(
         seed=seed,
         model=Model(n_layer=shape.n_layer, n_head=shape.n_head, d_model=shape.d_model, dropout=dropout),
@@ -67,7 +71,7 @@ def build_workload(
         budget=Budget(steps=STEPS, batch_tokens=batch_seqs * shape.seq_len),
         machine=machine,
     )
-    device = open_device(machine)
+    device = open_device(machine, rank=topology.local_rank, ranks=topology.local_world_size)
     model = build_model(shape, seed, dropout)
     state = build_state(model, run, device)
     choice = choose_forms(shape, machine, device, micro_batch=micro_batch, dropout=dropout, compiled=compiled)

@@ -27,6 +27,7 @@ from megatoken.model.kernels import (
     Kernels,
     Multiply,
 )
+from megatoken.model.kernels.attention import switch_flash
 from megatoken.presets import Shape
 
 INIT_STD = 0.02
@@ -177,6 +178,7 @@ class GPT(nn.Module):
 
 def use_kernels(module: nn.Module, kernels: Kernels) -> None:
     """Compute with these forms of the operations from now on; parameters stay, and values to within rounding."""
+    switch_flash(kernels.attention)
     for part in module.modules():
         if isinstance(part, Linear):
             part.multiply = LINEAR[kernels.linear]

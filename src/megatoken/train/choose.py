@@ -20,6 +20,7 @@ from megatoken.errors import Exit, Fault
 from megatoken.hardware import cpu_count, recall, remember, return_freed_memory
 from megatoken.model.gpt import Block, use_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
+from megatoken.model.kernels.attention import switch_flash
 from megatoken.presets import Shape
 from megatoken.timing import take_turns
 from megatoken.train.state import LOSS_CHUNK, State
@@ -90,7 +91,7 @@ def _check_attention(shape: Shape, machine: Machine, device: Device, dropout: fl
     if machine.attention not in CUDA_ONLY:
         return
     q = torch.zeros(1, shape.n_head, 16, shape.d_head, dtype=device.dtype, device=device.place)
-    if device.place.type != "cuda" or not _runs(lambda: ATTENTION[machine.attention](q, q, q, dropout)):
+    if device.place.type != "cuda" or not _runs(lambda: attend(machine.attention, q, q, q, dropout)):
         what = f"no {machine.attention} attention for heads of {shape.d_head} in {device.precision} on {device.name}"
         raise Fault(Exit.CONFIG, what, "machine.attention", "use auto")
 
@@ -120,7 +121,8 @@ def list_options(machine: Machine, device: Device, dropout: float) -> dict[str, 
     if on_cpu:
         options["attention"] += [] if dropout else ["blocked"]
     if device.place.type == "cuda" and device.precision != "fp32":
-        options["attention"] += ["cudnn", "fa2"]
+        # FlexAttention is for masks that the others lack; with this one it only costs its compilation.
+        options["attention"] += [form for form in CUDA_ONLY if form != "flex"]
     if device.precision == "bf16":
         options["mixed"] += ["masters"]
     if machine.fused != "off" and not misses_triton(device):
@@ -194,7 +196,7 @@ def _try_forms(
 
     trials: dict[str, Callable[[str], Tensor | None]] = {
         "linear": lambda form: run_block(Kernels(linear=form)),
-        "attention": lambda form: ATTENTION[form](q, k, v, dropout),
+        "attention": lambda form: attend(form, q, k, v, dropout),
         "norm": lambda form: run_block(Kernels(norm=form)),
         "gelu": lambda form: run_block(Kernels(gelu=form)),
         "loss": run_loss,
@@ -212,13 +214,19 @@ def _try_forms(
             calls = {form: call for form in forms if _runs(call := partial(run_trial, name, form))}
             if forms[0] not in calls:
                 continue  # what is wrong with the plain form is for the run to say
-            first = take_turns(calls, repeats=1, synchronize=device.synchronize)
+            first = take_turns(calls, repeats=1, before=switch_flash, synchronize=device.synchronize)
             affordable = int(TRIAL_SECONDS / sum(timing.best for timing in first.values()))
             repeats = min(max(affordable, FEWEST), MOST)
-            timings = take_turns(calls, repeats=repeats, warmup=0, synchronize=device.synchronize)
+            timings = take_turns(calls, repeats=repeats, warmup=0, before=switch_flash, synchronize=device.synchronize)
             # The best repeat: what else the machine was doing only ever adds.
             found[name] = {form: timing.best for form, timing in timings.items()}
     return found
+
+
+def attend(form: str, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+    """Causal attention in a form, with what it needs behind it."""
+    switch_flash(form)
+    return ATTENTION[form](q_BHTD, k_BHTD, v_BHTD, dropout)
 
 
 def _sum_stream(parts: tuple[Tensor, Tensor]) -> Tensor:

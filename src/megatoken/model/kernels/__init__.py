@@ -18,6 +18,7 @@ from megatoken.model.kernels.attention import (
     blocked_attention,
     explicit_attention,
     flash_attention,
+    flex_attention_causal,
 )
 from megatoken.model.kernels.gelu import Make, fused_gelu, gelu
 from megatoken.model.kernels.linear import numpy_linear, onednn_linear
@@ -44,9 +45,13 @@ ATTENTION: dict[str, Attend] = {
     "flash": flash_attention,
     "blocked": blocked_attention,
     "cudnn": partial(backend_attention, SDPBackend.CUDNN_ATTENTION),
+    # One backend of torch; `switch_flash` puts the version behind it.
     "fa2": partial(backend_attention, SDPBackend.FLASH_ATTENTION),
+    "fa3": partial(backend_attention, SDPBackend.FLASH_ATTENTION),
+    "fa4": partial(backend_attention, SDPBackend.FLASH_ATTENTION),
+    "flex": flex_attention_causal,
 }
-CUDA_ONLY = ("cudnn", "fa2")
+CUDA_ONLY = ("cudnn", "fa2", "fa3", "fa4", "flex")
 NORM: dict[str, AddNorm] = {"torch": add_norm, "triton": fused_add_norm}
 GELU: dict[str, Activate] = {"torch": gelu, "triton": fused_gelu}
 LOSS: dict[str, Lose] = {"torch": lose, "triton": fused_lose}

@@ -7,12 +7,20 @@ Shapes: B batch, H heads, T time, D head width, N = B*H, Q queries of a block, S
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 SHORT = 256  # tokens; up to here the smaller block is the faster one
 
@@ -40,6 +48,45 @@ def backend_attention(backend: SDPBackend, q_BHTD: Tensor, k_BHTD: Tensor, v_BHT
     """torch's kernel by one backend and no other: RuntimeError where that one cannot."""
     with sdpa_kernel(backend):
         return flash_attention(q_BHTD, k_BHTD, v_BHTD, dropout)
+
+
+def switch_flash(form: str) -> None:
+    """Put what a form of attention needs behind torch's flash backend, for this whole process: for `fa3` and `fa4` that
+    version of FlashAttention, for any other torch's own.
+
+    Raises ImportError or RuntimeError where that version is not installed or does not run on this card.
+    """
+    version = {"fa3": "FA3", "fa4": "FA4"}.get(form)
+    if current_flash_attention_impl() == version:
+        return
+    if version:
+        activate_flash_attention_impl(version)
+    else:
+        restore_flash_attention_impl()
+
+
+def flex_attention_causal(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+    """torch's FlexAttention with the causal mask; without dropout only, with it the flash kernel answers.
+
+    Compiled on CUDA; written out elsewhere, where it has no backward.
+    """
+    if dropout:
+        return flash_attention(q_BHTD, k_BHTD, v_BHTD, dropout)
+    compiled = q_BHTD.is_cuda and not torch.compiler.is_compiling()
+    flex = _compile_flex() if compiled else flex_attention
+    y: Tensor = flex(q_BHTD, k_BHTD, v_BHTD, block_mask=_causal_mask(q_BHTD.shape[-2], q_BHTD.device))
+    return y
+
+
+@cache
+def _compile_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@cache
+def _causal_mask(T: int, place: torch.device) -> BlockMask:
+    return create_block_mask(lambda _b, _h, query, key: query >= key, None, None, T, T, device=place)
 
 
 def blocked_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
