@@ -50,7 +50,7 @@ def test_describe(name: str, parameters: int, full: int, capsys: pytest.CaptureF
     answer = run_json("describe", name, capsys=capsys)
     assert answer["parameters"] == parameters
     assert answer["flops_per_token_full"] == full
-    assert run("describe", name, capsys=capsys)[1].count("\n") == 8
+    assert run("describe", name, capsys=capsys)[1].count("\n") == 9
 
 
 def test_describe_follows_overrides(capsys: pytest.CaptureFixture[str]) -> None:

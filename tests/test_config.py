@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatoken.config import KNOBS, Run, build, find_conflicts, flatten
 from megatoken.knobs import Duration, parse_time, parse_value
+from megatoken.presets import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,9 @@ def run_with(**values: object) -> Run:
         ({"budget__batch_tokens": 12288, "machine__micro_batch": 5}, "machine.micro_batch", "4, 6"),
         ({"budget__tokens": 5}, "budget.tokens", "set one of"),
         ({"model__preset": "gpt5"}, "model.preset", "gpt2-124m"),
+        ({"model__n_kv_head": 5}, "model.n_kv_head", "nearest that divide: 3, 4, 6"),
+        ({"model__positions": "rotary", "model__d_model": 36}, "model.n_head", "even"),
+        ({"model__rope_factor": 8.0, "model__rope_low": 4.0}, "model.rope_low", "1 and 4"),
         ({"machine__device": "tpu"}, "machine.device", "use auto, cpu"),
         ({"machine__device": "cpu", "machine__precision": "fp16"}, "machine.precision", "bf16"),
         ({"optim__warmup": Duration(2, "dur")}, "optim.warmup", "at most 1dur"),
@@ -122,6 +126,31 @@ def test_a_sound_run_has_no_conflicts() -> None:
 def test_preset_fills_what_is_not_given() -> None:
     run = run_with(model__preset="gpt2-355m", model__n_layer=3)
     assert (run.model.n_layer, run.model.d_model, run.model.n_head, run.model.vocab_size) == (3, 1024, 16, 50257)
+
+
+def test_a_preset_of_the_other_family_brings_its_switches() -> None:
+    run = run_with(model__preset="llama3.2-1b", model__seq_len=4096)
+    shape = run.model.shape(50257)
+    assert shape == dataclasses.replace(PRESETS["llama3.2-1b"], seq_len=4096)
+    assert run_with(model__preset="llama3.2-1b", model__vocab_size=0).model.shape(50257).vocab_size == 50257
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_sound_and_comes_back(name: str) -> None:
+    run = run_with(model__preset=name, budget__batch_tokens=PRESETS[name].seq_len)
+    assert list(find_conflicts(run)) == []
+    assert run.model.shape(1) == PRESETS[name]
+
+
+def test_the_width_of_the_mlp_follows_the_model_unless_it_is_given() -> None:
+    def d_ff(**values: object) -> int:
+        return run_with(**values).model.shape(1).d_ff
+
+    assert d_ff(model__d_model=384) == 1536
+    assert d_ff(model__preset="gpt2-124m", model__d_model=384) == 1536
+    assert d_ff(model__preset="llama2-7b", model__d_model=5120) == 13824
+    assert d_ff(model__preset="llama3-8b", model__d_model=5120) == 14336
+    assert d_ff(model__mlp="swiglu", model__d_model=768) == 2048
 
 
 def test_total_steps() -> None:

@@ -1,7 +1,7 @@
 """Decoding: the cache, the draws, the settings, text as it comes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from megatoken.presets import Shape
 from megatoken.sample import KeyValueCache, TextStream, choose_ids, generate
 
 TINY = Shape(n_layer=3, n_head=4, d_model=32, d_ff=128, vocab_size=50, seq_len=64)
+TINY_LLAMA = replace(TINY, n_kv_head=2, norm="rmsnorm", positions="rotary", mlp="swiglu", bias=False, tied=False)
 CPU = torch.device("cpu")
 
 
@@ -53,11 +54,15 @@ def greedy_by_full_forward(model: GPT, ids: list[int], tokens: int) -> list[int]
 
 
 @settings(deadline=None, max_examples=15)
-@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6), rows=st.integers(1, 3))
-def test_cached_pieces_of_any_size_equal_the_full_forward(cuts: list[int], rows: int) -> None:
-    model = build()
+@given(
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    rows=st.integers(1, 3),
+    shape=st.sampled_from([TINY, TINY_LLAMA]),
+)
+def test_cached_pieces_of_any_size_equal_the_full_forward(cuts: list[int], rows: int, shape: Shape) -> None:
+    model = build(shape)
     ids = torch.randint(0, TINY.vocab_size, (rows, sum(cuts)), generator=torch.Generator().manual_seed(1))
-    cache = KeyValueCache(TINY, rows=rows, capacity=sum(cuts), dtype=torch.float32, place=CPU)
+    cache = KeyValueCache(shape, rows=rows, capacity=sum(cuts), dtype=torch.float32, place=CPU)
     with torch.no_grad():
         pieces = torch.cat([model(piece, cache) for piece in ids.split(cuts, dim=1)], dim=1)
         whole = model(ids)
@@ -65,9 +70,16 @@ def test_cached_pieces_of_any_size_equal_the_full_forward(cuts: list[int], rows:
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_greedy_equals_full_forwards(model: GPT) -> None:
-    prompt = [3, 1, 4, 1, 5]
+@pytest.mark.parametrize("shape", [TINY, TINY_LLAMA], ids=["gpt", "llama"])
+def test_greedy_equals_full_forwards(shape: Shape) -> None:
+    model, prompt = build(shape), [3, 1, 4, 1, 5]
     assert generate(model, prompt, tokens=40, temperature=0) == [greedy_by_full_forward(model, prompt, 40)]
+
+
+def test_the_cache_holds_the_heads_of_keys_and_values_alone() -> None:
+    cache = KeyValueCache(TINY_LLAMA, rows=2, capacity=5, dtype=torch.float32, place=CPU)
+    keys, values = cache.append(1, *torch.randn(2, 2, 2, 3, 8))
+    assert keys.shape == values.shape == (2, 2, 3, 8)
 
 
 def test_greedy_uses_the_row_product_of_large_layers_too() -> None:

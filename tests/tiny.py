@@ -11,6 +11,9 @@ from megatoken.presets import Shape
 from megatoken.train.state import Plan, State, build_plan, build_state
 
 SHAPE = Shape(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
+LLAMA = replace(
+    SHAPE, n_kv_head=1, d_ff=96, norm="rmsnorm", positions="rotary", mlp="swiglu", bias=False, rope_theta=100.0
+)
 CPU = Device(place=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
 
 

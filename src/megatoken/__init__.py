@@ -1,4 +1,4 @@
-"""megatoken pre-trains GPT-2 and GPT-3 models from raw text.
+"""megatoken pre-trains GPT-2, GPT-3 and LLaMA models from raw text.
 
 STAGES is the order of the house: the order in which data flows and the only direction in which
 modules may import. A stage imports itself and earlier stages; tests/test_architecture.py enforces it.
@@ -9,8 +9,9 @@ __version__ = "0.1.0"
 STAGES = (
     "errors",  # one kind of failure, with its exit code
     "console",  # how things are shown to people
-    "presets",  # published model shapes: pure data
+    "presets",  # model shapes by name: pure data
     "knobs",  # what a knob is and how its value is read
+    "architecture",  # the knobs of the network
     "config",  # every knob, typed and frozen
     "recipe",  # YAML and overrides to a checked run, with origins
     "peaks",  # vendor data sheets: pure data

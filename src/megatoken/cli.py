@@ -22,7 +22,7 @@ from megatoken.model import count
 from megatoken.parallel.launch import launch
 from megatoken.parallel.scripts import ENGINES, Job
 from megatoken.parallel.topology import read_topology
-from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape
+from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape, describe_heads
 from megatoken.recipe import render, resolve, resolve_preset
 
 
@@ -153,7 +153,9 @@ def run_describe(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
         model = resolve_preset(options.preset, options.overrides)
     else:
         model = resolve(options.preset, options.overrides).run.model
-    shape, assumed = model.shape(GPT2_VOCABULARY), not model.vocab_size
+    usual = PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY
+    shape = model.shape(usual)
+    assumed = "" if model.vocab_size else f"{'the preset' if model.preset else 'GPT-2'}'s assumed"
     answer = {
         "parameters": count.count_parameters(shape),
         "matmul_parameters": count.count_matmul_parameters(shape),
@@ -168,15 +170,18 @@ def run_describe(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     return Exit.DONE, answer
 
 
-def _print_shape(name: str, shape: Shape, answer: dict[str, Any], assumed: bool) -> None:
-    note = " (the recipe leaves it to the tokenizer: GPT-2's assumed)" if assumed else ""
+def _print_shape(name: str, shape: Shape, answer: dict[str, Any], assumed: str) -> None:
+    note = f" (the recipe leaves it to the tokenizer: {assumed})" if assumed else ""
+    kinds = f"{shape.norm}, {shape.mlp} of {shape.d_ff:,}, {shape.positions} positions, heads of {shape.d_head}"
+    kinds += f"{'' if shape.bias else ', no biases'}, output layer {'tied' if shape.tied else 'of its own'}"
     Console().table(
         [
-            ("model", f"{name}: {shape.n_layer} layers, {shape.n_head} heads of {shape.d_head}, width {shape.d_model}"),
+            ("model", f"{name}: {shape.n_layer} layers, {describe_heads(shape)}, width {shape.d_model:,}"),
+            ("of", kinds),
             ("context", f"{shape.seq_len:,} tokens"),
             ("vocabulary", f"{shape.vocab_size:,} ids, padded to {shape.padded_vocab_size:,}{note}"),
             ("parameters", f"{answer['parameters']:,}"),
-            ("in products", f"{answer['matmul_parameters']:,} (the tied output layer counted once)"),
+            ("in products", f"{answer['matmul_parameters']:,} (the output layer counted once)"),
             ("FLOPs/token", f"{answer['flops_per_token_full']:,} full attention, "
                             f"{answer['flops_per_token_causal']:,} causal"),
             ("state", f"{answer['state_bytes'] / 2**30:.2f} GiB of fp32 weights and AdamW moments"),

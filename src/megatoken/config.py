@@ -11,37 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
+from megatoken.architecture import Model, find_misfits, nearest_divisors
 from megatoken.knobs import Duration, Knob, knob, list_knobs, parse_time
-from megatoken.presets import PRESETS, Shape
+from megatoken.presets import PRESETS, usual_d_ff
 
 DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 SCIENCE = ("seed", "model", "data", "optim", "budget")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """The shape of the network."""
-
-    preset: str = knob("", "published shape to start from; the fields below override it")
-    n_layer: int = knob(12, "transformer blocks", low=1)
-    n_head: int = knob(12, "attention heads; must divide d_model", low=1)
-    d_model: int = knob(768, "width of the residual stream", low=1)
-    d_ff: int = knob(0, "width of the MLP; 0: 4 x d_model", low=0)
-    vocab_size: int = knob(0, "token ids the model knows, before padding to 128; 0: the tokenizer's", low=0)
-    seq_len: int = knob(1024, "context length", "tokens", low=1)
-    dropout: float = knob(0.0, "dropout probability in training", low=0.0, high=0.99)
-    init: str = knob("", "start from the weights of this run folder or Hugging Face GPT-2 folder/name")
-
-    def shape(self, vocab_size: int) -> Shape:
-        """The sizes of the network for a tokenizer of `vocab_size` ids."""
-        return Shape(
-            n_layer=self.n_layer,
-            n_head=self.n_head,
-            d_model=self.d_model,
-            d_ff=self.d_ff or 4 * self.d_model,
-            vocab_size=self.vocab_size or vocab_size,
-            seq_len=self.seq_len,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +165,7 @@ def build(values: dict[str, Any]) -> Run:
     shape = PRESETS.get(values.get("model.preset", ""))
     sizes = {f.name for f in fields(Model)}
     merged = {f"model.{k}": v for k, v in dataclasses.asdict(shape).items() if k in sizes} if shape else {}
-    if shape and shape.d_ff == 4 * shape.d_model:
+    if shape and shape.d_ff == usual_d_ff(shape.d_model, shape.mlp):
         merged["model.d_ff"] = 0  # so that it follows a width that is overridden
     merged |= values
     parts: dict[str, Any] = {}
@@ -222,22 +197,15 @@ def nearest_multiples(value: int, divisor: int, count: int = 2) -> list[int]:
 def find_conflicts(run: Run) -> Iterator[tuple[str, str, str]]:
     """Rules between fields: yields (key, what is wrong, what to do) for each that is broken."""
     model, budget, optim = run.model, run.budget, run.optim
-    if model.preset and model.preset not in PRESETS:
-        yield "model.preset", f"unknown preset {model.preset!r}", "choose one of " + ", ".join(PRESETS)
-    if model.d_model % model.n_head:
-        fits = [h for h in range(1, model.d_model + 1) if model.d_model % h == 0]
-        near = sorted(sorted(fits, key=lambda h: abs(h - model.n_head))[:3])
-        what = f"{model.n_head} heads do not divide d_model {model.d_model}"
-        yield "model.n_head", what, f"nearest that do: {', '.join(map(str, near))}"
+    yield from find_misfits(model)
     if budget.batch_tokens % model.seq_len:
         near = nearest_multiples(budget.batch_tokens, model.seq_len)
         what = f"batch_tokens {budget.batch_tokens} is not a multiple of seq_len {model.seq_len}"
         yield "budget.batch_tokens", what, f"nearest that are: {', '.join(map(str, near))}"
     elif run.machine.micro_batch != "auto" and run.batch_seqs % run.machine.micro_batch:
-        fits = [m for m in range(1, run.batch_seqs + 1) if run.batch_seqs % m == 0]
-        near = sorted(sorted(fits, key=lambda m: abs(m - int(run.machine.micro_batch)))[:3])
         what = f"micro_batch {run.machine.micro_batch} does not divide the batch of {run.batch_seqs} sequences"
-        yield "machine.micro_batch", what, f"nearest that do: {', '.join(map(str, near))}, or auto"
+        fits = nearest_divisors(run.machine.micro_batch, run.batch_seqs)
+        yield "machine.micro_batch", what, f"nearest that do: {fits}, or auto"
     chosen = [name for name in ("steps", "tokens", "epochs") if getattr(budget, name)]
     if len(chosen) != 1:
         what = "no length given" if not chosen else f"{' and '.join(chosen)} are both set"

@@ -38,7 +38,7 @@ from megatoken.model.gpt import GPT, initialize
 from megatoken.model.kernels import Kernels
 from megatoken.parallel.ranks import Ranks
 from megatoken.parallel.topology import Topology
-from megatoken.presets import Shape
+from megatoken.presets import Shape, describe_heads
 from megatoken.recipe import Resolved, render, resolve, science_changes
 from megatoken.train.choose import Choice, choose_forms, use_choice
 from megatoken.train.journal import METRICS, STATUS, Journal, read_metrics, replace_file
@@ -129,7 +129,7 @@ def introduce(
         ("run", f"{resolved.name} in {out}"),
         (
             "model",
-            f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.d_model}, context {shape.seq_len}: "
+            f"{shape.n_layer} layers, {describe_heads(shape)}, width {shape.d_model}, context {shape.seq_len}: "
             f"{count_parameters(shape):,} parameters, {count_matmul_parameters(shape):,} in matrix products",
         ),
         (
@@ -165,15 +165,13 @@ def build(run: Run, shape: Shape, tokenizer: Tokenizer, device: Device, out: Pat
 
 
 def _adopt(model: GPT, name: str, tokenizer: Tokenizer, console: Console) -> None:
-    """Copy the weights of a run or a Hugging Face model; a shorter context takes the first positions."""
+    """Copy the weights of a run or a Hugging Face model; a shorter context takes the first of learned positions."""
     loaded = load_weights(name, console.warn)
     have, want = loaded.model.shape, model.shape
-    differs = [
-        f"model.{f.name}={getattr(have, f.name)}"
-        for f in dataclasses.fields(Shape)
-        if f.name != "seq_len" and getattr(have, f.name) != getattr(want, f.name)
-    ]
-    if have.seq_len < want.seq_len:
+    sizes, wanted = (dataclasses.asdict(shape) | {"n_kv_head": shape.kv_heads} for shape in (have, want))
+    differs = [f"model.{name}={size}" for name, size in sizes.items() if name != "seq_len" and size != wanted[name]]
+    learned = model.positions is not None
+    if learned and have.seq_len < want.seq_len:
         differs.append(f"model.seq_len={have.seq_len}")
     if differs:
         raise Fault(Exit.CONFIG, "model.init is of another shape", name, f"set {' '.join(differs)}")
@@ -182,7 +180,8 @@ def _adopt(model: GPT, name: str, tokenizer: Tokenizer, console: Console) -> Non
         what = f"model.init was trained with tokenizer {theirs}, the dataset is made by {mine}"
         raise Fault(Exit.DATA, what, name, "prepare the dataset with the model's tokenizer")
     weights = loaded.model.state_dict()
-    weights["positions.weight"] = weights["positions.weight"][: want.seq_len]
+    if learned:
+        weights["positions.weight"] = weights["positions.weight"][: want.seq_len]
     model.load_state_dict(weights)
     console.say(f"weights from {loaded.source}")
 

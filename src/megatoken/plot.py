@@ -98,12 +98,21 @@ def _smooth(y: np.ndarray) -> np.ndarray:
 
 
 def draw_weights(run: Path, folder: Path, warn: Callable[[str], None] = lambda text: None) -> list[Path]:
-    """Two pictures of a run's or Hugging Face model's weights: position embeddings with three of their columns,
-    and a corner of the first block's query/key/value matrix. Returns their paths."""
+    """Pictures of a run's or Hugging Face model's weights: position embeddings, if it has any, with three of their
+    columns, and a corner of the first block's query/key/value matrix. Returns their paths."""
     model = load_weights(str(run), warn).model
-    positions = model.positions.weight.detach().numpy()
     matrix = model.blocks[0].attention.qkv.weight.detach().numpy()  # type: ignore[union-attr,operator]
     pyplot = load_pyplot()
+    drawn = []
+    if model.positions is not None:
+        drawn.append(_draw_positions(pyplot, model.positions.weight.detach().numpy(), folder / "positions.png"))
+    figure, axis = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    axis.imshow(matrix[:300, :300], cmap="gray")
+    axis.set(title="blocks.0.attention.qkv, first 300 x 300", xlabel="input channel", ylabel="output channel")
+    return [*drawn, save_figure(pyplot, figure, folder / "matrix.png")]
+
+
+def _draw_positions(pyplot: Any, positions: np.ndarray, target: Path) -> Path:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
     left.imshow(positions, aspect="auto", cmap="gray")
     left.set(title="position embeddings", xlabel="channel", ylabel="position")
@@ -111,11 +120,7 @@ def draw_weights(run: Path, folder: Path, warn: Callable[[str], None] = lambda t
         right.plot(positions[:, channel], lw=1, label=f"channel {channel}")
     right.set(title="three of their columns", xlabel="position", ylabel="value")
     right.legend()
-    first = save_figure(pyplot, figure, folder / "positions.png")
-    figure, axis = pyplot.subplots(figsize=(6, 6), layout="constrained")
-    axis.imshow(matrix[:300, :300], cmap="gray")
-    axis.set(title="blocks.0.attention.qkv, first 300 x 300", xlabel="input channel", ylabel="output channel")
-    return [first, save_figure(pyplot, figure, folder / "matrix.png")]
+    return save_figure(pyplot, figure, target)
 
 
 def save_figure(pyplot: Any, figure: Any, target: Path) -> Path:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import yaml
 
-from megatoken.config import KNOBS, SCIENCE, Model, Run, build, find_conflicts, flatten
+from megatoken.architecture import Model
+from megatoken.config import KNOBS, SCIENCE, Run, build, find_conflicts, flatten
 from megatoken.errors import Exit, Fault
 from megatoken.knobs import Duration, parse_value
 from megatoken.presets import PRESETS

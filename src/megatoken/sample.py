@@ -3,9 +3,9 @@
 In: a live model and token ids. Out: new ids, the same for the same seed. Keys and values of earlier tokens are kept,
 so each new token costs one row through the model. The model's mode and torch's random state are left as they were.
 Deliberately absent: beams, penalties, several different prompts at once, sliding past the model's context (learned
-positions end there).
+positions end there, and so does what rotary ones were trained for).
 
-Shapes: N sequences, V real vocabulary, H heads, T new positions, S positions held, D head width.
+Shapes: N sequences, V real vocabulary, K heads of keys and values, T new positions, S positions held, D head width.
 """
 
 import math
@@ -26,22 +26,22 @@ HALF_CHARACTER = "\ufffd"
 
 
 class KeyValueCache:
-    """Keys and values of every layer, in memory taken once: (layers, N, H, capacity, D) each.
+    """Keys and values of every layer, in memory taken once: (layers, N, K, capacity, D) each.
 
     The model appends layer by layer and then moves `length` itself.
     """
 
     def __init__(self, shape: Shape, *, rows: int, capacity: int, dtype: torch.dtype, place: torch.device) -> None:
-        sizes = (shape.n_layer, rows, shape.n_head, capacity, shape.d_head)
+        sizes = (shape.n_layer, rows, shape.kv_heads, capacity, shape.d_head)
         self._keys = torch.empty(sizes, dtype=dtype, device=place)
         self._values = torch.empty(sizes, dtype=dtype, device=place)
         self.length = 0
 
-    def append(self, layer: int, k_NHTD: Tensor, v_NHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep a layer's new keys and values; return all it holds so far, (N, H, S, D) each."""
-        keys, values, new = self._keys[layer], self._values[layer], k_NHTD.shape[2]
-        keys.narrow(2, self.length, new).copy_(k_NHTD)
-        values.narrow(2, self.length, new).copy_(v_NHTD)
+    def append(self, layer: int, k_NKTD: Tensor, v_NKTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's new keys and values; return all it holds so far, (N, K, S, D) each."""
+        keys, values, new = self._keys[layer], self._values[layer], k_NKTD.shape[2]
+        keys.narrow(2, self.length, new).copy_(k_NKTD)
+        values.narrow(2, self.length, new).copy_(v_NKTD)
         end = self.length + new
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 

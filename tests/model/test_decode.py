@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatoken.presets import Shape
 from megatoken.sample import KeyValueCache
 
 CPU = torch.device("cpu")
+FAMILY = {"n_kv_head": 2, "norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu", "bias": False}
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +30,18 @@ def _threads() -> Iterator[None]:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("width", [32, 512])  # the products of the wide one are sliced
 @pytest.mark.parametrize("turned", [False, True])
-def test_steps_equal_the_full_forward(rows: int, width: int, turned: bool) -> None:
-    shape = Shape(n_layer=2, n_head=4, d_model=width, d_ff=3 * width, vocab_size=500, seq_len=12)
+@pytest.mark.parametrize(
+    "switches", [{}, FAMILY | {"tied": False}, FAMILY | {"n_kv_head": 1}], ids=["gpt", "llama", "1"]
+)
+def test_steps_equal_the_full_forward(rows: int, width: int, turned: bool, switches: dict[str, Any]) -> None:
+    shape = Shape(n_layer=2, n_head=4, d_model=width, d_ff=3 * width, vocab_size=500, seq_len=12, **switches)
     model = GPT(shape).eval()
     initialize(model, 0)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too, so that none can be forgotten
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
-        model.tokens.weight[500:] = 9.0
+        for weight in (model.tokens.weight, model.unembedding):
+            weight[500:] = 9.0
     ids = torch.randint(0, 500, (rows, 12), generator=torch.Generator().manual_seed(2))
     cache = KeyValueCache(shape, rows=rows, capacity=12, dtype=torch.float32, place=CPU)
     with torch.inference_mode():

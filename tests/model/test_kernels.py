@@ -1,5 +1,6 @@
 """Every form of an operation gives the plain one's values and gradients, at sizes that fit no block."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LINEAR, Kernels
 from megatoken.model.kernels.attention import switch_flash
 from megatoken.model.loss import cross_entropy
 from megatoken.presets import Shape
+from tests.tiny import LLAMA, SHAPE
 
 ONEDNN = torch.backends.mkldnn.is_available()
 
@@ -21,14 +23,25 @@ def random(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", ["flash", "blocked"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 8), (2, 3, 64, 8), (1, 2, 65, 16), (2, 1, 300, 8), (1, 2, 129, 4)])
-def test_attention_is_the_formula(form: str, sizes: tuple[int, int, int, int]) -> None:
-    B, H, T, D = sizes
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1, 1, 8),
+        (2, 3, 3, 64, 8),
+        (1, 2, 2, 65, 16),
+        (2, 1, 1, 300, 8),
+        (1, 2, 2, 129, 4),
+        (2, 4, 2, 65, 8),
+        (1, 6, 1, 9, 8),
+    ],
+)
+def test_attention_is_the_formula(form: str, sizes: tuple[int, int, int, int, int]) -> None:
+    B, H, K, T, D = sizes
     found, expected = [], []
     for forms, name in ((found, form), (expected, "explicit")):
         # As the model hands them over: views of one packed product.
-        packed = random(B, T, 3, H, D).requires_grad_()
-        q, k, v = packed.permute(2, 0, 3, 1, 4)
+        packed = random(B, T, H + 2 * K, D).requires_grad_()
+        q, k, v = packed.transpose(1, 2).split((H, K, K), dim=1)
         y = ATTENTION[name](q, k, v, 0.0)
         y.backward(random(B, T, H, D, seed=1).transpose(1, 2))
         assert packed.grad is not None
@@ -37,9 +50,10 @@ def test_attention_is_the_formula(form: str, sizes: tuple[int, int, int, int]) -
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
-def test_flex_attention_is_the_formula() -> None:
+@pytest.mark.parametrize("heads", [4, 2])
+def test_flex_attention_is_the_formula(heads: int) -> None:
     """Its values: torch gives it a backward on CUDA only."""
-    q, k, v = random(3, 2, 3, 150, 16)
+    q, k, v = random(2, 4, 150, 16), *random(2, 2, heads, 150, 16, seed=1)
     torch.testing.assert_close(
         ATTENTION["flex"](q, k, v, 0.0), ATTENTION["explicit"](q, k, v, 0.0), rtol=2e-5, atol=2e-6
     )
@@ -56,6 +70,16 @@ def test_a_version_of_flash_attention_stays_until_another_form_is_used(monkeypat
     assert removed == []
     use_kernels(torch.nn.Identity(), Kernels(attention="cudnn"))
     assert (current_flash_attention_impl(), removed) == (None, ["FA3"])
+
+
+@pytest.mark.parametrize("form", sorted(set(ATTENTION) - set(CUDA_ONLY)))
+def test_neighbouring_queries_share_a_key(form: str) -> None:
+    """Heads 0 and 1 the first, heads 2 and 3 the second: the order of released weights."""
+    q, k, v = random(1, 4, 20, 8), *random(2, 1, 2, 20, 8, seed=1)
+    alone = torch.cat(
+        [ATTENTION[form](q[:, h : h + 1], k[:, h // 2, None], v[:, h // 2, None], 0.0) for h in range(4)], 1
+    )
+    torch.testing.assert_close(ATTENTION[form](q, k, v, 0.0), alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", sorted(set(ATTENTION) - set(CUDA_ONLY)))
@@ -78,20 +102,22 @@ def test_dropout_drops(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["numpy", pytest.param("onednn", marks=pytest.mark.skipif(not ONEDNN, reason="none"))])
 @pytest.mark.parametrize("rows", [(1, 1), (3, 7), (2, 33)])
-def test_products_by_other_libraries_are_torchs(form: str, rows: tuple[int, int]) -> None:
+@pytest.mark.parametrize("biased", [True, False])
+def test_products_by_other_libraries_are_torchs(form: str, rows: tuple[int, int], biased: bool) -> None:
     found, expected = [], []
     for results, name in ((found, form), (expected, "torch")):
         x, w, b = random(*rows, 24).requires_grad_(), random(40, 24, seed=1).requires_grad_(), random(40, seed=2)
         b.requires_grad_()
-        y = LINEAR[name](x, w, b)
+        y = LINEAR[name](x, w, b if biased else None)
         y.backward(random(*rows, 40, seed=3))
-        results += [y.detach(), x.grad, w.grad, b.grad]
+        results += [y.detach(), x.grad, w.grad, *([b.grad] if biased else [])]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_computes_with_what_it_is_given_and_gets_the_same_gradients() -> None:
-    shape = Shape(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=80)
+@pytest.mark.parametrize("family", [SHAPE, LLAMA], ids=["gpt", "llama"])
+def test_a_model_computes_with_what_it_is_given_and_gets_the_same_gradients(family: Shape) -> None:
+    shape = replace(family, seq_len=80)
     gradients = []
     for kernels in (Kernels(), Kernels(linear="numpy", attention="blocked"), Kernels(attention="explicit")):
         model = GPT(shape)

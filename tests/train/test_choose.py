@@ -13,10 +13,11 @@ from megatoken.device import misses_triton
 from megatoken.errors import Fault
 from megatoken.hardware import cpu_count, recall
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
+from megatoken.presets import Shape
 from megatoken.train import choose
 from megatoken.train.choose import CHOICES, choose_forms, list_options, pick
 from megatoken.train.step import accumulate_gradients, train_step
-from tests.tiny import CPU, SHAPE, tiny_batch, tiny_plan, tiny_state
+from tests.tiny import CPU, LLAMA, SHAPE, tiny_batch, tiny_plan, tiny_state
 
 BF16 = replace(CPU, precision="bf16")
 
@@ -42,19 +43,19 @@ def test_what_the_recipe_names_is_taken_unmeasured(tmp_path: Path) -> None:
 
 
 def test_options_follow_precision_dropout_and_threads() -> None:
-    options = list_options(Machine(), CPU, 0.0)
+    options = list_options(SHAPE, Machine(), CPU, 0.0)
     assert options["attention"] == ["flash", "blocked"]
     assert options["linear"][0] == "torch"
     assert options["mixed"] == ["autocast"]
-    assert list_options(Machine(), CPU, 0.1)["attention"] == ["flash"]
-    assert list_options(Machine(), BF16, 0.0)["linear"] == ["torch"]
-    compiled = list_options(Machine(compile="on"), CPU, 0.0)
+    assert list_options(SHAPE, Machine(), CPU, 0.1)["attention"] == ["flash"]
+    assert list_options(SHAPE, Machine(), BF16, 0.0)["linear"] == ["torch"]
+    compiled = list_options(SHAPE, Machine(compile="on"), CPU, 0.0)
     assert (compiled["linear"], compiled["attention"], compiled["mixed"]) == (["torch"], ["flash"], ["autocast"])
-    assert list_options(Machine(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
+    assert list_options(SHAPE, Machine(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
     threads = torch.get_num_threads()
     torch.set_num_threads(cpu_count() + 1)
     try:
-        assert "numpy" not in list_options(Machine(), CPU, 0.0)["linear"]
+        assert "numpy" not in list_options(SHAPE, Machine(), CPU, 0.0)["linear"]
     finally:
         torch.set_num_threads(threads)
 
@@ -65,17 +66,17 @@ def test_options_on_a_gpu_follow_its_age_and_what_is_installed(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: tuple(age))
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     both = ["torch", "triton"]
-    options = list_options(Machine(), card, 0.0)
+    options = list_options(SHAPE, Machine(), card, 0.0)
     assert options["attention"] == ["flash", "cudnn", "fa2", "fa3", "fa4"]
     assert options["linear"] == ["torch"]
     assert (options["norm"], options["gelu"], options["loss"]) == (both, both, both)
-    assert list_options(Machine(fused="off"), card, 0.0)["norm"] == ["torch"]
-    assert list_options(Machine(fused="on"), card, 0.0)["gelu"] == ["triton"]
-    half = list_options(Machine(), replace(card, precision="fp16"), 0.0)
+    assert list_options(SHAPE, Machine(fused="off"), card, 0.0)["norm"] == ["torch"]
+    assert list_options(SHAPE, Machine(fused="on"), card, 0.0)["gelu"] == ["triton"]
+    half = list_options(SHAPE, Machine(), replace(card, precision="fp16"), 0.0)
     assert (half["norm"], half["loss"], half["mixed"]) == (both, ["torch"], ["autocast"])
-    assert list_options(Machine(), replace(card, precision="fp32"), 0.0)["attention"] == ["flash"]
+    assert list_options(SHAPE, Machine(), replace(card, precision="fp32"), 0.0)["attention"] == ["flash"]
     age[0] = 7
-    assert list_options(Machine(fused="on"), card, 0.0)["norm"] == ["torch"]
+    assert list_options(SHAPE, Machine(fused="on"), card, 0.0)["norm"] == ["torch"]
     assert misses_triton(card) == "card is older than Ampere"
     age[0] = 8
     monkeypatch.setattr(device, "find_spec", lambda name: None)
@@ -83,6 +84,34 @@ def test_options_on_a_gpu_follow_its_age_and_what_is_installed(monkeypatch: pyte
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert misses_triton(card) == "they were made for NVIDIA GPUs"
+
+
+def test_fused_kernels_are_tried_on_models_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(CPU, place=torch.device("cuda"), name="card", precision="bf16")
+    monkeypatch.setattr(choose, "misses_triton", lambda device: "")
+
+    def fused(shape: Shape) -> list[str]:
+        options = list_options(shape, Machine(), card, 0.0)
+        return [name for name, forms in options.items() if "triton" in forms]
+
+    assert fused(SHAPE) == ["norm", "gelu", "loss"]
+    assert fused(LLAMA) == ["loss"]
+    assert fused(replace(SHAPE, bias=False)) == ["loss"]
+    assert fused(replace(SHAPE, norm="rmsnorm")) == ["gelu", "loss"]
+    assert list_options(LLAMA, Machine(fused="on"), card, 0.0)["norm"] == ["torch"]
+    wishes = Machine(fused="on", linear="torch", attention="flash", mixed="autocast")
+    choice = choose_forms(LLAMA, wishes, card, micro_batch=1, dropout=0.0)
+    assert choice.kernels == Kernels(loss="triton")
+    assert choice.note == "fused kernels are left out for norm and gelu: there are none for this model"
+    assert choose_forms(SHAPE, wishes, card, micro_batch=1, dropout=0.0).note == ""
+
+
+def test_forms_of_every_family_are_tried_and_remembered_apart() -> None:
+    for family in (SHAPE, LLAMA):
+        choice = choose_forms(family, Machine(), replace(CPU, precision="bf16"), micro_batch=2, dropout=0.0)
+        assert set(choice.seconds) == {"attention", "mixed"}
+        assert all(len(forms) == 2 for forms in choice.seconds.values())
+    assert len(recall(CHOICES)) == 2
 
 
 def test_trials_fit_a_vocabulary_smaller_than_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def read_kernels(workload: Workload) -> Kernels:
     forms: tuple[tuple[str, dict[str, Any], object], ...] = (
         ("linear", LINEAR, block.attention.qkv.multiply),
         ("attention", ATTENTION, block.attention.attend),
-        ("norm", NORM, block.norm1.add_norm),
+        ("norm", NORM[block.norm1.kind], block.norm1.add_norm),
         ("gelu", GELU, block.mlp.activate),
         ("loss", LOSS, state.lose),
     )
@@ -254,11 +254,12 @@ def _list_elementwise(workload: Workload, seen: Watched) -> Iterator[Part]:
     x = seen.given["norm1"].clone().requires_grad_()
     u = seen.made["mlp.up"].clone().requires_grad_()
     branch = seen.made["attention.out"].clone().requires_grad_()
+    assert block.norm1.bias is not None  # these are the parts of a GPT-2
     norm, bias = (block.norm1.weight, block.norm1.bias), block.mlp.up.bias
     activation: Differentiable = ("GELU", layers, lambda: F.gelu(u, approximate="tanh"), (u,))
     if kernels.gelu != "torch":
         activation = ("bias and GELU", layers, lambda: add_bias_gelu(u, bias), (u, bias))
-    plain: Differentiable = ("norm", 2 * layers + 1, lambda: nn.LayerNorm.forward(block.norm1, x), (x, *norm))
+    plain: Differentiable = ("norm", 2 * layers + 1, lambda: block.norm1(x)[1], (x, *norm))
     joined: Differentiable = ("add and norm", 2 * layers, lambda: block.norm1(x, branch), (x, branch, *norm))
     fused = kernels.norm != "torch"
     for name, calls, compute, leaves in (activation, joined if fused else plain):
@@ -281,10 +282,11 @@ def _list_elementwise(workload: Workload, seen: Watched) -> Iterator[Part]:
 def _list_embedding(workload: Workload) -> Iterator[Part]:
     """Look-ups, and their gradient, which torch makes as large as the vocabulary before it is added to the head's."""
     model, ids = workload.state.working, workload.batch(0)[0]
-    tokens, positions = model.tokens.weight, model.positions.weight
+    tokens, positions = model.tokens.weight, model.positions
+    assert positions is not None
     places = torch.arange(ids.shape[1], device=ids.device)
     forward, backward, y = _differentiate(
-        workload, lambda: model.tokens(ids) + model.positions(places), (tokens, positions)
+        workload, lambda: model.tokens(ids) + positions(places), (tokens, positions.weight)
     )
     of_head = torch.zeros_like(tokens, requires_grad=False)
     yield Part(name="embedding forward", group="embedding", calls=1, call=forward, moved_bytes=2 * y.nbytes)

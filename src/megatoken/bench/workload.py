@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatoken.config import Budget, Data, Machine, Model, Run
+from megatoken.architecture import Model
+from megatoken.config import Budget, Data, Machine, Run
 from megatoken.device import Device, open_device
 from megatoken.model.gpt import GPT, initialize
 from megatoken.parallel.topology import Topology
@@ -91,6 +92,7 @@ def build_model(shape: Shape, seed: int, dropout: float = 0.0) -> GPT:
         return model
     other = GPT(shape, dropout=dropout)
     weights = model.state_dict()
-    weights["tokens.weight"] = weights["tokens.weight"][: shape.padded_vocab_size]
+    for name in weights.keys() & {"tokens.weight", "head.weight"}:
+        weights[name] = weights[name][: shape.padded_vocab_size]
     other.load_state_dict(weights)
     return other

@@ -121,7 +121,7 @@ def read_shape(folder: Path) -> Shape:
     sizes = {field: config.get(key) for field, key in SIZES.items()}
     if sizes["d_ff"] is None and isinstance(sizes["d_model"], int):
         sizes["d_ff"] = 4 * sizes["d_model"]
-    numbers = {field: value for field, value in sizes.items() if type(value) is int and value >= 1}
+    numbers: dict[str, Any] = {field: value for field, value in sizes.items() if type(value) is int and value >= 1}
     if odd := [f"{SIZES[field]} is {value!r}" for field, value in sizes.items() if field not in numbers]:
         raise Fault(Exit.CHECKPOINT, f"no size: {', '.join(odd)}", str(path), "restore the file")
     shape = Shape(**numbers)

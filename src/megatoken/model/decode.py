@@ -6,7 +6,8 @@ equal to the modules. Absent: gradients, prompts.
 At batch 1 a token costs reading every weight once. MKL multiplies one row by a matrix on a single core; slices of the
 weight multiplied as one batch are read by all cores. `turn_weights` makes the wide ones faster still.
 
-Shapes: N sequences, C d_model, H heads, D head width, I and O a product's input and output, K slices, V vocabulary.
+Shapes: N sequences, C d_model, J heads of keys and values, G query heads that share one, D head width, F d_ff, I and O
+a product's input and output, K slices, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatoken.model.gpt import GPT, Block, Cache
+from megatoken.model.gpt import GPT, MLP, Block, Cache, Linear, Norm
+from megatoken.model.kernels.gelu import multiply_silu
+from megatoken.model.rotary import find_speeds, find_turns, turn
 
 Rows = Callable[[Tensor], Tensor]
 
@@ -34,27 +37,53 @@ class Decoder:
         place = model.unembedding.device.type
         sliced = rows == 1 and HAS_MKL and place == "cpu" and not torch.is_autocast_enabled("cpu")
         self._layers: list[tuple[Rows, ...]] = []
+
+        def plan(linear: Linear) -> Rows:
+            return plan_product(linear.weight, linear.bias, sliced=sliced)
+
         for block in model.blocks:
             assert isinstance(block, Block)
-            linears = (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
-            products = (plan_product(m.weight, m.bias, sliced=sliced) for m in linears)
-            norms = (partial(nn.LayerNorm.forward, norm) for norm in (block.norm1, block.norm2))
-            self._layers.append((*norms, *products))
+            attention, mlp = block.attention, block.mlp
+            products = (plan(attention.qkv), plan(attention.out), plan_widening(mlp, plan), plan(mlp.down))
+            self._layers.append((partial(_norm, block.norm1), partial(_norm, block.norm2), *products))
         self._head = plan_product(model.unembedding, None, sliced=sliced)
+        rotary = model.positions is None
+        self._speeds_P = find_speeds(model.shape, model.unembedding.device) if rotary else None
 
     def step(self, ids_N: Tensor, cache: Cache) -> Tensor:
         """Scores (N, real vocabulary) of what follows `ids_N`, which are added to the cache."""
-        model, n_head = self._model, self._model.shape.n_head
-        N, C = len(ids_N), model.shape.d_model
-        x_NC = F.embedding(ids_N, model.tokens.weight) + model.positions.weight[cache.length]
-        for layer, (norm1, norm2, qkv, out, up, down) in enumerate(self._layers):
-            q, k, v = qkv(norm1(x_NC)).view(N, 3, n_head, 1, C // n_head).unbind(1)
+        model, shape = self._model, self._model.shape
+        N, C, D, heads = len(ids_N), shape.d_model, shape.d_head, [shape.n_head, shape.kv_heads, shape.kv_heads]
+        x_NC, turns = F.embedding(ids_N, model.tokens.weight), None
+        if model.positions is not None:
+            x_NC = x_NC + model.positions.weight[cache.length]
+        if self._speeds_P is not None:
+            turns = find_turns(self._speeds_P * cache.length)
+        for layer, (norm1, norm2, qkv, out, widen, down) in enumerate(self._layers):
+            q, k, v = torch.split(qkv(norm1(x_NC)).view(N, -1, 1, D), heads, dim=1)
+            if turns is not None:
+                q, k = turn(q, turns), turn(k, turns)
             k, v = cache.append(layer, k, v)
-            y_NH1D = F.scaled_dot_product_attention(q, k, v)
-            x_NC = x_NC + out(y_NH1D.reshape(N, C))
-            x_NC = x_NC + down(F.gelu(up(norm2(x_NC)), approximate="tanh"))
+            # One new token sees everything, so queries that share a key can be rows of one query.
+            y_NJGD = F.scaled_dot_product_attention(q.reshape(N, shape.kv_heads, -1, D), k, v)
+            x_NC = x_NC + out(y_NJGD.reshape(N, C))
+            x_NC = x_NC + down(widen(norm2(x_NC)))
         cache.length += 1
-        return self._head(nn.LayerNorm.forward(model.norm, x_NC))[:, : model.shape.vocab_size]
+        return self._head(_norm(model.norm, x_NC))[:, : shape.vocab_size]
+
+
+def _norm(norm: Norm, x_NC: Tensor) -> Tensor:
+    """The norm of rows, without the overhead of calling a module."""
+    return norm.forward(x_NC)[1]
+
+
+def plan_widening(mlp: MLP, plan: Callable[[Linear], Rows]) -> Rows:
+    """A function of rows (N, C) giving (N, F): what the MLP's wide products become."""
+    up = plan(mlp.up)
+    if mlp.gate is None:
+        return lambda x_NC: F.gelu(up(x_NC), approximate="tanh")
+    gate = plan(mlp.gate)
+    return lambda x_NC: multiply_silu(gate(x_NC), up(x_NC))
 
 
 def turn_weights(model: GPT) -> None:

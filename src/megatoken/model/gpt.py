@@ -1,10 +1,18 @@
-"""GPT-2 as released: pre-norm blocks, learned positions, tanh GELU, biases, tied output layer.
+"""GPT-2 and LLaMA as released: pre-norm blocks, which differ in a handful of switches of their `Shape`.
+
+| | GPT-2 | LLaMA |
+|---|---|---|
+| norm, mlp | LayerNorm, tanh GELU | RMSNorm, SwiGLU |
+| positions | embedded with the tokens | queries and keys turned by their place (model/rotary.py) |
+| kv_heads | one for each query head | one for a group of them |
+| bias, tied | biases, the token embedding as output layer | no biases; the large ones have a matrix of their own |
 
 In: token ids. Out: hidden states after the final norm; the loss and the sampler apply `unembedding` themselves.
-Source: Radford et al. 2019; residual projections start smaller by 1/sqrt(2 n_layer) as described there.
+Sources: Radford et al. 2019; Touvron et al. 2023, Dubey et al. 2024.
 Absent: loss, parallelism, compilation, precision: all applied from outside.
 
-Shapes: B batch, T time, C d_model, H heads, D head width, F d_ff, V padded vocabulary, S keys (cached and new).
+Shapes: B batch, T time, C d_model, H heads, K heads of keys and values, D head width, F d_ff, V padded vocabulary,
+S keys (cached and new).
 """
 
 import math
@@ -22,12 +30,13 @@ from megatoken.model.kernels import (
     LINEAR,
     NORM,
     Activate,
-    AddNorm,
     Attend,
     Kernels,
     Multiply,
 )
 from megatoken.model.kernels.attention import switch_flash
+from megatoken.model.kernels.gelu import Make, swiglu
+from megatoken.model.rotary import Turns, make_turns, turn
 from megatoken.presets import Shape
 
 INIT_STD = 0.02
@@ -38,7 +47,7 @@ class Cache(Protocol):
 
     length: int
 
-    def append(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]: ...
+    def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class Linear(nn.Linear):
@@ -50,14 +59,20 @@ class Linear(nn.Linear):
         return self.multiply(x, self.weight, self.bias)
 
 
-class Norm(nn.LayerNorm):
-    """LayerNorm of a stream that an update joins on the way."""
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm of a stream that an update joins on the way."""
 
-    add_norm: AddNorm = staticmethod(NORM["torch"])
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.kind, self.eps = shape.norm, shape.norm_eps
+        self.weight = nn.Parameter(torch.ones(shape.d_model))
+        biased = shape.bias and shape.norm == "layernorm"
+        self.bias = nn.Parameter(torch.zeros(shape.d_model)) if biased else None
+        self.add_norm = NORM[self.kind]["torch"]
 
-    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + update, its norm)."""
-        return (x, super().forward(x)) if update is None else self.add_norm(x, update, self.weight, self.bias)
+        return self.add_norm(x, update, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):
@@ -67,40 +82,52 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
         super().__init__()
-        self.n_head, self.layer, self.dropout = shape.n_head, layer, dropout
-        self.qkv = Linear(shape.d_model, 3 * shape.d_model)
-        self.out = Linear(shape.d_model, shape.d_model)
+        self.heads = [shape.n_head, shape.kv_heads, shape.kv_heads]  # of queries, keys and values
+        self.d_head, self.layer, self.dropout = shape.d_head, layer, dropout
+        self.qkv = Linear(shape.d_model, sum(self.heads) * shape.d_head, bias=shape.bias)
+        self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
 
-    def forward(self, x_BTC: Tensor, cache: Cache | None = None) -> Tensor:
-        B, T, C = x_BTC.shape
-        q, k, v = self.qkv(x_BTC).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+    def forward(self, x_BTC: Tensor, cache: Cache | None = None, turns: Turns | None = None) -> Tensor:
+        B, T, _ = x_BTC.shape
+        q, k, v = torch.split(self.qkv(x_BTC).view(B, T, -1, self.d_head), self.heads, dim=2)
+        if turns is not None:
+            q, k = turn(q, turns), turn(k, turns)
+        q, k, v = (part_BTHD.transpose(1, 2) for part_BTHD in (q, k, v))
         if cache is None:
             y_BHTD = self.attend(q, k, v, self.dropout if self.training else 0.0)
         else:
             y_BHTD = self._attend_to_cache(q, k, v, cache)
-        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]
+        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
         past, T = cache.length, q.shape[-2]
         k, v = cache.append(self.layer, k, v)
         # A single new token may look at everything; several after a cached past need the mask's lower right corner.
         mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past) if past and T > 1 else None
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past == 0 and T > 1)
+        grouped = k.shape[1] != q.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=past == 0 and T > 1, enable_gqa=grouped
+        )
 
 
 class MLP(nn.Module):
-    """Two products around a tanh GELU."""
+    """Two products around a tanh GELU, or around one that a third gates."""
 
     activate: Activate = staticmethod(GELU["torch"])
     recompute_gelu = False
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.up = Linear(shape.d_model, shape.d_ff)
-        self.down = Linear(shape.d_ff, shape.d_model)
+        self.gate = Linear(shape.d_model, shape.d_ff, bias=shape.bias) if shape.mlp == "swiglu" else None
+        self.up = Linear(shape.d_model, shape.d_ff, bias=shape.bias)
+        self.down = Linear(shape.d_ff, shape.d_model, bias=shape.bias)
+
+    def widen(self, x_BTC: Tensor) -> Make:
+        """What makes (B, T, F) of the wide products."""
+        return self.activate(self.up, x_BTC) if self.gate is None else swiglu(self.gate, self.up, x_BTC)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        make = self.activate(self.up, x_BTC)
+        make = self.widen(x_BTC)
         h_BTF = make()
         if not self.recompute_gelu or torch.compiler.is_compiling():  # the compiler does it unasked
             return self.down(h_BTF)  # type: ignore[no-any-return]
@@ -122,18 +149,22 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
         super().__init__()
-        self.norm1 = Norm(shape.d_model)
+        self.norm1 = Norm(shape)
         self.attention = Attention(shape, layer, dropout)
-        self.norm2 = Norm(shape.d_model)
+        self.norm2 = Norm(shape)
         self.mlp = MLP(shape)
         self.drop = nn.Dropout(dropout)
 
     def forward(
-        self, x_BTC: Tensor, update_BTC: Tensor | None = None, cache: Cache | None = None
+        self,
+        x_BTC: Tensor,
+        update_BTC: Tensor | None = None,
+        cache: Cache | None = None,
+        turns: Turns | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stream, and this block's last update of it: the norm that reads the sum next adds it."""
         x_BTC, h_BTC = self.norm1(x_BTC, update_BTC)
-        x_BTC, h_BTC = self.norm2(x_BTC, self.drop(self.attention(h_BTC, cache)))
+        x_BTC, h_BTC = self.norm2(x_BTC, self.drop(self.attention(h_BTC, cache, turns)))
         return x_BTC, self.drop(self.mlp(h_BTC))
 
 
@@ -146,30 +177,35 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.tokens = nn.Embedding(shape.padded_vocab_size, shape.d_model)
-        self.positions = nn.Embedding(shape.seq_len, shape.d_model)
+        self.positions = nn.Embedding(shape.seq_len, shape.d_model) if shape.positions == "learned" else None
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(shape, layer, dropout) for layer in range(shape.n_layer))
-        self.norm = Norm(shape.d_model)
+        self.norm = Norm(shape)
+        self.head = None if shape.tied else nn.Linear(shape.d_model, shape.padded_vocab_size, bias=False)
 
     def forward(self, ids_BT: Tensor, cache: Cache | None = None) -> Tensor:
         """Hidden states (B, T, C) of `ids_BT` (int64), which follow whatever `cache` holds and are added to it."""
         past = cache.length if cache is not None else 0
         places_T = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
-        x_BTC = self.drop(self.tokens(ids_BT) + self.positions(places_T))
+        turns = make_turns(self.shape, places_T)
+        x_BTC = self.tokens(ids_BT)
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions(places_T)
+        x_BTC = self.drop(x_BTC)
         update_BTC: Tensor | None = None
         for block in self.blocks:
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
-                x_BTC, update_BTC = checkpoint(block, x_BTC, update_BTC, use_reentrant=False)
+                x_BTC, update_BTC = checkpoint(block, x_BTC, update_BTC, None, turns, use_reentrant=False)
             else:
-                x_BTC, update_BTC = block(x_BTC, update_BTC, cache)
+                x_BTC, update_BTC = block(x_BTC, update_BTC, cache, turns)
         if cache is not None:
             cache.length += ids_BT.shape[1]
         return self.norm(x_BTC, update_BTC)[1]  # type: ignore[no-any-return]
 
     @property
     def unembedding(self) -> Tensor:
-        """The output layer's weight (V, C): the token embedding itself."""
-        return self.tokens.weight
+        """The output layer's weight (V, C): the token embedding itself, or a matrix of its own."""
+        return self.tokens.weight if self.head is None else self.head.weight
 
     def logits(self, hidden_BTC: Tensor) -> Tensor:
         """Scores (B, T, real vocabulary): padding ids do not exist for whoever reads them."""
@@ -185,7 +221,7 @@ def use_kernels(module: nn.Module, kernels: Kernels) -> None:
         elif isinstance(part, Attention):
             part.attend = ATTENTION[kernels.attention]
         elif isinstance(part, Norm):
-            part.add_norm = NORM[kernels.norm]
+            part.add_norm = NORM[part.kind][kernels.norm]
         elif isinstance(part, MLP):
             part.activate = GELU[kernels.gelu]
 
@@ -202,7 +238,8 @@ def initialize(model: GPT, seed: int) -> None:
     """Fill a model with GPT-2's initial weights; the same seed gives the same weights on any device.
 
     Normal(0, 0.02) for matrices and embeddings, divided by sqrt(2 n_layer) for the two projections that write
-    into the residual stream; biases 0, norms 1, padding rows of the vocabulary 0.
+    into the residual stream; biases 0, norms 1, padding rows of the vocabulary 0. LLaMA's papers do not tell theirs:
+    the rule is kept for both families, so that a comparison of them compares nothing else.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.shape.n_layer)
@@ -213,4 +250,5 @@ def initialize(model: GPT, seed: int) -> None:
                 continue
             std = residual_std if name.endswith(("attention.out.weight", "mlp.down.weight")) else INIT_STD
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-        model.tokens.weight[model.shape.vocab_size :] = 0.0
+        for weight in (model.tokens.weight, model.unembedding):
+            weight[model.shape.vocab_size :] = 0.0

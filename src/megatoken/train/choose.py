@@ -7,7 +7,7 @@ compilation (device.py).
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 
 import numpy
@@ -21,6 +21,7 @@ from megatoken.hardware import cpu_count, recall, remember, return_freed_memory
 from megatoken.model.gpt import Block, use_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.model.kernels.attention import switch_flash
+from megatoken.model.rotary import make_turns
 from megatoken.presets import Shape
 from megatoken.timing import take_turns
 from megatoken.train.state import LOSS_CHUNK, State
@@ -65,9 +66,8 @@ def choose_forms(
     """
     compiled = compiled and device.place.type == "cuda"
     _check_attention(shape, machine, device, dropout)
-    options = list_options(machine, device, dropout)
-    missing = misses_triton(device)
-    note = f"fused kernels are left out: {missing}" if machine.fused == "on" and missing else ""
+    options = list_options(shape, machine, device, dropout)
+    note = _excuse_plain(shape, device) if machine.fused == "on" else ""
     fixed = {name: forms[0] for name, forms in options.items()}
     seconds: Seconds = {}
     if any(len(forms) > 1 for forms in options.values()):
@@ -90,8 +90,11 @@ def _check_attention(shape: Shape, machine: Machine, device: Device, dropout: fl
     """Raise Fault(CONFIG) when the backend that the recipe names cannot do these heads in this precision here."""
     if machine.attention not in CUDA_ONLY:
         return
-    q = torch.zeros(1, shape.n_head, 16, shape.d_head, dtype=device.dtype, device=device.place)
-    if device.place.type != "cuda" or not _runs(lambda: attend(machine.attention, q, q, q, dropout)):
+    q, k = (
+        torch.zeros(1, heads, 16, shape.d_head, dtype=device.dtype, device=device.place)
+        for heads in (shape.n_head, shape.kv_heads)
+    )
+    if device.place.type != "cuda" or not _runs(lambda: attend(machine.attention, q, k, k, dropout)):
         what = f"no {machine.attention} attention for heads of {shape.d_head} in {device.precision} on {device.name}"
         raise Fault(Exit.CONFIG, what, "machine.attention", "use auto")
 
@@ -104,7 +107,25 @@ def use_choice(state: State, choice: Choice, device: Device) -> None:
         state.hold_masters(device.dtype)
 
 
-def list_options(machine: Machine, device: Device, dropout: float) -> dict[str, list[str]]:
+def _excuse_plain(shape: Shape, device: Device) -> str:
+    """Why some or all of our fused kernels are left out; empty if none is."""
+    if missing := misses_triton(device):
+        return f"fused kernels are left out: {missing}"
+    plain = [name for name in FUSED if name not in list_fused(shape, device)]
+    return f"fused kernels are left out for {' and '.join(plain)}: there are none for this model" if plain else ""
+
+
+def list_fused(shape: Shape, device: Device) -> list[str]:
+    """The operations of this model that our fused kernels can do in the device's precision."""
+    fits = {
+        "norm": shape.norm == "layernorm" and shape.bias,
+        "gelu": shape.mlp == "gelu" and shape.bias,
+        "loss": device.precision != "fp16",  # which makes its logits again in the backward, where torch differentiates
+    }
+    return [name for name in FUSED if fits[name]]
+
+
+def list_options(shape: Shape, machine: Machine, device: Device, dropout: float) -> dict[str, list[str]]:
     """Per operation the forms that can run here, the plain one first; one only where the recipe or the device decides.
 
     Other libraries and blocks are for fp32 and bf16 on a CPU; on CUDA there are backends of attention, which fp32 has
@@ -126,8 +147,7 @@ def list_options(machine: Machine, device: Device, dropout: float) -> dict[str, 
     if device.precision == "bf16":
         options["mixed"] += ["masters"]
     if machine.fused != "off" and not misses_triton(device):
-        # fp16 makes its logits again in the backward, where their gradient is torch's.
-        for name in FUSED[: 2 if device.precision == "fp16" else 3]:
+        for name in list_fused(shape, device):
             options[name] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
     wishes = {"linear": machine.linear, "attention": machine.attention, "mixed": machine.mixed}
     return {name: forms if wishes.get(name, "auto") == "auto" else [wishes[name]] for name, forms in options.items()}
@@ -161,6 +181,9 @@ def _describe(shape: Shape, device: Device, tokens: int, options: Mapping[str, l
         f"width {shape.d_model}, {shape.n_head} heads, MLP {shape.d_ff}, vocabulary {shape.padded_vocab_size}, "
         f"{tokens // shape.seq_len} x {shape.seq_len}"
     )
+    for f in fields(Shape):
+        if f.default is not MISSING and getattr(shape, f.name) != f.default:
+            sizes += f", {f.name} {getattr(shape, f.name)}"
     forms = "; ".join(f"{name} {' '.join(forms)}" for name, forms in options.items())
     return f"{place}; {sizes}; {forms}; torch {torch.__version__}, numpy {numpy.__version__}"
 
@@ -181,14 +204,15 @@ def _try_forms(
     update_BTC = x_BTC.detach().flip(0).requires_grad_()
     low_pair = tuple(part.detach().to(device.dtype).requires_grad_() for part in (x_BTC, update_BTC))
     heads_BHTD = x_BTC.detach().to(device.dtype).view(B, T, H, C // H).transpose(1, 2)
-    q, k, v = (heads_BHTD.clone().requires_grad_() for _ in range(3))
+    q, k, v = (heads_BHTD[:, :heads].clone().requires_grad_() for heads in block.attention.heads)
+    turns = make_turns(shape, torch.arange(T, device=device.place))
     rows = min(B * T, LOSS_CHUNK[device.place.type])
     targets_N = torch.arange(rows, device=device.place) % shape.vocab_size
 
     def run_block(kernels: Kernels) -> Tensor:
         use_kernels(block, kernels)
         with device.autocast():
-            return _sum_stream(forward(x_BTC, update_BTC))
+            return _sum_stream(forward(x_BTC, update_BTC, None, turns))
 
     def run_loss(form: str) -> None:
         logits_NV = torch.zeros(rows, shape.padded_vocab_size, dtype=device.dtype, device=device.place)
@@ -200,7 +224,9 @@ def _try_forms(
         "norm": lambda form: run_block(Kernels(norm=form)),
         "gelu": lambda form: run_block(Kernels(gelu=form)),
         "loss": run_loss,
-        "mixed": lambda form: run_block(Kernels()) if form == "autocast" else _sum_stream(forward_low(*low_pair)),
+        "mixed": lambda form: (
+            run_block(Kernels()) if form == "autocast" else _sum_stream(forward_low(*low_pair, None, turns))
+        ),
     }
 
     def run_trial(name: str, form: str) -> None:
@@ -223,10 +249,10 @@ def _try_forms(
     return found
 
 
-def attend(form: str, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+def attend(form: str, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
     """Causal attention in a form, with what it needs behind it."""
     switch_flash(form)
-    return ATTENTION[form](q_BHTD, k_BHTD, v_BHTD, dropout)
+    return ATTENTION[form](q_BHTD, k_BKTD, v_BKTD, dropout)
 
 
 def _sum_stream(parts: tuple[Tensor, Tensor]) -> Tensor:

@@ -22,15 +22,16 @@ from megatoken.model.kernels.attention import (
 )
 from megatoken.model.kernels.gelu import Make, fused_gelu, gelu
 from megatoken.model.kernels.linear import numpy_linear, onednn_linear
-from megatoken.model.kernels.norm import add_norm, fused_add_norm
+from megatoken.model.kernels.norm import add_norm, add_rms_norm, fused_add_norm
 from megatoken.model.kernels.softmax import fused_lose, lose
 
-Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows (..., I), weight (O, I), bias (O) -> (..., O)
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # q, k, v (B, H, T, D), dropout -> (B, H, T, D), causal
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # rows (..., I), weight (O, I), bias (O) -> (..., O)
+# q (B, H, T, D), k and v (B, K, T, D), dropout -> (B, H, T, D), causal; K key heads, each for H / K query heads
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 # the linear layer before it, rows (..., C) -> what makes (..., F), now or again in the backward
 Activate = Callable[[nn.Linear, Tensor], Make]
-# x, update (..., C), weight, bias (C) -> x + update, its norm
-AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# x, update (..., C), weight, bias (C), epsilon -> x + update, its norm
+AddNorm = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
 class Lose(Protocol):
@@ -52,7 +53,10 @@ ATTENTION: dict[str, Attend] = {
     "flex": flex_attention_causal,
 }
 CUDA_ONLY = ("cudnn", "fa2", "fa3", "fa4", "flex")
-NORM: dict[str, AddNorm] = {"torch": add_norm, "triton": fused_add_norm}
+NORM: dict[str, dict[str, AddNorm]] = {
+    "layernorm": {"torch": add_norm, "triton": fused_add_norm},
+    "rmsnorm": {"torch": add_rms_norm},
+}
 GELU: dict[str, Activate] = {"torch": gelu, "triton": fused_gelu}
 LOSS: dict[str, Lose] = {"torch": lose, "triton": fused_lose}
 

@@ -1,9 +1,11 @@
 """Causal self-attention: written out, by torch's kernels, and in blocks that skip the upper triangle.
 
-softmax(q k^T / sqrt(D)) v, every query seeing itself and earlier keys (Vaswani et al. 2017). Absent: sampling's
-attention over a cache, which has no triangle (model/gpt.py).
+softmax(q k^T / sqrt(D)) v, every query seeing itself and earlier keys (Vaswani et al. 2017). Keys and values may have
+fewer heads, each shared by a group of neighbouring query heads (Ainslie et al. 2023). Absent: sampling's attention over
+a cache, which has no triangle (model/gpt.py).
 
-Shapes: B batch, H heads, T time, D head width, N = B*H, Q queries of a block, S keys a block of queries sees.
+Shapes: B batch, H heads, K heads of keys and values, T time, D head width, N = B*H, Q queries of a block, S keys that
+a block of queries sees.
 """
 
 import math
@@ -30,24 +32,32 @@ def choose_block(T: int) -> int:
     return 64 if T <= SHORT else 128
 
 
-def explicit_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+def spread_heads(x_BKTD: Tensor, n_head: int) -> Tensor:
+    """A key head for every query head (B, H, T, D): copies for the heads that share one; itself where none do."""
+    group = n_head // x_BKTD.shape[1]
+    return x_BKTD if group == 1 else x_BKTD.repeat_interleave(group, dim=1)
+
+
+def explicit_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
     """The formula, all T x T scores at once."""
-    T, D = q_BHTD.shape[-2:]
+    H, T, D = q_BHTD.shape[-3:]
+    k_BHTD, v_BHTD = spread_heads(k_BKTD, H), spread_heads(v_BKTD, H)
     scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
     later_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(1)
     weights_BHTT = scores_BHTT.masked_fill(later_TT, -torch.inf).softmax(-1)
     return F.dropout(weights_BHTT, dropout) @ v_BHTD
 
 
-def flash_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+def flash_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
     """torch's own kernel: on CUDA whichever backend it prefers."""
-    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=q_BHTD.shape[-2] > 1)
+    (H, T), K = q_BHTD.shape[1:3], k_BKTD.shape[1]
+    return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, dropout_p=dropout, is_causal=T > 1, enable_gqa=K != H)
 
 
-def backend_attention(backend: SDPBackend, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+def backend_attention(backend: SDPBackend, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
     """torch's kernel by one backend and no other: RuntimeError where that one cannot."""
     with sdpa_kernel(backend):
-        return flash_attention(q_BHTD, k_BHTD, v_BHTD, dropout)
+        return flash_attention(q_BHTD, k_BKTD, v_BKTD, dropout)
 
 
 def switch_flash(form: str) -> None:
@@ -65,16 +75,17 @@ def switch_flash(form: str) -> None:
         restore_flash_attention_impl()
 
 
-def flex_attention_causal(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+def flex_attention_causal(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
     """torch's FlexAttention with the causal mask; without dropout only, with it the flash kernel answers.
 
     Compiled on CUDA; written out elsewhere, where it has no backward.
     """
     if dropout:
-        return flash_attention(q_BHTD, k_BHTD, v_BHTD, dropout)
+        return flash_attention(q_BHTD, k_BKTD, v_BKTD, dropout)
     compiled = q_BHTD.is_cuda and not torch.compiler.is_compiling()
     flex = _compile_flex() if compiled else flex_attention
-    y: Tensor = flex(q_BHTD, k_BHTD, v_BHTD, block_mask=_causal_mask(q_BHTD.shape[-2], q_BHTD.device))
+    (H, T), K = q_BHTD.shape[1:3], k_BKTD.shape[1]
+    y: Tensor = flex(q_BHTD, k_BKTD, v_BKTD, block_mask=_causal_mask(T, q_BHTD.device), enable_gqa=K != H)
     return y
 
 
@@ -89,14 +100,15 @@ def _causal_mask(T: int, place: torch.device) -> BlockMask:
     return create_block_mask(lambda _b, _h, query, key: query >= key, None, None, T, T, device=place)
 
 
-def blocked_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, dropout: float) -> Tensor:
+def blocked_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
     """A block of queries at a time against the keys it can see: half the products of the full square.
 
     Without dropout only; with it the flash kernel answers.
     """
     if dropout:
-        return flash_attention(q_BHTD, k_BHTD, v_BHTD, dropout)
-    y: Tensor = _Blocked.apply(q_BHTD, k_BHTD, v_BHTD)  # type: ignore[no-untyped-call]
+        return flash_attention(q_BHTD, k_BKTD, v_BKTD, dropout)
+    H = q_BHTD.shape[1]
+    y: Tensor = _Blocked.apply(q_BHTD, spread_heads(k_BKTD, H), spread_heads(v_BKTD, H))  # type: ignore[no-untyped-call]
     return y
 
 

@@ -1,4 +1,5 @@
-"""The wide half of the MLP: x W^T + b through a tanh GELU (Hendrycks and Gimpel 2016, the approximation of GPT-2).
+"""The wide half of the MLP: x W^T + b through a tanh GELU (Hendrycks and Gimpel 2016, the approximation of GPT-2), or
+the product of x U^T with a gate, x G^T through a SiLU (SwiGLU, Shazeer 2020, as in LLaMA), which is torch's alone.
 
 Plain is torch's. Fused leaves the bias out of the product and adds it inside the activation, so that one reading of the
 gradient in the backward makes both the slope's product and the bias's column sums. tanh(z) is 2 sigmoid(2z) - 1.
@@ -34,6 +35,16 @@ def gelu(up: nn.Linear, x: Tensor) -> Make:
 def fused_gelu(up: nn.Linear, x: Tensor) -> Make:
     """GELU(x W^T + b): torch's product, and one kernel for bias and GELU."""
     return partial(add_bias_gelu, F.linear(x, up.weight), up.bias)
+
+
+def swiglu(gate: nn.Linear, up: nn.Linear, x: Tensor) -> Make:
+    """SiLU(x G^T) * x U^T, by torch."""
+    return partial(multiply_silu, gate(x), up(x))
+
+
+def multiply_silu(gated: Tensor, product: Tensor) -> Tensor:
+    """SiLU(gated) * product."""
+    return F.silu(gated) * product
 
 
 def add_bias_gelu(product: Tensor, bias_F: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from torch import Tensor
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def numpy_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
+def numpy_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """F.linear by numpy's BLAS."""
     y: Tensor = _Linear.apply(x, weight_OI, bias_O, numpy_product)  # type: ignore[no-untyped-call]
     return y
 
 
-def onednn_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
+def onednn_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """F.linear by oneDNN, which torch itself keeps for other precisions."""
     y: Tensor = _Linear.apply(x, weight_OI, bias_O, onednn_product)  # type: ignore[no-untyped-call]
     return y
@@ -45,16 +45,18 @@ class _Linear(torch.autograd.Function):
     """One product forward, two backward, by whoever multiplies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor, product: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, product: Product) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        ctx.product = product
-        y_NO = product(x.flatten(0, -2), weight_OI.t()).add_(bias_O)
+        ctx.product, ctx.biased = product, bias_O is not None
+        y_NO = product(x.flatten(0, -2), weight_OI.t())
+        if bias_O is not None:
+            y_NO.add_(bias_O)
         return y_NO.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI = ctx.saved_tensors
         grad_NO, product = grad.flatten(0, -2), ctx.product
         dx = product(grad_NO, weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None
         dw = product(grad_NO.t(), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
-        return dx, dw, grad_NO.sum(0), None
+        return dx, dw, grad_NO.sum(0) if ctx.biased else None, None

@@ -1,7 +1,8 @@
-"""An update joins the residual stream, and the LayerNorm of the sum: two operations on the same rows.
+"""An update joins the residual stream, and the norm of the sum: two operations on the same rows.
 
-Plain is torch's pair. Fused reads stream and update once and writes both results once; its backward makes the stream's
-gradient, the norm's and the column sums for weight and bias in one reading (Ba et al. 2016; statistics in fp32).
+LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019). Plain is torch's pair. Fused, for LayerNorm, reads
+stream and update once and writes both results once; its backward makes the stream's gradient, the norm's and the column
+sums for weight and bias in one reading; statistics in fp32.
 
 Shapes: N rows, C width, P programs of a backward, each of which sums over its share of the rows.
 """
@@ -14,28 +15,41 @@ from torch import Tensor
 
 from megatoken.model.kernels.jit import jit, power_of_2, tl
 
-EPS = 1e-5
 PROGRAMS = 512  # of a backward: a few for every multiprocessor, so that partial sums stay small
 
 
-def add_norm(x: Tensor, update: Tensor, weight_C: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, update: Tensor | None, weight_C: Tensor, bias_C: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """(x + update, its LayerNorm), by torch."""
-    x = x + update
-    return x, F.layer_norm(x, weight_C.shape, weight_C, bias_C, EPS)
+    x = x if update is None else x + update
+    return x, F.layer_norm(x, weight_C.shape, weight_C, bias_C, eps)
 
 
-def fused_add_norm(x: Tensor, update: Tensor, weight_C: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, update: Tensor | None, weight_C: Tensor, bias_C: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + update, its RMSNorm, which has no bias), by torch."""
+    x = x if update is None else x + update
+    return x, F.rms_norm(x, weight_C.shape, weight_C, eps)
+
+
+def fused_add_norm(
+    x: Tensor, update: Tensor | None, weight_C: Tensor, bias_C: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """(x + update, its LayerNorm), by one kernel. The norm has autocast's dtype where that is on, else that of `x`."""
+    if update is None:
+        return add_norm(x, update, weight_C, bias_C, eps)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    total, normed = _AddNorm.apply(x, update, weight_C, bias_C, dtype)
+    total, normed = _AddNorm.apply(x, update, weight_C, bias_C, eps, dtype)
     return total, normed
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, update: Tensor, weight_C: Tensor, bias_C: Tensor, dtype: torch.dtype
+        ctx: Any, x: Tensor, update: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         C = x.shape[-1]
         x, update = x.contiguous(), update.contiguous()
@@ -44,7 +58,7 @@ class _AddNorm(torch.autograd.Function):
         mean_N, scale_N = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(2))
         block = power_of_2(C)
         _forward[(N,)](
-            x, update, weight_C, bias_C, total, normed, mean_N, scale_N, C, EPS, BLOCK=block, num_warps=_warps(block)
+            x, update, weight_C, bias_C, total, normed, mean_N, scale_N, C, eps, BLOCK=block, num_warps=_warps(block)
         )
         ctx.save_for_backward(total, weight_C, mean_N, scale_N)
         ctx.update_dtype = update.dtype
@@ -63,7 +77,7 @@ class _AddNorm(torch.autograd.Function):
             weight_PC, bias_PC, N, C, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
         grad_weight, grad_bias = (part.sum(0).to(weight_C.dtype) for part in (weight_PC, bias_PC))
-        return grad_x, grad_x.to(ctx.update_dtype), grad_weight, grad_bias, None
+        return grad_x, grad_x.to(ctx.update_dtype), grad_weight, grad_bias, None, None
 
 
 def _warps(block: int) -> int:
