@@ -50,6 +50,7 @@ def test_attention_is_the_formula(form: str, sizes: tuple[int, int, int, int, in
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("heads", [4, 2])
 def test_flex_attention_is_the_formula(heads: int) -> None:
     """Its values: torch gives it a backward on CUDA only."""
