@@ -44,6 +44,7 @@ def corpus(tmp_path: Path) -> Path:
         ("gpt2-774m", 774_030_080, 5_198_937_600),
         ("gpt2-1558m", 1_557_611_200, 10_273_545_600),
         ("gpt3-175b", 174_604_259_328, 1_076_373_430_272),
+        ("llama3.2-1b", 1_235_814_400, 58_954_088_448),
     ],
 )
 def test_describe(name: str, parameters: int, full: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +57,15 @@ def test_describe(name: str, parameters: int, full: int, capsys: pytest.CaptureF
 def test_describe_follows_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     answer = run_json("describe", "gpt2-124m", "model.d_model=384", "model.n_layer=2", capsys=capsys)
     assert (answer["d_ff"], answer["n_layer"], answer["vocab_size"]) == (1536, 2, 50257)
+
+
+def test_describe_assumes_the_vocabulary_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run("describe", "llama-110m", "model.vocab_size=0", capsys=capsys)[1]
+    assert "32,000 ids, padded to 32,000 (the recipe leaves it to the tokenizer: the preset's assumed)" in said
+    assert "GPT-2's assumed" in run("describe", "quickstart", capsys=capsys)[1]
+    said = run("describe", "llama3-8b", capsys=capsys)[1]
+    assert "32 layers, 32 heads over 8 of keys and values, width 4,096" in said
+    assert "rmsnorm, swiglu of 14,336, rotary positions, heads of 128, no biases, output layer of its own" in said
 
 
 def test_config_prints_values_with_origins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,11 @@ from megatoken.device import (
 )
 from megatoken.errors import Exit, Fault
 from megatoken.model.gpt import use_recompute
+from megatoken.presets import Shape
 from megatoken.train.choose import choose_forms
 from megatoken.train.probe import try_compile
 from megatoken.train.step import accumulate_gradients, train_step
-from tests.tiny import CPU, SHAPE, tiny_batch, tiny_plan, tiny_state
+from tests.tiny import CPU, LLAMA, SHAPE, tiny_batch, tiny_plan, tiny_state
 
 
 @pytest.mark.parametrize(
@@ -154,9 +155,13 @@ def test_why_there_are_no_fused_kernels_is_said() -> None:
 
 @pytest.mark.skipif(wants_compile(Machine(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "recompute"), [("on", "none"), ("blocks", "none"), ("blocks", "gelu")])
-def test_compiled_steps_are_the_plain_ones(kind: str, recompute: str) -> None:
-    plain, compiled = tiny_state(), tiny_state()
+@pytest.mark.parametrize(
+    ("kind", "recompute", "shape"),
+    [("on", "none", SHAPE), ("blocks", "none", SHAPE), ("blocks", "gelu", SHAPE), ("blocks", "none", LLAMA)],
+    ids=["on", "blocks", "blocks, gelu", "blocks of a llama"],
+)
+def test_compiled_steps_are_the_plain_ones(kind: str, recompute: str, shape: Shape) -> None:
+    plain, compiled = tiny_state(shape=shape), tiny_state(shape=shape)
     use_recompute(compiled.model, recompute)
     assert try_compile(compiled, tiny_plan(), CPU, kind) == ""
     assert (compiled.forward is compiled.model) == (kind == "blocks")

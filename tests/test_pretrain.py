@@ -20,6 +20,7 @@ from megatoken.checkpoint.store import steps
 from megatoken.console import Console
 from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import Exit, Fault
+from megatoken.plot import draw_weights
 from megatoken.pretrain import Summary, pretrain
 from megatoken.recipe import resolve
 from megatoken.train.journal import read_metrics
@@ -213,6 +214,40 @@ def test_starting_from_the_weights_of_a_run(clean: Path, recipe: Path, tmp_path:
     assert first["loss"] == pytest.approx(last["loss"], rel=1e-6)
     with pytest.raises(Fault, match=r"set model.n_layer=2") as fault:
         train(recipe, tmp_path / "other", f"model.init={clean}", "model.n_layer=3")
+    assert fault.value.code == Exit.CONFIG
+
+
+LLAMA = (
+    "model.norm=rmsnorm",
+    "model.positions=rotary",
+    "model.mlp=swiglu",
+    "model.bias=false",
+    "model.tied=false",
+    "model.n_kv_head=1",
+)
+
+
+def test_a_llama_trains_resumes_and_samples(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(recipe, out, *LLAMA)
+    before = fingerprint(out)
+    losses = [row["loss"] for row in read_metrics(out) if row["kind"] == "train"]
+    assert losses[0] == pytest.approx(np.log(257), abs=0.2)
+    assert losses[-1] < losses[0] - 2
+    for step in (35, 40):
+        shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
+    train(recipe, out, *LLAMA)
+    assert fingerprint(out) == before
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in draw_weights(out, tmp_path)] == ["matrix.png"]  # there are no embeddings of positions
+    # Places are computed, so a context may become longer than the one learnt with.
+    longer = tmp_path / "longer"
+    train(recipe, longer, *LLAMA, f"model.init={out}", "model.seq_len=32", "budget.steps=1")
+    first = next(row for row in read_metrics(longer) if row["kind"] == "val")
+    assert first["loss"] < losses[0] - 2
+    other = ("model.n_kv_head=0", "model.rope_theta=5", f"model.init={out}")
+    with pytest.raises(Fault, match=r"set model.n_kv_head=1 model.rope_theta=10000.0") as fault:
+        train(recipe, tmp_path / "other", *LLAMA, *other)
     assert fault.value.code == Exit.CONFIG
 
 

@@ -54,7 +54,7 @@ def test_shipped_recipes_are_sound(name: str) -> None:
 
 def test_the_promised_recipes_are_there() -> None:
     promised = {"quickstart", "shakespeare", *(p for p in PRESETS if p.startswith("gpt2"))}
-    promised |= {"gpt3-125m", "gpt3-350m", "gpt3-760m", "gpt3-1.3b"}
+    promised |= {"gpt3-125m", "gpt3-350m", "gpt3-760m", "gpt3-1.3b", "llama-5m", "llama-110m"}
     assert promised <= set(list_recipes())
 
 

@@ -22,8 +22,10 @@ def tiny_run(**values: object) -> Run:
     return build(keys | {key.replace("__", "."): value for key, value in values.items()})
 
 
-def tiny_state(*, dropout: float = 0.0, seed: int = 1, optim: Optim | None = None, form: str = "auto") -> State:
-    model = GPT(SHAPE, dropout=dropout)
+def tiny_state(
+    *, dropout: float = 0.0, seed: int = 1, optim: Optim | None = None, form: str = "auto", shape: Shape = SHAPE
+) -> State:
+    model = GPT(shape, dropout=dropout)
     initialize(model, seed)
     return build_state(model, replace(tiny_run(machine__adamw=form), optim=optim or Optim()), CPU)
 

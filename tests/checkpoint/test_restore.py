@@ -12,7 +12,7 @@ from megatoken.errors import Exit, Fault
 from megatoken.model.gpt import GPT, initialize
 from megatoken.train.state import State, build_state
 from megatoken.train.step import train_step
-from tests.tiny import CPU, SHAPE, tiny_batch, tiny_plan, tiny_run, tiny_state
+from tests.tiny import CPU, LLAMA, SHAPE, tiny_batch, tiny_plan, tiny_run, tiny_state
 
 
 def save(state: State, folder: Path) -> tuple[Path, Manifest]:
@@ -55,6 +55,21 @@ def test_the_plain_model_alone(tmp_path: Path) -> None:
     model = load_checkpoint_model(*save(state, tmp_path))
     assert model.shape == SHAPE
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in state.model.state_dict().items())
+
+
+def test_a_model_saved_before_there_were_switches_is_a_gpt(tmp_path: Path) -> None:
+    saved, manifest = save(tiny_state(), tmp_path)
+    old = ("n_layer", "n_head", "d_model", "d_ff", "vocab_size", "seq_len", "vocab_multiple")
+    meta = {"shape": {name: manifest.meta["shape"][name] for name in old}}
+    assert load_checkpoint_model(saved, replace(manifest, meta=meta)).shape == SHAPE
+
+
+def test_a_llama_comes_back_with_its_switches(tmp_path: Path) -> None:
+    state = tiny_state(shape=replace(LLAMA, tied=False, rope_factor=2.0))
+    model = load_checkpoint_model(*save(state, tmp_path))
+    assert model.shape == state.model.shape
+    inputs, _ = tiny_batch()
+    assert torch.equal(model(inputs), state.model(inputs))
 
 
 def test_a_state_that_never_stepped_is_saved_too(tmp_path: Path) -> None:

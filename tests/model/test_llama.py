@@ -14,7 +14,7 @@ from megatoken.model.gpt import GPT, initialize, use_recompute
 from megatoken.model.loss import cross_entropy
 from megatoken.model.rotary import find_speeds, make_turns, turn
 from megatoken.presets import PRESETS, Shape
-from tests.tiny import LLAMA
+from tests.tiny import LLAMA, tiny_state
 
 transformers = pytest.importorskip("transformers")
 
@@ -238,6 +238,12 @@ def test_golden_losses() -> None:
     model = GPT(replace(LLAMA, tied=False, **SCALED))
     initialize(model, 1337)
     assert learn(model, draw_ids(LLAMA, 4)) == pytest.approx([4.571456, 4.172758, 3.897610, 3.598461], abs=1e-5)
+
+
+def test_norms_are_not_decayed() -> None:
+    state = tiny_state(shape=replace(LLAMA, tied=False))
+    decayed, plain = (len(group["params"]) for group in state.optimizer.param_groups)
+    assert (decayed, plain) == (2 + 2 * 5, 2 * 2 + 1)
 
 
 @pytest.mark.parametrize("recompute", ["gelu", "block"])

@@ -201,8 +201,9 @@ def test_twenty_steps_of_every_form_end_at_the_plain_loss() -> None:
         assert other == pytest.approx(reference, rel=1e-4)
 
 
-def test_bf16_weights_follow_their_masters() -> None:
-    states = tiny_state(), tiny_state()
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA], ids=["gpt", "llama"])
+def test_bf16_weights_follow_their_masters(shape: Shape) -> None:
+    states = tiny_state(shape=shape), tiny_state(shape=shape)
     choose.use_choice(states[1], choose.Choice(kernels=Kernels(), masters=True), BF16)
     assert states[1].working.unembedding.dtype == torch.bfloat16
     plan = tiny_plan(2)

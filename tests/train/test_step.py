@@ -10,8 +10,9 @@ from megatoken.errors import Exit, Fault
 from megatoken.model.gpt import use_recompute
 from megatoken.model.loss import cross_entropy
 from megatoken.optim.groups import build_optimizer
+from megatoken.presets import Shape
 from megatoken.train.step import accumulate_gradients, dropout_seed, land, launch_step, train_step
-from tests.tiny import CPU, SHAPE, tiny_batch, tiny_plan, tiny_state
+from tests.tiny import CPU, LLAMA, SHAPE, tiny_batch, tiny_plan, tiny_state
 
 
 def gradients(micro_batch: int, chunk: int = 1024, dropout: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
@@ -128,9 +129,9 @@ def test_reading_late_tells_the_same_as_reading_at_once() -> None:
     assert land(late, flights) == [train_step(now, tiny_plan(), CPU, *tiny_batch(step)) for step in range(4)]
 
 
-def kept_bytes(recompute: str) -> tuple[int, float, dict[str, torch.Tensor]]:
+def kept_bytes(recompute: str, shape: Shape) -> tuple[int, float, dict[str, torch.Tensor]]:
     """Bytes that the forward keeps for the backward, the loss and all gradients."""
-    state = tiny_state()
+    state = tiny_state(shape=shape)
     use_recompute(state.model, recompute)
     parameters = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
     kept: dict[int, int] = {}
@@ -149,9 +150,10 @@ def kept_bytes(recompute: str) -> tuple[int, float, dict[str, torch.Tensor]]:
     return sum(kept.values()), float(total.detach() / count), {n: p.grad for n, p in state.model.named_parameters()}
 
 
-def test_what_is_computed_again_is_not_kept_and_changes_nothing() -> None:
-    plain, gelu, block = (kept_bytes(what) for what in ("none", "gelu", "block"))
-    wide = SHAPE.n_layer * 8 * 16 * SHAPE.d_ff * 4
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA], ids=["gpt", "llama"])
+def test_what_is_computed_again_is_not_kept_and_changes_nothing(shape: Shape) -> None:
+    plain, gelu, block = (kept_bytes(what, shape) for what in ("none", "gelu", "block"))
+    wide = shape.n_layer * 8 * 16 * shape.d_ff * 4
     assert gelu[0] <= plain[0] - wide + 4096  # of each layer the MLP's wide output, fp32
     assert block[0] < plain[0] / 3
     for other in (gelu, block):
