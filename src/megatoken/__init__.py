@@ -24,7 +24,7 @@ STAGES = (
     "parallel",  # which process of how many; what they tell each other
     "train",  # state, step, meter, journal, guard
     "checkpoint",  # commit protocol, restore
-    "evaluate",  # held-out loss
+    "evaluate",  # held-out loss; multiple-choice tasks
     "sample",  # key/value cache, decoding
     "interop",  # Hugging Face folders
     "plot",  # curves and pictures from metrics.jsonl
@@ -33,6 +33,8 @@ STAGES = (
     "bench",  # every speed measured on this machine
     "doctor",  # what this machine lacks to train
     "writing",  # a prompt continued on the screen
+    "judging",  # a model's scores and losses on the screen
+    "harness",  # the same model handed to lm-evaluation-harness
     "opening",  # what happens once, before the first step
     "pretrain",  # the program: the page to read first
     "arguments",  # words into options

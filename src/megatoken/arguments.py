@@ -14,6 +14,7 @@ from megatoken import __version__
 from megatoken.bench.options import add_benches
 from megatoken.config import KNOBS, SCIENCE
 from megatoken.errors import Exit, Fault
+from megatoken.evaluate.tasks import TASKS
 from megatoken.parallel.scripts import ENGINES
 from megatoken.presets import PRESETS
 from megatoken.recipe import format_value, list_recipes
@@ -80,6 +81,7 @@ def build_parser(calls: Mapping[str, Call]) -> Parser:
     p.usage = "megatoken describe PRESET_OR_RECIPE [--json] [--debug] [section.field=value ...]"
     p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
     _add_sample(add)
+    _add_eval(add)
     p = commands.add_parser("bench", help="measure this machine: a ladder of speed-ups, and each part alone")
     benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
     add_benches(lambda name, doc: add(name, doc, among=benches, call="bench"))
@@ -132,6 +134,25 @@ def _add_sample(add: Callable[..., Parser]) -> None:
     p.add_argument("-n", "--n", type=int, default=1, help="sequences (default 1)")
     p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
     p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
+
+
+def _add_eval(add: Callable[..., Parser]) -> None:
+    p = add("eval", "score a model in tasks, or its loss on any shards or text (docs/evaluation.md)")
+    p.add_argument("model", metavar="RUN_OR_HF_DIR", help="run folder, checkpoint, Hugging Face folder or hub name")
+    p.add_argument("--tasks", metavar="NAMES", help=f"a list such as hellaswag,piqa of {', '.join(TASKS)}")
+    p.add_argument("--data", type=Path, metavar="PATH", help="with --tasks: their examples (.jsonl, .json, .parquet), "
+                   "a file, or a folder with TASK.jsonl (default: the Hugging Face hub); alone: shards, or text of any "
+                   "form that `megatoken prepare` reads")  # fmt: skip
+    p.add_argument("--limit", type=int, default=0, metavar="N", help="first N examples of a task, or tokens; 0: all")
+    p.add_argument("--split", choices=("train", "val"), help="of shards (default val where there is one)")
+    p.add_argument("--examples", action="store_true", help="also what was chosen in each example, in the file's order")
+    p.add_argument("--no-token-mean", action="store_true", help="leave out acc_token_mean: half the time of HellaSwag")
+    p.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
+    p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
+    p.add_argument("--harness", action="store_true", help="let lm-evaluation-harness ask: any task that it knows")
+    p.add_argument("--include", type=Path, metavar="DIR", help="with --harness: a folder of your own task files")
+    p.add_argument("--fewshot", type=int, metavar="K", help="with --harness: solved examples before each question")
 
 
 def describe_fields() -> str:

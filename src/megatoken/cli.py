@@ -11,12 +11,14 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatoken.arguments import Call, parse
 from megatoken.console import Console
 from megatoken.errors import Exit, Fault
+from megatoken.evaluate.tasks import find_tasks
 from megatoken.hardware import prepare_process
 from megatoken.model import count
 from megatoken.parallel.launch import launch
@@ -85,17 +87,24 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """train: a recipe to a run folder."""
     given = [f"model.init={options.init}"] if options.init else []
     resolved = resolve(options.recipe, [*options.overrides, *given])
-    topology = read_topology()
-    if options.nproc > 1 and topology.world_size == 1:
-        return launch([sys.executable, "-m", "megatoken.cli", *options.words], options.nproc), None
-    if options.nproc not in (1, topology.world_size):
-        what = f"--nproc {options.nproc} within {topology.world_size} processes that are there already"
-        raise Fault(Exit.CONFIG, what, "--nproc", "leave it to torchrun or srun, or to --nproc")
+    if (code := launch_ranks(options)) is not None:
+        return code, None
     from megatoken.pretrain import pretrain
 
     out = options.out or Path("runs") / resolved.name
     summary = pretrain(resolved, out, Console(to_stderr=options.json), explain=options.explain)
-    return summary.code, dataclasses.asdict(summary) if topology.is_first else None
+    return summary.code, dataclasses.asdict(summary) if read_topology().is_first else None
+
+
+def launch_ranks(options: argparse.Namespace) -> int | None:
+    """The exit code of `--nproc` processes that run this command, None for a process that is to run it itself."""
+    topology = read_topology()
+    if options.nproc > 1 and topology.world_size == 1:
+        return launch([sys.executable, "-m", "megatoken.cli", *options.words], options.nproc)
+    if options.nproc not in (1, topology.world_size):
+        what = f"--nproc {options.nproc} within {topology.world_size} processes that are there already"
+        raise Fault(Exit.CONFIG, what, "--nproc", "leave it to torchrun or srun, or to --nproc")
+    return None
 
 
 def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
@@ -198,6 +207,21 @@ def run_sample(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     return Exit.DONE, write_text(options, prompt.decode(errors="replace"))
 
 
+def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
+    """eval: a model's scores, or its loss."""
+    if options.tasks and not options.harness:
+        find_tasks(options.tasks)
+    if (code := launch_ranks(options)) is not None:
+        return code, None
+    from megatoken.judging import choose_exam, judge
+
+    if not options.harness:
+        return Exit.DONE, judge(options, choose_exam(options))
+    from megatoken.harness import run_harness
+
+    return Exit.DONE, judge(options, partial(run_harness, options))
+
+
 def run_bench(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """bench: one measurement; its JSON line comes last on stdout, asked for or not."""
     from megatoken.bench.program import measure
@@ -242,6 +266,7 @@ CALLS: dict[str, Call] = {
     "config": run_config,
     "describe": run_describe,
     "sample": run_sample,
+    "eval": run_eval,
     "bench": run_bench,
     "verify": run_verify,
     "plot": run_plot,

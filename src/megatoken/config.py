@@ -100,10 +100,14 @@ class Save:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Loss over a fixed set of held-out tokens."""
+    """Loss over a fixed set of held-out tokens, and scores in multiple-choice tasks."""
 
     every: Duration = knob(Duration(0.1, "dur"), "0: only at the end", low=0)
     tokens: int = knob(1048576, "held-out tokens to score, from the start of the split; 0: none", "tokens", low=0)
+    tasks: str = knob("", "tasks to score, such as hellaswag,piqa; empty: none")
+    tasks_every: Duration = knob(Duration(0), "0: only at the end", low=0)
+    tasks_data: str = knob("", "their examples: a file, or a folder with TASK.jsonl; empty: the Hugging Face hub")
+    tasks_limit: int = knob(0, "first examples of each task; 0: all", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

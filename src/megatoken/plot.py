@@ -4,13 +4,15 @@ In: metrics.jsonl of one or several runs, the weights of one. Out: PNG files. Ne
 without it a run says so in one line and goes on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatoken.errors import Exit, Fault
+from megatoken.evaluate.choice import SCORES
 from megatoken.interop.weights import load_weights
 from megatoken.train.journal import read_metrics
 
@@ -48,7 +50,9 @@ def draw_run(run: Path, *, pictures: bool) -> str:
 
 
 def draw_curves(runs: Sequence[Path], target: Path) -> Path:
-    """Four panels over training tokens, a colour a run; validation loss as dots. Returns `target`.
+    """Four panels over training tokens, and one for each task scored, a colour a run; validation loss as dots.
+
+    Returns `target`.
 
     Raises Fault(DATA) when a folder holds no metrics, Fault(CONFIG) without matplotlib.
     """
@@ -57,12 +61,17 @@ def draw_curves(runs: Sequence[Path], target: Path) -> Path:
         if not any(row["kind"] == "train" for row in found):
             raise Fault(Exit.DATA, "no training steps are recorded here", str(run), "give the folder of a run")
     pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    tasks = sorted({row["task"] for found in rows.values() for row in found if row["kind"] == "eval"})
+    lines = 2 + -(-len(tasks) // 2)
+    figure, grid = pyplot.subplots(lines, 2, figsize=(11, 3.5 * lines), layout="constrained")
+    axes, exams = grid.flat[: len(PANELS)], grid.flat[len(PANELS) :]
+    for axis, task in zip_longest(exams, tasks):
+        _draw_scores(axis, task, rows)
     for index, run in enumerate(runs):
         train = [row for row in rows[run] if row["kind"] == "train"]
         val = [row for row in rows[run] if row["kind"] == "val"]
         color = f"C{index % 10}"
-        for axis, (key, _) in zip(axes.flat, PANELS, strict=True):
+        for axis, (key, _) in zip(axes, PANELS, strict=True):
             x = np.array([row["tokens"] for row in train], dtype=float)
             y = np.array([_number(row.get(key)) for row in train], dtype=float)
             name = run.name or str(run)
@@ -74,13 +83,32 @@ def draw_curves(runs: Sequence[Path], target: Path) -> Path:
             if val:
                 dots = [row["tokens"] for row in val], [_number(row["loss"]) for row in val]
                 axis.plot(*dots, "o", color=color, mec="white", ms=6, label=f"{name}, validation")
-    for axis, (_, title) in zip(axes.flat, PANELS, strict=True):
+    for axis, (_, title) in zip(axes, PANELS, strict=True):
         axis.set(title=title, xlabel="training tokens", xlim=(0, None))
         axis.grid(alpha=0.25)
         if title != PANELS[0][1]:
             axis.set_ylim(0, None)
-    axes[0, 0].legend()
+    axes[0].legend()
     return save_figure(pyplot, figure, target)
+
+
+def _draw_scores(axis: Any, task: str | None, rows: Mapping[Path, list[dict[str, Any]]]) -> None:
+    """A task's scores with their standard errors, a colour a run and a marker a score; no task: an empty corner."""
+    if task is None:
+        axis.axis("off")
+        return
+    for index, (run, found) in enumerate(rows.items()):
+        scored = [row for row in found if row["kind"] == "eval" and row["task"] == task]
+        for score, marker in zip(SCORES, "osv", strict=True):
+            kept = [row for row in scored if row[score] is not None]
+            x, y = [row["tokens"] for row in kept], [row[score] for row in kept]
+            errors = [row["stderr"][score] or 0.0 for row in kept]
+            if kept:
+                label = f"{run.name or run}, {score}"
+                axis.errorbar(x, y, errors, fmt=f"{marker}-", color=f"C{index % 10}", ms=5, lw=1, label=label)
+    axis.set(title=task, xlabel="training tokens", xlim=(0, None))
+    axis.grid(alpha=0.25)
+    axis.legend()
 
 
 def _number(value: Any) -> float:

@@ -20,6 +20,7 @@ from megatoken.data.loader import EvaluationWindows, Loader, Prefetcher, evaluat
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.device import Device, open_device, with_peak
 from megatoken.errors import Exit, Fault
+from megatoken.evaluate.choice import Question, answer_questions, describe_grades, grade, read_exams
 from megatoken.evaluate.loss import held_out_loss
 from megatoken.knobs import Duration, parse_time
 from megatoken.parallel.ranks import join
@@ -66,6 +67,8 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
     device = open_device(run.machine, rank=topology.local_rank, ranks=topology.local_world_size)
     dataset, tokenizer = opening.open_data(run)
     shape = run.model.shape(tokenizer.vocab_size)
+    asked = run.evaluate
+    exams = read_exams(asked.tasks, asked.tasks_data, asked.tasks_limit, tokenizer, shape.seq_len)
     loader = Loader(
         dataset.train,
         seq_len=shape.seq_len,
@@ -102,6 +105,7 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
             device=device,
             dataset=dataset,
             tokenizer=tokenizer,
+            exams=exams,
             journal=journal,
             guard=guard,
             state=state,
@@ -151,6 +155,7 @@ class Calendar:
 
     log: int
     evaluate: int
+    tasks: int
     sample: int
     save: int
     keep: int
@@ -163,6 +168,7 @@ class Calendar:
         return cls(
             log=steps(run.log.every),
             evaluate=steps(run.evaluate.every),
+            tasks=steps(run.evaluate.tasks_every) if run.evaluate.tasks else 0,
             sample=steps(run.sample.every),
             save=steps(run.save.every),
             keep=steps(run.save.keep_every),
@@ -184,6 +190,7 @@ class Journey:
     device: Device
     dataset: Dataset
     tokenizer: Tokenizer
+    exams: dict[str, list[Question]]  # by task
     journal: Journal
     guard: Guard
     state: State
@@ -218,6 +225,7 @@ class Journey:
                     self.look()
         self.look()
         self.evaluate()
+        self.examine()
         if self.calendar.sample:
             self.sample()
         self.save()
@@ -226,10 +234,13 @@ class Journey:
     def keep_calendar(self) -> None:
         """Evaluate, sample and save if they are due at this step and not done yet."""
         step = self.state.step
-        if any(is_due(every, step) for every in (self.calendar.evaluate, self.calendar.sample, self.calendar.save)):
+        due = self.calendar
+        if any(is_due(every, step) for every in (due.evaluate, due.tasks, due.sample, due.save)):
             self.look()
         if is_due(self.calendar.evaluate, step):
             self.evaluate()
+        if is_due(self.calendar.tasks, step):
+            self.examine()
         if is_due(self.calendar.sample, step) and step:
             self.sample()
         if is_due(self.calendar.save, step) and step:
@@ -289,9 +300,19 @@ class Journey:
         # Windows of a forward are the same for any number of ranks, which take them in turn.
         mine = range(ranks.topology.rank * size, len(self.windows), ranks.topology.world_size * size)
         rows = (self.windows.rows(first, size) for first in mine)
-        loss, count = held_out_loss(self.state.model, rows, self.device, chunk=chunk, ranks=ranks)
-        self.write("val", loss=loss, target_tokens=count)
-        self.console.say(f"step {self.state.step}: validation loss {loss:.4f} over {count:,} tokens")
+        lengths = self.tokenizer.byte_lengths
+        held = held_out_loss(self.state.model, rows, self.device, chunk=chunk, ranks=ranks, byte_lengths=lengths)
+        self.write("val", loss=held.loss, target_tokens=held.targets, bits_per_byte=held.bits_per_byte)
+        self.console.say(f"step {self.state.step}: validation loss {held.loss:.4f} over {held.targets:,} tokens")
+
+    def examine(self) -> None:
+        """Score the tasks, unless that is done already."""
+        if ("eval", self.state.step) in self.seen:
+            return
+        for task, questions in self.exams.items():
+            grades = grade(answer_questions(self.state.model, questions, self.device, self.state.ranks))
+            self.write("eval", task=task, **grades)
+            self.console.say(f"step {self.state.step}: {task} {describe_grades(grades)}")
 
     def sample(self) -> None:
         """Let the model write, and keep what it wrote."""

@@ -67,6 +67,25 @@ class Tokenizer:
         decisive = _drop_defaults({part: content.get(part) for part in parts})
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
+    @cached_property
+    def opening(self) -> list[int]:
+        """Ids that Hugging Face's programs put before every text unasked, as LLaMA's begin-of-text; never ours."""
+        plain, dressed = (self._inner.encode("a", add_special_tokens=added).ids for added in (False, True))
+        return dressed[: dressed.index(plain[0])]
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """Bytes of text (vocab_size,) that each id stands for; special tokens are no text and have none."""
+        content = json.loads(self._inner.to_str())
+        by_bytes = "ByteLevel" in json.dumps(content["decoder"])  # every character of a token is a byte
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, id in self._inner.get_vocab(with_added_tokens=True).items():
+            is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", token)  # SentencePiece's way of writing one
+            lengths[id] = len(token) if by_bytes else 1 if is_byte else len(token.replace("\u2581", " ").encode())
+        for token in content["added_tokens"]:
+            lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+        return lengths
+
     def shares_ids(self, other: "Tokenizer") -> bool:
         """Whether every token has the same id in both: a model of one can go on with text of the other."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab())

@@ -16,6 +16,7 @@ S keys (cached and new).
 """
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -48,6 +49,14 @@ class Cache(Protocol):
     length: int
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows that are not one sequence each: where every token stands, and which tokens of its row each attends to."""
+
+    places_BT: Tensor
+    sees_BTT: Tensor  # [b, t, s]: t attends to s
 
 
 class Linear(nn.Linear):
@@ -87,16 +96,21 @@ class Attention(nn.Module):
         self.qkv = Linear(shape.d_model, sum(self.heads) * shape.d_head, bias=shape.bias)
         self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
 
-    def forward(self, x_BTC: Tensor, cache: Cache | None = None, turns: Turns | None = None) -> Tensor:
+    def forward(
+        self, x_BTC: Tensor, cache: Cache | None = None, turns: Turns | None = None, layout: Layout | None = None
+    ) -> Tensor:
         B, T, _ = x_BTC.shape
         q, k, v = torch.split(self.qkv(x_BTC).view(B, T, -1, self.d_head), self.heads, dim=2)
         if turns is not None:
             q, k = turn(q, turns), turn(k, turns)
         q, k, v = (part_BTHD.transpose(1, 2) for part_BTHD in (q, k, v))
-        if cache is None:
-            y_BHTD = self.attend(q, k, v, self.dropout if self.training else 0.0)
-        else:
+        if layout is not None:
+            grouped = k.shape[1] != q.shape[1]
+            y_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.sees_BTT[:, None], enable_gqa=grouped)
+        elif cache is not None:
             y_BHTD = self._attend_to_cache(q, k, v, cache)
+        else:
+            y_BHTD = self.attend(q, k, v, self.dropout if self.training else 0.0)
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
@@ -161,10 +175,11 @@ class Block(nn.Module):
         update_BTC: Tensor | None = None,
         cache: Cache | None = None,
         turns: Turns | None = None,
+        layout: Layout | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stream, and this block's last update of it: the norm that reads the sum next adds it."""
         x_BTC, h_BTC = self.norm1(x_BTC, update_BTC)
-        x_BTC, h_BTC = self.norm2(x_BTC, self.drop(self.attention(h_BTC, cache, turns)))
+        x_BTC, h_BTC = self.norm2(x_BTC, self.drop(self.attention(h_BTC, cache, turns, layout)))
         return x_BTC, self.drop(self.mlp(h_BTC))
 
 
@@ -183,21 +198,26 @@ class GPT(nn.Module):
         self.norm = Norm(shape)
         self.head = None if shape.tied else nn.Linear(shape.d_model, shape.padded_vocab_size, bias=False)
 
-    def forward(self, ids_BT: Tensor, cache: Cache | None = None) -> Tensor:
-        """Hidden states (B, T, C) of `ids_BT` (int64), which follow whatever `cache` holds and are added to it."""
+    def forward(self, ids_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
+        """Hidden states (B, T, C) of `ids_BT` (int64), which follow whatever `cache` holds and are added to it.
+
+        layout: for rows that are not one sequence each; without a cache, and nothing is dropped in attention.
+        """
         past = cache.length if cache is not None else 0
-        places_T = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
-        turns = make_turns(self.shape, places_T)
+        places = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
+        if layout is not None:
+            places = layout.places_BT
+        turns = make_turns(self.shape, places)
         x_BTC = self.tokens(ids_BT)
         if self.positions is not None:
-            x_BTC = x_BTC + self.positions(places_T)
+            x_BTC = x_BTC + self.positions(places)
         x_BTC = self.drop(x_BTC)
         update_BTC: Tensor | None = None
         for block in self.blocks:
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
                 x_BTC, update_BTC = checkpoint(block, x_BTC, update_BTC, None, turns, use_reentrant=False)
             else:
-                x_BTC, update_BTC = block(x_BTC, update_BTC, cache, turns)
+                x_BTC, update_BTC = block(x_BTC, update_BTC, cache, turns, layout)
         if cache is not None:
             cache.length += ids_BT.shape[1]
         return self.norm(x_BTC, update_BTC)[1]  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatoken.presets import Shape
 
-Turns = tuple[Tensor, Tensor]  # cosines and sines (T, 1, D) in fp32, sines of the first half negative
+Turns = tuple[Tensor, Tensor]  # cosines and sines (T, 1, D), or (B, T, 1, D), in fp32, sines of the first half negative
 
 
 def find_speeds(shape: Shape, device: torch.device) -> Tensor:
@@ -31,11 +31,11 @@ def find_speeds(shape: Shape, device: torch.device) -> Tensor:
     return speeds_P * (kept_P + (1 - kept_P) / shape.rope_factor)
 
 
-def make_turns(shape: Shape, places_T: Tensor) -> Turns | None:
-    """How to turn the tokens at these places (int64); None for a model whose positions are learned."""
+def make_turns(shape: Shape, places: Tensor) -> Turns | None:
+    """How to turn the tokens at these places, (T,) or (B, T) int64; None for a model whose positions are learned."""
     if shape.positions == "learned":
         return None
-    return find_turns(places_T[:, None, None] * find_speeds(shape, places_T.device))
+    return find_turns(places[..., None, None] * find_speeds(shape, places.device))
 
 
 def find_turns(angles_P: Tensor) -> Turns:
