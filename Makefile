@@ -11,7 +11,7 @@ else
 BIN = $(VENV)/bin/
 endif
 
-.PHONY: quickstart test check soak bench bench-gpu clean
+.PHONY: quickstart test check soak bench bench-gpu harness clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.03
@@ -62,6 +62,12 @@ bench: $(VENV)/.dev
 	$(BENCH) prepare --out records
 	$(BENCH) generate --out records
 	$(if $(NANOGPT),$(if $(TEXT),$(RECORD) character-race -- $(BIN)python -m tests.soak.character_race --nanogpt $(NANOGPT) --text $(TEXT)))
+
+# HellaSwag beside lm-evaluation-harness, choice by choice and in examples a second: HELLASWAG=FILE.jsonl, TEXT=FILE to
+# train a small model on, HARNESS=a Python with lm_eval where this one has none.
+harness: $(VENV)/.dev
+	$(RECORD) harness -- $(BIN)python -m tests.soak.harness_race --data $(HELLASWAG) $(if $(TEXT),--text $(TEXT)) \
+		$(if $(HARNESS),--harness $(HARNESS))
 
 # One GPU, under ten minutes; needs no installation but the packages of pyproject.toml. TINY=1 DEVICE=cpu walks through.
 bench-gpu:

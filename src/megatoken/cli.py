@@ -209,6 +209,8 @@ def run_sample(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
 
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: a model's scores, or its loss."""
+    if options.limit < 0:
+        raise Fault(Exit.CONFIG, f"--limit is {options.limit}", "megatoken eval", "give a number, or 0 for all")
     if options.tasks and not options.harness:
         find_tasks(options.tasks)
     if (code := launch_ranks(options)) is not None:

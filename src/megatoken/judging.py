@@ -1,8 +1,8 @@
 """`megatoken eval`: a model by name; its scores in tasks, or its loss on any text or shards, as a table and as JSON."""
 
-import dataclasses
 import itertools
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from megatoken.data.shards import MANIFEST_NAME
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer
 from megatoken.device import Device, open_device
 from megatoken.errors import Exit, Fault
-from megatoken.evaluate.choice import SCORES, answer_questions, grade, list_cells, read_questions
+from megatoken.evaluate.choice import SCORES, Answer, answer_questions, grade, list_cells, read_questions
 from megatoken.evaluate.loss import held_out_loss
 from megatoken.evaluate.rows import read_examples
 from megatoken.evaluate.score import BATCH_NODES
@@ -75,14 +75,20 @@ def score_tasks(
     seq_len = loaded.model.shape.seq_len
     graded = {}
     for name, some in examples.items():
+        began = time.perf_counter()
         questions = read_questions(some, loaded.tokenizer, seq_len, token_mean=not options.no_token_mean)
         answers = answer_questions(loaded.model, questions, device, ranks)
-        graded[name] = grade(answers)
+        graded[name] = grade(answers) | {"seconds": time.perf_counter() - began}
         if options.examples:
-            graded[name]["examples"] = [dataclasses.asdict(answer) for answer in answers]
+            graded[name]["examples"] = [show_answer(answer) for answer in answers]
     if not options.json:
         show_grades(graded, console)
     return {"tasks": graded}
+
+
+def show_answer(answer: Answer) -> dict[str, int | None]:
+    """The choice under each score, and the right one."""
+    return {name: getattr(answer, name) for name in (*SCORES.values(), "gold")}
 
 
 def show_grades(graded: dict[str, dict[str, Any]], console: Console) -> None:

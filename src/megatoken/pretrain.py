@@ -67,8 +67,7 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
     device = open_device(run.machine, rank=topology.local_rank, ranks=topology.local_world_size)
     dataset, tokenizer = opening.open_data(run)
     shape = run.model.shape(tokenizer.vocab_size)
-    asked = run.evaluate
-    exams = read_exams(asked.tasks, asked.tasks_data, asked.tasks_limit, tokenizer, shape.seq_len)
+    exams = read_exams(run.evaluate, tokenizer, shape.seq_len)
     loader = Loader(
         dataset.train,
         seq_len=shape.seq_len,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatoken.config import Evaluate
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.evaluate.choice import answer_questions, encode_pair, grade, read_exams, read_questions
@@ -198,7 +199,7 @@ def test_a_cloze_is_right_when_it_is_what_the_model_would_write(tmp_path: Path) 
     (tmp_path / "lambada.jsonl").write_text(
         "".join(json.dumps({"text": f"{context} {chr(id)}"}) + "\n" for id in (likeliest, likeliest ^ 1))
     )
-    questions = read_exams("lambada", str(tmp_path), 0, BYTES, 256)["lambada"]
+    questions = read_exams(Evaluate(tasks="lambada", tasks_data=str(tmp_path)), BYTES, 256)["lambada"]
     trees = [build_tree([Asked(np.array([*ids, id]), 1)]) for id in (likeliest, likeliest ^ 1)]
     sums = score_trees(model, trees, CPU, ALONE, greedy=True)
     with torch.no_grad():

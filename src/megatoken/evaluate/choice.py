@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.config import Evaluate
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.device import Device
 from megatoken.errors import Exit, Fault
@@ -53,13 +54,13 @@ class Answer:
     nats: float | None = None
 
 
-def read_exams(names: str, data: str, limit: int, tokenizer: Tokenizer, seq_len: int) -> dict[str, list[Question]]:
-    """The questions of every task named, from a file, a folder, or, where `data` is empty, the hub.
+def read_exams(asked: Evaluate, tokenizer: Tokenizer, seq_len: int) -> dict[str, list[Question]]:
+    """The questions of every task that a recipe asks for, by name.
 
     Raises Fault(CONFIG) for an unknown task, Fault(DATA) when its examples are missing or malformed.
     """
-    tasks = find_tasks(names) if names else []
-    found = read_examples(tasks, Path(data) if data else None, limit)
+    tasks = find_tasks(asked.tasks) if asked.tasks else []
+    found = read_examples(tasks, Path(asked.tasks_data) if asked.tasks_data else None, asked.tasks_limit)
     return {name: read_questions(examples, tokenizer, seq_len) for name, examples in found.items()}
 
 

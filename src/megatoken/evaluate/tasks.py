@@ -180,7 +180,7 @@ def find_tasks(names: str) -> list[Task]:
         if name not in TASKS:
             near = difflib.get_close_matches(name, TASKS, 1, 0.5)
             fix = f"did you mean {near[0]}?" if near else f"choose among {', '.join(TASKS)}"
-            raise Fault(Exit.CONFIG, f"unknown task {name!r}", "tasks", f"{fix}; other tasks: --harness")
+            raise Fault(Exit.CONFIG, f"unknown task {name!r}", "tasks", f"{fix} (any other task: --harness)")
         found.append(TASKS[name])
     if not found:
         raise Fault(Exit.CONFIG, "no task named", "tasks", f"choose among {', '.join(TASKS)}")
