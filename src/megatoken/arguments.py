@@ -19,7 +19,13 @@ from megatoken.parallel.scripts import ENGINES
 from megatoken.presets import PRESETS
 from megatoken.recipe import format_value, list_recipes
 
+FOREIGN = {  # another program's recipe in place of ours: its words and what they are
+    "--llmc": ("FLAGS", "translate the flags of llm.c's train_gpt2cu, as one word in quotes"),
+    "--nanogpt": ("WORDS", "translate nanoGPT's config file, and --name=value words behind it, as one word in quotes"),
+    "--composer": ("FILE", "translate a YAML of Composer or llm-foundry"),
+}
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
+RECIPE = "(RECIPE | --llmc FLAGS | --nanogpt WORDS | --composer FILE)"
 Call = Callable[[argparse.Namespace], tuple[int, Any]]
 
 
@@ -34,7 +40,7 @@ def parse(words: list[str], calls: Mapping[str, Call]) -> argparse.Namespace:
     """Options of one command, whose function is `call`; where a recipe is taken, `a.b=c` words may stand anywhere."""
     overrides: list[str] = []
     if words and words[0] in ("train", "launch", "config", "describe"):
-        takes_value = {word for word in words if word in ("--out", "--init")}
+        takes_value = {word for word in words if word in ("--out", "--init", *FOREIGN)}
         kept: list[str] = []
         for previous, word in zip(["", *words], words, strict=False):
             is_override = OVERRIDE.fullmatch(word) and previous not in takes_value
@@ -75,13 +81,15 @@ def build_parser(calls: Mapping[str, Call]) -> Parser:
     _add_train(add, recipe_doc)
     _add_launch(add, recipe_doc)
     p = add("config", "print the resolved values of a recipe and where each comes from")
-    p.usage = "megatoken config RECIPE [--json] [--debug] [section.field=value ...]"
-    p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
+    p.usage = f"megatoken config {RECIPE} [--json] [--debug] [section.field=value ...]"
+    _add_recipe(p, recipe_doc)
+    p.set_defaults(nproc=1)
     p = add("describe", "parameters, FLOPs and memory of a preset or recipe")
     p.usage = "megatoken describe PRESET_OR_RECIPE [--json] [--debug] [section.field=value ...]"
     p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
     _add_sample(add)
     _add_eval(add)
+    _add_export(add)
     p = commands.add_parser("bench", help="measure this machine: a ladder of speed-ups, and each part alone")
     benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
     add_benches(lambda name, doc: add(name, doc, among=benches, call="bench"))
@@ -98,14 +106,20 @@ def build_parser(calls: Mapping[str, Call]) -> Parser:
 
 def _add_train(add: Callable[..., Parser], recipe_doc: str) -> None:
     p = add("train", "train a recipe, or go on with it", epilog=describe_fields())
-    p.add_argument("recipe", metavar="RECIPE", help=recipe_doc)
+    _add_recipe(p, recipe_doc)
     p.add_argument("--out", type=Path, help="run folder (default runs/RECIPE)")
     p.add_argument("--init", metavar="RUN_OR_HF_DIR", help="start from these weights; the same as model.init=...")
     p.add_argument("--nproc", type=int, default=1, metavar="N",
                    help="processes on this machine, one a GPU (default 1)")  # fmt: skip
     p.add_argument("--explain", action="store_true", help="say what was measured for every choice left to auto")
-    p.usage = ("megatoken train RECIPE [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--explain] [--json] [--debug] "
-               "[section.field=value ...]")  # fmt: skip
+    p.usage = (f"megatoken train {RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--explain] [--json] "
+               "[--debug] [section.field=value ...]")  # fmt: skip
+
+
+def _add_recipe(p: Parser, recipe_doc: str) -> None:
+    p.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_doc)
+    for name, (metavar, doc) in FOREIGN.items():
+        p.add_argument(name, metavar=metavar, help=doc)
 
 
 def _add_launch(add: Callable[..., Parser], recipe_doc: str) -> None:
@@ -122,9 +136,19 @@ def _add_launch(add: Callable[..., Parser], recipe_doc: str) -> None:
     p.usage = "megatoken launch ENGINE RECIPE [--nodes N] [--nproc N] [--write FILE] ... [section.field=value ...]"
 
 
+def _add_export(add: Callable[..., Parser]) -> None:
+    p = add("export", "write a model in the form of another program, and prove it equal")
+    p.add_argument("model", metavar="RUN_OR_CHECKPOINT", help="run folder, checkpoint, or anything `sample` takes")
+    p.add_argument("--to", choices=("hf", "llmc"), default="hf",
+                   help="hf: for transformers, vLLM and llama.cpp; llmc: for llm.c (default hf)")  # fmt: skip
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; it must not exist")
+    p.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+
+
 def _add_sample(add: Callable[..., Parser]) -> None:
     p = add("sample", "let a trained model continue a prompt")
-    p.add_argument("model", metavar="RUN_OR_HF_DIR", help="run folder, Hugging Face GPT-2 folder or hub name")
+    p.add_argument("model", metavar="MODEL",
+                   help="run folder, Hugging Face folder or hub name, llm.c's .bin, nanoGPT's ckpt.pt")  # fmt: skip
     p.add_argument("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue; - or nothing: stdin")
     p.add_argument("--tokens", type=int, help="new tokens per sequence (default 128, or what the context has room for)")
     p.add_argument("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")

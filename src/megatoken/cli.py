@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatoken.arguments import Call, parse
+from megatoken.arguments import FOREIGN, Call, parse
 from megatoken.console import Console
 from megatoken.errors import Exit, Fault
 from megatoken.evaluate.tasks import find_tasks
@@ -25,7 +25,7 @@ from megatoken.parallel.launch import launch
 from megatoken.parallel.scripts import ENGINES, Job
 from megatoken.parallel.topology import read_topology
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape, describe_heads
-from megatoken.recipe import render, resolve, resolve_preset
+from megatoken.recipe import Resolved, render, resolve, resolve_preset
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,15 +85,18 @@ def run_prepare(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
 
 def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """train: a recipe to a run folder."""
-    given = [f"model.init={options.init}"] if options.init else []
-    resolved = resolve(options.recipe, [*options.overrides, *given])
+    options.overrides += [f"model.init={options.init}"] if options.init else []
+    resolved, notes, named_out = find_recipe(options)
     if (code := launch_ranks(options)) is not None:
         return code, None
     from megatoken.pretrain import pretrain
 
-    out = options.out or Path("runs") / resolved.name
-    summary = pretrain(resolved, out, Console(to_stderr=options.json), explain=options.explain)
-    return summary.code, dataclasses.asdict(summary) if read_topology().is_first else None
+    console, speaks = Console(to_stderr=options.json), read_topology().is_first
+    if not options.recipe and speaks:
+        console.say("\n".join([*notes, render(resolved.run, resolved.origins, given_only=True)]))
+    out = options.out or named_out or Path("runs") / resolved.name
+    summary = pretrain(resolved, out, console, explain=options.explain)
+    return summary.code, dataclasses.asdict(summary) if speaks else None
 
 
 def launch_ranks(options: argparse.Namespace) -> int | None:
@@ -105,6 +108,20 @@ def launch_ranks(options: argparse.Namespace) -> int | None:
         what = f"--nproc {options.nproc} within {topology.world_size} processes that are there already"
         raise Fault(Exit.CONFIG, what, "--nproc", "leave it to torchrun or srun, or to --nproc")
     return None
+
+
+def find_recipe(options: argparse.Namespace) -> tuple[Resolved, list[str], Path | None]:
+    """The checked recipe, and of a translated one what differs, as comments, and the run folder it names."""
+    given = [name for name in ("recipe", *(flag[2:] for flag in FOREIGN)) if getattr(options, name) is not None]
+    if len(given) != 1:
+        what = "no recipe given" if not given else f"{' and '.join(given)} are both given"
+        raise Fault(Exit.CONFIG, what, "command line", f"give one of RECIPE, {', '.join(FOREIGN)}")
+    if options.recipe is not None:
+        return resolve(options.recipe, options.overrides), [], None
+    from megatoken.interop.foreign import translate
+
+    told = translate(options)
+    return told.resolve(options.overrides), [f"# {note}" for note in told.notes], told.out
 
 
 def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
@@ -149,8 +166,8 @@ def run_doctor(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
 
 def run_config(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """config: the resolved recipe."""
-    resolved = resolve(options.recipe, options.overrides)
-    text = render(resolved.run, resolved.origins)
+    resolved, notes, _ = find_recipe(options)
+    text = "".join(f"{note}\n" for note in notes) + render(resolved.run, resolved.origins)
     if not options.json:
         print(text, end="")
     return Exit.DONE, {"values": dataclasses.asdict(resolved.run), "origins": resolved.origins}
@@ -224,6 +241,14 @@ def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     return Exit.DONE, judge(options, partial(run_harness, options))
 
 
+def run_export(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
+    """export: a model in another program's form."""
+    from megatoken.interop.export import export
+
+    console = Console(to_stderr=options.json)
+    return Exit.DONE, export(options.model, options.to, options.out, options.dtype, console)
+
+
 def run_bench(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """bench: one measurement; its JSON line comes last on stdout, asked for or not."""
     from megatoken.bench.program import measure
@@ -269,6 +294,7 @@ CALLS: dict[str, Call] = {
     "describe": run_describe,
     "sample": run_sample,
     "eval": run_eval,
+    "export": run_export,
     "bench": run_bench,
     "verify": run_verify,
     "plot": run_plot,

@@ -32,9 +32,11 @@ class Optim:
     """AdamW (Loshchilov & Hutter 2019) with a warm-up and a decay."""
 
     lr: float = knob(6e-4, "peak learning rate", low=0.0)
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = knob("cosine", "shape of the decay after warm-up")
+    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "constant"] = knob(
+        "cosine", "shape of the decay after warm-up"
+    )
     warmup: Duration = knob(Duration(0), "linear warm-up from 0 to lr", low=0)
-    decay: Duration = knob(Duration(0.2, "dur"), "length of the final decay under `wsd`", low=0)
+    decay: Duration = knob(Duration(0.2, "dur"), "length of the final decay under `wsd` and `wsd-sqrt`", low=0)
     floor: float = knob(0.1, "learning rate at the end, as a share of lr", low=0.0, high=1.0)
     beta1: float = knob(0.9, "decay of the first moment", low=0.0, high=0.9999999)
     beta2: float = knob(0.95, "decay of the second moment", low=0.0, high=0.9999999)

@@ -58,9 +58,17 @@ def resolve(recipe: str, overrides: Sequence[str] = ()) -> Resolved:
     Raises Fault(CONFIG) naming file:line, the key and the nearest valid one.
     """
     path = _find_recipe(recipe)
+    return resolve_assignments(path.stem, read_recipe(path), overrides)
+
+
+def resolve_assignments(name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = ()) -> Resolved:
+    """A recipe that was read already, wherever it came from, with `a.b=c` overrides; everything is checked.
+
+    Raises Fault(CONFIG) naming where a wrong value was written.
+    """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for layer in (read_recipe(path), [_split_override(word) for word in overrides]):
+    for layer in (recipe, [_split_override(word) for word in overrides]):
         _apply(layer, values, origins)
     run = build(values)
     for key, what, fix in find_conflicts(run):
@@ -69,7 +77,7 @@ def resolve(recipe: str, overrides: Sequence[str] = ()) -> Resolved:
     shaped = {f"model.{name}" for name in PRESETS[preset].__slots__} if preset else set()
     for key in KNOBS:
         origins.setdefault(key, f"preset {preset}" if key in shaped else "default")
-    return Resolved(run, path.stem, {key: origins[key] for key in KNOBS})
+    return Resolved(run, name, {key: origins[key] for key in KNOBS})
 
 
 def resolve_preset(name: str, overrides: Sequence[str]) -> Model:
@@ -208,10 +216,15 @@ def format_value(value: Any) -> str:
     return repr(value)
 
 
-def render(run: Run, origins: dict[str, str]) -> str:
-    """The resolved run as YAML that can be trained from again, each value followed by its origin."""
+def render(run: Run, origins: dict[str, str], *, given_only: bool = False) -> str:
+    """The resolved run as YAML that can be trained from again, each value followed by its origin.
+
+    given_only: without the values that nobody wrote.
+    """
     lines, section = [f"version: {VERSION}"], ""
     for key, value in flatten(run).items():
+        if given_only and (origins[key] == "default" or origins[key].startswith("preset ")):
+            continue
         head, _, name = key.rpartition(".")
         if head != section:
             section = head

@@ -1,8 +1,7 @@
-"""GPT-2 weights of a Hugging Face folder or hub name, read into our model.
+"""Weights of a Hugging Face folder or hub name, read into our model.
 
 In: config.json and safetensors. Out: a GPT on the CPU in fp32, every weight of it read from the files or a Fault.
-Source of the layout: the files that transformers' GPT2LMHeadModel.save_pretrained writes; its Conv1D keeps weights
-as (in, out). Deliberately absent: pickled weights (they can run code), other model types, export.
+Deliberately absent: pickled weights (they can run code), writing (hf_export.py).
 """
 
 import json
@@ -17,28 +16,12 @@ from torch import Tensor
 
 from megatoken.errors import Exit, Fault
 from megatoken.hardware import huggingface_cache
+from megatoken.interop.hf_layout import Place, list_places, read_config
+from megatoken.interop.tensors import build_empty, check_numbers
 from megatoken.model.gpt import GPT
 from megatoken.presets import GPT2_VOCABULARY, Shape
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-SIZES = {  # our name: theirs; n_inner may be absent or null
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "d_model": "n_embd",
-    "d_ff": "n_inner",
-    "vocab_size": "vocab_size",
-    "seq_len": "n_positions",
-}
-# What our GPT computes; a folder that says otherwise holds another model. The first value is GPT-2's default.
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-    "quantization_config": (None,),
-}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # the causal mask, which old versions saved
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -54,11 +37,9 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     folder = find_folder(name_or_folder)
     shape = read_shape(folder)
     tensors = _list_tensors(folder)
-    wanted = _expected_tensors(shape)
+    wanted = list_places(shape)
     _check_tensors(tensors, wanted, folder)
-    with torch.device("meta"):
-        model = GPT(shape)
-    model.to_empty(device="cpu")
+    model = build_empty(shape)
     _fill(model, tensors, wanted)
     return model, folder
 
@@ -109,26 +90,7 @@ def find_folder(name_or_folder: str) -> Path:
 
 def read_shape(folder: Path) -> Shape:
     """The sizes in config.json. Raises Fault(CHECKPOINT) for anything our GPT does not compute."""
-    path = folder / CONFIG
-    config = _read_json(path)
-    kind = config.get("model_type")
-    if kind != "gpt2":
-        raise Fault(Exit.CHECKPOINT, f"model_type {kind!r} is not supported", str(path), "supported: gpt2")
-    for key, allowed in CHOICES.items():
-        if (value := config.get(key, allowed[0])) not in allowed:
-            fix = f"supported: {' or '.join(map(str, allowed))}"
-            raise Fault(Exit.CHECKPOINT, f"{key} is {value!r}, which this GPT-2 does not compute", str(path), fix)
-    sizes = {field: config.get(key) for field, key in SIZES.items()}
-    if sizes["d_ff"] is None and isinstance(sizes["d_model"], int):
-        sizes["d_ff"] = 4 * sizes["d_model"]
-    numbers: dict[str, Any] = {field: value for field, value in sizes.items() if type(value) is int and value >= 1}
-    if odd := [f"{SIZES[field]} is {value!r}" for field, value in sizes.items() if field not in numbers]:
-        raise Fault(Exit.CHECKPOINT, f"no size: {', '.join(odd)}", str(path), "restore the file")
-    shape = Shape(**numbers)
-    if shape.d_model % shape.n_head:
-        what = f"n_embd {shape.d_model} does not divide into {shape.n_head} heads"
-        raise Fault(Exit.CHECKPOINT, what, str(path), "restore the file")
-    return shape
+    return read_config(_read_json(folder / CONFIG), str(folder / CONFIG))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -154,11 +116,7 @@ class _Held:
 
     def read(self) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(self.name)
-        if not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
-            what = f"{self.name} ({tensor.dtype}) holds values that are not finite numbers"
-            raise Fault(Exit.CHECKPOINT, what, str(self.path), "copy or download it again")
-        return tensor
+            return check_numbers(file.get_tensor(self.name), self.name, self.path)
 
 
 def _list_tensors(folder: Path) -> dict[str, _Held]:
@@ -202,42 +160,7 @@ def _find_files(folder: Path) -> list[Path]:
     raise Fault(Exit.CHECKPOINT, f"folder holds no {WEIGHTS}", str(folder), "give a folder written by save_pretrained")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor goes: our name, its sizes in the file, and whether the file keeps it transposed."""
-
-    ours: str
-    sizes: tuple[int, ...]
-    transposed: bool = False
-
-
-def _expected_tensors(shape: Shape) -> dict[str, _Place]:
-    """Every tensor of a GPT-2 of this shape, by Hugging Face's name."""
-    d, f = shape.d_model, shape.d_ff
-    places = {
-        "wte.weight": _Place("tokens.weight", (shape.vocab_size, d)),
-        "wpe.weight": _Place("positions.weight", (shape.seq_len, d)),
-        "ln_f.weight": _Place("norm.weight", (d,)),
-        "ln_f.bias": _Place("norm.bias", (d,)),
-    }
-    products = {
-        "attn.c_attn": ("attention.qkv", d, 3 * d),
-        "attn.c_proj": ("attention.out", d, d),
-        "mlp.c_fc": ("mlp.up", d, f),
-        "mlp.c_proj": ("mlp.down", f, d),
-    }
-    for i in range(shape.n_layer):
-        for theirs, ours in (("ln_1", "norm1"), ("ln_2", "norm2")):
-            places[f"h.{i}.{theirs}.weight"] = _Place(f"blocks.{i}.{ours}.weight", (d,))
-            places[f"h.{i}.{theirs}.bias"] = _Place(f"blocks.{i}.{ours}.bias", (d,))
-        for theirs, (ours, inner, outer) in products.items():
-            place = _Place(f"blocks.{i}.{ours}.weight", (inner, outer), transposed=True)
-            places[f"h.{i}.{theirs}.weight"] = place
-            places[f"h.{i}.{theirs}.bias"] = _Place(f"blocks.{i}.{ours}.bias", (outer,))
-    return places
-
-
-def _check_tensors(tensors: dict[str, _Held], wanted: dict[str, _Place], folder: Path) -> None:
+def _check_tensors(tensors: dict[str, _Held], wanted: dict[str, Place], folder: Path) -> None:
     """Names and sizes, before anything is read. The tied output layer may be saved as lm_head.weight once more."""
     problems = [f"{name} is missing" for name in wanted if name not in tensors]
     problems += [f"{name} is unexpected" for name in tensors if name not in wanted and name != "lm_head.weight"]
@@ -251,17 +174,12 @@ def _check_tensors(tensors: dict[str, _Held], wanted: dict[str, _Place], folder:
 
 
 @torch.no_grad()
-def _fill(model: GPT, tensors: dict[str, _Held], wanted: dict[str, _Place]) -> None:
-    """Copy every tensor to its place; ids that exist only as padding get zeros."""
+def _fill(model: GPT, tensors: dict[str, _Held], wanted: dict[str, Place]) -> None:
+    """Copy every tensor to its place."""
     parameters = dict(model.named_parameters())
+    assert {place.ours for place in wanted.values()} == set(parameters), "a weight would stay unfilled"
     for name, place in wanted.items():
-        tensor = tensors[name].read()
-        rows = (
-            parameters.pop(place.ours)[: model.shape.vocab_size] if name == "wte.weight" else parameters.pop(place.ours)
-        )
-        rows.copy_(tensor.T if place.transposed else tensor)
-    assert not parameters, f"no file tensor fills {sorted(parameters)}"
-    model.tokens.weight[model.shape.vocab_size :] = 0.0
+        place.put(tensors[name].read(), parameters)
     head = tensors.get("lm_head.weight")
     if head is not None and not torch.equal(head.read().float(), model.tokens.weight[: model.shape.vocab_size]):
         what = "lm_head.weight differs from the token embedding: the output layer is not tied"

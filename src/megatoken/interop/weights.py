@@ -1,4 +1,7 @@
-"""A model and its tokenizer by name: a run folder, one of its checkpoints, a Hugging Face folder, or a hub name."""
+"""A model and its tokenizer by name.
+
+A run folder, one of its checkpoints, a Hugging Face folder or hub name, llm.c's model.bin, nanoGPT's ckpt.pt.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +12,10 @@ from megatoken.checkpoint.store import newest_valid, verify
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.interop.hf import hf_tokenizer_spec, load_hf
+from megatoken.interop.llmc_checkpoint import read_checkpoint
+from megatoken.interop.nanogpt_checkpoint import NAME, SUFFIXES, read_nanogpt
 from megatoken.model.gpt import GPT
+from megatoken.presets import GPT2_VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +33,15 @@ def is_run(folder: Path) -> bool:
 
 
 def load_weights(name: str, warn: Callable[[str], None]) -> Loaded:
-    """Load from a run folder (its newest whole checkpoint; `warn` hears of damaged ones) or from Hugging Face.
+    """Load from a run folder (its newest whole checkpoint; `warn` hears of damaged ones) or from another program's.
 
     Raises Fault(CHECKPOINT) when there is nothing whole to load, Fault(DATA) when the tokenizer is missing.
     """
     folder = Path(name)
+    if (folder / NAME).is_file() and not is_run(folder):  # nanoGPT's out_dir
+        return _load_file(folder / NAME)
+    if folder.is_file() or folder.suffix in (".bin", *SUFFIXES):
+        return _load_file(folder)
     if (folder / "manifest.json").is_file() and (folder / WEIGHTS).is_file():
         manifest = verify(folder)
         return Loaded(load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer"), name)
@@ -48,6 +58,20 @@ def load_weights(name: str, warn: Callable[[str], None]) -> Loaded:
     model, tokenizer = load_checkpoint_model(path, manifest), load_saved_tokenizer(path / "tokenizer")
     _check_vocabulary(tokenizer, model, str(path))
     return Loaded(model, tokenizer, f"{folder} at step {manifest.step}")
+
+
+def _load_file(path: Path) -> Loaded:
+    """A model in one file of llm.c's or nanoGPT's, and the tokenizer beside it or, without one, GPT-2's."""
+    model = read_nanogpt(path) if path.suffix in SUFFIXES else read_checkpoint(path)
+    if (path.parent / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(str(path.parent))
+    elif model.shape.vocab_size == GPT2_VOCABULARY:
+        tokenizer = load_tokenizer("gpt2")
+    else:
+        what = f"no tokenizer beside a model with {model.shape.vocab_size} token ids"
+        raise Fault(Exit.CHECKPOINT, what, str(path), "put its tokenizer.json beside the file")
+    _check_vocabulary(tokenizer, model, str(path))
+    return Loaded(model, tokenizer, str(path))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: GPT, where: str) -> None:
