@@ -31,7 +31,9 @@ class Model:
     rope_low: float = knob(1.0, "rotary scaling: full below so many turns in rope_context", "turns", low=0.0)
     rope_high: float = knob(4.0, "rotary scaling: none above so many turns in rope_context", "turns", low=0.0)
     rope_context: int = knob(8192, "rotary scaling: context it stretches", "tokens", low=1)
-    mlp: Literal["gelu", "swiglu"] = knob("gelu", "GPT-2's or LLaMA's, which has a third matrix")
+    mlp: Literal["gelu", "gelu-erf", "swiglu"] = knob(
+        "gelu", "GPT-2's tanh form, the exact one of nanoGPT, or LLaMA's, which has a third matrix"
+    )
     bias: bool = knob(True, "biases in matrix products and LayerNorm")
     tied: bool = knob(True, "the output layer is the token embedding")
     dropout: float = knob(0.0, "dropout probability in training", low=0.0, high=0.99)

@@ -38,7 +38,7 @@ class Shape:
     rope_low: float = 1.0
     rope_high: float = 4.0
     rope_context: int = 8192
-    mlp: str = "gelu"  # or swiglu
+    mlp: str = "gelu"  # its tanh form, or gelu-erf, the exact one, or swiglu
     bias: bool = True
     tied: bool = True  # the output layer is the token embedding
 
@@ -65,7 +65,7 @@ def describe_heads(shape: Shape) -> str:
 
 def usual_d_ff(d_model: int, mlp: str) -> int:
     """Width of the MLP where nothing is said: four times the model's, or two thirds of that for each of a pair."""
-    if mlp == "gelu":
+    if mlp != "swiglu":
         return 4 * d_model
     return -(-(8 * d_model // 3) // GATED_MULTIPLE) * GATED_MULTIPLE
 

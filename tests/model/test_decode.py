@@ -31,7 +31,9 @@ def _threads() -> Iterator[None]:
 @pytest.mark.parametrize("width", [32, 512])  # the products of the wide one are sliced
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
-    "switches", [{}, FAMILY | {"tied": False}, FAMILY | {"n_kv_head": 1}], ids=["gpt", "llama", "1"]
+    "switches",
+    [{}, {"mlp": "gelu-erf", "bias": False}, FAMILY | {"tied": False}, FAMILY | {"n_kv_head": 1}],
+    ids=["gpt", "nanogpt", "llama", "1"],
 )
 def test_steps_equal_the_full_forward(rows: int, width: int, turned: bool, switches: dict[str, Any]) -> None:
     shape = Shape(n_layer=2, n_head=4, d_model=width, d_ff=3 * width, vocab_size=500, seq_len=12, **switches)

@@ -81,7 +81,8 @@ def plan_widening(mlp: MLP, plan: Callable[[Linear], Rows]) -> Rows:
     """A function of rows (N, C) giving (N, F): what the MLP's wide products become."""
     up = plan(mlp.up)
     if mlp.gate is None:
-        return lambda x_NC: F.gelu(up(x_NC), approximate="tanh")
+        form = "none" if mlp.kind == "gelu-erf" else "tanh"
+        return lambda x_NC: F.gelu(up(x_NC), approximate=form)
     gate = plan(mlp.gate)
     return lambda x_NC: multiply_silu(gate(x_NC), up(x_NC))
 

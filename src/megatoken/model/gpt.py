@@ -36,7 +36,7 @@ from megatoken.model.kernels import (
     Multiply,
 )
 from megatoken.model.kernels.attention import switch_flash
-from megatoken.model.kernels.gelu import Make, swiglu
+from megatoken.model.kernels.gelu import Make, erf_gelu, swiglu
 from megatoken.model.rotary import Turns, make_turns, turn
 from megatoken.presets import Shape
 
@@ -125,20 +125,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two products around a tanh GELU, or around one that a third gates."""
+    """Two products around a GELU, or around one that a third gates."""
 
     activate: Activate = staticmethod(GELU["torch"])
     recompute_gelu = False
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.kind = shape.mlp
         self.gate = Linear(shape.d_model, shape.d_ff, bias=shape.bias) if shape.mlp == "swiglu" else None
         self.up = Linear(shape.d_model, shape.d_ff, bias=shape.bias)
         self.down = Linear(shape.d_ff, shape.d_model, bias=shape.bias)
 
     def widen(self, x_BTC: Tensor) -> Make:
         """What makes (B, T, F) of the wide products."""
-        return self.activate(self.up, x_BTC) if self.gate is None else swiglu(self.gate, self.up, x_BTC)
+        if self.gate is not None:
+            return swiglu(self.gate, self.up, x_BTC)
+        return erf_gelu(self.up, x_BTC) if self.kind == "gelu-erf" else self.activate(self.up, x_BTC)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         make = self.widen(x_BTC)

@@ -1,5 +1,5 @@
-"""The wide half of the MLP: x W^T + b through a tanh GELU (Hendrycks and Gimpel 2016, the approximation of GPT-2), or
-the product of x U^T with a gate, x G^T through a SiLU (SwiGLU, Shazeer 2020, as in LLaMA), which is torch's alone.
+"""The wide half of the MLP: x W^T + b through a tanh GELU (Hendrycks and Gimpel 2016, the approximation of GPT-2); or,
+by torch alone, through the exact one, or the product of x U^T with a gate, x G^T through a SiLU (SwiGLU, Shazeer 2020).
 
 Plain is torch's. Fused leaves the bias out of the product and adds it inside the activation, so that one reading of the
 gradient in the backward makes both the slope's product and the bias's column sums. tanh(z) is 2 sigmoid(2z) - 1.
@@ -30,6 +30,11 @@ PROGRAMS = 64  # of a backward that share the rows of the same columns
 def gelu(up: nn.Linear, x: Tensor) -> Make:
     """GELU(x W^T + b), by torch."""
     return partial(F.gelu, up(x), approximate="tanh")
+
+
+def erf_gelu(up: nn.Linear, x: Tensor) -> Make:
+    """The exact GELU of x W^T + b, by torch."""
+    return partial(F.gelu, up(x))
 
 
 def fused_gelu(up: nn.Linear, x: Tensor) -> Make:
