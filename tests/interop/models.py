@@ -1,9 +1,14 @@
 """Small models in which nothing can be mixed up unseen: every parameter, biases and norms too, is drawn."""
 
+import shutil
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from megatoken.checkpoint.store import commit
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.interop.llmc_checkpoint import write_checkpoint
 from megatoken.model.gpt import GPT, initialize
@@ -11,6 +16,18 @@ from megatoken.presets import Shape
 
 BYTES = 257  # ids of the tokenizer of bytes: not a multiple of anything that kernels like
 SHAPE = Shape(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=BYTES, seq_len=24)
+NANOGPT = replace(SHAPE, mlp="gelu-erf")
+_LLAMA = replace(
+    SHAPE, n_head=4, n_kv_head=2, d_ff=96, norm="rmsnorm", norm_eps=1e-6, positions="rotary", mlp="swiglu", bias=False
+)
+FAMILIES = {
+    "gpt2": SHAPE,
+    "nanogpt": replace(NANOGPT, bias=False),
+    "gpt2-untied": replace(SHAPE, tied=False, norm_eps=1e-6),
+    "llama-tied": replace(_LLAMA, rope_theta=500.0, rope_factor=8.0, rope_context=12),  # scaled as LLaMA 3.1 is
+    "llama-untied": replace(_LLAMA, n_kv_head=1, tied=False),
+    "llama-biased": replace(_LLAMA, n_kv_head=0, bias=True),
+}
 # Nothing is measured first: a test of other things must not wait for it.
 UNCHOSEN = [
     "machine.device=cpu",
@@ -30,7 +47,8 @@ def draw_model(shape: Shape = SHAPE, seed: int = 0) -> GPT:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        model.tokens.weight[shape.vocab_size :] = 100.0
+        for weight in (model.tokens.weight, model.unembedding):
+            weight[shape.vocab_size :] = 100.0
     return model.eval()
 
 
@@ -44,6 +62,17 @@ def save_llmc(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> P
     (tokenizer or byte_tokenizer()).save(folder)
     write_checkpoint(folder / "model.bin", model, "fp32")
     return folder / "model.bin"
+
+
+def save_run(folder: Path, model: GPT) -> Path:
+    """A checkpoint of a run that never was: the model, its shape, the tokenizer of bytes."""
+    folder.mkdir(parents=True)
+    byte_tokenizer().save(folder / "tokenizer")
+    (folder / "config.yaml").touch()
+    files = {"model.safetensors": lambda path: save_file(model.state_dict(), path)}
+    for source in (folder / "tokenizer").iterdir():
+        files[f"tokenizer/{source.name}"] = partial(shutil.copyfile, source)
+    return commit(folder / "checkpoints", 1, files, meta={"shape": asdict(model.shape)}, needed_bytes=0)
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -204,6 +204,7 @@ def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
         "model.d_ff": "256",
         "model.seq_len": "128",
         "model.vocab_size": "50368",
+        "model.mlp": "gelu-erf",
         "optim.lr": "0.0006",
         "optim.schedule": "linear",
         "optim.warmup": "100steps",

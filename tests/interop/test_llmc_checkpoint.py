@@ -90,7 +90,7 @@ def test_tokenizer_file(tmp_path: Path) -> None:
 
 
 def test_only_gpt2_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(Fault, match=r"llm\.c's MLP is 4 x 32 wide, this one 64 — --to llmc — export it with --to hf"):
+    with pytest.raises(Fault, match="this model has d_ff 64, not 128 — --to llmc — export it with --to hf"):
         write_checkpoint(tmp_path / "m.bin", draw_model(replace(SHAPE, d_ff=64)), "fp32")
 
 

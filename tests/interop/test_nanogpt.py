@@ -1,6 +1,8 @@
 """nanoGPT: its configuration files read and never run, its checkpoints read without running anything."""
 
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,12 +14,12 @@ import torch
 from megatoken.cli import main
 from megatoken.config import flatten
 from megatoken.errors import Exit, Fault
-from megatoken.interop.hf_layout import list_places
+from megatoken.interop.hf_gpt2 import list_places
 from megatoken.interop.nanogpt import translate_nanogpt
-from megatoken.interop.nanogpt_checkpoint import read_nanogpt
+from megatoken.interop.nanogpt_checkpoint import EMBEDDING, read_nanogpt
 from megatoken.interop.weights import load_weights
 from megatoken.model.gpt import GPT
-from tests.interop.models import BYTES, SHAPE, byte_tokenizer, draw_model
+from tests.interop.models import BYTES, NANOGPT, SHAPE, byte_tokenizer, draw_model, relative
 
 GPT2_FILE = """\
 # config for training GPT-2 (124M), in nanoGPT's own manner
@@ -54,6 +56,8 @@ def test_the_reference_file_field_by_field(config: Path) -> None:
         "model.n_head": "12",
         "model.d_model": "768",
         "model.seq_len": "1024",
+        "model.mlp": "gelu-erf",
+        "model.bias": "True",
         "model.dropout": "0.0",
         "data.path": "data/openwebtext",
         "optim.lr": "0.0006",
@@ -143,11 +147,13 @@ def to_nanogpt(model: GPT, *, rows: int = BYTES, prefix: str = "") -> dict[str, 
     parameters = dict(model.named_parameters())
     tensors = {}
     for name, place in list_places(model.shape).items():
+        if place.ours not in parameters:
+            continue
         tensor = parameters[place.ours].detach()[slice(*place.rows)]
-        if name == "wte.weight":
+        if name == EMBEDDING:
             tensor = torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), 7.0)])
             tensors[f"{prefix}lm_head.weight"] = tensor
-        tensors[f"{prefix}transformer.{name}"] = tensor.clone() if name != "wte.weight" else tensor
+        tensors[prefix + name] = tensor.clone() if name != EMBEDDING else tensor
     return tensors
 
 
@@ -160,7 +166,7 @@ def model_args(model: GPT, vocab_size: int) -> dict[str, Any]:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> tuple[GPT, Path]:
     """A model of ours as nanoGPT's train.py saves it, its tokenizer beside it."""
-    model, folder = draw_model(), tmp_path / "out"
+    model, folder = draw_model(NANOGPT), tmp_path / "out"
     byte_tokenizer().save(folder)
     content = {
         "model": to_nanogpt(model, prefix="_orig_mod."),
@@ -184,7 +190,7 @@ def assert_same(found: GPT, expected: GPT, rows: int = BYTES) -> None:
 def test_checkpoint(checkpoint: tuple[GPT, Path], given: str) -> None:
     model, path = checkpoint
     loaded = load_weights(str(path if given == "file" else path.parent), print)
-    assert loaded.model.shape == SHAPE
+    assert loaded.model.shape == NANOGPT
     assert_same(loaded.model, model)
     assert not loaded.model.tokens.weight[BYTES:].any()
     assert loaded.tokenizer.shares_ids(byte_tokenizer())
@@ -218,7 +224,34 @@ def test_build_nanogpt_keeps_its_sizes_in_an_object(tmp_path: Path, monkeypatch:
     config.__dict__.update({k: v for k, v in model_args(model, BYTES).items() if k not in ("bias", "dropout")})
     torch.save({"model": to_nanogpt(model), "config": config, "step": 9, "val_loss": 3.1}, tmp_path / "model.pt")
     monkeypatch.delitem(sys.modules, "train_gpt2")
-    assert_same(read_nanogpt(tmp_path / "model.pt"), model)
+    found = read_nanogpt(tmp_path / "model.pt")
+    assert_same(found, model)
+    assert found.shape == SHAPE  # its GELU is GPT-2's
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_own_model_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """NANOGPT_CHECKOUT is where nanoGPT's model.py is."""
+    checkout = os.environ.get("NANOGPT_CHECKOUT")
+    if not checkout:
+        pytest.skip("NANOGPT_CHECKOUT names no checkout of karpathy/nanoGPT")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "nanogpt_model", module)
+    spec.loader.exec_module(module)
+    sizes = model_args(draw_model(), BYTES) | {"bias": bias}
+    torch.manual_seed(0)
+    theirs = module.GPT(module.GPTConfig(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    torch.save({"model": theirs.state_dict(), "model_args": sizes}, tmp_path / "ckpt.pt")
+    ours = read_nanogpt(tmp_path / "ckpt.pt").eval()
+    ids = torch.randint(BYTES, (2, 24))
+    with torch.no_grad():
+        assert relative(ours.logits(ours(ids)), theirs(ids, ids)[0]) <= 2e-5
 
 
 class Canary:

@@ -160,7 +160,9 @@ def _tell_model(tree: Tree, told: Translation) -> int:
         if leaf and leaf.value() not in allowed:
             raise Fault(Exit.CONFIG, f"{name} {leaf.text} is not computed here", leaf.where, f"here: {allowed[0]}")
     if kind and kind.text != "gpt2":
-        told.note("this is a GPT-2: tanh GELU and learned positions, where MPT computes the exact GELU")
+        told.set("model.mlp", "gelu-erf", f"{kind.where}: MPT's")
+    if bare := tree.take(f"{prefix}.no_bias"):
+        told.set("model.bias", "false" if bare.value() else "true", bare.where)
     alibi = tree.take(f"{prefix}.attn_config.alibi", f"{prefix}.alibi")
     if alibi and alibi.value() is not False:
         raise Fault(Exit.CONFIG, "ALiBi is not computed here", alibi.where, "train it with learned positions")

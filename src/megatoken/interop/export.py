@@ -7,7 +7,7 @@ never has the name that was asked for.
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def export(name: str, to: str, out: Path, dtype: str, console: Console) -> dict[
     _check_target(out)
     loaded = load_weights(name, console.warn)
     model = loaded.model.eval()
+    _leave_padding(model, loaded.tokenizer.vocab_size)
     if dtype == "bf16":
         with torch.no_grad():
             for parameter in model.parameters():
@@ -71,6 +72,16 @@ def export(name: str, to: str, out: Path, dtype: str, console: Console) -> dict[
         "verified": proof.verified,
         "max_relative_difference": proof.difference,
     }
+
+
+def _leave_padding(model: GPT, vocab_size: int) -> None:
+    """Make a model know the ids of its tokenizer and no others: `model.vocab_size` may have asked for more."""
+    shape = replace(model.shape, vocab_size=vocab_size)
+    for module in (model.tokens, model.head):
+        if module is not None:
+            module.weight.data = module.weight.data[: shape.padded_vocab_size].clone()
+            module.weight.data[vocab_size:] = 0.0
+    model.shape = shape
 
 
 def _check_target(out: Path) -> None:

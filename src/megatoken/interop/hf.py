@@ -16,14 +16,15 @@ from torch import Tensor
 
 from megatoken.errors import Exit, Fault
 from megatoken.hardware import huggingface_cache
-from megatoken.interop.hf_layout import Place, list_places, read_config
+from megatoken.interop.hf_families import family_named
+from megatoken.interop.hf_layout import Family, Place
 from megatoken.interop.tensors import build_empty, check_numbers
 from megatoken.model.gpt import GPT
 from megatoken.presets import GPT2_VOCABULARY, Shape
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # the causal mask, which old versions saved
+HEAD = "lm_head.weight"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -32,12 +33,14 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
 
     The model is on the CPU in fp32, in training mode, without dropout. A hub name is looked for in the local cache
     and downloaded if it is not there (needs huggingface_hub).
-    Raises Fault(CHECKPOINT) naming the file, and the tensors, when anything is missing, odd, or not GPT-2.
+    Raises Fault(CHECKPOINT) naming the file, and the tensors, when anything is missing, odd, or of no family we know.
     """
     folder = find_folder(name_or_folder)
-    shape = read_shape(folder)
-    tensors = _list_tensors(folder)
-    wanted = list_places(shape)
+    config = _read_json(folder / CONFIG)
+    family = family_named(config, str(folder / CONFIG))
+    shape = family.read(config, str(folder / CONFIG))
+    tensors = _list_tensors(folder, family)
+    wanted = family.list_places(shape)
     _check_tensors(tensors, wanted, folder)
     model = build_empty(shape)
     _fill(model, tensors, wanted)
@@ -90,7 +93,8 @@ def find_folder(name_or_folder: str) -> Path:
 
 def read_shape(folder: Path) -> Shape:
     """The sizes in config.json. Raises Fault(CHECKPOINT) for anything our GPT does not compute."""
-    return read_config(_read_json(folder / CONFIG), str(folder / CONFIG))
+    config = _read_json(folder / CONFIG)
+    return family_named(config, str(folder / CONFIG)).read(config, str(folder / CONFIG))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -119,8 +123,8 @@ class _Held:
             return check_numbers(file.get_tensor(self.name), self.name, self.path)
 
 
-def _list_tensors(folder: Path) -> dict[str, _Held]:
-    """Every tensor of the folder's files by its name without the `transformer.` prefix; masks are left out."""
+def _list_tensors(folder: Path, family: Family) -> dict[str, _Held]:
+    """Every tensor of the folder's files by its name with the family's prefix; buffers are left out."""
     tensors: dict[str, _Held] = {}
     for path in _find_files(folder):
         try:
@@ -130,10 +134,10 @@ def _list_tensors(folder: Path) -> dict[str, _Held]:
             what = f"cannot read the weights, the file is truncated or damaged: {error}"
             raise Fault(Exit.CHECKPOINT, what, str(path), "copy or download it again") from error
         for key, sizes in listed:
-            name = key.removeprefix("transformer.")
+            name = key if key == HEAD else family.prefix + key.removeprefix(family.prefix)
             if name in tensors:
                 raise Fault(Exit.CHECKPOINT, f"{key} is there twice", str(path), "save the model again")
-            if not BUFFER.fullmatch(name):
+            if not family.buffers.fullmatch(name):
                 tensors[name] = _Held(path, key, sizes)
     return tensors
 
@@ -163,14 +167,14 @@ def _find_files(folder: Path) -> list[Path]:
 def _check_tensors(tensors: dict[str, _Held], wanted: dict[str, Place], folder: Path) -> None:
     """Names and sizes, before anything is read. The tied output layer may be saved as lm_head.weight once more."""
     problems = [f"{name} is missing" for name in wanted if name not in tensors]
-    problems += [f"{name} is unexpected" for name in tensors if name not in wanted and name != "lm_head.weight"]
+    problems += [f"{name} is unexpected" for name in tensors if name not in wanted and name != HEAD]
     for name, held in tensors.items():
         if name in wanted and held.sizes != wanted[name].sizes:
             problems.append(f"{name} is {held.sizes}, config.json says {wanted[name].sizes}")
     if problems:
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         what = f"weights do not fit {CONFIG}: {'; '.join(problems[:4])}{more}"
-        raise Fault(Exit.CHECKPOINT, what, str(folder), "give the folder of a GPT2LMHeadModel or GPT2Model")
+        raise Fault(Exit.CHECKPOINT, what, str(folder), "give the folder that save_pretrained wrote")
 
 
 @torch.no_grad()
@@ -180,7 +184,9 @@ def _fill(model: GPT, tensors: dict[str, _Held], wanted: dict[str, Place]) -> No
     assert {place.ours for place in wanted.values()} == set(parameters), "a weight would stay unfilled"
     for name, place in wanted.items():
         place.put(tensors[name].read(), parameters)
-    head = tensors.get("lm_head.weight")
-    if head is not None and not torch.equal(head.read().float(), model.tokens.weight[: model.shape.vocab_size]):
-        what = "lm_head.weight differs from the token embedding: the output layer is not tied"
-        raise Fault(Exit.CHECKPOINT, what, str(head.path), "only GPT-2 with a tied output layer is supported")
+    head = tensors.get(HEAD)
+    tied = model.tokens.weight[: model.shape.vocab_size]
+    if model.head is None and head is not None and not torch.equal(head.read().float(), tied):
+        what = f"{HEAD} differs from the token embedding, which {CONFIG} says it is"
+        fix = f"set tie_word_embeddings to false in {CONFIG} if the output layer has weights of its own"
+        raise Fault(Exit.CHECKPOINT, what, str(head.path), fix)

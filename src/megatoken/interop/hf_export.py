@@ -5,6 +5,7 @@ Only ids that mean something leave: the rows that pad the vocabulary stay here. 
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +15,45 @@ from safetensors.torch import save_file
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.interop.hf import CONFIG, WEIGHTS
-from megatoken.interop.hf_layout import list_places, write_config
-from megatoken.model.gpt import GPT
+from megatoken.interop.hf_families import family_of
+from megatoken.model.gpt import GPT, INIT_STD
 
 TOLERANCE = 2e-5  # of the largest logit: fp32 products in another order
 PROOF_SEQS, PROOF_TOKENS = 2, 64
 
 
 def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None:
-    """Fill a folder with a model and its tokenizer. dtype: of the weights, fp32 or bf16."""
+    """Fill a folder with a model and its tokenizer. dtype: of the weights, fp32 or bf16.
+
+    Raises Fault(CONFIG) for a mix of switches that no model of transformers has.
+    """
+    family = family_of(model.shape)
     word, kind = {"fp32": ("float32", torch.float32), "bf16": ("bfloat16", torch.bfloat16)}[dtype]
     parameters = dict(model.named_parameters())
-    tensors = {
-        f"transformer.{name}": place.take(parameters).to(kind) for name, place in list_places(model.shape).items()
-    }
+    tensors = {name: place.take(parameters).to(kind) for name, place in family.list_places(model.shape).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    texts = {
-        CONFIG: write_config(model.shape, eot=tokenizer.eot, dtype=word),
-        "generation_config.json": dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot),
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot)  # what stands between documents begins a text
+    texts: dict[str, Any] = {
+        CONFIG: {
+            "architectures": [family.architecture],
+            "model_type": family.model_type,
+            **family.write(model.shape),
+            **ids,
+            "initializer_range": INIT_STD,
+            "use_cache": True,
+            "dtype": word,
+        },
+        "generation_config.json": {**ids, "pad_token_id": tokenizer.eot},
         **describe_tokenizer(tokenizer, model.shape.seq_len),
     }
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets nobody else read
 
 
 def describe_tokenizer(tokenizer: Tokenizer, seq_len: int) -> dict[str, Any]:
-    """The tokenizer's files by name: what `tokenizers` reads, and how transformers is to call it."""
-    content = json.loads(tokenizer.to_json())
+    """How transformers is to call the tokenizer that tokenizer.json holds: the content of two files by name."""
     eot = tokenizer.decode([tokenizer.eot])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -51,7 +64,6 @@ def describe_tokenizer(tokenizer: Tokenizer, seq_len: int) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
     }
     return {
-        "tokenizer.json": content,
         "tokenizer_config.json": config,
         "special_tokens_map.json": dict.fromkeys(("bos_token", "eos_token", "unk_token"), eot),
     }

@@ -1,11 +1,11 @@
-"""Hugging Face's side of a model: names and sizes of its tensors, and config.json, both ways.
+"""What Hugging Face's families have in common: where each tensor of a file belongs in ours, how a config.json is read.
 
-In: a Shape, or the content of a config.json. Out: where each tensor of the file belongs in ours, and the other of the
-two. Source: the files that transformers' save_pretrained writes for GPT2LMHeadModel, whose Conv1D keeps weights as
-(in, out). Absent: files.
+Source: the files that transformers' save_pretrained writes. Absent: the families themselves (hf_gpt2.py, hf_llama.py),
+files (hf.py, hf_export.py).
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,24 +15,7 @@ from torch import Tensor, nn
 from megatoken.errors import Exit, Fault
 from megatoken.presets import Shape
 
-SIZES = {  # our name: theirs; n_inner may be absent or null
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "d_model": "n_embd",
-    "d_ff": "n_inner",
-    "vocab_size": "vocab_size",
-    "seq_len": "n_positions",
-}
-# What our GPT computes; a folder that says otherwise holds another model. The first value is GPT-2's default.
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-    "quantization_config": (None,),
-}
+Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,72 +35,52 @@ class Place:
         parameters[self.ours].data[slice(*self.rows)] = tensor.T if self.transposed else tensor
 
     def take(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """A file's tensor out of ours: contiguous, with storage of its own."""
+        """A file's tensor out of ours, with storage of its own; zeros for a bias that ours does not have."""
+        if self.ours not in parameters:
+            return torch.zeros(self.sizes)
         tensor = parameters[self.ours].detach()[slice(*self.rows)]
         return (tensor.T if self.transposed else tensor).clone(memory_format=torch.contiguous_format)
 
 
-def list_places(shape: Shape) -> dict[str, Place]:
-    """Every tensor of a model of this shape by Hugging Face's name, without the prefix of the language model."""
-    d, f = shape.d_model, shape.d_ff
-    places = {
-        "wte.weight": Place("tokens.weight", (shape.vocab_size, d), rows=(0, shape.vocab_size)),
-        "wpe.weight": Place("positions.weight", (shape.seq_len, d)),
-        "ln_f.weight": Place("norm.weight", (d,)),
-        "ln_f.bias": Place("norm.bias", (d,)),
-    }
-    products = {
-        "attn.c_attn": ("attention.qkv", d, 3 * d),
-        "attn.c_proj": ("attention.out", d, d),
-        "mlp.c_fc": ("mlp.up", d, f),
-        "mlp.c_proj": ("mlp.down", f, d),
-    }
-    for i in range(shape.n_layer):
-        for theirs, ours in (("ln_1", "norm1"), ("ln_2", "norm2")):
-            places[f"h.{i}.{theirs}.weight"] = Place(f"blocks.{i}.{ours}.weight", (d,))
-            places[f"h.{i}.{theirs}.bias"] = Place(f"blocks.{i}.{ours}.bias", (d,))
-        for theirs, (ours, inner, outer) in products.items():
-            place = Place(f"blocks.{i}.{ours}.weight", (inner, outer), transposed=True)
-            places[f"h.{i}.{theirs}.weight"] = place
-            places[f"h.{i}.{theirs}.bias"] = Place(f"blocks.{i}.{ours}.bias", (outer,))
-    return places
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model type of transformers. list_places: every tensor of a shape, by its name in the file.
+
+    read: config.json and its path to a Shape; write: back. prefix: of every name but the output layer's, which a file
+    of the bare model lacks. buffers: what old versions saved besides weights. model_type and architecture: its names.
+    """
+
+    model_type: str
+    architecture: str
+    prefix: str
+    buffers: re.Pattern[str]
+    list_places: Callable[[Shape], dict[str, Place]]
+    read: Callable[[Config, str], Shape]
+    write: Callable[[Shape], dict[str, Any]]
 
 
-def read_config(config: Mapping[str, Any], where: str) -> Shape:
-    """The sizes in a config.json. Raises Fault(CHECKPOINT) naming `where` for anything our GPT does not compute."""
-    kind = config.get("model_type")
-    if kind != "gpt2":
-        raise Fault(Exit.CHECKPOINT, f"model_type {kind!r} is not supported", where, "supported: gpt2")
-    for key, allowed in CHOICES.items():
+def read_sizes(config: Config, names: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Positive whole numbers by our name. names: theirs. Raises Fault(CHECKPOINT) naming those that are none."""
+    sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in names.items()}
+    if odd := [f"{names[ours]} is {v!r}" for ours, v in sizes.items() if type(v) is not int or v < 1]:
+        raise Fault(Exit.CHECKPOINT, f"no size: {', '.join(odd)}", where, "restore the file")
+    if sizes["d_model"] % sizes["n_head"]:
+        what = f"{names['d_model']} {sizes['d_model']} does not divide into {sizes['n_head']} heads"
+        raise Fault(Exit.CHECKPOINT, what, where, "restore the file")
+    return sizes
+
+
+def check_choices(config: Config, choices: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Raise Fault(CHECKPOINT) for a value that is none of those we compute; the first holds where nothing is said."""
+    for key, allowed in choices.items():
         if (value := config.get(key, allowed[0])) not in allowed:
             fix = f"supported: {' or '.join(map(str, allowed))}"
-            raise Fault(Exit.CHECKPOINT, f"{key} is {value!r}, which this GPT-2 does not compute", where, fix)
-    sizes = {field: config.get(key) for field, key in SIZES.items()}
-    if sizes["d_ff"] is None and isinstance(sizes["d_model"], int):
-        sizes["d_ff"] = 4 * sizes["d_model"]
-    numbers = {field: value for field, value in sizes.items() if type(value) is int and value >= 1}
-    if odd := [f"{SIZES[field]} is {value!r}" for field, value in sizes.items() if field not in numbers]:
-        raise Fault(Exit.CHECKPOINT, f"no size: {', '.join(odd)}", where, "restore the file")
-    shape = Shape(**numbers)
-    if shape.d_model % shape.n_head:
-        what = f"n_embd {shape.d_model} does not divide into {shape.n_head} heads"
-        raise Fault(Exit.CHECKPOINT, what, where, "restore the file")
-    return shape
+            raise Fault(Exit.CHECKPOINT, f"{key} is {value!r}, which is not computed here", where, fix)
 
 
-def write_config(shape: Shape, *, eot: int, dtype: str) -> dict[str, Any]:
-    """The config.json of a shape. eot: id that begins and ends a text; dtype: of the weights, in torch's word."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **{theirs: getattr(shape, ours) for ours, theirs in SIZES.items()},
-        **{key: allowed[0] for key, allowed in CHOICES.items() if key != "quantization_config"},
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "initializer_range": 0.02,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "use_cache": True,
-        "dtype": dtype,
-    }
+def read_number(config: Config, key: str, default: float, where: str) -> float:
+    """A positive number. Raises Fault(CHECKPOINT) for anything else."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise Fault(Exit.CHECKPOINT, f"{key} is {value!r}, not a positive number", where, "restore the file")
+    return float(value)

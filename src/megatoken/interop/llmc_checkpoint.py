@@ -6,6 +6,7 @@ and gpt2_build_from_checkpoint of its train_gpt2.cu. The optimizer's state files
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +72,11 @@ def write_checkpoint(path: Path, model: GPT, dtype: str) -> None:
     Raises Fault(CONFIG) for a model that is not GPT-2's: llm.c has one architecture.
     """
     shape = model.shape
-    if shape.d_ff != 4 * shape.d_model:
-        what = f"llm.c's MLP is 4 x {shape.d_model} wide, this one {shape.d_ff}"
+    sizes = ("n_layer", "n_head", "d_model", "vocab_size", "seq_len")
+    only = Shape(**{name: getattr(shape, name) for name in sizes}, d_ff=4 * shape.d_model)
+    pairs = {f.name: (getattr(shape, f.name), getattr(only, f.name)) for f in fields(Shape)}
+    if odd := [f"{name} {mine}, not {theirs}" for name, (mine, theirs) in pairs.items() if mine != theirs]:
+        what = f"llm.c computes GPT-2 alone, this model has {'; '.join(odd)}"
         raise Fault(Exit.CONFIG, what, "--to llmc", "export it with --to hf")
     header = CheckpointHeader(
         dtype=dtype,

@@ -206,12 +206,14 @@ def _tell_model(config: Config, told: Translation) -> None:
         told.set("model.init", f"openai-community/{init}", config.where("init_from"))
         for key, size in zip(("n_layer", "n_head", "d_model"), PUBLISHED[init], strict=True):
             told.set(f"model.{key}", size, config.where("init_from"))
-        told.note(
-            "nanoGPT computes the exact GELU with OpenAI's weights, here it is the tanh form they were trained in"
-        )
+        told.set("model.mlp", "gelu", "OpenAI's weights")
+        told.set("model.bias", "true", "OpenAI's weights")
+        told.note("OpenAI's weights go on with the tanh GELU they were trained with; nanoGPT computes the exact one")
     elif init in ("scratch", "resume"):
         for key, theirs in (("n_layer", "n_layer"), ("n_head", "n_head"), ("d_model", "n_embd")):
             told.set(f"model.{key}", config.get(theirs), config.where(theirs))
+        told.set("model.mlp", "gelu-erf", "nanoGPT: fixed")
+        told.set("model.bias", "true" if config.get("bias") else "false", config.where("bias"))
     else:
         fix = f"nanoGPT has scratch, resume, {', '.join(PUBLISHED)}"
         raise Fault(Exit.CONFIG, f"no init_from called {init!r}", config.where("init_from"), fix)

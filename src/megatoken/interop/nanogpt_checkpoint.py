@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from megatoken.errors import Exit, Fault
-from megatoken.interop.hf_layout import list_places
+from megatoken.interop.hf_gpt2 import GPT2
 from megatoken.interop.tensors import build_empty, check_numbers
 from megatoken.model.gpt import GPT
 from megatoken.presets import GPT2_VOCABULARY, Shape
@@ -30,6 +30,7 @@ SIZES = {
     "seq_len": "block_size",
     "vocab_size": "vocab_size",
 }
+EMBEDDING = "transformer.wte.weight"
 PADDED_VOCABULARY = 50304  # GPT-2's, rounded up: the last 47 rows stand for nothing
 # build-nanogpt keeps its sizes as an object of a class of its own; it is read as bare values.
 CONFIGS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -43,25 +44,27 @@ def read_nanogpt(path: Path) -> GPT:
     Raises Fault(CHECKPOINT) in one line for a file that is truncated, damaged, asks to run code, or is not nanoGPT's.
     """
     content = _load(path)
-    sizes = _find_sizes(content, path)
-    shape = _read_shape(sizes, path)
+    sizes, mlp = _find_sizes(content, path)
+    shape = _read_shape(sizes, mlp, path)
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in content["model"].items()}
     model = build_empty(shape)
     parameters = dict(model.named_parameters())
     head = tensors.pop("lm_head.weight", None)
     with torch.no_grad():
-        for name, place in list_places(shape).items():
-            tensor = tensors.pop(f"transformer.{name}", None)
+        for name, place in GPT2.list_places(shape).items():
+            if place.ours not in parameters:
+                continue  # a bias that this model does not have
+            tensor = tensors.pop(name, None)
             wanted = place.sizes[:: -1 if place.transposed else 1]
-            if name == "wte.weight":
+            if name == EMBEDDING:
                 wanted = (sizes["vocab_size"], shape.d_model)
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != wanted:
                 found = tuple(tensor.shape) if isinstance(tensor, Tensor) else "missing"
-                what = f"transformer.{name} is {found}, its sizes say {wanted}"
+                what = f"{name} is {found}, its sizes say {wanted}"
                 raise Fault(Exit.CHECKPOINT, what, str(path), "give a checkpoint of nanoGPT or build-nanogpt")
             rows = slice(*place.rows)
             parameters[place.ours][rows] = check_numbers(tensor, name, path)[rows]
-            if name == "wte.weight" and head is not None and not torch.equal(head, tensor):
+            if name == EMBEDDING and head is not None and not torch.equal(head, tensor):
                 what = "lm_head.weight differs from the token embedding: the output layer is not tied"
                 raise Fault(Exit.CHECKPOINT, what, str(path), "nanoGPT ties them")
     if odd := [name for name in tensors if not name.endswith((".attn.bias", ".attn.masked_bias"))]:
@@ -94,19 +97,21 @@ def _load(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _find_sizes(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """nanoGPT's model_args, or the fields of build-nanogpt's config."""
+def _find_sizes(content: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], str]:
+    """nanoGPT's model_args, or the fields of build-nanogpt's config; and the kind of GELU that each computes."""
     config = content.get("config")
-    sizes = vars(config) if isinstance(config, SimpleNamespace) else content.get("model_args")
+    if isinstance(config, SimpleNamespace):
+        return vars(config), "gelu"
+    sizes = content.get("model_args")
     if not isinstance(sizes, dict):
         what = "not nanoGPT's checkpoint: it holds no 'model_args'"
         raise Fault(Exit.CHECKPOINT, what, str(path), "give the ckpt.pt of nanoGPT's train.py")
-    return sizes
+    return sizes, "gelu-erf"
 
 
-def _read_shape(sizes: Mapping[str, Any], path: Path) -> Shape:
+def _read_shape(sizes: Mapping[str, Any], mlp: str, path: Path) -> Shape:
     values = {ours: sizes.get(theirs) for ours, theirs in SIZES.items()}
-    numbers = {ours: value for ours, value in values.items() if type(value) is int and value >= 1}
+    numbers: dict[str, Any] = {ours: value for ours, value in values.items() if type(value) is int and value >= 1}
     if odd := [f"{SIZES[ours]} is {value!r}" for ours, value in values.items() if ours not in numbers]:
         raise Fault(Exit.CHECKPOINT, f"no size: {', '.join(odd)}", str(path), "restore the file")
     if numbers["d_model"] % numbers["n_head"]:
@@ -114,4 +119,5 @@ def _read_shape(sizes: Mapping[str, Any], path: Path) -> Shape:
         raise Fault(Exit.CHECKPOINT, what, str(path), "restore the file")
     if numbers["vocab_size"] == PADDED_VOCABULARY:
         numbers["vocab_size"] = GPT2_VOCABULARY
-    return Shape(**numbers, d_ff=4 * numbers["d_model"])
+    bias = sizes.get("bias", True) is not False
+    return Shape(**numbers, d_ff=4 * numbers["d_model"], mlp=mlp, bias=bias)

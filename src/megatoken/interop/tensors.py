@@ -16,7 +16,8 @@ def build_empty(shape: Shape) -> GPT:
         model = GPT(shape)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        model.tokens.weight[shape.vocab_size :] = 0.0
+        for weight in (model.tokens.weight, model.unembedding):
+            weight[shape.vocab_size :] = 0.0
     return model
 
 
