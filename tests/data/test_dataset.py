@@ -237,6 +237,26 @@ def test_foreign_shards_are_used_as_they_are(tmp_path: Path, suffix: str, dtype:
     assert (len(single.train), len(single.val)) == (1000, 0)
 
 
+def test_nanogpts_files_are_ids_and_nothing_else(tmp_path: Path) -> None:
+    ids = np.random.default_rng(4).integers(0, 50257, 999).astype("<u2")
+    (tmp_path / "train.bin").write_bytes(ids[:900].tobytes())
+    (tmp_path / "val.bin").write_bytes(ids[900:].tobytes())
+    dataset = open_dataset(tmp_path)
+    assert (len(dataset.train), len(dataset.val)) == (900, 99)
+    np.testing.assert_array_equal(dataset.train.read(0, 900), ids[:900])
+    assert list(verify_dataset(tmp_path)) == []
+    (tmp_path / "val.bin").write_bytes(ids[900:].tobytes() + b"x")
+    with pytest.raises(Fault, match=r"not a whole number of 2-byte tokens.*val\.bin"):
+        open_dataset(tmp_path)
+    (tmp_path / "val.bin").unlink()
+    (tmp_path / "meta.pkl").touch()
+    with pytest.raises(Fault, match=r"vocabulary of their own, in meta\.pkl: a pickle, which is never loaded"):
+        open_dataset(tmp_path)
+    (tmp_path / "train.bin").rename(tmp_path / "other.bin")
+    with pytest.raises(Fault, match="not a token shard"):
+        open_dataset(tmp_path)
+
+
 def test_foreign_int32_and_other_tokenizers(tmp_path: Path) -> None:
     np.save(tmp_path / "train.npy", np.array([1, 2, 70_000], dtype=np.int32))
     dataset = open_dataset(tmp_path, foreign_tokenizer="my.json")

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.interop.hf import hf_tokenizer_spec, load_hf
+from megatoken.interop.hf_export import write_hf
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
 from megatoken.presets import PRESETS, Shape
@@ -61,7 +63,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     reference = reference_model()
     folder = save(reference, tmp_path_factory.mktemp("gpt2-124m"))
     model, _ = load_hf(str(folder))
-    shutil.rmtree(folder)  # half a gigabyte
+    again = tmp_path_factory.mktemp("again")
+    write_hf(again, model, load_tokenizer("bytes"), "fp32")  # whatever the tokenizer: weights are looked at
+    theirs, ours = (load_file(place / "model.safetensors") for place in (folder, again))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())  # so all that holds in, holds out
+    for place in (folder, again):
+        shutil.rmtree(place)  # half a gigabyte
     ids = torch.randint(0, 50257, (2, 32), generator=torch.Generator().manual_seed(1))
     output = reference(ids, labels=ids)
     output.loss.backward()

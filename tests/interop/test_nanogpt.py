@@ -137,6 +137,16 @@ def test_absent_file_and_words_without_a_value() -> None:
         translate_nanogpt("--batch_size")
 
 
+def test_data_beside_the_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "data" / "shakespeare").mkdir(parents=True)
+    (tmp_path / "config").mkdir()
+    path = tmp_path / "config" / "c.py"
+    path.write_text("dataset = 'shakespeare'\ndecay_lr = False")
+    run = translate_nanogpt(str(path)).resolve([]).run
+    assert run.data.path == str(tmp_path / "data" / "shakespeare")
+    assert (run.model.mlp, run.model.bias) == ("gelu-erf", False)
+
+
 def test_a_translated_file_is_shown(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--nanogpt", f"{config} --bias=True", "--json"]) == Exit.DONE
     assert json.loads(capsys.readouterr().out)["values"]["budget"]["batch_tokens"] == 491520

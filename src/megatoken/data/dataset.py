@@ -1,4 +1,4 @@
-"""Opening a dataset: a prepared folder, llm.c's .bin shards or build-nanogpt's .npy shards, as they are.
+"""Opening a dataset: a prepared folder, .bin shards of llm.c or nanoGPT or .npy shards of build-nanogpt, as they are.
 
 In: a folder, a file or a glob. Out: `Dataset`, one `Tokens` a split. What is cheap is checked here: every file,
 its size, its header. Hashes and ids are checked at first touch (tokens.py) or all at once by `verify_dataset`.
@@ -24,6 +24,7 @@ from megatoken.data.shards import (
     Header,
     Manifest,
     Shard,
+    has_magic,
     hash_block,
     read_header,
     read_manifest,
@@ -37,6 +38,7 @@ _AGAIN = "restore it from a copy or prepare the dataset again"
 # puts begin-of-text there. Others are checked against the range of their dtype until `limit_ids` is called.
 _KNOWN_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
 _SAMPLED_BLOCKS = 18  # of each foreign shard for the fingerprint: the first, the last and 16 between
+_BARE = ("train.bin", "val.bin")  # what nanoGPT writes: ids and nothing else
 _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}  # a negative id reads as a huge one
 _NPY_HEADER = re.compile(
     rb"\{\s*'descr':\s*'([^']{1,20})',\s*'fortran_order':\s*(?:True|False),\s*'shape':\s*\(([\d, ]{0,99})\),?\s*\}\s*"
@@ -135,6 +137,10 @@ def _survey(path: Path, foreign_tokenizer: str) -> tuple[Path, Manifest, list[Pa
         if header.dtype != headers[0].dtype:
             what = f"mixed dataset: {header.dtype} tokens here, {headers[0].dtype} in {files[0].name}"
             raise Fault(Exit.DATA, what, str(file), "keep shards of one tokenizer in one folder")
+        if file.name in _BARE and foreign_tokenizer == "gpt2" and (file.parent / "meta.pkl").exists():
+            what = "these ids are of a vocabulary of their own, in meta.pkl: a pickle, which is never loaded"
+            fix = "prepare the text again: megatoken prepare FILE --out DIR --tokenizer bytes"
+            raise Fault(Exit.DATA, what, str(file), fix)
         if header.tokens == 0:
             raise Fault(Exit.DATA, "shard holds no tokens", str(file), "remove it from the folder")
     return path, _describe_foreign(files, headers, foreign_tokenizer), files
@@ -220,6 +226,8 @@ def _read_layout(path: Path) -> tuple[Header, int, bytes]:
         ) from error
     if path.suffix == ".npy":
         header, offset = _read_npy_header(path, raw)
+    elif path.name in _BARE and not has_magic(raw):
+        header, offset = Header(dtype="uint16", tokens=size // 2, fingerprint=""), 0
     else:
         header, offset = read_header(raw, str(path)), HEADER_BYTES
     item = ITEM_BYTES[header.dtype]

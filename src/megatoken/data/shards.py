@@ -100,6 +100,11 @@ def make_header(tokens: int, dtype: str, fingerprint: str) -> bytes:
     return bytes(raw)
 
 
+def has_magic(raw: bytes) -> bool:
+    """Whether bytes begin like a shard with a header."""
+    return any(raw.startswith(magic.to_bytes(4, "little")) for magic, _ in MAGICS.values())
+
+
 def read_header(raw: bytes, where: str) -> Header:
     """Reads and checks 1,024 header bytes; `where` names the file in the Fault(Exit.DATA)."""
     if len(raw) < HEADER_BYTES:

@@ -83,8 +83,9 @@ class _Unreadable(ValueError):
 class Config:
     """Every value, given or nanoGPT's own."""
 
-    def __init__(self, given: Mapping[str, Given]) -> None:
+    def __init__(self, given: Mapping[str, Given], file: Path | None) -> None:
         self._given = given
+        self.file = file
 
     def given(self, name: str) -> bool:
         return name in self._given
@@ -108,8 +109,8 @@ def translate_nanogpt(command: str) -> Translation:
 
     Raises Fault(CONFIG) naming file:line for what nanoGPT would refuse, and for what cannot be told here.
     """
-    config, name = _read_words(command)
-    told = Translation(name=f"nanogpt-{name}", out=Path(config.get("out_dir")))
+    config = _read_words(command)
+    told = Translation(name=f"nanogpt-{config.file.stem if config.file else 'train'}", out=Path(config.get("out_dir")))
     if config.get("eval_only"):
         raise Fault(Exit.CONFIG, "eval_only trains nothing", config.where("eval_only"), "use megatoken eval")
     _tell_model(config, told)
@@ -120,17 +121,17 @@ def translate_nanogpt(command: str) -> Translation:
     return told
 
 
-def _read_words(command: str) -> tuple[Config, str]:
+def _read_words(command: str) -> Config:
     try:
         words = shlex.split(command.replace("\\\n", " "))
     except ValueError as wrong:
         raise Fault(Exit.CONFIG, f"cannot read the words: {wrong}", "--nanogpt", "check the quotes") from None
     given: dict[str, Given] = {}
-    name = "train"
+    file = None
     for word in words:
         if not word.startswith("--"):
-            name = Path(word).stem
-            _read_file(Path(word), given)
+            file = Path(word)
+            _read_file(file, given)
             continue
         key, equals, text = word[2:].partition("=")
         if not equals:
@@ -141,7 +142,7 @@ def _read_words(command: str) -> tuple[Config, str]:
         except (SyntaxError, ValueError):
             value = text  # nanoGPT takes what is no literal as a word, too
         given[key] = Given(value, f"nanoGPT {word}")
-    return Config(given), name
+    return Config(given, file)
 
 
 def _read_file(path: Path, given: dict[str, Given]) -> None:
@@ -222,7 +223,10 @@ def _tell_model(config: Config, told: Translation) -> None:
 
 
 def _tell_data(config: Config, told: Translation) -> None:
-    told.set("data.path", Path("data") / config.get("dataset"), config.where("dataset"))
+    path = Path("data") / config.get("dataset")  # as nanoGPT has it: seen from its own folder
+    if config.file and not path.is_dir() and (beside := config.file.parent.parent / path).is_dir():
+        path = beside
+    told.set("data.path", path, config.where("dataset"))
     told.note("batches are drawn without replacement, each window once an epoch; nanoGPT draws random places")
 
 
