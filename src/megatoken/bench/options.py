@@ -7,13 +7,12 @@ from pathlib import Path
 from megatoken.presets import PRESETS
 
 Add = Callable[..., argparse.ArgumentParser]
-GPTS = [name for name in PRESETS if name.startswith("gpt")]  # what the other contenders, and the parts, are of
 
 
 def add_benches(add: Add) -> None:
     """Declare every bench; `add(name, doc)` makes its parser."""
     p = _bench(add, "ladder", "every speed-up one switch at a time, from plain PyTorch to what a run would use")
-    _shape(p, list(PRESETS))
+    _shape(p, every=True)
     p.add_argument("--batch-tokens", type=_count, help="tokens of a step (default 1024 on a CPU, 65536 on cuda)")
     p.add_argument("--rungs", default="", metavar="N,...", help="only these, counted from 1 (default all)")
     p = _bench(add, "gemm", "FLOP/s of matrix products over size and dtype; the best is this machine's peak")
@@ -61,7 +60,7 @@ def _add_sweeps(add: Add) -> None:
     p.add_argument("--memory", type=float, default=0.0, metavar="GB", help="skip forms that would hold more; 0: more "
                    "than 80%% of what is free (default 0)")  # fmt: skip
     p = _bench(add, "batch", "tokens/s, MFU and memory of a step over its micro-batch, until memory ends")
-    _shape(p, list(PRESETS))
+    _shape(p, every=True)
     p.add_argument("--seq-len", type=_count, help="context (default the preset's)")
     p.add_argument("--largest", type=_count, help="largest micro-batch in sequences (default on cuda: until memory "
                    "ends; elsewhere: 8192 tokens)")  # fmt: skip
@@ -98,7 +97,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _shape(parser: argparse.ArgumentParser, presets: list[str] = GPTS) -> None:
+def _shape(parser: argparse.ArgumentParser, *, every: bool = False) -> None:
+    """A preset: of a GPT, as the other contenders and the parts of a step are, unless the bench can do every one."""
+    presets = [name for name, shape in PRESETS.items() if every or shape.positions == "learned"]
     parser.add_argument("--preset", default=presets[0], choices=presets, metavar="PRESET",
                         help=f"{', '.join(presets)} (default {presets[0]})")  # fmt: skip
 
