@@ -64,6 +64,7 @@ def fingerprint(out: Path) -> dict[str, object]:
         digest.update(name.encode() + tensors[name].numpy().tobytes())
     keys = ("kind", "step", "tokens", "loss", "grad_norm", "lr", "text", "target_tokens")
     rows = [{k: row[k] for k in keys if k in row} for row in read_metrics(out) if row["kind"] != "event"]
+    rows.sort(key=lambda row: row["step"])  # a save is told when it is committed: steps later
     return {"tensors": digest.hexdigest(), "rows": rows}
 
 

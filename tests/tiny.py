@@ -7,6 +7,7 @@ import torch
 from megatoken.config import Optim, Run, build
 from megatoken.device import Device
 from megatoken.model.gpt import GPT, initialize
+from megatoken.parallel.layout import Layout
 from megatoken.presets import Shape
 from megatoken.train.state import Plan, State, build_plan, build_state
 
@@ -23,11 +24,17 @@ def tiny_run(**values: object) -> Run:
 
 
 def tiny_state(
-    *, dropout: float = 0.0, seed: int = 1, optim: Optim | None = None, form: str = "auto", shape: Shape = SHAPE
+    *,
+    dropout: float = 0.0,
+    seed: int = 1,
+    optim: Optim | None = None,
+    form: str = "auto",
+    shape: Shape = SHAPE,
+    layout: Layout | None = None,
 ) -> State:
     model = GPT(shape, dropout=dropout)
     initialize(model, seed)
-    return build_state(model, replace(tiny_run(machine__adamw=form), optim=optim or Optim()), CPU)
+    return build_state(model, replace(tiny_run(machine__adamw=form), optim=optim or Optim()), CPU, layout)
 
 
 def tiny_plan(micro_batch: int = 8, **values: object) -> Plan:

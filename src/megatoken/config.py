@@ -86,8 +86,17 @@ class Machine:
         "none", "what is not kept for the backward but computed again: nothing, the MLP's wide output, whole blocks"
     )
     adamw: Literal["auto", "loop", "foreach", "fused"] = knob("auto", "AdamW a tensor, a list or a kernel at a time")
+    shard: Literal["auto", "none", "zero1", "zero2", "zero3", "hybrid"] = knob(
+        "auto",
+        "what processes split instead of repeating it: moments, also gradients, also weights; hybrid: all of these "
+        "within a machine; auto: no more than memory asks for",
+    )
+    tensor_parallel: int = knob(1, "processes that share every layer", low=1)
     threads: int = knob(0, "CPU threads; 0: all this process may use", low=0, high=1024)
-    deterministic: bool = knob(False, "refuse operations without a deterministic implementation")
+    deterministic: bool = knob(
+        False,
+        "refuse operations without a deterministic implementation; add gradients in an order of 1, 2, 4, ... ranks",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +235,10 @@ def find_conflicts(run: Run) -> Iterator[tuple[str, str, str]]:
     if run.machine.compile not in ("auto", "off") and run.machine.linear in ("numpy", "onednn"):
         what = f"machine.linear={run.machine.linear} calls a library that cannot be compiled"
         yield "machine.linear", what, "set machine.compile=off, or machine.linear=auto"
+    if run.machine.tensor_parallel > 1 and run.machine.linear in ("numpy", "onednn"):
+        yield "machine.linear", f"{run.machine.linear} cannot multiply split weights", "use auto, or no tensor_parallel"
+    if run.machine.shard not in ("auto", "none") and run.machine.mixed == "masters":
+        yield "machine.mixed", "sharded weights are masters already, gathered in low precision", "use auto"
     try:
         parse_time(run.save.time_limit)
     except ValueError as wrong:

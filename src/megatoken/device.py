@@ -18,7 +18,15 @@ import torch
 
 from megatoken.config import DEVICE_WORDS, Machine
 from megatoken.errors import Exit, Fault
-from megatoken.hardware import cpu_count, find_compiler, find_processor_name, peak_resident_bytes, recall, remember
+from megatoken.hardware import (
+    cpu_count,
+    find_compiler,
+    find_processor_name,
+    free_memory_bytes,
+    peak_resident_bytes,
+    recall,
+    remember,
+)
 from megatoken.peaks import PEAK_FLOPS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,6 +51,11 @@ class Device:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
 
+    @property
+    def widest(self) -> torch.dtype:
+        """For numbers that many are added to."""
+        return torch.float32 if self.place.type == "mps" else torch.float64
+
     def autocast(self) -> AbstractContextManager[object]:
         """Context in which matrix products run in the chosen precision; nothing for fp32."""
         if self.precision == "fp32":
@@ -56,6 +69,12 @@ class Device:
         if self.place.type == "mps":
             return torch.mps.driver_allocated_memory()
         return peak_resident_bytes()
+
+    def memory_bytes(self) -> int:
+        """All memory of the device, or what this machine could give now on a CPU; 0 where the system does not tell."""
+        if self.place.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.place).total_memory)
+        return free_memory_bytes() if self.place.type == "cpu" else 0
 
     def synchronize(self) -> None:
         """Wait for everything queued, so that a clock read afterwards tells the truth."""

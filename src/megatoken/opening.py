@@ -8,14 +8,16 @@ import json
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatoken import __version__
-from megatoken.checkpoint.manifest import verify
+from megatoken.checkpoint.manifest import read_manifest
 from megatoken.checkpoint.restore import restore_state
 from megatoken.checkpoint.store import Manifest, newest_valid, step_folder, steps, sweep
 from megatoken.config import Run
@@ -34,8 +36,9 @@ from megatoken.model.count import (
     flops_per_token,
     state_bytes,
 )
-from megatoken.model.gpt import GPT, initialize
+from megatoken.model.gpt import GPT, draw_weights
 from megatoken.model.kernels import Kernels
+from megatoken.parallel.layout import Layout
 from megatoken.parallel.ranks import Ranks
 from megatoken.parallel.topology import Topology
 from megatoken.presets import Shape, describe_heads
@@ -117,6 +120,7 @@ def introduce(
     tokenizer: Tokenizer,
     loader: Loader,
     shape: Shape,
+    layout: Layout,
 ) -> None:
     """Say what is about to happen: model, data, budget, machine, and the loss to expect first."""
     run = resolved.run
@@ -146,6 +150,7 @@ def introduce(
         ("machine", ", ".join(part for part in (str(device.place), device.name, device.precision, peak) if part)),
         ("loss", f"expected at first: ln({shape.vocab_size:,}) = {expected_initial_loss(shape):.2f} nats"),
     ]
+    rows[-1:-1] = [("layout", str(layout))] if layout != Layout() else []
     console.table(rows)
     if not len(dataset.val):
         console.warn("the dataset has no validation split: no held-out loss will be measured")
@@ -154,24 +159,47 @@ def introduce(
         console.warn(f"model.vocab_size {shape.vocab_size:,} for a tokenizer of {used:,} ids wastes memory and time")
 
 
-def build(run: Run, shape: Shape, tokenizer: Tokenizer, device: Device, out: Path, console: Console) -> State:
+def open_loader(run: Run, dataset: Dataset, shape: Shape, layout: Layout) -> Loader:
+    """The batches of this rank. Raises Fault(CONFIG) when they do not divide, Fault(DATA) when there is not one."""
+    return Loader(
+        dataset.train,
+        seq_len=shape.seq_len,
+        batch_seqs=run.batch_seqs,
+        seed=run.seed,
+        rank=layout.reader,
+        world_size=layout.readers,
+    )
+
+
+def build(
+    run: Run,
+    shape: Shape,
+    tokenizer: Tokenizer,
+    device: Device,
+    out: Path,
+    console: Console,
+    layout: Layout,
+    ranks: Ranks,
+) -> State:
     """A model with initial, given (`model.init`) or yet to be restored weights, on its device, with its optimizer."""
-    model = GPT(shape, dropout=run.model.dropout)
+    with torch.device("cpu" if layout.is_whole else "meta"):
+        model = GPT(shape, dropout=run.model.dropout)
+    state = build_state(model, run, device, layout)
+    state.ranks = ranks
     if not run.model.init:
-        initialize(model, run.seed)
+        state.placement.fill(draw_weights(model, run.seed))
     elif not steps(out / CHECKPOINTS):
-        _adopt(model, run.model.init, tokenizer, console)
-    return build_state(model, run, device)
+        state.placement.fill(_adopt(shape, run.model.init, tokenizer, console))
+    return state
 
 
-def _adopt(model: GPT, name: str, tokenizer: Tokenizer, console: Console) -> None:
-    """Copy the weights of a run or a Hugging Face model; a shorter context takes the first of learned positions."""
+def _adopt(want: Shape, name: str, tokenizer: Tokenizer, console: Console) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a run or a Hugging Face model; a shorter context takes the first of learned positions."""
     loaded = load_weights(name, console.warn)
-    have, want = loaded.model.shape, model.shape
+    have = loaded.model.shape
     sizes, wanted = (dataclasses.asdict(shape) | {"n_kv_head": shape.kv_heads} for shape in (have, want))
     differs = [f"model.{name}={size}" for name, size in sizes.items() if name != "seq_len" and size != wanted[name]]
-    learned = model.positions is not None
-    if learned and have.seq_len < want.seq_len:
+    if want.positions == "learned" and have.seq_len < want.seq_len:
         differs.append(f"model.seq_len={have.seq_len}")
     if differs:
         raise Fault(Exit.CONFIG, "model.init is of another shape", name, f"set {' '.join(differs)}")
@@ -179,10 +207,8 @@ def _adopt(model: GPT, name: str, tokenizer: Tokenizer, console: Console) -> Non
         mine, theirs = (f"{t.name} ({t.fingerprint[:8]})" for t in (tokenizer, loaded.tokenizer))
         what = f"model.init was trained with tokenizer {theirs}, the dataset is made by {mine}"
         raise Fault(Exit.DATA, what, name, "prepare the dataset with the model's tokenizer")
-    weights = loaded.model.state_dict()
-    if learned:
-        weights["positions.weight"] = weights["positions.weight"][: want.seq_len]
-    model.load_state_dict(weights)
+    for weight, values in loaded.model.state_dict().items():
+        yield weight, values[: want.seq_len] if weight == "positions.weight" else values
     console.say(f"weights from {loaded.source}")
 
 
@@ -198,7 +224,7 @@ def restore(out: Path, state: State, dataset: Dataset, journal: Journal, console
     step = ranks.agree(state.step)
     if not ranks.topology.is_first and step:
         folder = step_folder(root, step)
-        restore_state(folder, verify(folder), state)
+        restore_state(folder, read_manifest(folder), state, verified=False)
 
 
 def _restore_newest(root: Path, state: State, dataset: Dataset, journal: Journal, console: Console) -> None:
@@ -293,43 +319,37 @@ def _choose_forms(out: Path, run: Run, state: State, plan: Plan, device: Device)
     return choice
 
 
-def choose_micro_batch(
-    out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console, ranks: Ranks
-) -> int:
-    """The micro-batch asked for, the one remembered in the run folder, or the fastest that rank 0 measures now."""
-    if not ranks.topology.is_first:
-        return int(ranks.agree(None))
-    return int(ranks.agree(_choose_micro_batch(out, run, state, plan, device, console, ranks.topology.world_size)))
-
-
-def _choose_micro_batch(
-    out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console, world_size: int
-) -> int:
+def choose_micro_batch(out: Path, run: Run, state: State, plan: Plan, device: Device, console: Console) -> int:
+    """The micro-batch asked for, the one remembered in the run folder, or the fastest that all ranks measure now."""
     if run.machine.micro_batch != "auto":
         return run.machine.micro_batch
+    share = run.batch_seqs // state.layout.readers
     circumstances = {
         "device": device.name,
         "precision": device.precision,
-        "batch_seqs": run.batch_seqs // world_size,
+        "batch_seqs": share,
         "loss_chunk": plan.loss_chunk,
     }
-    memory = out / MACHINE
-    remembered = _read_facts(memory)
-    if remembered.get("circumstances") == circumstances:
-        return int(remembered["micro_batch"])
-    share = run.batch_seqs // world_size
+    memory, first = out / MACHINE, state.ranks.topology.is_first
+    remembered = _read_facts(memory) if first else {}
+    kept = remembered.get("micro_batch") if remembered.get("circumstances") == circumstances else None
+    if kept := state.ranks.agree(kept):
+        return int(kept)
     rates = rate_micro_batches(state, plan, device, share)
     best = pick_micro_batch(rates)
     said = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items() if rate)
     console.say(f"micro-batch {best} of {share} sequences" + (f" (tokens/s by size: {said})" if said else ""))
-    record = {**remembered, "micro_batch": best, "circumstances": circumstances, "tokens_per_second": rates}
-    replace_file(memory, json.dumps(record, indent=1) + "\n")
+    if first:
+        record = {**remembered, "micro_batch": best, "circumstances": circumstances, "tokens_per_second": rates}
+        replace_file(memory, json.dumps(record, indent=1) + "\n")
     return best
 
 
 def compile_model(run: Run, state: State, plan: Plan, device: Device, console: Console) -> None:
     """Compile the forward where that is wanted and works; say so in one line where it does not."""
     kind, said = wants_compile(run.machine, device, plan.total_steps)
+    if kind != "off" and not state.layout.is_whole:
+        kind = "blocks"  # between them weights are gathered
     if kind != "off":
         said = try_compile(state, plan, device, kind)
     if said:

@@ -5,13 +5,13 @@ In: a checked recipe and a run folder. Out: the run folder, filled (docs/run-fol
 
 import time
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from megatoken import opening
-from megatoken.checkpoint.restore import save_state
+from megatoken.checkpoint.save import Save
 from megatoken.checkpoint.store import prune
 from megatoken.config import Run
 from megatoken.console import Console, format_duration, format_step
@@ -22,16 +22,19 @@ from megatoken.device import Device, open_device, with_peak
 from megatoken.errors import Exit, Fault
 from megatoken.evaluate.choice import Question, answer_questions, describe_grades, grade, read_exams
 from megatoken.evaluate.loss import held_out_loss
-from megatoken.knobs import Duration, parse_time
-from megatoken.parallel.ranks import join
-from megatoken.parallel.topology import read_topology
+from megatoken.knobs import parse_time
+from megatoken.parallel.layout import fit_machine
+from megatoken.parallel.ranks import Ranks, join, naming_the_lost
+from megatoken.parallel.shard import agree_on_layout
+from megatoken.parallel.topology import Topology, read_topology
 from megatoken.plot import draw_run
 from megatoken.recipe import Resolved
 from megatoken.sample import generate
+from megatoken.train.calendar import Calendar, is_due
 from megatoken.train.guard import Guard
 from megatoken.train.journal import Journal, read_metrics
 from megatoken.train.meter import Meter
-from megatoken.train.state import Plan, State, build_plan
+from megatoken.train.state import Plan, State, build_plan, whole_model
 from megatoken.train.step import Flight, Report, land, launch_step
 
 LOOK_SECONDS = 1.0  # between looks at an accelerator's numbers: each makes it run dry for a moment
@@ -68,24 +71,19 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
     dataset, tokenizer = opening.open_data(run)
     shape = run.model.shape(tokenizer.vocab_size)
     exams = read_exams(run.evaluate, tokenizer, shape.seq_len)
-    loader = Loader(
-        dataset.train,
-        seq_len=shape.seq_len,
-        batch_seqs=run.batch_seqs,
-        seed=run.seed,
-        rank=topology.rank,
-        world_size=topology.world_size,
-    )
     with (
         join(topology, device.place.type) as ranks,
         Journal.open(out) if first else Journal.silent(out) as journal,
         Guard(parse_time(run.save.time_limit) or None) as guard,
     ):
+        layout = agree_on_layout(run.machine, shape, device, ranks)
+        run = replace(run, machine=fit_machine(run.machine, layout))
+        loader = opening.open_loader(run, dataset, shape, layout)
         if first:
             opening.check_space(out, shape)
             device = with_peak(device)
-        opening.introduce(console, resolved, out, device, dataset, tokenizer, loader, shape)
-        state = opening.build(run, shape, tokenizer, device, out, console)
+        opening.introduce(console, resolved, out, device, dataset, tokenizer, loader, shape, layout)
+        state = opening.build(run, shape, tokenizer, device, out, console, layout, ranks)
         opening.restore(out, state, dataset, journal, console, ranks)
         plan = build_plan(run, epoch_tokens=loader.n_windows * shape.seq_len, kind=device.place.type)
         if ranks.agree(opening.is_finished(out, state, plan)):
@@ -94,7 +92,7 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
         if first:
             opening.record_start(out, resolved, tokenizer, journal, device, topology)
         opening.choose_kernels(out, run, state, plan, device, console, ranks, explain=explain)
-        plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console, ranks))
+        plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console))
         opening.compile_model(run, state, plan, device, console)
         state.share(ranks)
         journey = Journey(
@@ -109,27 +107,9 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
             guard=guard,
             state=state,
             plan=plan,
-            meter=Meter(
-                device=device,
-                shape=shape,
-                batch_tokens=plan.batch_tokens,
-                total_steps=plan.total_steps,
-                world_size=topology.world_size,
-            ),
-            calendar=Calendar.of(run, plan),
             seen={(kind, step) for kind, step in ranks.agree(opening.list_seen(out) if first else None)},
         )
-        try:
-            code = journey.travel(loader)
-        except Exception as failure:
-            number = int(failure.code) if isinstance(failure, Fault) else 1
-            journal.write("event", state.step, state.step * plan.batch_tokens, what="failed", message=str(failure))
-            journal.status(state="failed", exit_code=number, step=state.step, message=str(failure))
-            raise
-        finally:
-            console.close()
-        if first:
-            journey.finish(code)
+        code = journey.complete(loader)
     return summarize(out, plan, code, state.step, time.monotonic() - began, guard.stop_requested)
 
 
@@ -148,37 +128,6 @@ def summarize(out: Path, plan: Plan, code: Exit, step: int, seconds: float, reas
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calendar:
-    """When things are due, in steps between them; 0: never."""
-
-    log: int
-    evaluate: int
-    tasks: int
-    sample: int
-    save: int
-    keep: int
-
-    @classmethod
-    def of(cls, run: Run, plan: Plan) -> "Calendar":
-        def steps(length: Duration) -> int:
-            return plan.steps(length)
-
-        return cls(
-            log=steps(run.log.every),
-            evaluate=steps(run.evaluate.every),
-            tasks=steps(run.evaluate.tasks_every) if run.evaluate.tasks else 0,
-            sample=steps(run.sample.every),
-            save=steps(run.save.every),
-            keep=steps(run.save.keep_every),
-        )
-
-
-def is_due(every: int, step: int) -> bool:
-    """Whether something scheduled `every` so many steps (0: never) falls on `step`."""
-    return every > 0 and step % every == 0
-
-
 @dataclass(slots=True, kw_only=True)
 class Journey:
     """The run under way: the loop, and what is done on schedule between steps."""
@@ -194,11 +143,38 @@ class Journey:
     guard: Guard
     state: State
     plan: Plan
-    meter: Meter
-    calendar: Calendar
+    meter: Meter = field(init=False)
+    calendar: Calendar = field(init=False)
     seen: set[tuple[str, int]]  # (kind, step) of what the journal already tells: a resume repeats nothing
     windows: EvaluationWindows | None = field(default=None)
     flights: list[Flight] = field(default_factory=list)  # steps that were launched and not looked at yet
+    saving: Save | None = None  # a checkpoint on its way
+
+    def __post_init__(self) -> None:
+        self.calendar = Calendar.of(self.run, self.plan)
+        self.meter = Meter(
+            device=self.device,
+            shape=self.state.model.shape,
+            batch_tokens=self.plan.batch_tokens,
+            total_steps=self.plan.total_steps,
+            world_size=self.state.ranks.topology.world_size,
+        )
+
+    def complete(self, loader: Loader) -> Exit:
+        """Travel, and tell how it ended, also when that is not well."""
+        try:
+            with naming_the_lost(self.state.ranks.topology):  # split models talk in every forward and backward
+                code = self.travel(loader)
+        except Exception as failure:
+            number = int(failure.code) if isinstance(failure, Fault) else 1
+            self.journal.write("event", self.state.step, self.tokens, what="failed", message=str(failure))
+            self.journal.status(state="failed", exit_code=number, step=self.state.step, message=str(failure))
+            raise
+        finally:
+            self.console.close()
+        if self.state.ranks.topology.is_first:
+            self.finish(code)
+        return code
 
     @property
     def tokens(self) -> int:
@@ -215,6 +191,7 @@ class Journey:
                 if self.state.ranks.any(bool(self.guard.stop_requested)):
                     self.look()
                     self.save()
+                    self.finish_save()
                     return Exit.STOPPED
                 self.keep_calendar()
                 if not self.flights:
@@ -228,6 +205,7 @@ class Journey:
         if self.calendar.sample:
             self.sample()
         self.save()
+        self.finish_save()
         return Exit.DONE
 
     def keep_calendar(self) -> None:
@@ -242,13 +220,15 @@ class Journey:
             self.examine()
         if is_due(self.calendar.sample, step) and step:
             self.sample()
-        if is_due(self.calendar.save, step) and step:
-            try:
+        try:
+            if is_due(self.calendar.save, step) and step:
                 self.save()
-            except Fault as fault:
-                # Earlier checkpoints are whole, and later saves may find room again: training goes on.
-                self.console.warn(f"checkpoint not saved: {fault}")
-                self.write("event", what="save failed", message=str(fault))
+            elif self.saving is not None and self.saving.is_written():
+                self.finish_save()
+        except Fault as fault:
+            # Earlier checkpoints are whole, and later saves may find room again: training goes on.
+            self.console.warn(f"checkpoint not saved: {fault}")
+            self.write("event", what="save failed", message=str(fault))
 
     def take_step(self, batches: Prefetcher) -> Flight:
         """Launch an optimizer step on the next batch."""
@@ -295,33 +275,49 @@ class Journey:
         """Measure the held-out loss, unless there is nothing held out or it is measured already."""
         if self.windows is None or ("val", self.state.step) in self.seen:
             return
-        size, chunk, ranks = self.plan.micro_batch, self.plan.loss_chunk, self.state.ranks
-        # Windows of a forward are the same for any number of ranks, which take them in turn.
-        mine = range(ranks.topology.rank * size, len(self.windows), ranks.topology.world_size * size)
-        rows = (self.windows.rows(first, size) for first in mine)
-        lengths = self.tokenizer.byte_lengths
-        held = held_out_loss(self.state.model, rows, self.device, chunk=chunk, ranks=ranks, byte_lengths=lengths)
+        size, layout = self.plan.micro_batch, self.state.layout
+        # Windows of a forward are the same for any number of readers, which take them in turn, each as often.
+        turns = range(layout.reader * size, len(self.windows) + layout.reader * size, layout.readers * size)
+        rows = (self.windows.rows(first, size) for first in turns)
+        held = held_out_loss(
+            self.state.model,
+            rows,
+            self.device,
+            chunk=self.plan.loss_chunk,
+            ranks=self.state.ranks,
+            byte_lengths=self.tokenizer.byte_lengths,
+            layout=layout,
+        )
         self.write("val", loss=held.loss, target_tokens=held.targets, bits_per_byte=held.bits_per_byte)
         self.console.say(f"step {self.state.step}: validation loss {held.loss:.4f} over {held.targets:,} tokens")
 
     def examine(self) -> None:
-        """Score the tasks, unless that is done already."""
-        if ("eval", self.state.step) in self.seen:
+        """Score the tasks, unless that is done already; a split model is put together on the first rank for it."""
+        if ("eval", self.state.step) in self.seen or not self.exams:
+            return
+        whole = self.state.layout.is_whole
+        model, ranks = (self.state.model, self.state.ranks) if whole else (whole_model(self.state), Ranks(Topology()))
+        self.seen.add(("eval", self.state.step))
+        if model is None:
             return
         for task, questions in self.exams.items():
-            grades = grade(answer_questions(self.state.model, questions, self.device, self.state.ranks))
+            grades = grade(answer_questions(model, questions, self.device, ranks))
             self.write("eval", task=task, **grades)
             self.console.say(f"step {self.state.step}: {task} {describe_grades(grades)}")
 
     def sample(self) -> None:
-        """Let the model write, and keep what it wrote."""
-        if ("sample", self.state.step) in self.seen or not self.state.ranks.topology.is_first:
+        """Let the model write, and keep what it wrote; where the model is split, all ranks bring their part."""
+        if ("sample", self.state.step) in self.seen:
+            return
+        model = whole_model(self.state)
+        self.seen.add(("sample", self.state.step))
+        if model is None:
             return
         asked = self.run.sample
         prompt = self.tokenizer.encode(asked.prompt).tolist() or [self.tokenizer.eot]
-        room = self.state.model.shape.seq_len - len(prompt)
+        room = model.shape.seq_len - len(prompt)
         drawn = generate(
-            self.state.model,
+            model,
             prompt,
             tokens=min(asked.tokens, room),
             temperature=asked.temperature,
@@ -343,20 +339,30 @@ class Journey:
         self.console.say(f"step {self.state.step}: sample\n{rule.join(texts)}\n")
 
     def save(self) -> None:
-        """Commit a checkpoint of this step, then prune old ones."""
-        if ("save", self.state.step) in self.seen or not self.state.ranks.topology.is_first:
+        """Begin a checkpoint of this step, after the one on its way."""
+        if ("save", self.state.step) in self.seen:
             return
-        began = time.perf_counter()
-        root = self.out / opening.CHECKPOINTS
+        self.finish_save()
+        self.seen.add(("save", self.state.step))
         meta = {"dataset": self.dataset.fingerprint, "tokenizer": self.tokenizer.fingerprint}
         config, tokenizer = self.out / opening.CONFIG, self.out / opening.TOKENIZER
         self.journal.sync()  # a checkpoint counts on the rows before it
-        folder = save_state(root, self.state, config=config, tokenizer=tokenizer, meta=meta)
-        seconds = time.perf_counter() - began
-        self.guard.observe(save_seconds=seconds)
-        self.write("save", checkpoint=folder.name, seconds=seconds)
+        self.saving = Save(self.out / opening.CHECKPOINTS, self.state, config=config, tokenizer=tokenizer, meta=meta)
+
+    def finish_save(self) -> None:
+        """Commit the checkpoint that is on its way, if there is one, then prune old ones."""
+        saving, self.saving = self.saving, None
+        if saving is None:
+            return
+        folder = saving.finish()
+        seconds = {"seconds": saving.writing_seconds, "stall_seconds": saving.stall_seconds}
+        self.guard.observe(save_seconds=sum(seconds.values()))
+        tokens = saving.step * self.plan.batch_tokens
+        self.journal.write("save", saving.step, tokens, checkpoint=folder.name, **seconds)
+        if not self.state.ranks.topology.is_first:
+            return
         try:
-            prune(root, keep_last=self.run.save.keep_last, keep_every=self.calendar.keep)
+            prune(folder.parent, keep_last=self.run.save.keep_last, keep_every=self.calendar.keep)
         except Fault as fault:
             self.write("event", what="old checkpoints not removed", message=str(fault))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatoken.checkpoint.store import step_folder, steps, verify
+from megatoken.checkpoint.store import is_checkpoint, step_folder, steps, verify
 from megatoken.data.dataset import verify_dataset
 from megatoken.data.shards import MANIFEST_NAME, read_manifest
 from megatoken.data.tokenizer import load_saved_tokenizer
@@ -29,7 +29,7 @@ def verify_folder(folder: Path) -> Report:
     """
     if (folder / "checkpoints").is_dir():
         return _verify_run(folder)
-    if (folder / "model.safetensors").is_file() and (folder / "config.yaml").is_file():
+    if is_checkpoint(folder):
         return Report("checkpoint", 1, _catch(lambda: _verify_checkpoint(folder)))
     if not folder.is_dir():
         raise Fault(Exit.DATA, "not a folder", str(folder), "name a dataset or run folder")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatoken.checkpoint.restore import load_checkpoint_model, restore_state, save_state
+from megatoken.checkpoint.restore import load_checkpoint_model, restore_state
+from megatoken.checkpoint.save import save_state
 from megatoken.checkpoint.store import Manifest, verify
 from megatoken.errors import Exit, Fault
 from megatoken.model.gpt import GPT, initialize

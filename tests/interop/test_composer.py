@@ -186,7 +186,9 @@ def test_decay_is_that_of_decoupled_adamw() -> None:
     lr, decoupled, share = 3e-4, 1e-5, 0.37
     layer = torch.nn.Linear(3, 3, bias=False).double()
     before = layer.weight.detach().clone()
-    optimizer = build_optimizer(layer, Optim(lr=lr, weight_decay=decoupled / lr), form="loop")
+    kept = dict(layer.named_parameters())
+    sizes = {name: parameter.shape for name, parameter in kept.items()}
+    optimizer = build_optimizer(kept, sizes, Optim(lr=lr, weight_decay=decoupled / lr), form="loop")
     for group in optimizer.param_groups:
         group["lr"] = lr * share
     layer.weight.grad = torch.zeros_like(layer.weight)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatoken.parallel.gradients import GradientSum, fill_buckets
+from megatoken.parallel.layout import Layout
 from megatoken.parallel.ranks import Ranks
 from megatoken.parallel.topology import Topology
 from megatoken.train.step import accumulate_gradients
@@ -24,7 +25,7 @@ def work(rank: int, world: int, folder: str, masters: bool) -> None:
     torch.set_num_threads(1)
     file = Path(folder)
     dist.init_process_group("gloo", init_method=f"file://{file / 'meet'}", rank=rank, world_size=world)
-    state = tiny_state()
+    state = tiny_state(layout=Layout(replicas=world, rank=rank))
     if masters:
         state.hold_masters(torch.bfloat16)
     state.share(Ranks(Topology(rank=rank, world_size=world, local_rank=rank, local_world_size=world), dist.group.WORLD))

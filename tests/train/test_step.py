@@ -49,7 +49,7 @@ def test_the_step_equals_torch_by_hand() -> None:
     plan = tiny_plan(2, optim__clip=0.5)
     inputs, targets = tiny_batch()
     report = train_step(state, plan, CPU, inputs, targets)
-    optimizer = build_optimizer(twin, Optim(lr=plan.schedule.lr(0)))
+    optimizer = build_optimizer(dict(twin.named_parameters()), state.placement.sizes, Optim(lr=plan.schedule.lr(0)))
     logits = twin.logits(twin(inputs))
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()

@@ -60,18 +60,23 @@ def verify(folder: Path) -> Manifest:
     """
     try:
         signature = sign(folder)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         _compare_listing(folder, manifest, {name: size for name, _, _, size, _ in signature})
-        for name, stored in manifest.files.items():
-            actual = hash_file(folder / name)
-            if actual != stored.xxh3_128:
-                raise _damaged(folder / name, f"its xxh3-128 is {actual}, expected {stored.xxh3_128}")
+        for name in manifest.files:
+            verify_file(folder, manifest, name)
     except OSError as failure:
         where = Path(failure.filename or folder)
         if isinstance(failure, FileNotFoundError) and where == folder:
             raise Fault(Exit.CHECKPOINT, "no checkpoint here", str(folder), "name an existing folder") from failure
         raise _damaged(where, f"it cannot be read: {failure.strerror}") from failure
     return manifest
+
+
+def verify_file(folder: Path, manifest: Manifest, name: str) -> None:
+    """Read every byte of one file. Raises Fault(CHECKPOINT) unless they are as written, OSError as the disk does."""
+    actual, expected = hash_file(folder / name), manifest.files[name].xxh3_128
+    if actual != expected:
+        raise _damaged(folder / name, f"its xxh3-128 is {actual}, expected {expected}")
 
 
 def seal(manifest: Manifest) -> bytes:
@@ -89,7 +94,7 @@ def seal(manifest: Manifest) -> bytes:
     return sealed
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder: size, own hash, format and every value checked, in that order."""
     path = folder / MANIFEST
     try:

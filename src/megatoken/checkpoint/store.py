@@ -2,8 +2,9 @@
 
 In: writers of single files and facts for the manifest. Out: `root/step-00000010/` with the files and a
 `manifest.json` that names the size and xxh3-128 of each, and at its end the hash of itself. Everything is
-written and fsynced in `root/.tmp-...`, which one rename publishes; removal is a rename to `.tmp-...` first.
-So a process killed at any moment leaves only whole checkpoints and `.tmp-...` leftovers for `sweep`.
+written and fsynced in a draft, `root/.tmp-...`, which one rename publishes; removal is a rename to `.tmp-...` first.
+So a process killed at any moment leaves only whole checkpoints and `.tmp-...` leftovers for `sweep`. Several processes
+may write into one draft, each its own files; one opens and publishes it.
 
 xxh3 finds accidents, not forgers; paths out of a manifest are treated as hostile all the same.
 Absent on purpose: torch, the tensor format (restore), locking (the journal holds the run folder), retries.
@@ -15,7 +16,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,22 @@ from megatoken.checkpoint.manifest import (
 )
 from megatoken.errors import Exit, Fault
 
-__all__ = ["Manifest", "OtherFormat", "commit", "newest_valid", "prune", "step_folder", "steps", "sweep", "verify"]
+__all__ = [
+    "Manifest",
+    "OtherFormat",
+    "commit",
+    "discard",
+    "is_checkpoint",
+    "newest_valid",
+    "open_draft",
+    "prune",
+    "publish",
+    "step_folder",
+    "steps",
+    "sweep",
+    "verify",
+    "write_files",
+]
 
 _TEMPORARY = ".tmp-"
 _PRUNED = ".tmp-prune-"
@@ -63,35 +79,98 @@ def commit(
     as it is; an invalid one is replaced. Fault(STORAGE) when the disk is full, read-only or failing: then nothing
     of this save remains and earlier checkpoints are untouched. OtherFormat when that step exists in another format.
     """
-    for name in files:
-        if not is_contained(name):
-            raise ValueError(f"not a name for a file in a checkpoint: {name!r}")
-    final = step_folder(root, step)
-    temporary = root / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex}"
+    _check_names(files)
+    draft = open_draft(root, step, needed_bytes)
+    if draft is None:
+        return step_folder(root, step)
     try:
+        return publish(draft, step, write_files(draft, files, needed_bytes), meta=meta, needed_bytes=needed_bytes)
+    finally:
+        discard(draft)
+
+
+def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
+    """A folder in which to write the checkpoint of `step`; None when a valid one is there already.
+
+    Raises Fault(STORAGE) when there is no room for it, or none to be made.
+    """
+    final = step_folder(root, step)
+    draft = root / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex}"
+    with _storage_faults(root, step, needed_bytes):
         _make(root)
         if os.path.lexists(final) and _verifies(final):
             _sync(root)  # it may be the work of a process that died before this
-            return final
+            return None
         _require_space(root, step, needed_bytes)
-        _fill(temporary, step, files, meta)
+        draft.mkdir()
+    return draft
+
+
+def write_files(draft: Path, files: Mapping[str, Callable[[Path], None]], needed_bytes: int = 0) -> dict[str, Stored]:
+    """Write files into a draft and make them durable; return what the manifest says of each.
+
+    Raises Fault(STORAGE); from several processes with different files, each makes its own durable.
+    """
+    _check_names(files)
+    entries = {}
+    with _storage_faults(draft.parent, _step_of(draft), needed_bytes):
+        mode = draft.stat().st_mode & 0o666  # what open() would give; some writers leave files private
+        for name, writer in files.items():
+            path = draft / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writer(path)
+            with contextlib.suppress(OSError):  # a disk without permissions
+                path.chmod(mode)
+            _sync(path)
+            entries[name] = Stored(path.stat().st_size, hash_file(path))
+    return entries
+
+
+def publish(
+    draft: Path, step: int, entries: Mapping[str, Stored], *, meta: Mapping[str, Any], needed_bytes: int = 0
+) -> Path:
+    """Make a draft that holds these files, all durable, the checkpoint of `step`. Raises Fault(STORAGE)."""
+    root, final = draft.parent, step_folder(draft.parent, step)
+    with _storage_faults(root, step, needed_bytes):
+        if {name for name, *_ in sign(draft)} != set(entries):
+            raise ValueError(f"the writers of step {step} made other files than those named: {sorted(entries)}")
+        folders = {folder for name in entries for folder in Path(name).parents} - {Path()}
+        for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
+            _sync(draft / folder)
+        (draft / MANIFEST).write_bytes(seal(Manifest(step, meta, entries)))
+        _sync(draft / MANIFEST)
+        _sync(draft)
         replaced = _set_aside(final)
-        temporary.rename(final)
+        draft.rename(final)
         try:
             _sync(root)
         except OSError:
-            final.rename(temporary)  # not known to be durable, so it must not count as committed
+            final.rename(draft)  # not known to be durable, so it must not count as committed
             raise
-    except BaseException as failure:
-        _remove(temporary)
-        error = _system_error(failure)
-        if error is None:
-            raise
-        raise _storage_fault(root, step, needed_bytes, error) from failure
     if replaced is not None:
         _remove(replaced)
     _remember(final)
     return final
+
+
+def discard(draft: Path) -> None:
+    """Remove a draft that was not published; one that was is not there any more."""
+    _remove(draft)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if not is_contained(name):
+            raise ValueError(f"not a name for a file in a checkpoint: {name!r}")
+
+
+def _step_of(draft: Path) -> int:
+    return int(draft.name.removeprefix(f"{_TEMPORARY}step-").partition("-")[0])
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder looks like a checkpoint, be it damaged: a dataset has no recipe, a run folder no tensors."""
+    return (folder / "config.yaml").is_file() and any(folder.glob("*.safetensors"))
 
 
 def sweep(root: Path) -> list[Path]:
@@ -191,29 +270,6 @@ def prune(root: Path, *, keep_last: int, keep_every: int) -> list[Path]:
     return gone
 
 
-def _fill(temporary: Path, step: int, files: Mapping[str, Callable[[Path], None]], meta: Mapping[str, Any]) -> None:
-    """Write the whole checkpoint in its temporary folder, manifest last, and make all of it durable."""
-    temporary.mkdir()
-    mode = temporary.stat().st_mode & 0o666  # what open() would give; some writers leave files private
-    entries = {}
-    for name, writer in files.items():
-        path = temporary / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        writer(path)
-        with contextlib.suppress(OSError):  # a disk without permissions
-            path.chmod(mode)
-        _sync(path)
-        entries[name] = Stored(path.stat().st_size, hash_file(path))
-    if {name for name, *_ in sign(temporary)} != set(files):
-        raise ValueError(f"the writers of step {step} made other files than those named: {sorted(files)}")
-    folders = {folder for name in files for folder in Path(name).parents} - {Path()}
-    for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
-        _sync(temporary / folder)
-    (temporary / MANIFEST).write_bytes(seal(Manifest(step, meta, entries)))
-    _sync(temporary / MANIFEST)
-    _sync(temporary)
-
-
 def _remember(folder: Path) -> None:
     with contextlib.suppress(OSError, Fault):
         _checked[sign(folder)] = True
@@ -294,6 +350,18 @@ def _require_space(root: Path, step: int, needed_bytes: int) -> None:
     if needed_bytes > free:
         what = f"no room for the checkpoint of step {step}: {needed_bytes:,} bytes needed, {free:,} free"
         raise Fault(Exit.STORAGE, what, str(root), "free space, keep fewer checkpoints or use another disk")
+
+
+@contextlib.contextmanager
+def _storage_faults(root: Path, step: int, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn the system's errors into Fault(STORAGE)."""
+    try:
+        yield
+    except BaseException as failure:
+        error = _system_error(failure)
+        if error is None:
+            raise
+        raise _storage_fault(root, step, needed_bytes, error) from failure
 
 
 def _system_error(failure: BaseException) -> OSError | None:

@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 from megatoken.device import Device
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
+from megatoken.parallel.layout import Layout
 from megatoken.parallel.ranks import Ranks
+from megatoken.parallel.tensor import gather_unembedding, slice_sequence
+
+WHOLE = Layout()  # nothing is split
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +49,46 @@ def held_out_loss(
     chunk: int,
     ranks: Ranks,
     byte_lengths: NDArray[np.int64],
+    layout: Layout = WHOLE,
 ) -> HeldOut:
     """The loss on all ranks together.
 
-    windows: this rank's arrays (B, T+1) of token ids, inputs then the last target; there may be none. byte_lengths:
-    of every id (tokenizer.byte_lengths). The model is left in the mode it was in.
+    windows: this rank's arrays (B, T+1) of token ids, inputs then the last target; there may be none, but where the
+    model is split all ranks have to compute together, so then of as many arrays, some of them empty. byte_lengths: of
+    every id (tokenizer.byte_lengths). The model is left in the mode it was in.
     """
     was_training = model.training
     model.eval()
     total, count, text_bytes = 0.0, 0, 0
     for rows in windows:
-        ids = torch.from_numpy(rows.astype(np.int64)).to(device.place)
+        if layout.is_whole and not len(rows):
+            continue
+        inputs, targets = split_windows(rows, layout)
         with device.autocast():
             loss_sum, n = cross_entropy(
-                model(ids[:, :-1]), model.unembedding, ids[:, 1:], vocab_size=model.shape.vocab_size, chunk=chunk
+                model(inputs.to(device.place)),
+                gather_unembedding(model.unembedding),
+                slice_sequence(layout, targets).to(device.place),
+                vocab_size=model.shape.vocab_size,
+                chunk=chunk,
             )
         total += float(loss_sum)
         count += int(n)
-        text_bytes += int(byte_lengths[rows[:, 1:]].sum())
+        if layout.slice == 0:  # neighbours have the same rows
+            text_bytes += int(byte_lengths[rows[:, 1:]].sum())
     model.train(was_training)
     # In double precision where there is one, so that the number of ranks does not show.
-    precise = torch.float32 if device.place.type == "mps" else torch.float64
-    sums = torch.tensor([total, count, text_bytes], dtype=precise, device=device.place)
+    sums = torch.tensor([total, count, text_bytes], dtype=device.widest, device=device.place)
     total, counted, spelt = ranks.sum(sums).tolist()
     return HeldOut(total / max(counted, 1), int(counted), int(spelt))
+
+
+def split_windows(rows: np.ndarray, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (B, T), int64; filled up with targets that do not count to a row, and to what the tensor axis
+    divides."""
+    ids = torch.from_numpy(rows.astype(np.int64))
+    if layout.is_whole:
+        return ids[:, :-1], ids[:, 1:]
+    missing = -(ids.shape[1] - 1) % layout.tensor, max(0, 1 - len(ids))
+    inputs = torch.nn.functional.pad(ids[:, :-1], (0, missing[0], 0, missing[1]))
+    return inputs, torch.nn.functional.pad(ids[:, 1:], (0, missing[0], 0, missing[1]), value=-1)

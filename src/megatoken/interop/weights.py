@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatoken.checkpoint.restore import WEIGHTS, load_checkpoint_model
-from megatoken.checkpoint.store import newest_valid, verify
+from megatoken.checkpoint.restore import load_checkpoint_model
+from megatoken.checkpoint.store import is_checkpoint, newest_valid, verify
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.interop.hf import hf_tokenizer_spec, load_hf
@@ -42,7 +42,7 @@ def load_weights(name: str, warn: Callable[[str], None]) -> Loaded:
         return _load_file(folder / NAME)
     if folder.is_file() or folder.suffix in (".bin", *SUFFIXES):
         return _load_file(folder)
-    if (folder / "manifest.json").is_file() and (folder / WEIGHTS).is_file():
+    if is_checkpoint(folder):
         manifest = verify(folder)
         return Loaded(load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer"), name)
     if not is_run(folder):

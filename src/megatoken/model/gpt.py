@@ -16,6 +16,7 @@ S keys (cached and new).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -258,7 +259,15 @@ def use_recompute(model: GPT, what: str) -> None:
 
 
 def initialize(model: GPT, seed: int) -> None:
-    """Fill a model with GPT-2's initial weights; the same seed gives the same weights on any device.
+    """Fill a model with GPT-2's initial weights; the same seed gives the same weights on any device."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in draw_weights(model, seed):
+            parameters[name].copy_(values)
+
+
+def draw_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """GPT-2's initial weights one after another, whole and on the CPU; of the model only names and sizes are asked.
 
     Normal(0, 0.02) for matrices and embeddings, divided by sqrt(2 n_layer) for the two projections that write
     into the residual stream; biases 0, norms 1, padding rows of the vocabulary 0. LLaMA's papers do not tell theirs:
@@ -266,12 +275,13 @@ def initialize(model: GPT, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.shape.n_layer)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() < 2:
-                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-                continue
+    for name, parameter in model.named_parameters():
+        values = torch.zeros(parameter.shape)
+        if parameter.dim() < 2:
+            values.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        else:
             std = residual_std if name.endswith(("attention.out.weight", "mlp.down.weight")) else INIT_STD
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-        for weight in (model.tokens.weight, model.unembedding):
-            weight[model.shape.vocab_size :] = 0.0
+            values.normal_(0.0, std, generator=generator)
+        if name in ("tokens.weight", "head.weight"):
+            values[model.shape.vocab_size :] = 0.0
+        yield name, values

@@ -1,21 +1,26 @@
 """Parameters into optimizer groups: matrices and embeddings are decayed, norms and biases are not (GPT-3's recipe)."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
-from torch import nn
+from torch import Tensor
 
 from megatoken.config import Optim
 
 
-def build_optimizer(model: nn.Module, optim: Optim, *, form: str = "auto") -> torch.optim.AdamW:
-    """AdamW over every parameter, in two groups.
+def build_optimizer(
+    kept: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]], optim: Optim, *, form: str = "auto"
+) -> torch.optim.AdamW:
+    """AdamW over every parameter, or what of it is kept here, in two groups. sizes: of the whole parameters.
 
     form: `loop`, `foreach` or `fused`: torch's implementations, a tensor, a list of tensors or one kernel at a time;
     auto is fused where the device has it. The learning rate is set at every step by whoever steps.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(kept.values())
+    matrices = {name for name in kept if len(sizes[name]) >= 2}
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [kept[name] for name in kept if name in matrices], "weight_decay": optim.weight_decay},
+        {"params": [kept[name] for name in kept if name not in matrices], "weight_decay": 0.0},
     ]
     if form == "auto":
         form = "fused" if parameters[0].device.type in ("cuda", "cpu", "mps") else "foreach"

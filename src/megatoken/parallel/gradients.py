@@ -1,8 +1,9 @@
 """The sum of all ranks' gradients, bucket by bucket, while the backward is still making others.
 
-In: pairs of parameters, the one that a backward differentiates and the one that keeps the gradient: the same, or a
-low-precision copy and its fp32 master. Out: after `finish` every kept gradient is the sum over the ranks, the same bits
-on each. Only the last backward of a step is watched, so gradients travel once a step whatever the accumulation.
+In: pairs of parameters, the one that a backward differentiates and the one that keeps the gradient: the same, a
+low-precision copy and its fp32 master, or a split tensor and the part of it that is here. Out: after `finish` every
+kept gradient is the sum over the ranks, the same bits on each. Only the last backward of a step is watched, so
+gradients travel once a step whatever the accumulation.
 
 Buckets are filled from the last parameter to the first, as a backward makes them (Li et al. 2020, PyTorch DDP).
 """
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatoken.parallel.ranks import Ranks, naming_the_lost
 
@@ -23,8 +25,14 @@ Pair = tuple[Tensor, Tensor]  # what a backward differentiates, what keeps the g
 class GradientSum:
     """Watches parameters while armed; `sent` counts the buckets of the last step."""
 
-    def __init__(self, pairs: Sequence[Pair], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._ranks = ranks
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        ranks: Ranks,
+        bucket_bytes: int = BUCKET_BYTES,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._ranks, self._group = ranks, group
         self._buckets = fill_buckets(pairs, bucket_bytes)
         self._missing = [0] * len(self._buckets)
         self._under_way: list[tuple[int, Tensor, dist.Work]] = []
@@ -47,7 +55,7 @@ class GradientSum:
         if self._missing[number] == 0:
             flat = torch.cat([kept.grad.view(-1) for _, kept in self._buckets[number]])  # type: ignore[union-attr]
             with naming_the_lost(self._ranks.topology):
-                work = dist.all_reduce(flat, async_op=True)
+                work = dist.all_reduce(flat, group=self._group, async_op=True)
             assert work is not None
             self._under_way.append((number, flat, work))
             self.sent += 1
@@ -79,12 +87,14 @@ def fill_buckets(pairs: Sequence[Pair], bucket_bytes: int) -> list[list[Pair]]:
     return buckets
 
 
-def collect_gradient(worker: Tensor, master: Tensor) -> None:
-    """Add a low-precision copy's gradient to its master's, in fp32, and clear it; nothing where they are the same."""
-    if worker is master or worker.grad is None:
+def collect_gradient(worker: Tensor, kept: Tensor) -> None:
+    """Add the gradient of a low-precision copy or a split tensor to what keeps it, and clear it there; nothing where
+    they are the same."""
+    if worker is kept or worker.grad is None:
         return
-    if master.grad is None:
-        master.grad = worker.grad.to(master.dtype)
+    gradient = worker.grad.to_local() if isinstance(worker.grad, DTensor) else worker.grad
+    if kept.grad is None:
+        kept.grad = gradient.to(kept.dtype)
     else:
-        master.grad += worker.grad
+        kept.grad += gradient
     worker.grad = None

@@ -6,6 +6,7 @@ never waits for a device. A process that is gone is found out by the others with
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ from megatoken.errors import Exit, Fault
 from megatoken.parallel.topology import Topology
 
 JOIN_SECONDS = 120  # for all to come together
+LOST = re.compile("gloo|NCCL|closed by peer|timed out", re.IGNORECASE)  # in what torch throws then
 WAIT_SECONDS = 1800  # for an answer later: rank 0 may be writing samples or a checkpoint meanwhile
 
 
@@ -63,6 +65,20 @@ class Ranks:
             dist.broadcast(text, src=0, group=self._hosts)
         return json.loads(bytes(text.tolist()))
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank has, in their order, for all: anything that JSON can say."""
+        if self.alone:
+            return [value]
+        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor(len(said))
+        with naming_the_lost(self.topology):
+            dist.all_reduce(length, op=dist.ReduceOp.MAX, group=self._hosts)
+            padded = torch.full((int(length),), ord(" "), dtype=torch.uint8)
+            padded[: len(said)] = said
+            texts = [torch.empty_like(padded) for _ in range(self.topology.world_size)]
+            dist.all_gather(texts, padded, group=self._hosts)
+        return [json.loads(bytes(text.tolist())) for text in texts]
+
     def wait(self) -> None:
         """Until everybody is here."""
         self.any(False)
@@ -70,10 +86,12 @@ class Ranks:
 
 @contextmanager
 def naming_the_lost(topology: Topology) -> Iterator[None]:
-    """Turn what a collective throws when a process is gone into Fault(PEER)."""
+    """Turn what a collective throws when a process is gone into Fault(PEER); it may stand around other computation."""
     try:
         yield
     except RuntimeError as wrong:
+        if not isinstance(wrong, dist.DistError) and not LOST.search(str(wrong)):
+            raise
         what = f"rank {topology.rank} lost another rank: {str(wrong).strip().splitlines()[0]}"
         fix = "see what the others said last; the same command goes on from the newest checkpoint"
         raise Fault(Exit.PEER, what, f"{topology.world_size} ranks", fix) from None

@@ -5,6 +5,7 @@ Nothing of the run changes: gradients are thrown away, no weight, moment or rand
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import torch
 
@@ -20,7 +21,10 @@ CLEARLY = 1.05  # how much faster a size must be than a larger one, which adds u
 
 
 def rate_micro_batches(state: State, plan: Plan, device: Device, batch_seqs: int) -> dict[int, float]:
-    """Tokens/s of every size that is worth trying, ascending; not measured (0) where there is but one."""
+    """Tokens/s of every size that is worth trying, ascending; not measured (0) where there is but one.
+
+    All ranks measure together.
+    """
     sizes = candidate_sizes(batch_seqs, state.model.shape.seq_len, device.place.type)
     if len(sizes) == 1:
         return {sizes[0]: 0.0}
@@ -54,15 +58,16 @@ def measure_micro_batches(
     for size, plan in plan_of.items():
         # Many different ids, as in text, without drawing from the random state.
         ids = torch.arange(size * shape.seq_len, device=device.place).remainder(shape.vocab_size).view(size, -1)
-        try:
+        seconds = None
+        with suppress(torch.OutOfMemoryError):  # the others hear of it before anybody goes on
             seconds = min(_time_once(state, plan, device, ids) for _ in range(repeats + 1))
-        except torch.OutOfMemoryError:
-            _forget(state, device)
+        _forget(state, device)
+        if state.ranks.any(seconds is None):
             if not best:
                 fix = "lower model.seq_len or the model's size"
-                raise Fault(Exit.CONFIG, "one sequence does not fit in memory", str(device.place), fix) from None
+                raise Fault(Exit.CONFIG, "one sequence does not fit in memory", str(device.place), fix)
             return
-        _forget(state, device)
+        seconds = state.ranks.agree(seconds)
         rate = ids.numel() / seconds
         yield size, rate
         worse = worse + 1 if rate < 1.02 * best else 0

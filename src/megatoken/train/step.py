@@ -20,6 +20,8 @@ from torch import Tensor
 from megatoken.device import Device
 from megatoken.errors import Exit, Fault
 from megatoken.model.loss import cross_entropy
+from megatoken.parallel.order import HalvesSum
+from megatoken.parallel.tensor import gather_unembedding, slice_sequence
 from megatoken.train.state import Plan, State
 
 SMALLEST_SCALE = 2.0**-10  # of an fp16 loss: whoever overflows below it is not finite at any scale
@@ -63,8 +65,11 @@ def launch_step(state: State, plan: Plan, device: Device, inputs_BT: Tensor, tar
         group["lr"] = lr
     loss = accumulate_gradients(state, plan, device, inputs_BT, targets_BT)
     state.scaler.unscale_(state.optimizer)
-    parameters = [p for p in state.model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
+    if state.scaler.is_enabled() and not state.layout.is_whole:
+        for found in state.scaler._found_inf_per_device(state.optimizer).values():
+            state.ranks.sum(found)
+    parameters = [kept for kept in state.placement.kept.values() if kept.grad is not None]
+    norm = state.placement.find_norm(state.ranks)
     skipped = False
     if state.watches_itself:
         state.trouble.logical_or_(~torch.isfinite(loss + norm))
@@ -130,36 +135,44 @@ def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Te
 
     The batch is this rank's share of the global one, the mean is over all of it, and so are gradient and loss.
     """
-    count = state.ranks.sum((targets_BT >= 0).sum())
-    total = torch.zeros((), device=device.place)
+    layout, placement = state.layout, state.placement
+    count = state.ranks.sum((slice_sequence(layout, targets_BT) >= 0).sum())
+    # In double precision where there is one: the sum of many losses shows neither their order nor the ranks.
+    total = torch.zeros((), dtype=device.widest, device=device.place)
     size = plan.micro_batch
     pairs = list(zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True))
-    first = state.ranks.topology.rank * len(pairs)
+    first = layout.reader * len(pairs)
+    halves = HalvesSum(list(placement.kept.values()), len(pairs)) if plan.ordered and layout.is_whole else None
     for index, (inputs, targets) in enumerate(pairs):
         if plan.dropout:
-            torch.manual_seed(dropout_seed(plan.seed, state.step, first + index))
+            torch.manual_seed(dropout_seed(plan.seed, state.step, (first + index) * layout.tensor + layout.slice))
+        placement.announce(state.model, last=index + 1 == len(pairs))
         if state.graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with nullcontext() if state.has_masters else device.autocast():
             hidden = state.forward(inputs)
             loss_sum, _ = cross_entropy(
                 hidden,
-                state.working.unembedding,
-                targets,
+                gather_unembedding(state.working.unembedding),
+                slice_sequence(layout, targets),
                 vocab_size=state.model.shape.vocab_size,
                 chunk=plan.loss_chunk,
                 lose=state.lose,
             )
         scaled: Tensor = state.scaler.scale(loss_sum / count)
-        if state.gradient_sum is not None and inputs is pairs[-1][0]:
+        if state.gradient_sum is not None and halves is None and index + 1 == len(pairs):
             state.gradient_sum.begin()
         scaled.backward()  # type: ignore[no-untyped-call]
-        if state.has_masters:
-            state.collect_gradients()
+        state.collect_gradients()
+        if halves is not None:
+            halves.take()
         total += loss_sum.detach()
-    if state.gradient_sum is not None:
+    if halves is not None:
+        halves.finish(state.ranks)
+    elif state.gradient_sum is not None:
         state.gradient_sum.finish()
-    return state.ranks.sum(total) / count
+    placement.add_shared(state.ranks)
+    return (state.ranks.sum(total) / count).float()
 
 
 def dropout_seed(seed: int, step: int, micro_step: int) -> int:
