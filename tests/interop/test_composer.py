@@ -181,6 +181,13 @@ def test_gpt3_350m_field_by_field(tmp_path: Path) -> None:
     assert any("wd = 1e-05 / 0.0003" in note for note in told.notes)
 
 
+def test_an_epoch_of_a_dataset_that_is_cut_short(tmp_path: Path) -> None:
+    text = GPT3_350M.replace("20000ba", "1ep").replace("split: train\n", "split: train\n    max_samples: 5120000\n")
+    values = told_values(write(tmp_path, text))
+    assert values["budget.tokens"] == str(20000 * 256 * 2048)
+    assert "budget.epochs" not in values
+
+
 def test_decay_is_that_of_decoupled_adamw() -> None:
     """A weight without a gradient shrinks by 1 - wd lr(t)/lr a step, as Composer's optimizer has it."""
     lr, decoupled, share = 3e-4, 1e-5, 0.37
@@ -268,6 +275,18 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         translate_composer(write(tmp_path, FOUNDRY.replace("mpt_causal_lm", "hf_t5")))
     with pytest.raises(Fault, match="ALiBi is not computed here"):
         translate_composer(write(tmp_path, FOUNDRY.replace("alibi: false", "alibi: true")))
+
+
+def test_a_published_shape_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    begin, end = FOUNDRY.index("model:"), FOUNDRY.index("tokenizer:")
+    model = "model:\n  name: hf_causal_lm\n  pretrained_model_name_or_path: gpt2\n  config_overrides:\n"
+    model += "    n_positions: ${max_seq_len}\n  pretrained: false\n"
+    values = told_values(write(tmp_path, FOUNDRY[:begin] + model + FOUNDRY[end:]))
+    assert (values["model.preset"], values["model.seq_len"], values["model.dropout"]) == ("gpt2-124m", "128", "0.1")
+    assert values["budget.batch_tokens"] == "1024"
+    assert "model.init" not in values
+    with pytest.raises(Fault, match="the shape of 'opt-3b' is not known here"):
+        translate_composer(write(tmp_path, FOUNDRY[:begin] + model.replace(": gpt2", ": opt-3b") + FOUNDRY[end:]))
 
 
 def test_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

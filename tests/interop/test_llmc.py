@@ -21,7 +21,8 @@ REFERENCE = (  # the 124M run on FineWeb
 )
 
 
-def test_the_reference_run_field_by_field() -> None:
+def test_the_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     resolved = translate_llmc(REFERENCE, processes=8).resolve([])
     values = {key: str(value) for key, value in flatten(resolved.run).items()}
     assert {key: value for key, value in values.items() if resolved.origins[key].startswith("llm.c")} == {
@@ -46,6 +47,8 @@ def test_the_reference_run_field_by_field() -> None:
         "save.keep_every": "5000steps",
         "evaluate.every": "250steps",
         "evaluate.tokens": "10485760",  # 20 batches of 8 x 64 x 1024
+        "evaluate.tasks": "hellaswag",
+        "evaluate.tasks_every": "250steps",
         "sample.every": "20000steps",
         "sample.tokens": "63",
         "sample.temperature": "1.0",
@@ -55,6 +58,10 @@ def test_the_reference_run_field_by_field() -> None:
     assert resolved.name == "llmc-d12"
     assert resolved.origins["optim.warmup"] == "llm.c -u 700"
     assert resolved.origins["machine.tf32"] == "llm.c -f 1 (default)"
+    here = Path("dev/data/hellaswag/hellaswag_val.jsonl")
+    here.parent.mkdir(parents=True)
+    here.touch()
+    assert translate_llmc(REFERENCE).resolve([]).run.evaluate.tasks_data == str(here)
     accumulation = resolved.run.batch_seqs // 8 // int(resolved.run.machine.micro_batch)
     assert accumulation == 1
 

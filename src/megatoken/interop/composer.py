@@ -15,7 +15,8 @@ from pathlib import Path
 
 from megatoken.errors import Exit, Fault
 from megatoken.interop.translation import Translation, write_number
-from megatoken.interop.yaml_tree import Tree, read_tree
+from megatoken.interop.yaml_tree import Leaf, Tree, read_tree
+from megatoken.presets import PRESETS
 
 # Nothing of these is learnt: how it is run, shown, stored, and what transformers writes into every configuration.
 SILENT = (
@@ -84,6 +85,12 @@ FIXED = {
     "initializer_range": (0.02,),
     "scale_attn_weights": (True,),
 }
+PUBLISHED = {
+    "gpt2": "gpt2-124m",
+    "gpt2-medium": "gpt2-355m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-xl": "gpt2-1558m",
+}
 UNITS = {"ba": "steps", "ep": "ep", "tok": "tok", "dur": "dur", "sp": "tok"}
 
 
@@ -124,8 +131,10 @@ def _refuse_leftovers(tree: Tree, told: Translation) -> None:
 def _tell_model(tree: Tree, told: Translation) -> int:
     """Shape and dropout. Returns the sequence length."""
     kind = tree.take("model.name")
+    if kind and kind.text == "hf_causal_lm":
+        return _tell_published(tree, told)
     if kind and kind.text not in ("gpt2", "mosaic_gpt", "mpt_causal_lm"):
-        fix = "gpt2, mosaic_gpt and mpt_causal_lm are told here"
+        fix = "gpt2, mosaic_gpt, mpt_causal_lm and hf_causal_lm are told here"
         raise Fault(Exit.CONFIG, f"no model called {kind.text!r}", kind.where, fix)
     prefix = next((p for p in ("model.gpt2.model_config", "model.model_config", "model") if tree.under(p)), "model")
     names = {
@@ -167,6 +176,25 @@ def _tell_model(tree: Tree, told: Translation) -> int:
     if alibi and alibi.value() is not False:
         raise Fault(Exit.CONFIG, "ALiBi is not computed here", alibi.where, "train it with learned positions")
     return sizes["seq_len"]
+
+
+def _tell_published(tree: Tree, told: Translation) -> int:
+    """One of OpenAI's GPT-2s by its name on the hub. Returns the sequence length."""
+    name = tree.need("model.pretrained_model_name_or_path")
+    preset = PUBLISHED.get(name.text.removeprefix("openai-community/"))
+    if preset is None:
+        fix = f"one of {', '.join(PUBLISHED)}"
+        raise Fault(Exit.CONFIG, f"the shape of {name.text!r} is not known here", name.where, fix)
+    told.set("model.preset", preset, name.where)
+    told.set("model.dropout", 0.1, f"{name.where}: transformers' GPT2Config")
+    overrides = "model.config_overrides"
+    length = tree.take(f"{overrides}.n_positions", f"{overrides}.max_position_embeddings")
+    if length:
+        told.set("model.seq_len", length.integer(), length.where)
+    trained = tree.take("model.pretrained")
+    if trained and trained.value():
+        told.set("model.init", name.text, trained.where)
+    return length.integer() if length else PRESETS[preset].seq_len
 
 
 def _tell_optimizer(tree: Tree, told: Translation) -> None:
@@ -235,9 +263,14 @@ def _tell_budget(tree: Tree, told: Translation, seq_len: int) -> None:
     text = _duration(length.text, length.where, seq_len)
     value, unit = re.fullmatch(r"(\S+?)(steps|ep|tok|dur)", text).groups()  # type: ignore[union-attr]
     keys = {"steps": "steps", "ep": "epochs", "tok": "tokens"}
+    samples = _find_samples(tree, "train_dataset")
     if unit not in keys:
         raise Fault(Exit.CONFIG, f"max_duration {length.text} is no length", length.where, "20000ba, 1ep or 10e9tok")
-    told.set(f"budget.{keys[unit]}", value, length.where)
+    if unit == "ep" and samples:  # its epoch is shorter than its data
+        tokens = round(float(value) * samples.integer() * seq_len)
+        told.set("budget.tokens", tokens, f"{length.where}: of {samples.text} x {seq_len} tokens, {samples.where}")
+    else:
+        told.set(f"budget.{keys[unit]}", value, length.where)
     if seed := tree.take("seed"):
         told.set("seed", seed.integer(), seed.where)
     clip = tree.take("grad_clip_norm", "algorithms.gradient_clipping.clipping_threshold")
@@ -246,6 +279,11 @@ def _tell_budget(tree: Tree, told: Translation, seq_len: int) -> None:
         raise Fault(Exit.CONFIG, f"clipping by {norm.text} is not done here", norm.where, "norm is")
     told.set("optim.clip", write_number(max(clip.number(), 0.0)) if clip else "0",
              clip.where if clip else "Composer: no clipping unless asked")  # fmt: skip
+
+
+def _find_samples(tree: Tree, dataset: str) -> Leaf | None:
+    """How many sequences a dataset is cut to."""
+    return next((leaf for leaf in tree.under(dataset) if leaf.key.endswith(("max_samples", "num_samples"))), None)
 
 
 def _tell_evaluation(tree: Tree, told: Translation, seq_len: int) -> None:
@@ -260,12 +298,12 @@ def _tell_evaluation(tree: Tree, told: Translation, seq_len: int) -> None:
     elif held_out:
         told.set("evaluate.every", "1ep", "Composer: eval_interval is an epoch")
     subset, size = tree.take("eval_subset_num_batches"), tree.take("eval_batch_size", "device_eval_batch_size")
-    samples = [leaf for leaf in tree.under("val_dataset") if leaf.key.endswith(("max_samples", "num_samples"))]
+    samples = _find_samples(tree, "val_dataset")
     if subset and size and subset.integer() > 0:
         tokens = subset.integer() * size.integer() * seq_len
         told.set("evaluate.tokens", tokens, f"{subset.where}: x {size.text} x {seq_len} tokens")
     elif samples:
-        told.set("evaluate.tokens", samples[0].integer() * seq_len, f"{samples[0].where}: x {seq_len} tokens")
+        told.set("evaluate.tokens", samples.integer() * seq_len, f"{samples.where}: x {seq_len} tokens")
     elif held_out:
         told.set("evaluate.tokens", "1T", "Composer: the whole split")
 

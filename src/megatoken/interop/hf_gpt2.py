@@ -70,6 +70,7 @@ def write_config(shape: Shape) -> dict[str, Any]:
     """The shape's part of a config.json."""
     return {
         **{theirs: getattr(shape, ours) for ours, theirs in SIZES.items()},
+        "n_ctx": shape.seq_len,  # an older name of n_positions, by which llama.cpp asks
         "activation_function": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == shape.mlp),
         "layer_norm_epsilon": shape.norm_eps,
         "tie_word_embeddings": shape.tied,

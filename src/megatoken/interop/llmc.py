@@ -71,6 +71,7 @@ FLAGS: dict[str, Flag] = {
     "-pf": Flag(str, "", "shared file system"),
     "-lg": Flag(int, -1, "steps between looks at the GPU"),
 }
+HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.jsonl")  # what llm.c's dev/data/hellaswag.py downloads
 SILENT = ("-y", "-w", "-ge", "-lg", "-pr", "-pg", "-pm", "-pi", "-ps", "-pp", "-pf")  # nothing of it is learnt
 # (layers -> width, heads) and (width -> layers, head width) of its descriptors; sequence lengths 1024 and 2048.
 GPT2_DEPTHS = {
@@ -287,6 +288,11 @@ def _tell_schedules(words: Words, told: Translation, ranks: int) -> None:
         tokens = batches * words.integer("-b") * words.integer("-t") * ranks
         said = f"{words.where('-m')}: {batches} x -b x -t x {ranks} processes"
         told.set("evaluate.tokens", tokens, said)
+    if words.integer("-h"):
+        told.set("evaluate.tasks", "hellaswag", words.where("-h"))
+        told.set("evaluate.tasks_every", f"{words.integer('-v')}steps", words.where("-v"))
+        if HELLASWAG.is_file():
+            told.set("evaluate.tasks_data", HELLASWAG, "llm.c: fixed, before its own conversion to .bin")
     told.set("sample.every", f"{words.integer('-s')}steps", words.where("-s"))
     told.set("sample.tokens", max(words.integer("-g") - 1, 1), f"{words.where('-g')}: the first is <|endoftext|>")
     told.set("sample.temperature", 1, "llm.c: fixed")
