@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,13 @@ from tests.evaluate.plain import ALONE, CPU, choose, harness_ids, log_probabilit
 BYTES = load_tokenizer("bytes")
 
 
-def make_model(vocab_size: int = 257, seq_len: int = 256) -> GPT:
+LLAMA = {"n_kv_head": 1, "norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu", "bias": False, "tied": False}
+
+
+def make_model(vocab_size: int = 257, seq_len: int = 256, **switches: Any) -> GPT:
     """Weights large enough that choices differ clearly."""
-    model = GPT(Shape(n_layer=1, n_head=2, d_model=16, d_ff=32, vocab_size=vocab_size, seq_len=seq_len))
+    shape = Shape(n_layer=2, n_head=2, d_model=16, d_ff=32, vocab_size=vocab_size, seq_len=seq_len, **switches)
+    model = GPT(shape)
     initialize(model, 0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,9 +80,10 @@ def sums_of(model: GPT, examples: list[Example], ranks: Ranks = ALONE) -> list[l
     return [sums.log_p.tolist() for sums in score_trees(model, trees, CPU, ranks)]
 
 
+@pytest.mark.parametrize("switches", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("seq_len", [256, 48])
-def test_log_likelihoods_are_those_of_single_sequences(seq_len: int) -> None:
-    model = make_model(seq_len=seq_len)
+def test_log_likelihoods_are_those_of_single_sequences(seq_len: int, switches: dict[str, Any]) -> None:
+    model = make_model(seq_len=seq_len, **switches)
     for example, sums in zip(EXAMPLES, sums_of(model, EXAMPLES), strict=True):
         for prompt, log_p in zip(example.prompts, sums, strict=True):
             context, continuation = harness_ids(prompt, BYTES) if prompt[0] else ([BYTES.eot], [*prompt[1].encode()])

@@ -108,10 +108,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _read_hub(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset, logging
+        from huggingface_hub.utils import logging as hub_logging
     except ImportError:
         fix = f'pip install "megatoken[eval]", or {PLACE_EXAMPLES}'
         raise Fault(Exit.CONFIG, f"reading {task.hub} from the hub needs `datasets`", task.name, fix) from None
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # it tells of every retry; what remains to be said is below
     try:
         rows = load_dataset(task.hub, task.config, split=task.split)
     except Exception as wrong:  # the hub, its cache and the network each raise their own kinds
