@@ -45,7 +45,8 @@ class Decoder:
             assert isinstance(block, Block)
             attention, mlp = block.attention, block.mlp
             products = (plan(attention.qkv), plan(attention.out), plan_widening(mlp, plan), plan(mlp.down))
-            self._layers.append((partial(_norm, block.norm1), partial(_norm, block.norm2), *products))
+            self._layers.append((plan_norm(block.norm1), plan_norm(block.norm2), *products))
+        self._norm = plan_norm(model.norm)
         self._head = plan_product(model.unembedding, None, sliced=sliced)
         rotary = model.positions is None
         self._speeds_P = find_speeds(model.shape, model.unembedding.device) if rotary else None
@@ -60,7 +61,7 @@ class Decoder:
         if self._speeds_P is not None:
             turns = find_turns(self._speeds_P * cache.length)
         for layer, (norm1, norm2, qkv, out, widen, down) in enumerate(self._layers):
-            q, k, v = torch.split(qkv(norm1(x_NC)).view(N, -1, 1, D), heads, dim=1)
+            q, k, v = qkv(norm1(x_NC)).view(N, -1, 1, D).split_with_sizes(heads, dim=1)
             if turns is not None:
                 q, k = turn(q, turns), turn(k, turns)
             k, v = cache.append(layer, k, v)
@@ -69,12 +70,15 @@ class Decoder:
             x_NC = x_NC + out(y_NJGD.reshape(N, C))
             x_NC = x_NC + down(widen(norm2(x_NC)))
         cache.length += 1
-        return self._head(_norm(model.norm, x_NC))[:, : shape.vocab_size]
+        return self._head(self._norm(x_NC))[:, : shape.vocab_size]
 
 
-def _norm(norm: Norm, x_NC: Tensor) -> Tensor:
-    """The norm of rows, without the overhead of calling a module."""
-    return norm.forward(x_NC)[1]
+def plan_norm(norm: Norm) -> Rows:
+    """The norm of rows, without the overhead of a module."""
+    sizes = norm.weight.shape
+    if norm.kind == "rmsnorm":
+        return partial(F.rms_norm, normalized_shape=sizes, weight=norm.weight, eps=norm.eps)
+    return partial(F.layer_norm, normalized_shape=sizes, weight=norm.weight, bias=norm.bias, eps=norm.eps)
 
 
 def plan_widening(mlp: MLP, plan: Callable[[Linear], Rows]) -> Rows:

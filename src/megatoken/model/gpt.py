@@ -101,7 +101,7 @@ class Attention(nn.Module):
         self, x_BTC: Tensor, cache: Cache | None = None, turns: Turns | None = None, layout: Layout | None = None
     ) -> Tensor:
         B, T, _ = x_BTC.shape
-        q, k, v = torch.split(self.qkv(x_BTC).view(B, T, -1, self.d_head), self.heads, dim=2)
+        q, k, v = self.qkv(x_BTC).view(B, T, -1, self.d_head).split_with_sizes(self.heads, dim=2)
         if turns is not None:
             q, k = turn(q, turns), turn(k, turns)
         q, k, v = (part_BTHD.transpose(1, 2) for part_BTHD in (q, k, v))
