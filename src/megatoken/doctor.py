@@ -197,7 +197,9 @@ def check_collective() -> Finding:
         return Finding(name="collective", state="bad", found=found, remedy=remedy)
     finally:
         for process in processes:
-            process.kill()
+            if process.returncode is None:
+                process.kill()
+                process.communicate()
     nccl = "; NCCL is there" if torch.distributed.is_nccl_available() else ""
     return Finding(
         name="collective", state="good", found=f"gloo, two processes, {time.monotonic() - began:.1f} s{nccl}"

@@ -7,6 +7,7 @@ run folder and the dataset have to be on a file system that all machines see.
 """
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from megatoken.errors import Exit
 from megatoken.parallel.topology import PORT
 
+NO_GPUS = "none"
 WARN_SECONDS = 300  # before the time limit: room for the step under way and the save
 
 
@@ -34,31 +36,46 @@ class Job:
         return shlex.join(["train", *self.words])
 
 
+def name_job(recipe: str) -> str:
+    """A recipe's name as hosts may be called: a letter, then letters, digits and hyphens, 40 at most."""
+    name = re.sub(r"[^a-z0-9]+", "-", recipe.lower())
+    return re.sub(r"^(?![a-z])-?", "run-", name)[:40].strip("-")
+
+
+def _start(job: Job, *options: str) -> str:
+    """The command that starts a machine's processes and ends as the run does."""
+    return " ".join(
+        [
+            f"python -m megatoken.parallel.elastic --nnodes {job.nodes} --nproc-per-node {job.nproc}",
+            *options,
+            f"-m megatoken.cli {job.train}",
+        ]
+    )
+
+
 def write_torchrun(job: Job) -> str:
     """For every machine: the first argument is the address of one of them, the same for all."""
+    rendezvous = f'--rdzv-backend c10d --rdzv-id {shlex.quote(job.name)} --rdzv-endpoint "$head:{PORT}"'
     return f"""\
 #!/usr/bin/env bash
 # {job.name}: {job.nodes} machines of {job.nproc} processes. Run it on every machine: bash FILE ADDRESS_OF_THE_FIRST
+# Signals reach the run. The exit code is the run's: {int(Exit.STOPPED)} means stopped and saved, start it again.
 set -euo pipefail
 head=${{1:?give the address of the first machine}}
-code=0
-torchrun --nnodes {job.nodes} --nproc-per-node {job.nproc} --max-restarts 3 \\
-    --rdzv-backend c10d --rdzv-id {shlex.quote(job.name)} --rdzv-endpoint "$head:{PORT}" \\
-    -m megatoken.cli {job.train} || code=$?
-exit "$code"
+exec {_start(job, "--max-restarts 3", rendezvous)}
 """
 
 
 def write_slurm(job: Job) -> str:
     """For sbatch: one task a process, requeued when the time limit stopped it."""
+    gpus = f"#SBATCH --gpus-per-node={job.nproc}\n" if job.gpus != NO_GPUS else ""
     return f"""\
 #!/usr/bin/env bash
 # {job.name}: {job.nodes} machines of {job.nproc} processes. Submit it: sbatch FILE
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks-per-node={job.nproc}
-#SBATCH --gpus-per-node={job.nproc}
-#SBATCH --time={job.time}
+{gpus}#SBATCH --time={job.time}
 #SBATCH --signal=USR1@{WARN_SECONDS}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -74,19 +91,20 @@ exit "$code"
 
 
 def write_k8s(job: Job) -> str:
-    """An indexed Job behind a headless Service; pod 0 is where the others meet."""
-    command = (
-        f"torchrun --nnodes {job.nodes} --nproc-per-node {job.nproc} --node-rank $JOB_COMPLETION_INDEX "
-        f"--master-addr {job.name}-0.{job.name} --master-port {PORT} -m megatoken.cli {job.train}"
-    )
+    """An indexed Job behind a headless Service; pod 0 is where the others meet. A run that cannot succeed fails the Job
+    at once, one that was stopped or lost a peer is started again, and a drained node is not counted."""
+    meeting = f'--node-rank "$JOB_COMPLETION_INDEX" --master-addr {job.name}-0.{job.name} --master-port {PORT}'
+    gpus = f"          resources:\n            limits:\n              nvidia.com/gpu: {job.nproc}\n"
+    hopeless = [int(code) for code in (Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.STORAGE, Exit.NUMERICS)]
     return f"""\
-# {job.name}: {job.nodes} pods of {job.nproc} GPUs. Start it: kubectl apply -f FILE
+# {job.name}: {job.nodes} pods of {job.nproc} processes. Start it: kubectl apply -f FILE
 apiVersion: v1
 kind: Service
 metadata:
   name: {job.name}
 spec:
   clusterIP: None
+  publishNotReadyAddresses: true
   selector:
     job-name: {job.name}
 ---
@@ -98,23 +116,30 @@ spec:
   completions: {job.nodes}
   parallelism: {job.nodes}
   completionMode: Indexed
-  backoffLimit: 20
+  backoffLimit: {20 * job.nodes}
+  podFailurePolicy:
+    rules:
+      - action: FailJob
+        onExitCodes:
+          containerName: train
+          operator: In
+          values: {hopeless}
+      - action: Ignore
+        onPodConditions:
+          - type: DisruptionTarget
   template:
     metadata:
       labels:
         job-name: {job.name}
     spec:
       subdomain: {job.name}
-      restartPolicy: OnFailure
+      restartPolicy: Never
       terminationGracePeriodSeconds: {WARN_SECONDS}
       containers:
         - name: train
           image: {job.image}
-          command: ["bash", "-c", {_quote(f"exec {command}")}]
-          resources:
-            limits:
-              nvidia.com/gpu: {job.nproc}
-          volumeMounts:
+          command: ["bash", "-c", {_quote(f"exec {_start(job, meeting)}")}]
+{gpus if job.gpus != NO_GPUS else ""}          volumeMounts:
             - name: work
               mountPath: /work
           workingDir: /work
@@ -127,19 +152,22 @@ spec:
 
 def write_skypilot(job: Job) -> str:
     """A task for `sky jobs launch`, which starts it again where spot machines are taken away."""
+    machine = f"accelerators: {job.gpus}:{job.nproc}" if job.gpus != NO_GPUS else f"cpus: {job.nproc}+"
+    meeting = f'--node-rank "$SKYPILOT_NODE_RANK" --master-addr "$head" --master-port {PORT}'
     return f"""\
-# {job.name}: {job.nodes} machines of {job.nproc} GPUs. Start it: sky jobs launch FILE
+# {job.name}: {job.nodes} machines of {job.nproc} processes. Start it: sky jobs launch FILE
 name: {job.name}
 num_nodes: {job.nodes}
 resources:
-  accelerators: {job.gpus}:{job.nproc}
+  {machine}
   use_spot: true
+  job_recovery:
+    recover_on_exit_codes: [{int(Exit.STOPPED)}, {int(Exit.PEER)}]
 setup: |
   pip install "megatoken[data]"
 run: |
   head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
-  torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc-per-node {job.nproc} --node-rank "$SKYPILOT_NODE_RANK" \\
-    --master-addr "$head" --master-port {PORT} -m megatoken.cli {job.train}
+  exec {_start(job, meeting)}
 """
 
 

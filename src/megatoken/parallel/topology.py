@@ -68,6 +68,14 @@ def read_topology(environment: Mapping[str, str] | None = None) -> Topology:
     return topology
 
 
+def separate_restarts() -> None:
+    """Let torchrun open a new store at every restart.
+
+    In one that is kept, which is its default, gloo finds the addresses of earlier processes and waits for them in vain.
+    """
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
 def _read_slurm(given: Mapping[str, str]) -> Topology:
     first, last = SLURM_PORTS
     return Topology(
