@@ -32,6 +32,8 @@ LAZY_COMMANDS = {
     "megatoken.progress",
     "megatoken.pretrain",
     "megatoken.doctor",
+    "megatoken.plan.dryrun",
+    "megatoken.plan.fit",
     "megatoken.writing",
     "megatoken.judging",
     "megatoken.harness",

@@ -31,6 +31,7 @@ STAGES = (
     "verify",  # every hash of a folder, recomputed
     "progress",  # the bar of prepare
     "bench",  # every speed measured on this machine
+    "plan",  # what a run needs, found out before it is started
     "doctor",  # what this machine lacks to train
     "writing",  # a prompt continued on the screen
     "judging",  # a model's scores and losses on the screen

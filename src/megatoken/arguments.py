@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 def parse(words: list[str], calls: Mapping[str, Call]) -> argparse.Namespace:
     """Options of one command, whose function is `call`; where a recipe is taken, `a.b=c` words may stand anywhere."""
     overrides: list[str] = []
-    if words and words[0] in ("train", "launch", "config", "describe"):
+    if words and words[0] in ("train", "launch", "config", "describe", "dryrun"):
         takes_value = {word for word in words if word in ("--out", "--init", *FOREIGN)}
         kept: list[str] = []
         for previous, word in zip(["", *words], words, strict=False):
@@ -78,6 +78,8 @@ def build_parser(calls: Mapping[str, Call]) -> Parser:
                    help="text that is not UTF-8 (default replace); skip passes over bad JSON lines too")  # fmt: skip
     p.add_argument("--text-key", default="text", help="field or column that holds the text (default text)")
     p.add_argument("--root", type=Path, help="local copy of a named source, laid out like the original")
+    p.add_argument("--part", type=read_part, metavar="K/N", help="prepare only the K-th of N parts, wherever; the same "
+                   "command without it then puts them together")  # fmt: skip
     _add_train(add, recipe_doc)
     _add_launch(add, recipe_doc)
     p = add("config", "print the resolved values of a recipe and where each comes from")
@@ -87,6 +89,7 @@ def build_parser(calls: Mapping[str, Call]) -> Parser:
     p = add("describe", "parameters, FLOPs and memory of a preset or recipe")
     p.usage = "megatoken describe PRESET_OR_RECIPE [--json] [--debug] [section.field=value ...]"
     p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
+    _add_dryrun(add)
     _add_sample(add)
     _add_eval(add)
     _add_export(add)
@@ -104,6 +107,14 @@ def build_parser(calls: Mapping[str, Call]) -> Parser:
     return parser
 
 
+def read_part(text: str) -> tuple[int, int]:
+    """3/16 -> (3, 16)."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected K/N, got '{text}'")
+    return int(match[1]), int(match[2])
+
+
 def _add_train(add: Callable[..., Parser], recipe_doc: str) -> None:
     p = add("train", "train a recipe, or go on with it", epilog=describe_fields())
     _add_recipe(p, recipe_doc)
@@ -111,6 +122,7 @@ def _add_train(add: Callable[..., Parser], recipe_doc: str) -> None:
     p.add_argument("--init", metavar="RUN_OR_HF_DIR", help="start from these weights; the same as model.init=...")
     p.add_argument("--nproc", type=int, default=1, metavar="N",
                    help="processes on this machine, one a GPU (default 1)")  # fmt: skip
+    p.add_argument("--ending", type=Path, help=argparse.SUPPRESS)  # where a stop is noted (parallel/stopping.py)
     p.add_argument("--explain", action="store_true", help="say what was measured for every choice left to auto")
     p.usage = (f"megatoken train {RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--explain] [--json] "
                "[--debug] [section.field=value ...]")  # fmt: skip
@@ -130,7 +142,7 @@ def _add_launch(add: Callable[..., Parser], recipe_doc: str) -> None:
     p.add_argument("--nproc", type=int, default=8, help="processes on each, one a GPU (default 8)")
     p.add_argument("--out", type=Path, help="run folder, seen by all machines (default runs/RECIPE)")
     p.add_argument("--write", type=Path, metavar="FILE", help="where to write the script (default to the screen)")
-    p.add_argument("--gpus", default="H100", help="for skypilot: kind of GPU (default H100)")
+    p.add_argument("--gpus", default="H100", help="for skypilot: kind of GPU (default H100); none: ask for no GPUs")
     p.add_argument("--time", default="24:00:00", help="for slurm: time limit (default 24:00:00)")
     p.add_argument("--image", default="pytorch/pytorch:latest", help="for k8s: container image with megatoken in it")
     p.usage = "megatoken launch ENGINE RECIPE [--nodes N] [--nproc N] [--write FILE] ... [section.field=value ...]"
@@ -143,6 +155,18 @@ def _add_export(add: Callable[..., Parser]) -> None:
                    help="hf: for transformers, vLLM and llama.cpp; llmc: for llm.c (default hf)")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; it must not exist")
     p.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+
+
+def _add_dryrun(add: Callable[..., Parser]) -> None:
+    p = add(
+        "dryrun", "say what one GPU of many would hold and send, without any: the real model and sharding on no data"
+    )
+    p.usage = "megatoken dryrun PRESET_OR_RECIPE --gpus N [--gpu NAME] [--json] [--debug] [section.field=value ...]"
+    p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
+    p.add_argument("--gpus", type=int, default=1, help="processes, one a GPU (default 1)")
+    p.add_argument(
+        "--gpu", default="h100", help="whose memory it has to fit in: a name or a number of GB (default h100)"
+    )
 
 
 def _add_sample(add: Callable[..., Parser]) -> None:

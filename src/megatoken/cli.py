@@ -7,7 +7,6 @@ import torch are imported inside their command (tests/test_architecture.py lists
 import argparse
 import dataclasses
 import json
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,14 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatoken.architecture import Model
 from megatoken.arguments import FOREIGN, Call, parse
+from megatoken.config import Run
 from megatoken.console import Console
 from megatoken.errors import Exit, Fault
 from megatoken.evaluate.tasks import find_tasks
 from megatoken.hardware import prepare_process
 from megatoken.model import count
 from megatoken.parallel.launch import launch
-from megatoken.parallel.scripts import ENGINES, Job
+from megatoken.parallel.scripts import ENGINES, Job, name_job
+from megatoken.parallel.stopping import note_stop, stopping_at_once
 from megatoken.parallel.topology import read_topology
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape, describe_heads
 from megatoken.recipe import Resolved, render, resolve, resolve_preset
@@ -77,9 +79,10 @@ def run_prepare(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
             invalid=options.invalid,
             text_key=options.text_key,
             root=options.root,
+            part=options.part,
             on_progress=bar.update,
         )
-    bar.finish(options.out, done)
+    bar.finish(options.out, done, options.part)
     return Exit.DONE, dataclasses.asdict(done)
 
 
@@ -89,14 +92,16 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     resolved, notes, named_out = find_recipe(options)
     if (code := launch_ranks(options)) is not None:
         return code, None
-    from megatoken.pretrain import pretrain
-
     console, speaks = Console(to_stderr=options.json), read_topology().is_first
     if not options.recipe and speaks:
         console.say("\n".join([*notes, render(resolved.run, resolved.origins, given_only=True)]))
     out = options.out or named_out or Path("runs") / resolved.name
-    summary = pretrain(resolved, out, console, explain=options.explain)
-    return summary.code, dataclasses.asdict(summary) if speaks else None
+    with stopping_at_once(options.ending):
+        from megatoken.pretrain import pretrain
+
+        summary = pretrain(resolved, out, console, explain=options.explain)
+    answer = dataclasses.asdict(summary) if speaks else None
+    return note_stop(options.ending) if summary.code == Exit.STOPPED else summary.code, answer
 
 
 def launch_ranks(options: argparse.Namespace) -> int | None:
@@ -132,7 +137,7 @@ def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
         what = f"a batch of {resolved.run.batch_seqs:,} sequences does not divide among {world} processes"
         raise Fault(Exit.CONFIG, what, "--nodes, --nproc", "change them, or budget.batch_tokens")
     job = Job(
-        name=re.sub(r"[^a-z0-9-]+", "-", resolved.name.lower()).strip("-") or "megatoken",
+        name=name_job(resolved.name),
         words=[options.recipe, "--out", str(options.out or Path("runs") / resolved.name), *options.overrides],
         nodes=options.nodes,
         nproc=options.nproc,
@@ -173,14 +178,20 @@ def run_config(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     return Exit.DONE, {"values": dataclasses.asdict(resolved.run), "origins": resolved.origins}
 
 
+def resolve_either(name: str, overrides: Sequence[str]) -> Run:
+    """The run of a preset or a recipe."""
+    return resolve_preset(name, overrides) if name in PRESETS else resolve(name, overrides).run
+
+
+def assume_shape(model: Model) -> Shape:
+    """The sizes of a model without data; a vocabulary that is left to the tokenizer is the preset's or GPT-2's."""
+    return model.shape(PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY)
+
+
 def run_describe(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """describe: arithmetic about a shape."""
-    if options.preset in PRESETS:
-        model = resolve_preset(options.preset, options.overrides)
-    else:
-        model = resolve(options.preset, options.overrides).run.model
-    usual = PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY
-    shape = model.shape(usual)
+    model = resolve_either(options.preset, options.overrides).model
+    shape = assume_shape(model)
     assumed = "" if model.vocab_size else f"{'the preset' if model.preset else 'GPT-2'}'s assumed"
     answer = {
         "parameters": count.count_parameters(shape),
@@ -194,6 +205,21 @@ def run_describe(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     if not options.json:
         _print_shape(options.preset, shape, answer, assumed)
     return Exit.DONE, answer
+
+
+def run_dryrun(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
+    """dryrun: what one process of many would hold and send."""
+    from megatoken.plan.dryrun import dry_run
+    from megatoken.plan.fit import describe, find_card_bytes, judge
+
+    run = resolve_either(options.preset, options.overrides)
+    card_bytes = find_card_bytes(options.gpu)
+    estimate = dry_run(run, assume_shape(run.model), options.gpus)
+    fits, said = judge(estimate, run, options.gpu, card_bytes)
+    console = Console(to_stderr=options.json)
+    console.table([("model", f"{options.preset} on {options.gpus:,} x {options.gpu}"), *describe(estimate)])
+    console.say(said)
+    return Exit.DONE, {**dataclasses.asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": said}
 
 
 def _print_shape(name: str, shape: Shape, answer: dict[str, Any], assumed: str) -> None:
@@ -292,6 +318,7 @@ CALLS: dict[str, Call] = {
     "doctor": run_doctor,
     "config": run_config,
     "describe": run_describe,
+    "dryrun": run_dryrun,
     "sample": run_sample,
     "eval": run_eval,
     "export": run_export,

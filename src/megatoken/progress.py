@@ -43,7 +43,7 @@ class PrepareBar:
         what = "learning the vocabulary" if amount.stage == "vocabulary" else "tokenizing"
         self.bar.update(self.task, description=what, completed=amount.done_bytes, total=amount.total_bytes, said=said)
 
-    def finish(self, out: Path, done: Prepared) -> None:
+    def finish(self, out: Path, done: Prepared, part: tuple[int, int] | None = None) -> None:
         """Say what was made, and what to type next."""
         made = f"{done.tokens:,} tokens of {done.documents:,} documents in {done.shards} shards"
         if done.unchanged:
@@ -54,4 +54,7 @@ class PrepareBar:
         for what, number in done.counts.items():
             if number:
                 self.rich.print(f"  {what.replace('_', ' ')}: {number:,}")
+        if part:
+            self.rich.print(f"part {part[0]} of {part[1]}; when all are done: the same command without --part")
+            return
         self.rich.print(f"dataset: {out}; next: megatoken train RECIPE data.path={out}")

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import yaml
 
-from megatoken.architecture import Model
 from megatoken.config import KNOBS, SCIENCE, Run, build, find_conflicts, flatten
 from megatoken.errors import Exit, Fault
 from megatoken.knobs import Duration, parse_value
@@ -80,15 +79,15 @@ def resolve_assignments(name: str, recipe: Sequence[Assignment], overrides: Sequ
     return Resolved(run, name, {key: origins[key] for key in KNOBS})
 
 
-def resolve_preset(name: str, overrides: Sequence[str]) -> Model:
-    """A published shape with `model.x=y` overrides. Raises Fault(CONFIG) like `resolve`."""
+def resolve_preset(name: str, overrides: Sequence[str]) -> Run:
+    """One step of a published shape, with `a.b=c` overrides. Raises Fault(CONFIG) like `resolve`."""
     values: dict[str, Any] = {"model.preset": name, "budget.steps": 1}
     origins: dict[str, str] = {}
     _apply([_split_override(word) for word in overrides], values, origins)
     run = build(values)
     for key, what, fix in find_conflicts(run):
         raise Fault(Exit.CONFIG, f"{key}: {what}", origins.get(key, "preset"), fix)
-    return run.model
+    return run
 
 
 def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[str, str]) -> None:

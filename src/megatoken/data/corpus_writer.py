@@ -7,7 +7,7 @@ of them counts, then the manifest, then the end of `progress.json`.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Literal
 
 import numpy as np
 
-from megatoken.data.blocks import Block, read_blocks
+from megatoken.data.blocks import Block, Cursor, read_blocks
 from megatoken.data.disk import blame_disk
 from megatoken.data.documents import Encoded, Rules, token_dtype
+from megatoken.data.parts import read_part
 from megatoken.data.position import PROGRESS_NAME, Position, save_position
 from megatoken.data.shard_writer import ShardWriter, SplitState
 from megatoken.data.shards import ITEM_BYTES, SPLITS, Manifest, write_manifest
@@ -56,6 +57,8 @@ class Job:
     shard_tokens: int
     workers: int  # 0: one a core
     position: Position
+    is_part: bool = False  # of a corpus: what makes a validation split of any corpus is left to the whole
+    parts: Sequence[tuple[Path, Manifest]] = ()  # to put together instead of reading the corpus
     on_progress: Callable[[Progress], None] | None = None
 
     @property
@@ -81,7 +84,12 @@ def write_dataset(job: Job) -> Manifest:
             for name in SPLITS:
                 splits[name] = job.open_split(name, getattr(position, name))
         if not position.complete:
-            _write_documents(job, splits)
+            if job.parts:
+                _join_parts(job, splits)
+            else:
+                _write_documents(job, splits)
+        if not position.complete and not job.is_part:
+            _expect_text(job)
             with blame_disk(job.out):
                 if not splits["train"].tokens:
                     _move_val_to_train(job, splits)
@@ -120,11 +128,33 @@ def _write_documents(job: Job, splits: dict[str, ShardWriter]) -> None:
                     saved, unsaved = time.monotonic(), 0
             if job.on_progress:
                 job.on_progress(_measure(job, splits))
+
+
+def _expect_text(job: Job) -> None:
     counts = job.position.counts
     if not counts["train"] + counts["val"]:
         what = f"no text: {counts['empty']} empty documents, {counts['skipped']} skipped, "
         what += f"{counts['binary_files']} binary files"
         raise Fault(Exit.DATA, what, job.corpus.files[0].path, "name files that hold text")
+
+
+def _join_parts(job: Job, splits: dict[str, ShardWriter]) -> None:
+    """Every part's tokens after those of the part before it. Begun anew when it is interrupted."""
+    position, eot = job.position, np.array([job.tokenizer.eot])
+    for number, (folder, manifest) in enumerate(job.parts, start=1):
+        with blame_disk(job.out):
+            for name, writer in splits.items():
+                if writer.tokens and manifest.tokens(name):
+                    writer.append(eot)  # <|endoftext|> stands between documents
+                for ids in read_part(folder, manifest, name):
+                    writer.append(ids)
+        position.counts.update(manifest.documents | manifest.source["counts"])
+        position.done_bytes = job.corpus.size_bytes * number // len(job.parts)
+        if job.on_progress:
+            job.on_progress(_measure(job, splits))
+    position.cursor = Cursor(len(job.corpus.files))
+    with blame_disk(job.out):
+        _save(job, splits)
 
 
 def _append(position: Position, splits: dict[str, ShardWriter], block: Block, encoded: Encoded) -> None:

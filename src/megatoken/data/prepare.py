@@ -14,10 +14,11 @@ from typing import Any
 
 import filelock
 
-from megatoken.data.blocks import sample_texts
+from megatoken.data.blocks import Cursor, sample_texts
 from megatoken.data.corpus_writer import Job, Progress, write_dataset
 from megatoken.data.disk import blame_disk, sync_folder
 from megatoken.data.documents import Invalid, Rules
+from megatoken.data.parts import FOLDER, find_parts, name_part, take_part
 from megatoken.data.position import PROGRESS_NAME, Position, load_position, save_position
 from megatoken.data.shards import HEADER_BYTES, ITEM_BYTES, MANIFEST_NAME, Manifest, read_manifest
 from megatoken.data.sources import Source, find_source
@@ -55,6 +56,7 @@ def prepare(
     invalid: Invalid = "replace",
     text_key: str = "text",
     root: Path | None = None,
+    part: tuple[int, int] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Prepared:
     """Makes the dataset `out` from `source`; goes on where an earlier call was stopped.
@@ -62,35 +64,28 @@ def prepare(
     source: file, folder, pattern or named corpus (sources.py). tokenizer: gpt2, bytes, bpe:N or a file.
     workers: processes, 0 for one a core. val_fraction: share of the documents held out, 0 for none.
     invalid: what becomes of documents that are not UTF-8; "skip" passes over bad lines too.
+    part: (number from 1, of how many) to make only this part of it, below `out`. Machines make parts in any order; a
+    last call without it puts them together, to the same bytes as if it had made everything.
     root: a local copy of a named corpus. on_progress: called after every block.
     Fault(Exit.CONFIG) for a wrong setting, Exit.DATA for unusable input or an `out` that holds something else,
     Exit.STORAGE for a disk that cannot take it, Exit.PEER for a lost process.
     """
     started = time.monotonic()
-    _check(tokenizer, workers, val_fraction, shard_tokens, invalid)
+    _check(tokenizer, workers, val_fraction, shard_tokens, invalid, part)
     corpus = find_source(source, root, exclude=out)
     given = None if tokenizer.startswith("bpe:") else load_tokenizer(tokenizer)
-    recipe: dict[str, Any] = {
-        "source": corpus.name,
-        "files": len(corpus.files),
-        "bytes": corpus.size_bytes,
-        "inputs": corpus.digest(times=False),
-        "tokenizer": f"{given.name} {given.fingerprint[:16]}" if given else tokenizer,
-        "val_fraction": float(val_fraction),
-        "shard_tokens": shard_tokens,
-        "invalid": invalid,
-        "text_key": text_key,
-    }
     rules = Rules(invalid=invalid, text_key=text_key, val_fraction=val_fraction)
+    recipe = _describe(corpus, rules, f"{given.name} {given.fingerprint[:16]}" if given else tokenizer, shard_tokens)
+    whole = corpus
+    if part:
+        out, corpus = out / name_part(*part), take_part(whole, *part)
+        recipe["part"] = f"{part[0]}/{part[1]}"
     with _only_writer(out):
         if (out / MANIFEST_NAME).exists():
             return _report(_find_prepared(out, recipe, corpus), started, unchanged=True)
         position, resumed = _begin(out, Position(recipe, corpus.digest(times=True)))
-        if on_progress and given is None:
-            on_progress(
-                Progress(stage="vocabulary", tokens=0, documents=0, done_bytes=0, total_bytes=corpus.size_bytes)
-            )
-        settled = _settle_tokenizer(out, tokenizer, given, corpus, rules)
+        settled = _settle_tokenizer(out, tokenizer, given, whole, rules, on_progress)
+        parts = [] if part or position.cursor != Cursor() else _find_parts(out, recipe, settled)
         job = Job(
             out=out,
             corpus=corpus,
@@ -99,12 +94,34 @@ def prepare(
             shard_tokens=shard_tokens,
             workers=workers,
             position=position,
+            is_part=part is not None,
+            parts=parts,
             on_progress=on_progress,
         )
-        return _report(write_dataset(job), started, resumed=resumed)
+        manifest = write_dataset(job)
+        if not part:
+            shutil.rmtree(out / FOLDER, ignore_errors=True)
+        return _report(manifest, started, resumed=resumed)
 
 
-def _check(tokenizer: str, workers: int, val_fraction: float, shard_tokens: int, invalid: str) -> None:
+def _describe(corpus: Source, rules: Rules, tokenizer: str, shard_tokens: int) -> dict[str, Any]:
+    """Everything that decides the bytes of the result."""
+    return {
+        "source": corpus.name,
+        "files": len(corpus.files),
+        "bytes": corpus.size_bytes,
+        "inputs": corpus.digest(times=False),
+        "tokenizer": tokenizer,
+        "val_fraction": float(rules.val_fraction),
+        "shard_tokens": shard_tokens,
+        "invalid": rules.invalid,
+        "text_key": rules.text_key,
+    }
+
+
+def _check(
+    tokenizer: str, workers: int, val_fraction: float, shard_tokens: int, invalid: str, part: tuple[int, int] | None
+) -> None:
     if tokenizer.startswith("bpe:"):
         parse_bpe(tokenizer)
     most = f"{MOST_SHARD_TOKENS:,}"
@@ -112,6 +129,7 @@ def _check(tokenizer: str, workers: int, val_fraction: float, shard_tokens: int,
         "workers": (workers >= 0, workers, "give a number of processes, 0 for one a core"),
         "val_fraction": (0 <= val_fraction < 1, val_fraction, "give a share from 0 to below 1"),
         "shard_tokens": (1 <= shard_tokens <= MOST_SHARD_TOKENS, shard_tokens, f"give a number from 1 to {most}"),
+        "part": (part is None or 1 <= part[0] <= part[1], part and f"{part[0]}/{part[1]}", "give K/N, K from 1 to N"),
         "invalid": (invalid in ("replace", "skip", "fail"), repr(invalid), "give replace, skip or fail"),
     }
     for name, (right, value, fix) in checks.items():
@@ -181,6 +199,16 @@ def _begin(out: Path, fresh: Position) -> tuple[Position, bool]:
     return fresh, False
 
 
+def _find_parts(out: Path, recipe: dict[str, Any], tokenizer: Tokenizer) -> list[tuple[Path, Manifest]]:
+    parts = find_parts(out)
+    for folder, manifest in parts:
+        _refuse_difference(folder, manifest.source, recipe)
+        if manifest.tokenizer != tokenizer.describe():
+            what = f"made by tokenizer {manifest.tokenizer['fingerprint'][:12]}, not the others'"
+            raise Fault(Exit.DATA, what, str(folder), "delete it and prepare it again")
+    return parts
+
+
 def _refuse_difference(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> None:
     for key, value in asked.items():
         if there.get(key) != value:
@@ -188,11 +216,21 @@ def _refuse_difference(out: Path, there: dict[str, Any], asked: dict[str, Any]) 
             raise Fault(Exit.DATA, what, str(out), "choose another --out or delete the folder")
 
 
-def _settle_tokenizer(out: Path, spec: str, given: Tokenizer | None, corpus: Source, rules: Rules) -> Tokenizer:
+def _settle_tokenizer(
+    out: Path,
+    spec: str,
+    given: Tokenizer | None,
+    corpus: Source,
+    rules: Rules,
+    on_progress: Callable[[Progress], None] | None,
+) -> Tokenizer:
     """The tokenizer, saved in `out` first of all; a BPE that an earlier call trained is taken from there."""
     folder, partial = out / "tokenizer", out / "tokenizer.tmp"
     if folder.exists():
         return load_saved_tokenizer(folder)
+    if on_progress and given is None:
+        none_yet = Progress(stage="vocabulary", tokens=0, documents=0, done_bytes=0, total_bytes=corpus.size_bytes)
+        on_progress(none_yet)
     tokenizer = given or load_tokenizer(spec, lambda: sample_texts(corpus, rules, SAMPLE_BYTES))
     with blame_disk(out):
         shutil.rmtree(partial, ignore_errors=True)

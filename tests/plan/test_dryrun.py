@@ -1,0 +1,120 @@
+"""A dry run against arithmetic, against the same step on real tensors, and against the memory a real process takes."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.cli import main
+from megatoken.config import Run, build
+from megatoken.errors import Exit, Fault
+from megatoken.model.count import count_parameters
+from megatoken.model.gpt import GPT
+from megatoken.plan.dryrun import dry_run
+from megatoken.plan.fit import CARDS, find_card_bytes
+from megatoken.plan.watch import Watch
+from megatoken.presets import PRESETS, Shape
+from megatoken.train.state import build_plan, build_state
+from megatoken.train.step import launch_step
+from tests.tiny import CPU
+
+SMALL = Shape(n_layer=3, n_head=2, d_model=64, d_ff=256, vocab_size=256, seq_len=32)
+
+
+def small_run(**machine: object) -> Run:
+    values = {"budget.steps": 1, "budget.batch_tokens": 16 * 32, "model.seq_len": 32, "machine.device": "cpu"}
+    return build(values | {f"machine.{key}": value for key, value in machine.items()})
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8, 16])
+def test_one_process_holds_what_the_real_step_holds(micro_batch: int) -> None:
+    run = small_run(precision="fp32", micro_batch=micro_batch)
+    found = dry_run(run, SMALL, 1)
+    parameters = count_parameters(SMALL)
+    assert found.parameter_bytes == found.gradient_bytes == 4 * parameters
+    tensors = len(list(GPT(SMALL).parameters()))
+    assert found.optimizer_bytes == 8 * parameters + 4 * tensors  # a step count each
+    assert found.communication_bytes_per_step == 0
+    assert found.micro_steps == 16 // micro_batch
+    with Watch() as watch:
+        state = build_state(GPT(SMALL), run, CPU)
+        plan = build_plan(run, epoch_tokens=1 << 20, micro_batch=micro_batch)
+        ids = torch.zeros(min(16, 3 * micro_batch), 32, dtype=torch.int64)
+        watch.forget_peak()
+        launch_step(state, plan, CPU, ids, ids)
+    assert found.total_bytes == watch.peak_bytes
+    if micro_batch < 16:
+        held = found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes
+        assert found.total_bytes == held + found.activation_bytes
+
+
+MEASURE = """
+import ctypes, sys
+from pathlib import Path
+import torch
+from megatoken.config import build
+from megatoken.model.gpt import GPT
+from megatoken.presets import PRESETS
+from megatoken.train.state import build_plan, build_state
+from megatoken.train.step import launch_step
+from tests.tiny import CPU
+
+def resident(what):
+    row = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(row.split()[1]) * 1024
+
+torch.ones(64, 64) @ torch.ones(64, 64)  # libraries are loaded
+before = resident("VmRSS")
+run = build({"model.preset": "gpt2-124m", "budget.steps": 1, "budget.batch_tokens": 1024, "machine.device": "cpu"})
+state = build_state(GPT(PRESETS["gpt2-124m"]), run, CPU)
+ids = torch.randint(0, 50257, (1, 1024))
+launch_step(state, build_plan(run, epoch_tokens=1 << 20, micro_batch=1), CPU, ids, ids)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads resident memory from /proc")
+def test_gpt2_124m_is_what_a_real_process_takes_to_10_percent() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root, check=True)
+    run = build({"model.preset": "gpt2-124m", "budget.steps": 1, "budget.batch_tokens": 1024, "machine.device": "cpu",
+                 "machine.precision": "fp32"})  # fmt: skip
+    found = dry_run(run, PRESETS["gpt2-124m"], 1)
+    assert found.total_bytes == pytest.approx(int(done.stdout), rel=0.1)
+
+
+def test_recompute_and_smaller_micro_batches_hold_less() -> None:
+    plain = dry_run(small_run(micro_batch=8), SMALL, 1).activation_bytes
+    assert dry_run(small_run(micro_batch=8, recompute="block"), SMALL, 1).activation_bytes < 0.7 * plain
+    assert dry_run(small_run(micro_batch=4), SMALL, 1).activation_bytes < 0.6 * plain
+
+
+def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dryrun", "quickstart", "--gpus", "1", "--gpu", "24", "--json", "machine.micro_batch=2"]
+    assert main(words) == Exit.DONE
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert len(printed.out.splitlines()) == 1
+    assert answer["total_bytes"] > answer["parameter_bytes"] > 0
+    assert answer["fits"]
+    assert "fits: " in printed.err
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["gpt2-124m", "--gpu", "h1000"], "unknown GPU 'h1000'"),
+        (["gpt2-124m", "--gpus", "0"], "0 GPUs"),
+        (["gpt2-124m", "--gpus", "7"], "does not divide among 7"),
+        (["gpt2-124m", "machine.micro_batch=3"], "nearest that do: 1, 2, 4"),
+        (["gpt2-125m"], "no recipe named 'gpt2-125m'"),
+    ):
+        assert main(["dryrun", *words]) == Exit.CONFIG
+        assert said in capsys.readouterr().err
+    with pytest.raises(Fault, match="unknown GPU"):
+        find_card_bytes("")
+    assert find_card_bytes("96GB") == 96e9
+    assert Counter(CARDS.values())[80] >= 2
