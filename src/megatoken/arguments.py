@@ -161,9 +161,13 @@ def _add_dryrun(add: Callable[..., Parser]) -> None:
     p = add(
         "dryrun", "say what one GPU of many would hold and send, without any: the real model and sharding on no data"
     )
-    p.usage = "megatoken dryrun PRESET_OR_RECIPE --gpus N [--gpu NAME] [--json] [--debug] [section.field=value ...]"
+    p.usage = (
+        "megatoken dryrun PRESET_OR_RECIPE --gpus N [--tp N] [--shard KIND] [--gpu NAME] ... [section.field=value ...]"
+    )
     p.add_argument("preset", metavar="PRESET_OR_RECIPE", help=f"{', '.join(PRESETS)}, or a recipe")
     p.add_argument("--gpus", type=int, default=1, help="processes, one a GPU (default 1)")
+    p.add_argument("--tp", type=int, help="the same as machine.tensor_parallel=...")
+    p.add_argument("--shard", help="the same as machine.shard=...")
     p.add_argument(
         "--gpu", default="h100", help="whose memory it has to fit in: a name or a number of GB (default h100)"
     )

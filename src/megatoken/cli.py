@@ -212,9 +212,11 @@ def run_dryrun(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     from megatoken.plan.dryrun import dry_run
     from megatoken.plan.fit import describe, find_card_bytes, judge
 
-    run = resolve_either(options.preset, options.overrides)
+    knobs = {"machine.tensor_parallel": options.tp, "machine.shard": options.shard}
+    given = [f"{key}={value}" for key, value in knobs.items() if value is not None]
+    run = resolve_either(options.preset, [*options.overrides, *given])
     card_bytes = find_card_bytes(options.gpu)
-    estimate = dry_run(run, assume_shape(run.model), options.gpus)
+    estimate = dry_run(run, assume_shape(run.model), options.gpus, card_bytes)
     fits, said = judge(estimate, run, options.gpu, card_bytes)
     console = Console(to_stderr=options.json)
     console.table([("model", f"{options.preset} on {options.gpus:,} x {options.gpu}"), *describe(estimate)])

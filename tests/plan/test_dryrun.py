@@ -22,6 +22,7 @@ from megatoken.train.state import build_plan, build_state
 from megatoken.train.step import launch_step
 from tests.tiny import CPU
 
+H100 = CARDS["h100"] * 1e9
 SMALL = Shape(n_layer=3, n_head=2, d_model=64, d_ff=256, vocab_size=256, seq_len=32)
 
 
@@ -33,7 +34,7 @@ def small_run(**machine: object) -> Run:
 @pytest.mark.parametrize("micro_batch", [1, 8, 16])
 def test_one_process_holds_what_the_real_step_holds(micro_batch: int) -> None:
     run = small_run(precision="fp32", micro_batch=micro_batch)
-    found = dry_run(run, SMALL, 1)
+    found = dry_run(run, SMALL, 1, H100)
     parameters = count_parameters(SMALL)
     assert found.parameter_bytes == found.gradient_bytes == 4 * parameters
     tensors = len(list(GPT(SMALL).parameters()))
@@ -83,14 +84,57 @@ def test_gpt2_124m_is_what_a_real_process_takes_to_10_percent() -> None:
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root, check=True)
     run = build({"model.preset": "gpt2-124m", "budget.steps": 1, "budget.batch_tokens": 1024, "machine.device": "cpu",
                  "machine.precision": "fp32"})  # fmt: skip
-    found = dry_run(run, PRESETS["gpt2-124m"], 1)
+    found = dry_run(run, PRESETS["gpt2-124m"], 1, H100)
     assert found.total_bytes == pytest.approx(int(done.stdout), rel=0.1)
 
 
+def count_175b(layers: int, tensor: int, shards: int) -> int:
+    """Numbers of the first of `shards` x `tensor` processes: whole heads and columns, rows rounded up."""
+    width, vocabulary, context = 12_288, 50_304, 2_048
+
+    def rows(whole: int) -> int:
+        return -(-whole // shards)
+
+    attention = (rows(3 * width // tensor) + rows(width) // tensor) * width + rows(3 * width // tensor) + rows(width)
+    mlp = (rows(4 * width // tensor) + rows(width) * 4 // tensor) * width + rows(4 * width // tensor) + rows(width)
+    embeddings = (rows(vocabulary // tensor) + rows(context)) * width
+    return embeddings + layers * (attention + mlp + 4 * rows(width)) + 2 * rows(width)
+
+
+def test_gpt3_175b_on_1024_gpus_holds_what_theory_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of its 96 layers, which are alike; all of them take two minutes and give count_175b(96, 8, 128) * 4 bytes."""
+    words = ["gpt3-175b", "--gpus", "1024", "--tp", "8", "--shard", "zero3", "--json", "model.n_layer=2"]
+    assert main(["dryrun", *words]) == Exit.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count_175b(2, 8, 128)
+    assert 0 <= answer["optimizer_bytes"] - 8 * count_175b(2, 8, 128) < 1000  # step counts
+    assert (answer["readers"], answer["shard"], answer["tensor_parallel"]) == (128, "zero3", 8)
+    assert count_175b(96, 8, 128) * 4 == 682_975_488
+
+
+@pytest.mark.parametrize(("shard", "reduces"), [("none", 0), ("zero1", 1), ("zero3", 4)])
+def test_sharding_sends_what_it_should(shard: str, reduces: int) -> None:
+    """4 micro-batches on 4 processes; fp32, so that weights are gathered as they are. What DDP reduces once a step is
+    twice what a gathering or a scattering sends; ZeRO-3 does these for every micro-batch, blocks twice."""
+    found = dry_run(small_run(precision="fp32", micro_batch=1, shard=shard), SMALL, 4, H100)
+    whole = 4 * count_parameters(SMALL)
+    blocks = whole - 4 * (SMALL.padded_vocab_size + SMALL.seq_len + 2) * SMALL.d_model
+    once = whole * 3 // 4
+    assert found.micro_steps == 4
+    if shard == "none":
+        assert found.communication["allreduce"] == pytest.approx(2 * once, rel=1e-3)
+        assert found.parameter_bytes == whole
+        return
+    gathered = {"zero1": once, "zero3": 4 * (once + blocks * 3 // 4)}[shard]
+    assert found.communication["allgather"] == pytest.approx(gathered, rel=1e-2)
+    assert found.communication["reducescatter"] == pytest.approx(reduces * once, rel=1e-2)
+    assert found.parameter_bytes == pytest.approx(whole / 4, rel=1e-2)
+
+
 def test_recompute_and_smaller_micro_batches_hold_less() -> None:
-    plain = dry_run(small_run(micro_batch=8), SMALL, 1).activation_bytes
-    assert dry_run(small_run(micro_batch=8, recompute="block"), SMALL, 1).activation_bytes < 0.7 * plain
-    assert dry_run(small_run(micro_batch=4), SMALL, 1).activation_bytes < 0.6 * plain
+    plain = dry_run(small_run(micro_batch=8), SMALL, 1, H100).activation_bytes
+    assert dry_run(small_run(micro_batch=8, recompute="block"), SMALL, 1, H100).activation_bytes < 0.7 * plain
+    assert dry_run(small_run(micro_batch=4), SMALL, 1, H100).activation_bytes < 0.6 * plain
 
 
 def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +153,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpu", "h1000"], "unknown GPU 'h1000'"),
         (["gpt2-124m", "--gpus", "0"], "0 GPUs"),
         (["gpt2-124m", "--gpus", "7"], "does not divide among 7"),
+        (["gpt2-124m", "--shard", "zero9"], "machine.shard"),
+        (["gpt2-124m", "--gpus", "8", "--tp", "5"], "do not divide into groups of 5"),
         (["gpt2-124m", "machine.micro_batch=3"], "nearest that do: 1, 2, 4"),
         (["gpt2-125m"], "no recipe named 'gpt2-125m'"),
     ):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -143,7 +144,9 @@ def place_model(model: GPT, layout: Layout, device: Device, *, recompute: str = 
         model.to(device.place)
     mesh, shared = None, frozenset[str]()
     if not layout.is_whole:
-        mesh = init_device_mesh(device.place.type, (layout.replicas, layout.shards, layout.tensor), mesh_dim_names=AXES)
+        lengths = layout.replicas, layout.shards, layout.tensor
+        with unset_fake_temporarily():  # in a dry run weights are fake, the mesh is not
+            mesh = init_device_mesh(device.place.type, lengths, mesh_dim_names=AXES)
     if layout.tensor > 1:
         assert mesh is not None
         split_layers(model, mesh["tensor"], layout)

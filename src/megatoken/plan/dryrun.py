@@ -23,7 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatoken.config import Run, nearest_multiples
 from megatoken.device import Device
 from megatoken.errors import Exit, Fault
+from megatoken.model.count import state_bytes
 from megatoken.model.gpt import GPT
+from megatoken.parallel.layout import check_layout, choose_kind, lay_out
 from megatoken.parallel.ranks import Ranks
 from megatoken.parallel.topology import Topology
 from megatoken.plan.watch import Watch
@@ -62,19 +64,20 @@ class Estimate:
     seconds: float  # of this dry run
 
 
-def dry_run(run: Run, shape: Shape, processes: int) -> Estimate:
+def dry_run(run: Run, shape: Shape, processes: int, memory_bytes: float) -> Estimate:
     """One step of `run` on `processes`, of which only the first exists.
 
-    Raises Fault(CONFIG) when the batch does not divide.
+    memory_bytes: of one, which decides where `machine.shard` is left to auto. Raises Fault(CONFIG) when the batch, the
+    heads or the processes do not divide.
     """
     if processes < 1:
         raise Fault(Exit.CONFIG, f"{processes} GPUs", "--gpus", "give one or more")
     began = time.perf_counter()
     with fake_world(processes), FakeTensorMode(), Watch() as watch:
-        state, plan, device = build(run, shape, processes)
-        parameters = list(state.model.parameters())
+        state, plan, device = build(run, shape, processes, memory_bytes)
+        parameters = list(state.placement.kept.values())
         moments = [moment for kept in state.optimizer.state.values() for moment in kept.values()]
-        readers = state.ranks.topology.world_size
+        readers = state.layout.readers
         micro_steps = run.batch_seqs // readers // plan.micro_batch
         watch.count_gradients = lambda: count_local([p.grad for p in parameters if p.grad is not None])
         gradient_bytes, sent = trace(state, plan, device, watch, micro_steps)
@@ -88,8 +91,8 @@ def dry_run(run: Run, shape: Shape, processes: int) -> Estimate:
         communication_bytes_per_step=sent.total(),
         communication=dict(sent),
         processes=processes,
-        shard="none",
-        tensor_parallel=1,
+        shard=state.layout.kind,
+        tensor_parallel=state.layout.tensor,
         readers=readers,
         micro_batch=plan.micro_batch,
         micro_steps=micro_steps,
@@ -111,15 +114,21 @@ def fake_world(processes: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build(run: Run, shape: Shape, processes: int) -> tuple[State, Plan, Device]:
+def build(run: Run, shape: Shape, processes: int, memory_bytes: float) -> tuple[State, Plan, Device]:
     """What training would build in its first process, on fake tensors."""
     precision = "bf16" if run.machine.precision == "auto" else run.machine.precision
     device = Device(place=torch.device("cpu"), name="fake", precision=precision, peak_flops=0.0, peak_source="")
+    size = {"world_size": processes, "local_world_size": min(processes, MACHINE)}
+    tensor = run.machine.tensor_parallel
+    parameters = state_bytes(shape) // 12
+    kind = choose_kind(run.machine.shard, tensor, parameters, precision, int(memory_bytes), **size)
+    layout = lay_out(kind, tensor, **size)
+    check_layout(layout, shape)
     micro_batch = 1 if run.machine.micro_batch == "auto" else run.machine.micro_batch
-    check_batch(run.batch_seqs, processes, micro_batch)
+    check_batch(run.batch_seqs, layout.readers, micro_batch)
     model = GPT(shape, dropout=run.model.dropout)
     model.to = lambda _: model  # type: ignore[method-assign,assignment]  # it is there; fake tensors refuse to be moved
-    state = build_state(model, run, device)
+    state = build_state(model, run, device, layout)
     state.share(Ranks(Topology(world_size=processes)))
     kind = "cpu" if run.machine.device == "cpu" else "cuda"
     return state, build_plan(run, epoch_tokens=SOME_TOKENS, micro_batch=micro_batch, kind=kind), device
