@@ -39,6 +39,7 @@ soak: $(VENV)/.dev
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
+	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json
 
 # Speeds, side by side with what they are compared to; an hour on two cores. NANOGPT=CHECKOUT adds nanoGPT, whose example
 # data must be prepared, BUILD_NANOGPT=CHECKOUT build-nanogpt, and TEXT=FILE of tiny Shakespeare the race to its loss.
