@@ -26,18 +26,25 @@ from megatoken.hardware import cpu_count, find_compiler, free_memory_bytes, give
 from megatoken.parallel.launch import find_free_port
 from megatoken.parallel.topology import PORT, Topology, read_topology
 
-COLLECTIVE_SECONDS = 30.0
+COLLECTIVE_SECONDS = 30  # for two processes that have started to meet and sum
+START_SECONDS = 90  # for Python and torch to start on a busy machine
 LITTLE_DISK, LITTLE_MEMORY = 5e9, 2e9  # bytes: less does not hold a GPT-2 124M run
 SANE_YEAR = 2024
 OLDEST_TORCH = (2, 11)
 
-# What two processes say to each other: they sum their ranks + 1.
+# What two processes say to each other: they sum their ranks + 1. Printed: how long it took.
 TALK = """
-import torch, torch.distributed as dist
-from megatoken.parallel.ranks import join
+import sys, time, torch
+from megatoken.parallel import ranks
 from megatoken.parallel.topology import read_topology
-with join(read_topology(), "cpu") as ranks:
-    assert float(ranks.sum(torch.tensor(ranks.topology.rank + 1.0))) == 3.0
+ranks.JOIN_SECONDS, began = int(sys.argv[1]), time.monotonic()
+try:
+    with ranks.join(read_topology(), "cpu") as two:
+        total = float(two.sum(torch.tensor(two.topology.rank + 1.0)))
+        took = time.monotonic() - began
+except ranks.Fault as fault:
+    sys.exit(str(fault))
+print(f"{took:.1f}" if total == 3.0 else sys.exit(f"1 + 2 is {total}"))
 """
 
 
@@ -70,8 +77,12 @@ def examine(folder: Path) -> list[Finding]:
     for name, check in checks:
         try:
             findings.append(check())
+        except Fault as fault:
+            found, _, remedy = str(fault).rpartition(" — ")
+            findings.append(Finding(name=name, state="bad", found=found, remedy=remedy))
         except Exception as wrong:  # whatever a machine may answer
-            findings.append(Finding(name=name, state="bad", found=f"{type(wrong).__name__}: {wrong}"))
+            found, remedy = f"{type(wrong).__name__}: {wrong}", "not foreseen: the words are the system's own"
+            findings.append(Finding(name=name, state="bad", found=found, remedy=remedy))
     return findings
 
 
@@ -172,11 +183,11 @@ def check_port() -> Finding:
 
 def check_collective() -> Finding:
     """Two processes of this machine sum a number."""
-    port, began = find_free_port(), time.monotonic()
+    port, deadline = find_free_port(), time.monotonic() + START_SECONDS + COLLECTIVE_SECONDS
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", TALK],
-            stdout=subprocess.DEVNULL,
+            [sys.executable, "-c", TALK, str(COLLECTIVE_SECONDS)],
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=given_environment()
@@ -184,16 +195,18 @@ def check_collective() -> Finding:
         )
         for rank in range(2)
     ]
+    took = ""
     try:
         for process in processes:
-            _, said = process.communicate(timeout=max(0.1, COLLECTIVE_SECONDS - (time.monotonic() - began)))
+            took, said = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
             if process.returncode:
                 last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
-                remedy = "see that this host's own name resolves and that no firewall is on the loopback device"
+                remedy = "see that this host's own name resolves, and that no firewall is on the loopback device: "
+                remedy += "GLOO_SOCKET_IFNAME=lo names it"
                 return Finding(name="collective", state="bad", found=last, remedy=remedy)
     except subprocess.TimeoutExpired:
-        remedy = "a firewall or a wrong network device: try GLOO_SOCKET_IFNAME=lo"
-        found = f"two processes did not meet in {COLLECTIVE_SECONDS:.0f} s"
+        found = f"two processes said nothing in {START_SECONDS + COLLECTIVE_SECONDS:.0f} s"
+        remedy = "a machine too busy to start Python, or one that stops programs: try `python -c 'import torch'`"
         return Finding(name="collective", state="bad", found=found, remedy=remedy)
     finally:
         for process in processes:
@@ -201,6 +214,5 @@ def check_collective() -> Finding:
                 process.kill()
                 process.communicate()
     nccl = "; NCCL is there" if torch.distributed.is_nccl_available() else ""
-    return Finding(
-        name="collective", state="good", found=f"gloo, two processes, {time.monotonic() - began:.1f} s{nccl}"
-    )
+    found = f"two processes met by gloo and summed in {took.strip()} s{nccl}"
+    return Finding(name="collective", state="good", found=found)
