@@ -20,7 +20,7 @@ from megatoken.errors import Exit, Fault
 from megatoken.model.count import flops_per_token
 from megatoken.presets import PRESETS
 from megatoken.timing import Timing
-from tests.tiny import CPU, SHAPE
+from tests.tiny import CPU, LLAMA, SHAPE
 
 QUIET = Console(to_stderr=True)
 PEAKED = replace(CPU, peak_flops=1e12, peak_source="data sheet")
@@ -46,6 +46,14 @@ def test_a_size_is_one_micro_batch_of_a_real_step(workload: Workload) -> None:
     assert larger.plan.micro_batch == 4
     expected = build_workload(SHAPE, Machine(device="cpu", precision="fp32"), batch_seqs=4, micro_batch=4).step()
     assert larger.step() == expected
+
+
+def test_a_llama_is_measured_without_the_padding_of_its_two_embeddings() -> None:
+    shape = replace(LLAMA, tied=False, vocab_multiple=1)
+    work = build_workload(shape, Machine(device="cpu", precision="fp32"), batch_seqs=2, micro_batch=2)
+    model = work.state.model
+    assert len(model.tokens.weight) == len(model.unembedding) == 97
+    assert work.step().loss == pytest.approx(math.log(97), abs=0.1)
 
 
 def test_ends_before_the_system_would_swap(workload: Workload) -> None:

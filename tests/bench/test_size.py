@@ -138,6 +138,9 @@ def test_an_estimate_holds_state_activations_and_logits() -> None:
     per_layer = 8 * 32 + 2 * 64 + 2 * 16 / 2
     assert estimate_step_bytes(shape, 100, chunk=0) == weights + 4 * (2 * 100 * per_layer + 2 * 100 * 128)
     assert estimate_step_bytes(shape, 100, chunk=10) == weights + 4 * (2 * 100 * per_layer + 2 * 10 * 128)
+    gated = replace(shape, mlp="swiglu")
+    more = (state_bytes(gated) - state_bytes(shape)) * 4 / 3 + 4 * 2 * 100 * 2 * 64
+    assert estimate_step_bytes(gated, 100, chunk=0) - estimate_step_bytes(shape, 100, chunk=0) == pytest.approx(more)
 
 
 def test_copies_are_judged_by_their_size() -> None:

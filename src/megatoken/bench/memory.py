@@ -31,10 +31,11 @@ def find_free_bytes(device: Device) -> float:
 def estimate_step_bytes(shape: Shape, tokens: int, *, chunk: int) -> float:
     """What training on a micro-batch of `tokens` holds at its peak, in fp32.
 
-    Weights, two moments and the gradient; per layer and token eight rows of the width, two of the MLP and half a row
-    of attention weights a head; the logits of a chunk of tokens (0: of all) and their gradient.
+    Weights, two moments and the gradient; per layer and token eight rows of the width, two of the MLP (of a gated one
+    four) and half a row of attention weights a head; the logits of a chunk of tokens (0: of all) and their gradient.
     """
-    kept = 8 * shape.d_model + 2 * shape.d_ff + shape.n_head * shape.seq_len / 2
+    wide = 4 if shape.mlp == "swiglu" else 2
+    kept = 8 * shape.d_model + wide * shape.d_ff + shape.n_head * shape.seq_len / 2
     logits = min(tokens, chunk or tokens) * shape.padded_vocab_size
     return state_bytes(shape) * 4 / 3 + 4 * (shape.n_layer * tokens * kept + 2 * logits)
 
