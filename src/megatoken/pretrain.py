@@ -292,11 +292,11 @@ class Journey:
         self.console.say(f"step {self.state.step}: validation loss {held.loss:.4f} over {held.targets:,} tokens")
 
     def examine(self) -> None:
-        """Score the tasks, unless that is done already; a split model is put together on the first rank for it."""
+        """Score the tasks, unless that is done already; where layers are split, on the first rank, with whole ones."""
         if ("eval", self.state.step) in self.seen or not self.exams:
             return
-        whole = self.state.layout.is_whole
-        model, ranks = (self.state.model, self.state.ranks) if whole else (whole_model(self.state), Ranks(Topology()))
+        split = self.state.layout.tensor > 1
+        model, ranks = (whole_model(self.state), Ranks(Topology())) if split else (self.state.model, self.state.ranks)
         self.seen.add(("eval", self.state.step))
         if model is None:
             return

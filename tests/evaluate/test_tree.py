@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.evaluate.tree import Asked, build_tree, lay_out
+from megatoken.evaluate.tree import Asked, build_tree, put_in_rows
 
 CPU = torch.device("cpu")
 
@@ -32,10 +32,10 @@ def test_branches_do_not_see_each_other() -> None:
     assert tree.places.tolist() == [0, 1, 2, 1, 2]
     assert tree.ends.tolist() == [4, 2, 2, 4, 4]
     shorter = build_tree([ask([1, 2], 1)])
-    ids, layout = lay_out([tree, shorter], CPU)
+    ids, branches = put_in_rows([tree, shorter], CPU)
     assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 0, 0, 0, 0]]
-    assert layout.places_BT.tolist() == [[0, 1, 2, 1, 2], [0, 0, 0, 0, 0]]
-    sees = layout.sees_BTT.int().tolist()
+    assert branches.places_BT.tolist() == [[0, 1, 2, 1, 2], [0, 0, 0, 0, 0]]
+    sees = branches.sees_BTT.int().tolist()
     assert sees[0] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
     assert sees[1] == torch.eye(5).int().tolist()  # what fills up sees itself, so that no row is empty
 
@@ -44,7 +44,7 @@ def test_branches_do_not_see_each_other() -> None:
 @given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=1, max_size=6), st.integers(1, 6))
 def test_every_branch_is_its_sequence(sequences: list[list[int]], count: int) -> None:
     tree = build_tree([ask(ids, min(count, len(ids) - 1)) for ids in sequences])
-    sees = lay_out([tree], CPU)[1].sees_BTT[0].numpy()
+    sees = put_in_rows([tree], CPU)[1].sees_BTT[0].numpy()
     for number, ids in enumerate(sequences):
         asked = min(count, len(ids) - 1)
         nodes = tree.after[tree.askers == number]

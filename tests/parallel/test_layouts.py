@@ -24,6 +24,8 @@ from megatoken.checkpoint.save import Save, save_state
 from megatoken.checkpoint.store import verify
 from megatoken.checkpoint.tensors import MOMENTS, WEIGHTS, Reader
 from megatoken.evaluate.loss import held_out_loss
+from megatoken.evaluate.score import score_trees
+from megatoken.evaluate.tree import Asked, build_tree
 from megatoken.model.gpt import GPT, draw_weights
 from megatoken.parallel.layout import Layout, count_held, lay_out
 from megatoken.parallel.ranks import Ranks
@@ -101,6 +103,14 @@ def score(state: State, count: int) -> list[float]:
     return [held.loss, held.targets, held.text_bytes]
 
 
+def ask(state: State) -> list[float]:
+    """Log-likelihoods of the branches of five questions: one batch, so most ranks have none of their own."""
+    rows = np.random.default_rng(6).integers(0, 97, (5, 3, 12))
+    rows[:, :, :4] = rows[:, :1, :4]
+    trees = [build_tree([Asked(ids, 6) for ids in question]) for question in rows]
+    return [float(x) for sums in score_trees(state.model, trees, CPU, state.ranks) for x in sums.log_p]
+
+
 def train(state: State, steps: int) -> list[float]:
     plan = halved(state.layout)
     return [train_step(state, plan, CPU, *batch(state.step, state.layout)).loss for _ in range(steps)]
@@ -120,6 +130,7 @@ def examine(name: str, layout: Layout, ranks: Ranks, folder: Path) -> dict[str, 
     state.optimizer.zero_grad()
     found = {"loss": float(loss), "gradient_error": wrong, "norm": norm}
     found |= {"curve": train(state, STEPS), "val": score(state, 7), "val of one window": score(state, 1)}
+    found |= {"asked": ask(state)} if layout.tensor == 1 else {}
     model = whole_model(state)
     if model is not None:
         torch.save(dict(model.named_parameters()), folder / f"{name}.pt")
@@ -228,7 +239,7 @@ def train_alone(shape: Shape, gradients: Path) -> dict[str, Any]:
     norm = float(state.placement.find_norm(ranks))
     state.optimizer.zero_grad()
     found: dict[str, Any] = {"loss": float(loss), "norm": norm, "curve": train(state, STEPS), "val": score(state, 7)}
-    found |= {"val of one window": score(state, 1)}
+    found |= {"val of one window": score(state, 1), "asked": ask(state)}
     found |= {"weights": {name: each.detach().clone() for name, each in kept.items()}}
     return found | {"on": train(state, 3)}
 
@@ -243,6 +254,7 @@ def test_a_layout_computes_the_plain_model(name: str, plain: Found) -> None:
         assert found["norm"] == pytest.approx(wanted["norm"], rel=1e-6)
         assert found["curve"] == pytest.approx(wanted["curve"], rel=1e-6)
         assert found["curve"] == ranks[0]["curve"]
+        assert found.get("asked", wanted["asked"]) == pytest.approx(wanted["asked"], rel=1e-5)
         for windows in ("val", "val of one window"):
             assert found[windows][0] == pytest.approx(wanted[windows][0], rel=1e-6)
             assert found[windows][1:] == wanted[windows][1:]

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.device import Device
-from megatoken.evaluate.tree import Ints, Tree, lay_out
+from megatoken.evaluate.tree import Ints, Tree, put_in_rows
 from megatoken.model.gpt import GPT
 from megatoken.parallel.ranks import Ranks
+from megatoken.parallel.tensor import gather_unembedding
 from megatoken.train.state import LOSS_CHUNK
 
 BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # of one forward, with what fills up
@@ -60,8 +61,7 @@ def score_trees(model: GPT, trees: Sequence[Tree], device: Device, ranks: Ranks,
                 np.add.at(found[0], slots, log_p)
                 np.add.at(found[1], slots, missed)
     model.train(was_training)
-    precise = torch.float32 if device.place.type == "mps" else torch.float64
-    log_p, misses = ranks.sum(torch.from_numpy(found).to(device.place, precise)).cpu().numpy()
+    log_p, misses = ranks.sum(torch.from_numpy(found).to(device.place, device.widest)).cpu().numpy()
     return [
         Sums(log_p[first : first + len(count)], count, misses[first : first + len(count)] == 0)
         for first, count in zip(firsts, counts, strict=False)
@@ -95,7 +95,7 @@ def _score_batch(
     model: GPT, trees: Sequence[Tree], device: Device, greedy: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Log-probability of every id that the trees ask for, one tree after another, and whether another was likelier."""
-    ids_BT, layout = lay_out(trees, device.place)
+    ids_BT, branches = put_in_rows(trees, device.place)
     T = ids_BT.shape[1]
     after = np.concatenate([row * T + tree.after for row, tree in enumerate(trees)])
     nodes_U, rows = np.unique(after, return_inverse=True)
@@ -104,12 +104,12 @@ def _score_batch(
     targets = torch.from_numpy(np.concatenate([tree.targets for tree in trees])[order]).to(device.place)
     log_p, missed = [], []
     with device.autocast():
-        hidden_UC = model(ids_BT, layout=layout).flatten(0, 1)[torch.from_numpy(nodes_U).to(device.place)]
-        chunk = LOSS_CHUNK[device.place.type]
+        hidden_UC = model(ids_BT, branches=branches).flatten(0, 1)[torch.from_numpy(nodes_U).to(device.place)]
+        weight_VC, chunk = gather_unembedding(model.unembedding), LOSS_CHUNK[device.place.type]
         for start in range(0, len(nodes_U), chunk):
             first, last = np.searchsorted(rows, [start, start + chunk])
             some = torch.from_numpy(rows[first:last] - start).to(device.place)
-            log_p_UV = log_softmax(F.linear(hidden_UC[start : start + chunk], model.unembedding), model)
+            log_p_UV = log_softmax(F.linear(hidden_UC[start : start + chunk], weight_VC), model)
             log_p.append(log_p_UV[some, targets[first:last]])
             best_R = log_p_UV.argmax(-1)[some] if greedy else targets[first:last]
             missed.append(best_R != targets[first:last])

@@ -1,7 +1,7 @@
 """Token sequences that begin alike as one tree, so that a model computes what they share once.
 
 In: the sequences of one question, each with how many of its last ids are asked for. Out: a Tree, whose nodes are ids
-in the order of a walk from the root, and a Layout of several trees for the model. The choices of a question share
+in the order of a walk from the root, and several trees as rows for the model. The choices of a question share
 their context, and often the first words of the answer; equal choices get equal scores to the bit.
 
 Shapes: B trees of a batch, T nodes of a tree, R ids asked for.
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatoken.model.gpt import Layout
+from megatoken.model.gpt import Branches
 
 Ints = NDArray[np.int64]
 
@@ -79,7 +79,7 @@ def _count_shared(a: Ints, b: Ints) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def lay_out(trees: Sequence[Tree], place: torch.device) -> tuple[Tensor, Layout]:
+def put_in_rows(trees: Sequence[Tree], place: torch.device) -> tuple[Tensor, Branches]:
     """Ids (B, T) of trees as rows, filled up to the longest, and what each node is and sees: its way to the root."""
     longest = max(map(len, trees))
     ids_BT, places_BT = np.zeros((2, len(trees), longest), np.int64)
@@ -90,4 +90,4 @@ def lay_out(trees: Sequence[Tree], place: torch.device) -> tuple[Tensor, Layout]
     ids, places, ends = (torch.from_numpy(rows).to(place) for rows in (ids_BT, places_BT, ends_BT))
     nodes_T = torch.arange(longest, device=place)
     sees_BTT = (nodes_T[None, None, :] <= nodes_T[None, :, None]) & (nodes_T[None, :, None] <= ends[:, None, :])
-    return ids, Layout(places_BT=places, sees_BTT=sees_BTT)
+    return ids, Branches(places_BT=places, sees_BTT=sees_BTT)

@@ -53,7 +53,7 @@ class Cache(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Branches:
     """Rows that are not one sequence each: where every token stands, and which tokens of its row each attends to."""
 
     places_BT: Tensor
@@ -98,16 +98,16 @@ class Attention(nn.Module):
         self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
 
     def forward(
-        self, x_BTC: Tensor, cache: Cache | None = None, turns: Turns | None = None, layout: Layout | None = None
+        self, x_BTC: Tensor, cache: Cache | None = None, turns: Turns | None = None, branches: Branches | None = None
     ) -> Tensor:
         B, T, _ = x_BTC.shape
         q, k, v = self.qkv(x_BTC).view(B, T, -1, self.d_head).split_with_sizes(self.heads, dim=2)
         if turns is not None:
             q, k = turn(q, turns), turn(k, turns)
         q, k, v = (part_BTHD.transpose(1, 2) for part_BTHD in (q, k, v))
-        if layout is not None:
+        if branches is not None:
             grouped = k.shape[1] != q.shape[1]
-            y_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.sees_BTT[:, None], enable_gqa=grouped)
+            y_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=branches.sees_BTT[:, None], enable_gqa=grouped)
         elif cache is not None:
             y_BHTD = self._attend_to_cache(q, k, v, cache)
         else:
@@ -179,11 +179,11 @@ class Block(nn.Module):
         update_BTC: Tensor | None = None,
         cache: Cache | None = None,
         turns: Turns | None = None,
-        layout: Layout | None = None,
+        branches: Branches | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stream, and this block's last update of it: the norm that reads the sum next adds it."""
         x_BTC, h_BTC = self.norm1(x_BTC, update_BTC)
-        x_BTC, h_BTC = self.norm2(x_BTC, self.drop(self.attention(h_BTC, cache, turns, layout)))
+        x_BTC, h_BTC = self.norm2(x_BTC, self.drop(self.attention(h_BTC, cache, turns, branches)))
         return x_BTC, self.drop(self.mlp(h_BTC))
 
 
@@ -202,15 +202,15 @@ class GPT(nn.Module):
         self.norm = Norm(shape)
         self.head = None if shape.tied else nn.Linear(shape.d_model, shape.padded_vocab_size, bias=False)
 
-    def forward(self, ids_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
+    def forward(self, ids_BT: Tensor, cache: Cache | None = None, branches: Branches | None = None) -> Tensor:
         """Hidden states (B, T, C) of `ids_BT` (int64), which follow whatever `cache` holds and are added to it.
 
-        layout: for rows that are not one sequence each; without a cache, and nothing is dropped in attention.
+        branches: for rows that are not one sequence each; without a cache, and nothing is dropped in attention.
         """
         past = cache.length if cache is not None else 0
         places = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
-        if layout is not None:
-            places = layout.places_BT
+        if branches is not None:
+            places = branches.places_BT
         turns = make_turns(self.shape, places)
         x_BTC = self.tokens(ids_BT)
         if self.positions is not None:
@@ -221,7 +221,7 @@ class GPT(nn.Module):
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
                 x_BTC, update_BTC = checkpoint(block, x_BTC, update_BTC, None, turns, use_reentrant=False)
             else:
-                x_BTC, update_BTC = block(x_BTC, update_BTC, cache, turns, layout)
+                x_BTC, update_BTC = block(x_BTC, update_BTC, cache, turns, branches)
         if cache is not None:
             cache.length += ids_BT.shape[1]
         return self.norm(x_BTC, update_BTC)[1]  # type: ignore[no-any-return]
