@@ -190,7 +190,7 @@ def _add_sample(add: Callable[..., Parser]) -> None:
 
 def _add_eval(add: Callable[..., Parser]) -> None:
     p = add("eval", "score a model in tasks, or its loss on any shards or text (docs/evaluation.md)")
-    p.add_argument("model", metavar="RUN_OR_HF_DIR", help="run folder, checkpoint, Hugging Face folder or hub name")
+    p.add_argument("model", metavar="MODEL", help="run folder, checkpoint, or anything else that `sample` takes")
     p.add_argument("--tasks", metavar="NAMES", help=f"a list such as hellaswag,piqa of {', '.join(TASKS)}")
     p.add_argument("--data", type=Path, metavar="PATH", help="with --tasks: their examples (.jsonl, .json, .parquet), "
                    "a file, or a folder with TASK.jsonl (default: the Hugging Face hub); alone: shards, or text of any "
