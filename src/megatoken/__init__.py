@@ -26,7 +26,7 @@ STAGES = (
     "checkpoint",  # commit protocol, restore
     "evaluate",  # held-out loss; multiple-choice tasks
     "sample",  # key/value cache, decoding
-    "interop",  # Hugging Face folders
+    "interop",  # other programs' models and recipes
     "plot",  # curves and pictures from metrics.jsonl
     "verify",  # every hash of a folder, recomputed
     "progress",  # the bar of prepare

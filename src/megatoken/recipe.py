@@ -21,7 +21,14 @@ from megatoken.presets import PRESETS
 
 VERSION = 1
 SHIPPED = Path(__file__).parent / "recipes"
-LARGEST_BYTES = 1 << 20
+LARGEST_BYTES, DEEPEST = 1 << 20, 20
+OPENING = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 # Setting one of these in a later layer replaces what an earlier layer said of the others.
 # Compared by what they stand for (dataset fingerprint, sizes), so that a moved folder or a renamed preset may go on.
 BY_CONTENT = ("data.path", "model.preset", "model.init")
@@ -148,7 +155,12 @@ def read_recipe(path: Path) -> list[Assignment]:
         if path.stat().st_size > LARGEST_BYTES:
             raise Fault(Exit.CONFIG, "recipe is larger than 1 MiB", str(path), "is this the right file?")
         text = path.read_text(encoding="utf-8")
-        for token in yaml.scan(text):
+        for token, depth in _measure_depth(yaml.scan(text)):
+            if depth > DEEPEST:  # the scanner's time grows with the square of it
+                where = f"{path}:{token.start_mark.line + 1}"
+                raise Fault(
+                    Exit.CONFIG, "a recipe has sections and fields, not deeper", where, "see `megatoken config`"
+                )
             if isinstance(token, yaml.AliasToken | yaml.AnchorToken | yaml.TagToken):
                 where = f"{path}:{token.start_mark.line + 1}"
                 raise Fault(Exit.CONFIG, "YAML tags, anchors and aliases are not read", where, "write the value out")
@@ -167,6 +179,17 @@ def read_recipe(path: Path) -> list[Assignment]:
             raise Fault(Exit.CONFIG, f"key '{a.key}' is given twice", a.where, f"first given at {seen[a.key]}")
         seen[a.key] = a.where
     return [a for a in assignments if a.key != "version" or _check_version(a)]
+
+
+def _measure_depth(tokens: Iterator[yaml.Token]) -> Iterator[tuple[yaml.Token, int]]:
+    """Each token, and how many brackets, braces and blocks are open after it."""
+    depth = 0
+    for token in tokens:
+        if isinstance(token, OPENING):
+            depth += 1
+        elif isinstance(token, CLOSING):
+            depth -= 1
+        yield token, depth
 
 
 def _check_version(assignment: Assignment) -> Literal[False]:

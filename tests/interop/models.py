@@ -1,18 +1,17 @@
 """Small models in which nothing can be mixed up unseen: every parameter, biases and norms too, is drawn."""
 
-import shutil
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from megatoken.checkpoint.store import commit
+from megatoken.checkpoint.save import save_state
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.interop.llmc_checkpoint import write_checkpoint
 from megatoken.model.gpt import GPT, initialize
 from megatoken.presets import Shape
+from megatoken.train.state import build_state
+from tests.tiny import CPU, tiny_run
 
 BYTES = 257  # ids of the tokenizer of bytes: not a multiple of anything that kernels like
 SHAPE = Shape(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=BYTES, seq_len=24)
@@ -66,13 +65,12 @@ def save_llmc(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> P
 
 def save_run(folder: Path, model: GPT) -> Path:
     """A checkpoint of a run that never was: the model, its shape, the tokenizer of bytes."""
-    folder.mkdir(parents=True)
     byte_tokenizer().save(folder / "tokenizer")
     (folder / "config.yaml").touch()
-    files = {"model.safetensors": lambda path: save_file(model.state_dict(), path)}
-    for source in (folder / "tokenizer").iterdir():
-        files[f"tokenizer/{source.name}"] = partial(shutil.copyfile, source)
-    return commit(folder / "checkpoints", 1, files, meta={"shape": asdict(model.shape)}, needed_bytes=0)
+    state = build_state(model, tiny_run(), CPU)
+    return save_state(
+        folder / "checkpoints", state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={}
+    )
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

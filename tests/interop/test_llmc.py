@@ -43,6 +43,7 @@ def test_the_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.Mo
         "machine.tf32": "True",
         "machine.micro_batch": "64",
         "machine.recompute": "gelu",
+        "machine.shard": "zero1",
         "save.every": "5000steps",
         "save.keep_every": "5000steps",
         "evaluate.every": "250steps",
@@ -130,6 +131,7 @@ def test_other_commands(words: str, expected: dict[str, object]) -> None:
         ("-e d12 -sl 3.0", "skipping outliers is not offered here"),
         ("-e d12 -w 0", "training without fp32 weights is not offered"),
         ("-e d12 -r 3", "-r is 3"),
+        ("-e d12 -z 4", "-z is 4"),
         ("-e d12 -i a/x_train.bin -j b/x_val.bin", "lie in two folders"),
         ("-e d12 -i a/one.bin -j a/two.bin", r"two\.bin does not tell which split it is"),
         ("-e absent.bin", r"cannot read llm\.c's checkpoint: No such file or directory — absent\.bin"),
@@ -170,7 +172,7 @@ def test_it_is_shown_and_trains_from_llmcs_own_files(tmp_path: Path, capsys: pyt
     name = save_llmc(tmp_path / "first", draw_model())
     flags = (
         f"-i {tmp_path}/data/b_train_*.bin -j {tmp_path}/data/b_val_*.bin -e {name} -o {tmp_path}/run -b 4 -t 24 "
-        "-d 192 -x 3 -u 1 -l 0.001 -v 2 -m 2 -s 0"
+        "-d 192 -x 3 -u 1 -l 0.001 -v 2 -m 2 -s 0 -z 1"
     )
     own = [f"data.tokenizer={name.parent}", *UNCHOSEN]
     assert main(["config", "--llmc", flags, *own]) == Exit.DONE

@@ -81,7 +81,8 @@ def test_the_reference_file_field_by_field(config: Path) -> None:
     }
     assert resolved.origins["budget.batch_tokens"] == f"{config}:7, {config}:5, {config}:6"
     assert resolved.origins["optim.warmup"] == "nanoGPT's warmup_iters"
-    assert (resolved.name, told.out) == ("nanogpt-train_gpt2", Path("out"))
+    assert (resolved.name, told.out) == ("nanogpt-train_gpt2", None)
+    assert translate_nanogpt(f"{config} --out_dir=there").out == Path("there")
     assert any("wandb_log, wandb_run_name" in note for note in told.notes)
 
 

@@ -1,1 +1,1 @@
-"""Doors to other tools: weights by name, Hugging Face folders in."""
+"""Doors to other tools: weights by name, other programs' forms in and out, their recipes told as ours."""

@@ -93,7 +93,7 @@ def _export_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> Pr
     write_hf(folder, model, tokenizer, dtype)
     difference = prove_equal(folder, model, tokenizer)
     if difference is None:
-        return Proof(False, "NOT VERIFIED, because transformers is not installed (pip install transformers)")
+        return Proof(False, "NOT VERIFIED, because transformers is not installed (pip install megatoken[hf])")
     return Proof(True, f"reloaded in transformers, logits equal to {difference:.1e} of the largest", difference)
 
 

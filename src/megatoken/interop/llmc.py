@@ -311,6 +311,11 @@ def _tell_machine(words: Words, told: Translation) -> None:
     if recompute not in (0, 1, 2):
         raise Fault(Exit.CONFIG, f"-r is {recompute}", words.where("-r"), "0, 1 or 2")
     told.set("machine.recompute", "gelu" if recompute else "none", words.where("-r"))
+    if words.given("-z"):
+        stages = ("none", "zero1", "zero2", "zero3")
+        if words.integer("-z") not in range(len(stages)):
+            raise Fault(Exit.CONFIG, f"-z is {words.integer('-z')}", words.where("-z"), "0, 1, 2 or 3")
+        told.set("machine.shard", stages[words.integer("-z")], words.where("-z"))
     if recompute == 2:
         told.note("norms are not computed again in the backward, only GELU is: more memory, same numbers")
     told.set("machine.tf32", "true" if words.integer("-f") else "false", words.where("-f"))

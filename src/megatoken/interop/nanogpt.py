@@ -110,7 +110,9 @@ def translate_nanogpt(command: str) -> Translation:
     Raises Fault(CONFIG) naming file:line for what nanoGPT would refuse, and for what cannot be told here.
     """
     config = _read_words(command)
-    told = Translation(name=f"nanogpt-{config.file.stem if config.file else 'train'}", out=Path(config.get("out_dir")))
+    told = Translation(name=f"nanogpt-{config.file.stem if config.file else 'train'}")
+    if config.given("out_dir"):  # its default, `out`, may hold a ckpt.pt already
+        told.out = Path(config.get("out_dir"))
     if config.get("eval_only"):
         raise Fault(Exit.CONFIG, "eval_only trains nothing", config.where("eval_only"), "use megatoken eval")
     _tell_model(config, told)
