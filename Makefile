@@ -38,6 +38,7 @@ soak: $(VENV)/.dev
 	$(RECORD) commit-soak -- $(BIN)python tests/soak/commit_soak.py
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
+	$(RECORD) ranks-kills -- $(BIN)python -m tests.soak.ranks_soak kills
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json
 
@@ -62,6 +63,9 @@ bench: $(VENV)/.dev
 	$(BENCH) loader --out records
 	$(BENCH) prepare --out records
 	$(BENCH) generate --out records
+	$(RECORD) ranks-race -- $(BIN)python -m tests.soak.ranks_race
+	$(RECORD) ranks-overlap -- $(BIN)python -m tests.soak.ranks_soak overlap
+	$(RECORD) ranks-curves -- $(BIN)python -m tests.soak.ranks_soak curves
 	$(if $(NANOGPT),$(if $(TEXT),$(RECORD) character-race -- $(BIN)python -m tests.soak.character_race --nanogpt $(NANOGPT) --text $(TEXT)))
 
 # HellaSwag beside lm-evaluation-harness, choice by choice and in examples a second: HELLASWAG=FILE.jsonl, TEXT=FILE to

@@ -39,6 +39,7 @@ LAZY_COMMANDS = {
     "megatoken.harness",
     "megatoken.interop.foreign",
     "megatoken.interop.export",
+    "megatoken.checkpoint.consolidate",
     "megatoken.verify",
     "megatoken.plot",
     "megatoken.bench.program",

@@ -277,6 +277,16 @@ def run_export(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     return Exit.DONE, export(options.model, options.to, options.out, options.dtype, console)
 
 
+def run_consolidate(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
+    """consolidate: a checkpoint of many files, in one file a kind."""
+    from megatoken.checkpoint.consolidate import consolidate
+
+    console = Console(to_stderr=options.json)
+    folder = consolidate(options.source, options.out, console.warn)
+    console.say(f"written: {folder}")
+    return Exit.DONE, {"folder": str(folder)}
+
+
 def run_bench(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """bench: one measurement; its JSON line comes last on stdout, asked for or not."""
     from megatoken.bench.program import measure
@@ -324,6 +334,7 @@ CALLS: dict[str, Call] = {
     "sample": run_sample,
     "eval": run_eval,
     "export": run_export,
+    "consolidate": run_consolidate,
     "bench": run_bench,
     "verify": run_verify,
     "plot": run_plot,

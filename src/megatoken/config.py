@@ -237,6 +237,8 @@ def find_conflicts(run: Run) -> Iterator[tuple[str, str, str]]:
         yield "machine.linear", what, "set machine.compile=off, or machine.linear=auto"
     if run.machine.tensor_parallel > 1 and run.machine.linear in ("numpy", "onednn"):
         yield "machine.linear", f"{run.machine.linear} cannot multiply split weights", "use auto, or no tensor_parallel"
+    if run.machine.tensor_parallel > 1 and run.machine.recompute == "gelu":
+        yield "machine.recompute", "the wide output is split by tensor_parallel already", "use none or block"
     if run.machine.shard not in ("auto", "none") and run.machine.mixed == "masters":
         yield "machine.mixed", "sharded weights are masters already, gathered in low precision", "use auto"
     try:

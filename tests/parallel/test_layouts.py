@@ -16,13 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatoken.checkpoint.restore import restore_state
+from megatoken.checkpoint.consolidate import consolidate
+from megatoken.checkpoint.restore import load_checkpoint_model, restore_state
 from megatoken.checkpoint.save import Save, save_state
 from megatoken.checkpoint.store import verify
 from megatoken.checkpoint.tensors import MOMENTS, WEIGHTS, Reader
+from megatoken.device import Device
 from megatoken.evaluate.loss import held_out_loss
 from megatoken.evaluate.score import score_trees
 from megatoken.evaluate.tree import Asked, build_tree
@@ -38,6 +41,7 @@ from tests.tiny import CPU, tiny_plan, tiny_run
 WORLD, STEPS, ROWS = 4, 20, 24
 SHAPE = Shape(n_layer=2, n_head=4, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
 LLAMA = replace(SHAPE, n_kv_head=2, norm="rmsnorm", positions="rotary", mlp="swiglu", bias=False, tied=False, d_ff=48)
+BF16 = replace(CPU, precision="bf16")
 LARGER = replace(SHAPE, n_layer=4, d_model=128, d_ff=512)  # next to whose matrices vectors are small
 Found = tuple[Path, dict[str, dict[str, Any]]]
 # kind, tensor neighbours, processes a machine; of a GPT-2 unless it says otherwise
@@ -51,6 +55,7 @@ LAYOUTS = {
     "zero3 x tensor": ("zero3", 2, 4),
     "llama, zero3 x tensor": ("zero3", 2, 4),
 }
+WEIGHED = ("zero1", "zero2", "zero3", "tensor", "zero3 x tensor")
 RESUMES = {"3 x zero3": (3, "zero3", 1), "2 x zero1": (2, "zero1", 1), "2 x ddp": (2, "none", 1),
            "2 x tensor": (2, "none", 2), "alone": (1, "none", 1)}  # fmt: skip
 
@@ -81,10 +86,12 @@ def shape_of(name: str) -> Shape:
     return LLAMA if "llama" in name else SHAPE
 
 
-def build(layout: Layout, ranks: Ranks, shape: Shape = SHAPE) -> State:
+def build(layout: Layout, ranks: Ranks, shape: Shape = SHAPE, device: Device = CPU) -> State:
     with torch.device("cpu" if layout.is_whole else "meta"):
         model = GPT(shape)
-    state = build_state(model, tiny_run(), CPU, layout)
+    both = layout.shards > 1 and layout.tensor > 1
+    run = tiny_run(machine__recompute="block" if both else "none")
+    state = build_state(model, run, device, layout)
     state.placement.fill(draw_weights(model, 1))
     state.share(ranks)
     return state
@@ -111,9 +118,9 @@ def ask(state: State) -> list[float]:
     return [float(x) for sums in score_trees(state.model, trees, CPU, state.ranks) for x in sums.log_p]
 
 
-def train(state: State, steps: int) -> list[float]:
+def train(state: State, steps: int, device: Device = CPU) -> list[float]:
     plan = halved(state.layout)
-    return [train_step(state, plan, CPU, *batch(state.step, state.layout)).loss for _ in range(steps)]
+    return [train_step(state, plan, device, *batch(state.step, state.layout)).loss for _ in range(steps)]
 
 
 def examine(name: str, layout: Layout, ranks: Ranks, folder: Path) -> dict[str, object]:
@@ -160,7 +167,7 @@ def weigh(layout: Layout, ranks: Ranks) -> dict[str, int]:
     forward = state.forward
 
     def watch(ids: Tensor) -> Tensor:
-        seen.append(live_bytes() - before)
+        seen.append(live_bytes() - before if len(seen) else 0)
         return forward(ids)
 
     state.forward = watch
@@ -183,15 +190,33 @@ def work(rank: int, where: str) -> None:
     for name, (kind, tensor, local) in LAYOUTS.items():
         layout = lay_out(kind, tensor, rank=rank, world_size=WORLD, local_world_size=local)
         found[name] = examine(name, layout, ranks, folder)
-        if "llama" not in name:
+        if name in WEIGHED:
             found[name] |= weigh(layout, ranks)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     train_in_order(lay_out("none", 1, rank=rank, world_size=WORLD), ranks, folder)
+    train_grid(ranks, folder)
+    low = lay_out("zero3", 1, rank=rank, world_size=WORLD)
+    (folder / "bf16.json").write_text(json.dumps(train(build(low, ranks, device=BF16), 3, BF16)))
     ranks.wait()
     dist.destroy_process_group()
     for name, (world, kind, tensor) in RESUMES.items():
         if rank < world:
             resume(name, lay_out(kind, tensor, rank=rank, world_size=world, local_world_size=world), world, folder)
+
+
+def train_grid(ranks: Ranks, folder: Path) -> None:
+    """Five steps on 48 sequences, in micro-batches of 1, 2 and 4."""
+    world, rank = ranks.topology.world_size, ranks.topology.rank
+    layout = lay_out("none", 1, rank=rank, world_size=world)
+    mine = slice(rank * 48 // world, (rank + 1) * 48 // world)
+    curves = {}
+    for micro_batch in (1, 2, 4):
+        state, plan = build(layout, ranks), tiny_plan(micro_batch, optim__lr=1e-3)
+        batches = [batch(step, Layout()) for step in range(10)]
+        rows = [[torch.cat(parts)[mine] for parts in zip(*batches[i : i + 2], strict=True)] for i in range(0, 10, 2)]
+        curves[micro_batch] = [train_step(state, plan, CPU, *row).loss for row in rows]
+    if ranks.topology.is_first:
+        (folder / f"grid {world}.json").write_text(json.dumps(curves))
 
 
 def train_in_order(layout: Layout, ranks: Ranks, folder: Path) -> None:
@@ -213,6 +238,8 @@ def resume(name: str, layout: Layout, world: int, folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(curve))
     if layout.is_whole:
         train_in_order(layout, ranks, folder)
+    if name not in ("2 x zero1", "2 x tensor"):
+        train_grid(ranks, folder)
     ranks.wait()
     dist.destroy_process_group()
 
@@ -266,7 +293,7 @@ def test_a_layout_computes_the_plain_model(name: str, plain: Found) -> None:
         torch.testing.assert_close(weights[parameter], tensor, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "llama" not in name])
+@pytest.mark.parametrize("name", WEIGHED)
 def test_a_rank_holds_what_the_arithmetic_says(name: str, plain: Found) -> None:
     folder, _ = plain
     for rank in range(WORLD):
@@ -295,6 +322,29 @@ def test_what_a_layout_saves_is_what_it_held(name: str, plain: Found) -> None:
         assert files == parts
 
 
+def test_low_precision_is_gathered_as_masters_are_rounded(plain: Found) -> None:
+    state = build(Layout(), Ranks(Topology()), device=BF16)
+    state.hold_masters(torch.bfloat16)
+    found = json.loads((plain[0] / "bf16.json").read_text())
+    assert found == pytest.approx(train(state, 3, BF16), rel=1e-4)
+
+
+def test_parts_become_one_file(plain: Found, tmp_path: Path) -> None:
+    folder, _ = plain
+    split = folder / "zero3 x tensor" / f"step-{STEPS:08d}"
+    whole = consolidate(split, tmp_path, pytest.fail)
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "config.yaml", "manifest.json", "model.safetensors", "optimizer.safetensors", "tokenizer",
+    ]  # fmt: skip
+    weights = load_file(whole / "model.safetensors")
+    model = load_checkpoint_model(split, verify(split))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+    moments, parts = load_file(whole / "optimizer.safetensors"), Reader(split, verify(split), MOMENTS)
+    assert all(torch.equal(moments[name], parts.read(name)) for name in parts.sizes)
+    assert verify(whole).meta == verify(split).meta
+
+
 @pytest.mark.parametrize("name", RESUMES)
 def test_four_shards_resume_anywhere(name: str, plain: Found) -> None:
     folder, wanted = plain[0], plain[1]["gpt2"]
@@ -305,6 +355,14 @@ def test_four_shards_resume_anywhere(name: str, plain: Found) -> None:
         for tensor in first.sizes:
             assert torch.equal(first.read(tensor), second.read(tensor)), tensor
     assert json.loads((folder / f"{name}.json").read_text()) == pytest.approx(wanted["on"], rel=1e-6)
+
+
+def test_ranks_and_micro_batches_do_not_show(plain: Found) -> None:
+    folder, _ = plain
+    grid = {world: json.loads((folder / f"grid {world}.json").read_text()) for world in (1, 2, 3, 4)}
+    for world, curves in grid.items():
+        for micro_batch, curve in curves.items():
+            assert curve == pytest.approx(grid[1]["4"], rel=1e-6), (world, micro_batch)
 
 
 def test_sums_in_order_are_the_same_bits_on_1_2_and_4_ranks(plain: Found) -> None:

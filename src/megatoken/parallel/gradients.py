@@ -92,7 +92,10 @@ def collect_gradient(worker: Tensor, kept: Tensor) -> None:
     they are the same."""
     if worker is kept or worker.grad is None:
         return
-    gradient = worker.grad.to_local() if isinstance(worker.grad, DTensor) else worker.grad
+    gradient = worker.grad
+    if isinstance(worker, DTensor) and isinstance(gradient, DTensor):
+        # Split as its weight is: some operations leave every neighbour with a share of the whole.
+        gradient = gradient.redistribute(placements=worker.placements).to_local()
     if kept.grad is None:
         kept.grad = gradient.to(kept.dtype)
     else:

@@ -1,0 +1,164 @@
+"""Several processes, watched: `python -m tests.soak.ranks_soak overlap|curves|kills`. Each ends in one JSON line.
+
+overlap [--trace FILE]   gradients travel while others are still made: a chrome trace of a step on two processes
+curves [--out FILE]      1, 2, 3 and 4 processes, micro-batches 4, 1, 2 and 1: their curves in one picture
+kills [--kills 12]       a run with sharded checkpoints, saved at every step, loses a random rank again and again
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.profiler import ProfilerActivity, profile
+
+from megatoken.checkpoint.store import newest_valid
+from megatoken.device import Device
+from megatoken.model.gpt import GPT
+from megatoken.parallel.layout import lay_out
+from megatoken.parallel.ranks import Ranks
+from megatoken.parallel.topology import Topology
+from megatoken.plot import draw_curves
+from megatoken.presets import Shape
+from megatoken.train.journal import read_metrics
+from megatoken.train.state import build_plan, build_state
+from megatoken.train.step import train_step
+from tests.parallel.test_training import FIXED, children
+from tests.soak.ranks_race import write_data
+from tests.tiny import tiny_run
+
+Span = tuple[float, float]
+CPU = Device(place=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
+WIDE = Shape(n_layer=8, n_head=8, d_model=512, d_ff=2048, vocab_size=8192, seq_len=128)
+CURVES = {1: 4, 2: 1, 3: 2, 4: 1}  # micro-batch by processes
+
+
+def trace_step(rank: int, folder: str, trace: str) -> None:
+    """Two micro-batches; the second one's backward sends. Rank 0 leaves its trace."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    ranks = Ranks(Topology(rank=rank, world_size=2, local_rank=rank, local_world_size=2), dist.new_group())
+    run = tiny_run(model__seq_len=WIDE.seq_len, budget__batch_tokens=16 * WIDE.seq_len)
+    state = build_state(GPT(WIDE), run, CPU, lay_out("none", 1, rank=rank, world_size=2))
+    state.share(ranks)
+    plan = build_plan(run, epoch_tokens=1 << 20, micro_batch=4)
+    ids = torch.randint(0, WIDE.vocab_size, (8, WIDE.seq_len))
+    train_step(state, plan, CPU, ids, ids)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        train_step(state, plan, CPU, ids, ids)
+    if rank == 0:
+        profiler.export_chrome_trace(trace)
+    ranks.wait()
+    dist.destroy_process_group()
+
+
+def measure_overlap(trace: Path) -> dict[str, float]:
+    """Of the time in which gradients travel, the share in which the backward computes."""
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for event in events:
+        name = event["name"]
+        if name.startswith("gloo:all_reduce") or (name.startswith("aten::") and "item" not in name):
+            spans[name.startswith("gloo")].append((event["ts"], event["ts"] + event["dur"]))
+    sending, computing = join_spans(spans[True]), join_spans(spans[False])
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in sending for b in computing)
+    total = sum(end - start for start, end in sending)
+    return {"sending_ms": total / 1e3, "overlapped_ms": both / 1e3, "share": both / total, "messages": len(spans[True])}
+
+
+def join_spans(spans: Sequence[Span]) -> list[Span]:
+    """Their union, in order."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def watch_overlap(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = options.trace or Path(folder) / "trace.json"
+        mp.spawn(trace_step, args=(folder, str(trace)), nprocs=2)
+        return {"soak": "ranks-overlap", **measure_overlap(trace)}
+
+
+def command(out: Path, data: Path, nproc: int, *words: str) -> list[str]:
+    program = [sys.executable, "-m", "megatoken.cli", "train", "quickstart", "--out", str(out), "--nproc", str(nproc)]
+    return [*program, f"data.path={data}", *FIXED, "log.every=1", *words]
+
+
+def draw_all(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data, runs = write_data(folder), []
+        for nproc, micro_batch in CURVES.items():
+            runs.append(folder / f"{nproc} processes, micro-batch {micro_batch}")
+            words = [f"budget.steps={options.steps}", f"machine.micro_batch={micro_batch}", "save.every=0"]
+            subprocess.run(command(runs[-1], data, nproc, *words), check=True, stdout=subprocess.DEVNULL)
+        curves = [[row["loss"] for row in read_metrics(run) if row["kind"] == "train"] for run in runs]
+        draw_curves(runs, options.out)
+    worst = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
+    return {"soak": "ranks-curves", "steps": options.steps, "largest_relative_difference": worst}
+
+
+def kill_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    """Every start loses one rank; the end is compared with a run that nobody touched."""
+    rng, starts, lost = random.Random(options.seed), 0, 0
+    words = [f"budget.steps={options.steps}", "machine.micro_batch=2", "save.every=1", "machine.shard=zero3"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data, out = write_data(folder), folder / "killed"
+        subprocess.run(command(folder / "clean", data, 3, *words), check=True, stdout=subprocess.DEVNULL)
+        seen = 0
+        while starts < options.kills:
+            running = subprocess.Popen(command(out, data, 3, *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            while running.poll() is None and newest_step(out) <= seen:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.2))
+            if victims := [] if running.poll() is not None else children(running.pid):
+                os.kill(rng.choice(victims), signal.SIGKILL)
+                starts += 1
+            running.communicate()
+            lost += newest_step(out) < seen
+            seen = newest_step(out)
+            if running.returncode == 0:
+                break
+        subprocess.run(command(out, data, 3, *words), check=True, stdout=subprocess.DEVNULL)
+        ends = [[row["loss"] for row in read_metrics(run) if row["kind"] == "train"] for run in (out, folder / "clean")]
+    return {"soak": "ranks-kills", "kills": starts, "checkpoints_lost": lost, "same_curve": ends[0] == ends[1]}
+
+
+def newest_step(out: Path) -> int:
+    """Of the newest whole checkpoint, 0 where there is none."""
+    found = newest_valid(out / "checkpoints", lambda *_: None)
+    return found[1].step if found else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["overlap", "curves", "kills"])
+    parser.add_argument("--trace", type=Path, help="where to leave the trace, for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("--out", type=Path, default=Path("records/ranks-curves.png"))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    calls = {"overlap": watch_overlap, "curves": draw_all, "kills": kill_ranks}
+    print(json.dumps(calls[options.what](options)))
+
+
+if __name__ == "__main__":
+    main()
