@@ -14,6 +14,7 @@ from megatoken.architecture import Model
 from megatoken.config import Budget, Data, Machine, Run
 from megatoken.device import Device, open_device
 from megatoken.model.gpt import GPT, initialize
+from megatoken.parallel.layout import lay_out
 from megatoken.parallel.topology import Topology
 from megatoken.presets import VOCAB_MULTIPLE, Shape
 from megatoken.train.choose import Choice, choose_forms, use_choice
@@ -74,7 +75,10 @@ def build_workload(
     )
     device = open_device(machine, rank=topology.local_rank, ranks=topology.local_world_size)
     model = build_model(shape, seed, dropout)
-    state = build_state(model, run, device)
+    layout = lay_out(
+        "none", 1, rank=topology.rank, world_size=topology.world_size, local_world_size=topology.local_world_size
+    )
+    state = build_state(model, run, device, layout)
     choice = choose_forms(shape, machine, device, micro_batch=micro_batch, dropout=dropout, compiled=compiled)
     use_choice(state, choice, device)
     plan = build_plan(
