@@ -35,6 +35,7 @@ RECORD = $(BIN)python tests/soak/record.py
 
 # Minutes each: kills, damage, memory. Every line ends in a JSON line that is kept in records/.
 soak: $(VENV)/.dev
+	$(BIN)pytest -m slow
 	$(RECORD) commit-soak -- $(BIN)python tests/soak/commit_soak.py
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills

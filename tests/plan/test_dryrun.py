@@ -79,6 +79,7 @@ print(resident("VmHWM") - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads resident memory from /proc")
+@pytest.mark.slow
 def test_gpt2_124m_is_what_a_real_process_takes_to_10_percent() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root, check=True)
