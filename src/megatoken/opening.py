@@ -38,7 +38,7 @@ from megatoken.model.count import (
 )
 from megatoken.model.gpt import GPT, draw_weights
 from megatoken.model.kernels import Kernels
-from megatoken.parallel.layout import Layout
+from megatoken.parallel.layout import Layout, check_layout, lay_out
 from megatoken.parallel.ranks import Ranks
 from megatoken.parallel.topology import Topology
 from megatoken.presets import Shape, describe_heads
@@ -159,8 +159,13 @@ def introduce(
         console.warn(f"model.vocab_size {shape.vocab_size:,} for a tokenizer of {used:,} ids wastes memory and time")
 
 
-def open_loader(run: Run, dataset: Dataset, shape: Shape, layout: Layout) -> Loader:
-    """The batches of this rank. Raises Fault(CONFIG) when they do not divide, Fault(DATA) when there is not one."""
+def open_loader(run: Run, dataset: Dataset, shape: Shape, topology: Topology) -> Loader:
+    """The batches of this rank. Raises Fault(CONFIG) when they do not divide, Fault(DATA) when there is not one.
+
+    Who reads what does not depend on how the model is sharded: tensor neighbours read the same.
+    """
+    layout = lay_out("none", run.machine.tensor_parallel, rank=topology.rank, world_size=topology.world_size)
+    check_layout(layout, shape)
     return Loader(
         dataset.train,
         seq_len=shape.seq_len,

@@ -71,6 +71,7 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
     dataset, tokenizer = opening.open_data(run)
     shape = run.model.shape(tokenizer.vocab_size)
     exams = read_exams(run.evaluate, tokenizer, shape.seq_len)
+    loader = opening.open_loader(run, dataset, shape, topology)
     with (
         join(topology, device.place.type) as ranks,
         Journal.open(out) if first else Journal.silent(out) as journal,
@@ -78,7 +79,6 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
     ):
         layout = agree_on_layout(run.machine, shape, device, ranks)
         run = replace(run, machine=fit_machine(run.machine, layout))
-        loader = opening.open_loader(run, dataset, shape, layout)
         if first:
             opening.check_space(out, shape)
             device = with_peak(device)

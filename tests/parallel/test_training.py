@@ -117,7 +117,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_batch_that_does_not_divide_is_one_line(shards: Path, tmp_path: Path) -> None:
-    done = train(shards, tmp_path / "run", 5)
+    done = train(shards, tmp_path / "run", 2, "budget.batch_tokens=208")
     assert done.returncode == Exit.CONFIG
-    assert "a batch of 12 sequences does not divide among 5 ranks" in done.stderr
+    assert "a batch of 13 sequences does not divide among 2 ranks" in done.stderr
     assert "Traceback" not in done.stderr

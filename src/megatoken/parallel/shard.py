@@ -21,7 +21,7 @@ from megatoken.config import Machine
 from megatoken.device import Device
 from megatoken.model.count import state_bytes
 from megatoken.model.gpt import GPT, use_recompute
-from megatoken.parallel.layout import Layout, check_layout, choose_kind, lay_out
+from megatoken.parallel.layout import Layout, choose_kind, lay_out
 from megatoken.parallel.parts import Part, chunk
 from megatoken.parallel.ranks import Ranks, naming_the_lost
 from megatoken.parallel.tensor import find_part, split_layers
@@ -114,17 +114,14 @@ class Placement:
 def agree_on_layout(machine: Machine, shape: Shape, device: Device, ranks: Ranks) -> Layout:
     """How a model will lie on the processes; the first one's memory decides where the recipe leaves it open.
 
-    Raises Fault(CONFIG) when processes, heads or sizes do not divide.
+    Raises Fault(CONFIG) when processes do not divide.
     """
     topology, tensor = ranks.topology, machine.tensor_parallel
     size = {"rank": topology.rank, "world_size": topology.world_size, "local_world_size": topology.local_world_size}
     memory = device.memory_bytes() // (topology.local_world_size if device.place.type == "cpu" else 1)
     parameters = state_bytes(shape) // 12  # padding included
-    layout = lay_out(
-        ranks.agree(choose_kind(machine.shard, tensor, parameters, device.precision, memory, **size)), tensor, **size
-    )
-    check_layout(layout, shape)
-    return layout
+    kind = ranks.agree(choose_kind(machine.shard, tensor, parameters, device.precision, memory, **size))
+    return lay_out(kind, tensor, **size)
 
 
 def place_model(model: GPT, layout: Layout, device: Device, *, recompute: str = "none") -> Placement:
