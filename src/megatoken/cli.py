@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Fault as fault:
         if "--debug" in words:
             traceback.print_exc()
-        print(f"{name_process()}error: {fault}", file=sys.stderr)
+        sys.stderr.write(f"{name_process()}error: {fault}\n")  # whole, where several speak at once
         return int(fault.code)
     except BrokenPipeError:
         sys.stderr.close()
