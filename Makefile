@@ -24,7 +24,7 @@ quickstart: $(VENV)/.user
 	@echo "your text    $(BIN)megatoken prepare FOLDER --out data/mine && $(BIN)megatoken train quickstart --out runs/mine data.path=data/mine"
 
 test: check
-	$(BIN)pytest
+	$(BIN)pytest -n 2
 
 check: $(VENV)/.dev
 	$(BIN)ruff format --check .
