@@ -110,7 +110,7 @@ def launch_ranks(options: argparse.Namespace) -> int | None:
     if options.nproc > 1 and topology.world_size == 1:
         return launch([sys.executable, "-m", "megatoken.cli", *options.words], options.nproc)
     if options.nproc not in (1, topology.world_size):
-        what = f"--nproc {options.nproc} within {topology.world_size} processes that are there already"
+        what = f"--nproc {options.nproc} within a world size of {topology.world_size}"
         raise Fault(Exit.CONFIG, what, "--nproc", "leave it to torchrun or srun, or to --nproc")
     return None
 

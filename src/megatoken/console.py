@@ -36,6 +36,11 @@ def format_quantity(value: float, unit: str = "") -> str:
     return f"{value:.4g} {unit}".rstrip()
 
 
+def format_count(number: int, noun: str) -> str:
+    """A number of things: 1 document, 2,000 documents."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_step(row: Mapping[str, Any], *, total_steps: int, memory_bytes: int, remaining_seconds: float) -> str:
     """One train row of the journal as the live line."""
     mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"

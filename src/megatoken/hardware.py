@@ -133,6 +133,7 @@ def prepare_process() -> None:
     """Settings that have to be made before torch or numpy is loaded. Choices made in the environment stand."""
     rest_idle_threads()
     keep_freed_memory()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that is late is warned of with a page of C++ frames
 
 
 def rest_idle_threads() -> None:

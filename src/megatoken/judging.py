@@ -19,6 +19,7 @@ from megatoken.data.loader import evaluation_windows
 from megatoken.data.prepare import prepare
 from megatoken.data.shards import MANIFEST_NAME
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer
+from megatoken.data.tokens import Tokens
 from megatoken.device import Device, open_device
 from megatoken.errors import Exit, Fault
 from megatoken.evaluate.choice import SCORES, Answer, answer_questions, grade, list_cells, read_questions
@@ -32,6 +33,7 @@ from megatoken.parallel.topology import read_topology
 from megatoken.train.state import LOSS_CHUNK
 
 Exam = Callable[[Loaded, Device, Ranks, Console], dict[str, Any]]
+WHOLE = "all"  # the only split of a text
 
 
 def judge(options: Namespace, exam: Exam) -> dict[str, Any] | None:
@@ -43,9 +45,9 @@ def judge(options: Namespace, exam: Exam) -> dict[str, Any] | None:
         rank=topology.local_rank,
         ranks=topology.local_world_size,
     )
-    loaded = load_weights(options.model, console.warn)
-    loaded.model.to(device.place)
     with join(topology, device.place.type) as ranks:
+        loaded = load_weights(options.model, console.warn)
+        loaded.model.to(device.place)
         answer = exam(loaded, device, ranks, console)
     return {"model": loaded.source, **answer} if topology.is_first else None
 
@@ -106,11 +108,10 @@ def measure_loss(options: Namespace, loaded: Loaded, device: Device, ranks: Rank
     Every token but the first is a target; with `--limit`, as many as fill whole windows from the start.
     """
     seq_len = loaded.model.shape.seq_len
-    with open_split(options, loaded, ranks) as (dataset, split):
-        tokens = getattr(dataset, split)
+    with open_split(options, loaded, ranks) as (tokens, split):
         windows = evaluation_windows(tokens, seq_len=seq_len, limit_tokens=options.limit or len(tokens))
         if not len(windows):
-            raise Fault(Exit.DATA, f"no tokens to predict in split {split}", str(options.data), "give more text")
+            raise Fault(Exit.DATA, f"no tokens to predict in {split}", str(options.data), "give more text")
         size = max(1, BATCH_NODES[device.place.type] // windows.seq_len)
         turns = range(ranks.topology.rank * size, len(windows), ranks.topology.world_size * size)
         rest = 0 if options.limit or not ranks.topology.is_first else len(tokens) - 1 - windows.n_targets
@@ -127,7 +128,7 @@ def measure_loss(options: Namespace, loaded: Loaded, device: Device, ranks: Rank
         [
             ("loss", f"{held.loss:.4f} nats a token, perplexity {held.perplexity:.3f}"),
             ("bits per byte", f"{held.bits_per_byte:.4f}"),
-            ("over", f"{held.targets:,} tokens that spell {held.text_bytes:,} bytes, split {split} of {options.data}"),
+            ("over", f"{held.targets:,} tokens that spell {held.text_bytes:,} bytes, {split} of {options.data}"),
         ]
     )
     return {
@@ -142,12 +143,13 @@ def measure_loss(options: Namespace, loaded: Loaded, device: Device, ranks: Rank
 
 
 @contextmanager
-def open_split(options: Namespace, loaded: Loaded, ranks: Ranks) -> Iterator[tuple[Dataset, str]]:
-    """Shards, or text made into shards by the model's tokenizer while they are needed; and which split of them."""
+def open_split(options: Namespace, loaded: Loaded, ranks: Ranks) -> Iterator[tuple[Tokens, str]]:
+    """Tokens of shards, or of text made into shards while they are needed, and which split of the data they are."""
     if is_shards(options.data):
         dataset = open_dataset(options.data)
         check_tokenizer(dataset, loaded.tokenizer)
-        yield dataset, options.split or ("val" if len(dataset.val) else "train")
+        split = options.split or ("val" if len(dataset.val) else "train")
+        yield getattr(dataset, split), split
         return
     with tempfile.TemporaryDirectory(prefix="megatoken-") as own:
         folder = Path(ranks.agree(own))
@@ -155,7 +157,7 @@ def open_split(options: Namespace, loaded: Loaded, ranks: Ranks) -> Iterator[tup
             loaded.tokenizer.save(folder / "tokenizer")
             prepare(str(options.data), folder / "data", tokenizer=str(folder / "tokenizer"), val_fraction=0.0)
         ranks.wait()
-        yield open_dataset(folder / "data"), "train"
+        yield open_dataset(folder / "data").train, WHOLE
         ranks.wait()
 
 

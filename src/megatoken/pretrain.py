@@ -60,20 +60,27 @@ def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool =
     explain: say what was measured for every automatic choice. Raises Fault, with the exit code of its kind, when the
     run cannot be begun or gone on with; whatever was committed before stays.
     """
+    topology, machine = read_topology(), resolved.run.machine
+    device = open_device(machine, rank=topology.local_rank, ranks=topology.local_world_size)
+    with join(topology, device.place.type) as ranks:  # before anything else can fail: who leaves is missed at once
+        return pretrain_together(resolved, out, console, device, ranks, explain)
+
+
+def pretrain_together(
+    resolved: Resolved, out: Path, console: Console, device: Device, ranks: Ranks, explain: bool
+) -> Summary:
+    """`pretrain` on one rank of several."""
     began = time.monotonic()
-    run, topology = resolved.run, read_topology()
-    first = topology.is_first
+    run, topology, first = resolved.run, ranks.topology, ranks.topology.is_first
     if first:
         opening.check_folder(out, run)
     else:
         console = Console(quiet=True)
-    device = open_device(run.machine, rank=topology.local_rank, ranks=topology.local_world_size)
     dataset, tokenizer = opening.open_data(run)
     shape = run.model.shape(tokenizer.vocab_size)
     exams = read_exams(run.evaluate, tokenizer, shape.seq_len)
     loader = opening.open_loader(run, dataset, shape, topology)
     with (
-        join(topology, device.place.type) as ranks,
         Journal.open(out) if first else Journal.silent(out) as journal,
         Guard(parse_time(run.save.time_limit) or None) as guard,
     ):

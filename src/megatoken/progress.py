@@ -6,7 +6,7 @@ from typing import Self
 from rich.console import Console as Rich
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megatoken.console import format_duration, format_quantity
+from megatoken.console import format_count, format_duration, format_quantity
 from megatoken.data.corpus_writer import Progress as Amount
 from megatoken.data.prepare import Prepared
 
@@ -45,7 +45,8 @@ class PrepareBar:
 
     def finish(self, out: Path, done: Prepared, part: tuple[int, int] | None = None) -> None:
         """Say what was made, and what to type next."""
-        made = f"{done.tokens:,} tokens of {done.documents:,} documents in {done.shards} shards"
+        of = format_count(done.documents, "document")
+        made = f"{format_count(done.tokens, 'token')} of {of} in {format_count(done.shards, 'shard')}"
         if done.unchanged:
             self.rich.print(f"{made}: already prepared, unchanged")
         else:

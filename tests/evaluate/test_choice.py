@@ -127,8 +127,8 @@ def test_a_tokenizer_that_opens_texts_does_so_here(tmp_path: Path) -> None:
 
 
 def test_a_choice_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(Fault, match=r"a choice has 10 tokens, the model's context is 8 — example 1") as caught:
-        read_questions(EXAMPLES, BYTES, 8)
+    with pytest.raises(Fault, match=r"a choice has 10 tokens, the model's context is 8 — tasks\.jsonl:1") as caught:
+        read_questions([replace(EXAMPLES[0], place="tasks.jsonl:1")], BYTES, 8)
     assert caught.value.code == Exit.DATA
 
 

@@ -114,6 +114,7 @@ def test_hellaswag_without_its_halves_takes_the_prepared_context() -> None:
     [
         ("hellaswag", {"endings": "one"}, "'endings' is 'one', not a list"),
         ("hellaswag", {"endings": ["one"]}, "not a list of at least two strings"),
+        ("hellaswag", {"endings": ["one", " "]}, "string 2 of 'endings' is empty"),
         ("hellaswag", {"label": "4"}, "'label' is '4', not one of 0 to 3"),
         ("hellaswag", {"label": ""}, "'label' is ''"),
         ("hellaswag", {"ctx_b": None}, "'ctx_b' is None, not a string"),

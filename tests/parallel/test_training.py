@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from megatoken.checkpoint.store import steps
 from megatoken.data.prepare import prepare
 from megatoken.errors import Exit
+from megatoken.parallel.launch import launch
 from megatoken.train.journal import read_metrics
 
 STEPS = 12
@@ -120,4 +122,28 @@ def test_a_batch_that_does_not_divide_is_one_line(shards: Path, tmp_path: Path) 
     done = train(shards, tmp_path / "run", 2, "budget.batch_tokens=208")
     assert done.returncode == Exit.CONFIG
     assert "a batch of 13 sequences does not divide among 2 ranks" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_is_refused_is_said_once(shards: Path, alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(alone, out)
+    done = train(shards, out, 3, "machine.micro_batch=4", "log.every=1", "optim.lr=0.1")
+    assert done.returncode == Exit.CONFIG, done.stderr
+    assert "optim.lr" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_the_failure_of_one_rank_is_said_by_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "rank = int(os.environ['RANK'])\n"
+        "print(f'[rank {rank}] note', file=sys.stderr)\n"
+        "print(f'[rank {rank}] error: ' + ('disk full' if rank == 2 else 'lost a peer'), file=sys.stderr)\n"
+        "sys.exit(5 if rank == 2 else 7)\n"
+    )
+    assert launch([sys.executable, str(program)], 4) == Exit.STORAGE
+    said = capfd.readouterr().err.splitlines()
+    notes = [f"[rank {rank}] note" for rank in range(4)]
+    assert sorted(said) == sorted([*notes, "[rank 0] error: lost a peer", "[rank 2] error: disk full"])

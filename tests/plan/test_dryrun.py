@@ -155,7 +155,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpus", "0"], "0 GPUs"),
         (["gpt2-124m", "--gpus", "7"], "does not divide among 7"),
         (["gpt2-124m", "--shard", "zero9"], "machine.shard"),
-        (["gpt2-124m", "--gpus", "8", "--tp", "5"], "do not divide into groups of 5"),
+        (["gpt2-124m", "--gpus", "8", "--tp", "5"], "does not divide into groups of 5"),
         (["gpt2-124m", "machine.micro_batch=3"], "nearest that do: 1, 2, 4"),
         (["gpt2-125m"], "no recipe named 'gpt2-125m'"),
     ):

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,11 @@ def read_questions(
     Raises Fault(DATA) when a choice alone is longer than the context, or has no token.
     """
     questions = []
-    for number, example in enumerate(examples, start=1):
-        place = f"example {number}"
-        tree = build_tree([_cut(encode_pair(prompt, tokenizer), seq_len, place) for prompt in example.prompts])
+    for example in examples:
+        cut = partial(_cut, seq_len=seq_len, place=example.place)
+        tree = build_tree([cut(encode_pair(prompt, tokenizer)) for prompt in example.prompts])
         raw = example.raw if token_mean else ()
-        apart = build_tree([_cut(encode_apart(prompt, tokenizer), seq_len, place) for prompt in raw]) if raw else tree
+        apart = build_tree([cut(encode_apart(prompt, tokenizer)) for prompt in raw]) if raw else tree
         questions.append(Question(tree, apart if token_mean else None, example.lengths, example.gold))
     return questions
 

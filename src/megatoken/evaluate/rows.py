@@ -4,6 +4,7 @@ In: .jsonl, .json (a list of objects), .parquet, or nothing: the task's dataset 
 `eval`) as lm-evaluation-harness reads it, from its cache where it is there. Out: Examples in the order of the file.
 """
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ def _read_task(task: Task, data: Path | None, limit: int) -> list[Example]:
     examples = []
     for place, row in itertools.islice(rows, limit or None):
         try:
-            examples.append(task.read(row))
+            examples.append(dataclasses.replace(task.read(row), place=place))
         except ValueError as wrong:
             fix = f"mend or remove it; {task.name} wants rows as {task.hub} on the hub has them"
             raise Fault(Exit.DATA, f"malformed example of {task.name}: {wrong}", place, fix) from None
@@ -79,7 +80,11 @@ def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parse(text: bytes, place: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())
+    except json.JSONDecodeError as wrong:
+        line = f"{place}:{wrong.lineno}" if wrong.lineno > 1 else place
+        what = f"not JSON: {wrong.msg} at column {wrong.colno}"
+        raise Fault(Exit.DATA, what, line, "mend or remove it") from None
     except (ValueError, RecursionError) as wrong:
         raise Fault(Exit.DATA, f"not JSON: {wrong}", place, "mend or remove it") from None
 

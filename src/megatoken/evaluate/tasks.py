@@ -22,12 +22,14 @@ class Example:
 
     lengths: characters of every choice, by which acc_norm divides; empty where the harness reports no acc_norm.
     raw: what build-nanogpt and llm.c score instead of `prompts`, context and choice tokenized apart; empty: the same.
+    place: where it was read.
     """
 
     prompts: tuple[Prompt, ...]
     gold: int
     lengths: tuple[int, ...] = ()
     raw: tuple[Prompt, ...] = ()
+    place: str = "an example"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,8 @@ def _texts(row: Row, key: str) -> list[str]:
     value = row.get(key)
     if not isinstance(value, list | tuple) or len(value) < 2 or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{key!r} is {value!r:.40}, not a list of at least two strings")
+    if not all(map(str.strip, value)):
+        raise ValueError(f"string {[bool(item.strip()) for item in value].index(False) + 1} of {key!r} is empty")
     return list(value)
 
 

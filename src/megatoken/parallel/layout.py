@@ -81,12 +81,12 @@ class Held:
 def lay_out(kind: str, tensor: int, *, rank: int = 0, world_size: int = 1, local_world_size: int = 1) -> Layout:
     """The layout of a kind on so many processes. Raises Fault(CONFIG) when they do not divide."""
     if world_size % tensor:
-        what = f"{world_size} processes do not divide into groups of {tensor}"
-        raise Fault(Exit.CONFIG, what, "machine.tensor_parallel", "start a multiple of it")
+        what = f"a world size of {world_size} does not divide into groups of {tensor}"
+        raise Fault(Exit.CONFIG, what, "machine.tensor_parallel", f"--nproc times nodes must be a multiple of {tensor}")
     readers = world_size // tensor
     shards = {"none": 1, "hybrid": max(1, local_world_size // tensor)}.get(kind, readers)
     if readers % shards:
-        what = f"{readers} processes do not divide into machines of {shards}"
+        what = f"a world size of {readers} does not divide into machines of {shards}"
         raise Fault(Exit.CONFIG, what, "machine.shard", "start as many on each machine, or use zero3")
     return Layout(
         kind=kind if shards > 1 else "none", replicas=readers // shards, shards=shards, tensor=tensor, rank=rank
