@@ -28,7 +28,7 @@ BATCH_SIZES = (1, 8, 32)
 TRIAL_EXAMPLES = 20
 SMALL = Shape(n_layer=4, n_head=4, d_model=256, d_ff=1024, vocab_size=50257, seq_len=1024)
 TRAINED = [
-    "model.seq_len=512", "budget.batch_tokens=4096", "budget.steps=300", "evaluate.every=0", "sample.every=0",
+    "model.seq_len=512", "budget.batch_tokens=4096", "budget.steps=150", "evaluate.every=0", "sample.every=0",
     "log.plots=false", "save.every=0",
 ]  # fmt: skip
 

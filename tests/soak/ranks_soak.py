@@ -1,7 +1,8 @@
 """Several processes, watched: `python -m tests.soak.ranks_soak overlap|curves|kills`. Each ends in one JSON line.
 
 overlap [--trace FILE]   gradients travel while others are still made: a chrome trace of a step on two processes
-curves [--out FILE]      1, 2, 3 and 4 processes, micro-batches 4, 1, 2 and 1: their curves in one picture
+curves [--out FILE]      1, 2, 3 and 4 processes, micro-batches 4, 1, 2 and 1: their curves in one picture; and 1, 2, 4 in
+                         deterministic mode: their bits
 kills [--kills 12]       a run with sharded checkpoints, saved at every step, loses a random rank again and again
 """
 
@@ -24,6 +25,7 @@ import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
 from megatoken.checkpoint.store import newest_valid
+from megatoken.console import format_count
 from megatoken.device import Device
 from megatoken.model.gpt import GPT
 from megatoken.parallel.layout import lay_out
@@ -42,6 +44,7 @@ Span = tuple[float, float]
 CPU = Device(place=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
 WIDE = Shape(n_layer=8, n_head=8, d_model=512, d_ff=2048, vocab_size=8192, seq_len=128)
 CURVES = {1: 4, 2: 1, 3: 2, 4: 1}  # micro-batch by processes
+IN_ORDER = 1, 2, 4  # processes
 
 
 def trace_step(rank: int, folder: str, trace: str) -> None:
@@ -103,15 +106,29 @@ def command(out: Path, data: Path, nproc: int, *words: str) -> list[str]:
 def draw_all(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data, runs = write_data(folder), []
-        for nproc, micro_batch in CURVES.items():
-            runs.append(folder / f"{nproc} processes, micro-batch {micro_batch}")
-            words = [f"budget.steps={options.steps}", f"machine.micro_batch={micro_batch}", "save.every=0"]
-            subprocess.run(command(runs[-1], data, nproc, *words), check=True, stdout=subprocess.DEVNULL)
-        curves = [[row["loss"] for row in read_metrics(run) if row["kind"] == "train"] for run in runs]
-        draw_curves(runs, options.out)
+        data = write_data(folder)
+
+        def train(name: str, nproc: int, *words: str) -> list[float]:
+            words = (f"budget.steps={options.steps}", "save.every=0", *words)
+            subprocess.run(command(folder / name, data, nproc, *words), check=True, stdout=subprocess.DEVNULL)
+            return [row["loss"] for row in read_metrics(folder / name) if row["kind"] == "train"]
+
+        names = {f"{format_count(nproc, 'rank')}, micro-batch {size}": (nproc, size) for nproc, size in CURVES.items()}
+        curves = [
+            train(name, nproc, f"machine.micro_batch={size}", f"optim.lr={options.lr}")
+            for name, (nproc, size) in names.items()
+        ]
+        draw_curves([folder / name for name in names], options.out)
+        words = "machine.micro_batch=1", "machine.deterministic=true"
+        in_order = [train(f"in order {nproc}", nproc, *words) for nproc in IN_ORDER]
     worst = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
-    return {"soak": "ranks-curves", "steps": options.steps, "largest_relative_difference": worst}
+    return {
+        "soak": "ranks-curves",
+        "steps": options.steps,
+        "lr": options.lr,
+        "largest_relative_difference": worst,
+        "deterministic_same_bits": all(curve == in_order[0] for curve in in_order),
+    }
 
 
 def kill_ranks(options: argparse.Namespace) -> dict[str, Any]:
@@ -153,6 +170,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="where to leave the trace, for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--out", type=Path, default=Path("records/ranks-curves.png"))
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=1e-3, help="at 1e-2 the last bits grow to 1e-5 within 100 steps")
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
