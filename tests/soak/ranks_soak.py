@@ -1,7 +1,7 @@
 """Several processes, watched: `python -m tests.soak.ranks_soak overlap|curves|kills`. Each ends in one JSON line.
 
 overlap [--trace FILE]   gradients travel while others are still made: a chrome trace of a step on two processes
-curves [--out FILE]      1, 2, 3 and 4 processes, micro-batches 4, 1, 2 and 1: their curves in one picture; and 1, 2, 4 in
+curves [--out FILE]      1, 2, 3 and 4 processes, micro-batches 4, 1, 2 and 1: their curves in one picture; 1, 2, 4 in
                          deterministic mode: their bits
 kills [--kills 12]       a run with sharded checkpoints, saved at every step, loses a random rank again and again
 """
