@@ -23,7 +23,8 @@ from megatoken.evaluate.tasks import find_tasks
 from megatoken.hardware import prepare_process
 from megatoken.model import count
 from megatoken.parallel.launch import launch
-from megatoken.parallel.scripts import ENGINES, Job, name_job
+from megatoken.parallel.layout import lay_out
+from megatoken.parallel.scripts import ENGINES, TIME, Job, name_job
 from megatoken.parallel.stopping import note_stop, stopping_at_once
 from megatoken.parallel.topology import read_topology
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape, describe_heads
@@ -89,17 +90,23 @@ def run_prepare(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
 def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """train: a recipe to a run folder."""
     options.overrides += [f"model.init={options.init}"] if options.init else []
-    resolved, notes, named_out = find_recipe(options)
-    if (code := launch_ranks(options)) is not None:
-        return code, None
+    with stopping_at_once(options.ending):
+        resolved, notes, named_out = find_recipe(options)
+        if (code := launch_ranks(options)) is not None:
+            return code, None
+        return train(options, resolved, notes, options.out or named_out or Path("runs") / resolved.name)
+
+
+def train(
+    options: argparse.Namespace, resolved: Resolved, notes: list[str], out: Path
+) -> tuple[int, dict[str, Any] | None]:
+    """One process of a run."""
     console, speaks = Console(to_stderr=options.json), read_topology().is_first
     if not options.recipe and speaks:
         console.say("\n".join([*notes, render(resolved.run, resolved.origins, given_only=True)]))
-    out = options.out or named_out or Path("runs") / resolved.name
-    with stopping_at_once(options.ending):
-        from megatoken.pretrain import pretrain
+    from megatoken.pretrain import pretrain
 
-        summary = pretrain(resolved, out, console, explain=options.explain)
+    summary = pretrain(resolved, out, console, explain=options.explain)
     answer = dataclasses.asdict(summary) if speaks else None
     return note_stop(options.ending) if summary.code == Exit.STOPPED else summary.code, answer
 
@@ -109,6 +116,8 @@ def launch_ranks(options: argparse.Namespace) -> int | None:
     topology = read_topology()
     if options.nproc > 1 and topology.world_size == 1:
         return launch([sys.executable, "-m", "megatoken.cli", *options.words], options.nproc)
+    if options.nproc < 1:
+        raise Fault(Exit.CONFIG, f"--nproc is {options.nproc}", "--nproc", "give 1 or more")
     if options.nproc not in (1, topology.world_size):
         what = f"--nproc {options.nproc} within a world size of {topology.world_size}"
         raise Fault(Exit.CONFIG, what, "--nproc", "leave it to torchrun or srun, or to --nproc")
@@ -133,7 +142,14 @@ def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """launch: a recipe to a script; the recipe is checked, the batch must divide among the processes."""
     resolved = resolve(options.recipe, options.overrides)
     world = options.nodes * options.nproc
-    if world < 1 or resolved.run.batch_seqs % world:
+    for flag, number in (("--nodes", options.nodes), ("--nproc", options.nproc)):
+        if number < 1:
+            raise Fault(Exit.CONFIG, f"{flag} is {number}", flag, "give 1 or more")
+    if not TIME.fullmatch(options.time):
+        raise Fault(Exit.CONFIG, f"--time is {options.time!r}", "--time", "give HH:MM:SS or D-HH:MM:SS")
+    machine = resolved.run.machine
+    lay_out(machine.shard, machine.tensor_parallel, world_size=world, local_world_size=options.nproc)
+    if resolved.run.batch_seqs % world:
         what = f"a batch of {resolved.run.batch_seqs:,} sequences does not divide among {world} processes"
         raise Fault(Exit.CONFIG, what, "--nodes, --nproc", "change them, or budget.batch_tokens")
     job = Job(
@@ -150,7 +166,9 @@ def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
         try:
             options.write.write_text(text)
         except OSError as wrong:
-            raise Fault(Exit.STORAGE, f"cannot write: {wrong.strerror}", str(options.write), "choose another") from None
+            raise Fault(
+                Exit.STORAGE, f"cannot write: {wrong.strerror}", str(options.write), "choose another file"
+            ) from None
     elif not options.json:
         print(text, end="")
     return Exit.DONE, {"script": text, "processes": world}

@@ -104,14 +104,34 @@ def test_a_lost_rank_ends_the_others_and_nothing_is_lost(shards: Path, alone: Pa
     assert len(ranks) == 1
     os.kill(ranks[0], signal.SIGKILL)
     _, said = running.communicate(timeout=60)
-    assert running.returncode in (Exit.PEER, 128 + signal.SIGKILL)
+    assert running.returncode == Exit.PEER
     assert b"rank 0 lost another rank" in said
+    assert b"error: rank 1 was killed by SIGKILL" in said
     assert b"Traceback" not in said
     kept = steps(out / "checkpoints")[-1]
     assert kept >= 4
     done = train(shards, out, 2, *words, "save.time_limit=3s")
     assert done.returncode == Exit.STOPPED, done.stderr
     assert f"going on from step-{kept:08d}" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the bond is Linux's")
+def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["machine.micro_batch=2", "budget.steps=2000", "save.every=0"]
+    command = [sys.executable, "-m", "megatoken.cli", "train", "quickstart", "--out", str(out), "--nproc", "2"]
+    running = subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.DEVNULL)
+    while running.poll() is None and not (out / "metrics.jsonl").is_file():
+        time.sleep(0.02)
+    running.kill()
+    running.wait()
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not steps(out / "checkpoints"):
+        time.sleep(0.05)
+    assert steps(out / "checkpoints")
+    while time.monotonic() < until and (status := json.loads((out / "status.json").read_text()))["state"] == "running":
+        time.sleep(0.05)
+    assert (status["state"], status["exit_code"]) == ("stopped", Exit.STOPPED)
 
 
 def children(pid: int) -> list[int]:

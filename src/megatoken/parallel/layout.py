@@ -86,7 +86,7 @@ def lay_out(kind: str, tensor: int, *, rank: int = 0, world_size: int = 1, local
     readers = world_size // tensor
     shards = {"none": 1, "hybrid": max(1, local_world_size // tensor)}.get(kind, readers)
     if readers % shards:
-        what = f"a world size of {readers} does not divide into machines of {shards}"
+        what = f"{world_size} processes are not whole machines of {local_world_size}"
         raise Fault(Exit.CONFIG, what, "machine.shard", "start as many on each machine, or use zero3")
     return Layout(
         kind=kind if shards > 1 else "none", replicas=readers // shards, shards=shards, tensor=tensor, rank=rank

@@ -92,7 +92,8 @@ def naming_the_lost(topology: Topology) -> Iterator[None]:
     except RuntimeError as wrong:
         if not isinstance(wrong, dist.DistError) and not LOST.search(str(wrong)):
             raise
-        what = f"rank {topology.rank} lost another rank: {str(wrong).strip().splitlines()[0]}"
+        told = re.sub(r"^\[[^]]*\] ", "", str(wrong).strip().splitlines()[0]).split(". ")[0]  # without place and advice
+        what = f"rank {topology.rank} lost another rank: {told}"
         fix = "see what the others said last; the same command goes on from the newest checkpoint"
         raise Fault(Exit.PEER, what, f"{topology.world_size} ranks", fix) from None
 

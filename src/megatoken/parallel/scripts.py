@@ -16,6 +16,7 @@ from megatoken.errors import Exit
 from megatoken.parallel.topology import PORT
 
 NO_GPUS = "none"
+TIME = re.compile(r"(\d+-)?\d{1,3}:\d\d:\d\d")  # as Slurm reads it
 WARN_SECONDS = 300  # before the time limit: room for the step under way and the save
 
 
