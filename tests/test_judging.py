@@ -41,6 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(str(folder / "text.txt"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
     prepare(str(folder / "text.txt"), folder / "other", tokenizer="bpe:300", val_fraction=0.0)
     write_foreign(folder / "foreign.bin", np.arange(200, dtype=np.uint16))
+    (folder / "rows.jsonl").write_text('{"goal": "no text"}\n')
     tasks = folder / "tasks"
     tasks.mkdir()
     rows = [
@@ -194,6 +195,11 @@ def test_a_resume_repeats_no_scores(run: Path, place: Path, tmp_path: Path) -> N
         (["--tasks", "piqa", "--data", "PLACE/none.jsonl"], Exit.DATA, "no such file — PLACE/none.jsonl"),
         (["--tasks", "piqa", "--data", "PLACE/tasks/lambada.jsonl"], Exit.DATA, "PLACE/tasks/lambada.jsonl:1 — mend"),
         (["--tasks", "piqa", "--limit", "-1"], Exit.CONFIG, "--limit is -1"),
+        (["--tasks", "piqa", "--split", "val"], Exit.CONFIG, "--split has no effect here"),
+        (["--data", "PLACE/other", "--examples"], Exit.CONFIG, "--examples has no effect here — --examples — leave"),
+        (["--data", "PLACE/other", "--fewshot", "3"], Exit.CONFIG, "it is for --harness"),
+        (["--data", "PLACE/rows.jsonl"], Exit.DATA, "rows.jsonl:1 — give text or shards; examples of a task need"),
+        (["--tasks", "piqa", "--nproc", "0"], Exit.CONFIG, "--nproc is 0 — --nproc — give 1 or more"),
         (["--data", "PLACE/nothing"], Exit.DATA, "no such file, folder or named corpus"),
         (["--data", "PLACE/foreign.bin"], Exit.DATA, "shards were made by tokenizer gpt2 (50,257 ids), the model"),
         (["--data", "PLACE/other"], Exit.DATA, "shards were made by tokenizer bpe:300"),

@@ -33,7 +33,10 @@ class Parser(argparse.ArgumentParser):
     """argparse, with errors in our words."""
 
     def error(self, message: str) -> NoReturn:
-        raise Fault(Exit.CONFIG, message, self.prog, f"see `{self.prog} --help`")
+        fix = f"see `{self.prog} --help`"
+        if "expected one argument" in message:
+            fix = "write a value that begins with - as --option='-value'"
+        raise Fault(Exit.CONFIG, message, self.prog, fix)
 
 
 def parse(words: list[str], calls: Mapping[str, Call]) -> argparse.Namespace:

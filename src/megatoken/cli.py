@@ -274,6 +274,14 @@ def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: a model's scores, or its loss."""
     if options.limit < 0:
         raise Fault(Exit.CONFIG, f"--limit is {options.limit}", "megatoken eval", "give a number, or 0 for all")
+    for flag, given, meant, for_what in (
+        ("--split", options.split, not options.tasks, "--data without --tasks"),
+        ("--examples", options.examples, options.tasks and not options.harness, "--tasks"),
+        ("--fewshot", options.fewshot is not None, options.harness, "--harness"),
+        ("--include", options.include, options.harness, "--harness"),
+    ):
+        if given and not meant:
+            raise Fault(Exit.CONFIG, f"{flag} has no effect here", flag, f"leave it out: it is for {for_what}")
     if options.tasks and not options.harness:
         find_tasks(options.tasks)
     if (code := launch_ranks(options)) is not None:

@@ -155,7 +155,14 @@ def open_split(options: Namespace, loaded: Loaded, ranks: Ranks) -> Iterator[tup
         folder = Path(ranks.agree(own))
         if ranks.topology.is_first:
             loaded.tokenizer.save(folder / "tokenizer")
-            prepare(str(options.data), folder / "data", tokenizer=str(folder / "tokenizer"), val_fraction=0.0)
+            try:
+                prepare(str(options.data), folder / "data", tokenizer=str(folder / "tokenizer"), val_fraction=0.0)
+            except Fault as fault:
+                if fault.code != Exit.DATA:
+                    raise
+                told, _, _ = str(fault).rpartition(" — ")  # its advice is about `prepare`
+                fix = "give text or shards; examples of a task need --tasks NAME"
+                raise Fault(Exit.DATA, told, fix=fix) from None
         ranks.wait()
         yield open_dataset(folder / "data").train, WHOLE
         ranks.wait()

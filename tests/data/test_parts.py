@@ -88,9 +88,17 @@ def test_what_is_missing_damaged_or_other_is_named(tmp_path: Path) -> None:
     assert "a shard of this part is damaged" in refuse()
     shutil.rmtree(shard.parent)
     prepare(source, out, part=(2, 3), **SETTINGS)
-    prepare(source, out, part=(1, 2), **SETTINGS)
+    assert "parts of another division are here, K/3" in refuse(part=(1, 2))
+    assert "prepared with another val_fraction: 0.1 there, 0.2 now" in refuse(part=(1, 3), val_fraction=0.2)
+    shutil.copytree(shard.parent, out / "parts" / "00001-of-00002")  # of two machines that began at once
     assert "parts of several divisions: 2, 3" in refuse()
     shutil.rmtree(out / "parts" / "00001-of-00002")
+    text = next(path for path in sorted(Path(source).rglob("*")) if path.is_file())
+    text.touch()
+    assert "an input changed after it was prepared" in refuse()
+    shutil.rmtree(out / "parts")
+    for number in (1, 2, 3):
+        prepare(source, out, part=(number, 3), **SETTINGS)
     assert not prepare(source, out, **SETTINGS).unchanged
 
 

@@ -45,6 +45,7 @@ def test_the_same_examples_from_every_form(tmp_path: Path, suffix: str) -> None:
         ("a.jsonl", "", "no examples of piqa — .*a.jsonl"),
         ("a.json", "{}", r"not a list of objects — .*a\.json"),
         ("a.json", json.dumps([ROWS[0], {}]), r"no key 'goal' \(it has: none\) — .*a\.json, row 2"),
+        ("a.jsonl", '{"goal": "half \\ud800", "sol1": "a", "sol2": "b", "label": 0}\n', r"surrogates.*a\.jsonl:1"),
         ("a.parquet", "PAR1", r"not a whole parquet file: .*a\.parquet"),
         ("a.csv", "", r"examples are not read from \.csv files — .*a\.csv — give a local file"),
     ],

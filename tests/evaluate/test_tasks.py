@@ -122,9 +122,13 @@ def test_hellaswag_without_its_halves_takes_the_prepared_context() -> None:
         ("arc_easy", {"choices": ["a", "b"]}, "'choices' is not an object"),
         ("piqa", {"label": -1}, "'label' is -1"),
         ("piqa", {"label": True}, "'label' is True"),
+        ("piqa", {"sol1": ""}, "'sol1' is empty"),
+        ("piqa", {"sol1": "half \ud800"}, "surrogates"),
         ("winogrande", {"sentence": "no gap"}, "'sentence' has no gap"),
+        ("winogrande", {"sentence": "a gap _ "}, "'sentence' has no gap '_' with text behind it"),
         ("winogrande", {"answer": "3"}, "'answer' is '3', not '1' or '2'"),
         ("lambada", {"text": 5}, "'text' is 5, not a string"),
+        ("lambada", {"text": "ends in space "}, "does not end with a word"),
     ],
 )
 def test_malformed_rows_say_what_is_wrong(task: str, change: dict[str, Any], said: str) -> None:

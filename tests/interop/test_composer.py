@@ -261,6 +261,14 @@ def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
         ),
         ("seed: 17", "seed: ${nothing}", r"seed names \$\{nothing\}, which is not given — .*:LINE"),
         ("seed: 17", "seed: [", r"not valid YAML: .*file\.yaml:"),
+        ("seed: 17", "seed: inf", r"seed is 'inf', not a number"),
+        ("seed: 17", "seed: &a [*a]", r"cannot read it: maximum recursion"),
+        (
+            "seed: 17",
+            "a: &a [1,1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,"
+            "*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]",
+            r"more than 100,000 values",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_one_line(tmp_path: Path, old: str, new: str, said: str) -> None:

@@ -122,6 +122,8 @@ def test_other_commands(words: str, expected: dict[str, object]) -> None:
         ("-e d12 -b", r"-b has no value"),
         ("-e d12 -b x", r"-b expects a whole number \(sequences per forward\), got 'x'"),
         ("-e d12 -l fast", r"-l expects a number"),
+        ("-e d12 -l nan", r"-l expects a number \(learning rate\), got 'nan'"),
+        ("-e d12 -c inf", r"-c expects a number"),
         ("-e d13", r"no model called 'd13' — llm\.c -e d13 — known: d6 d12 .* gpt3:c12288, or a \.bin file"),
         ("-e gpt3:c5140", "no model called 'gpt3:c5140'"),
         ("-e d12 -t 2048", "sequences of 2048 tokens for a model of 1024 positions"),

@@ -116,6 +116,7 @@ def test_published_weights(config: Path) -> None:
         ("n_layer = 1 // 0", r"n_layer would have to be computed"),
         ("n_layer = 'six'", r"n_layer is 'six', nanoGPT wants int"),
         ("learning_rate = True", r"learning_rate is True, nanoGPT wants a number"),
+        ("learning_rate = 1e999", r"learning_rate is inf, nanoGPT wants a number"),
         ("n_layer = (", r"not Python: .* — .*c\.py:1"),
         ("eval_only = True", r"eval_only trains nothing — .*c\.py:1 — use megatoken eval"),
         ("init_from = 'gpt3'", r"no init_from called 'gpt3'"),

@@ -39,12 +39,18 @@ def take_part(corpus: Source, number: int, of: int) -> Source:
     return replace(corpus, files=tuple(files))
 
 
+def list_parts(out: Path) -> dict[Path, int]:
+    """Folders of parts that were begun, in order, and of how many each is one."""
+    named = {path: _NAME.fullmatch(path.name) for path in sorted((out / FOLDER).glob("*"))}
+    return {path: int(match[2]) for path, match in named.items() if match}
+
+
 def find_parts(out: Path) -> list[tuple[Path, Manifest]]:
     """All parts in order, where any was begun. Fault(Exit.DATA) unless every one of them is there and finished."""
-    named = {path: match for path in sorted((out / FOLDER).glob("*")) if (match := _NAME.fullmatch(path.name))}
+    named = list_parts(out)
     if not named:
         return []
-    counts = sorted({int(match[2]) for match in named.values()})
+    counts = sorted(set(named.values()))
     if len(counts) > 1:
         what = f"parts of several divisions: {', '.join(map(str, counts))}"
         raise Fault(Exit.DATA, what, str(out / FOLDER), "delete those of all but one")

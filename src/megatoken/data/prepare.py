@@ -18,7 +18,7 @@ from megatoken.data.blocks import Cursor, sample_texts
 from megatoken.data.corpus_writer import Job, Progress, write_dataset
 from megatoken.data.disk import blame_disk, sync_folder
 from megatoken.data.documents import Invalid, Rules
-from megatoken.data.parts import FOLDER, find_parts, name_part, take_part
+from megatoken.data.parts import FOLDER, find_parts, list_parts, name_part, take_part
 from megatoken.data.position import PROGRESS_NAME, Position, load_position, save_position
 from megatoken.data.shards import HEADER_BYTES, ITEM_BYTES, MANIFEST_NAME, Manifest, read_manifest
 from megatoken.data.sources import Source, find_source
@@ -78,6 +78,7 @@ def prepare(
     recipe = _describe(corpus, rules, f"{given.name} {given.fingerprint[:16]}" if given else tokenizer, shard_tokens)
     whole = corpus
     if part:
+        _check_siblings(out, part[1], recipe)
         out, corpus = out / name_part(*part), take_part(whole, *part)
         recipe["part"] = f"{part[0]}/{part[1]}"
     with _only_writer(out):
@@ -85,7 +86,7 @@ def prepare(
             return _report(_find_prepared(out, recipe, corpus), started, unchanged=True)
         position, resumed = _begin(out, Position(recipe, corpus.digest(times=True)))
         settled = _settle_tokenizer(out, tokenizer, given, whole, rules, on_progress)
-        parts = [] if part or position.cursor != Cursor() else _find_parts(out, recipe, settled)
+        parts = [] if part or position.cursor != Cursor() else _find_parts(out, recipe, settled, whole)
         job = Job(
             out=out,
             corpus=corpus,
@@ -161,11 +162,7 @@ def _find_prepared(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifes
     """The finished dataset, if it is the one that was asked for and all of it is there."""
     manifest = read_manifest(out)
     _refuse_difference(out, manifest.source, recipe)
-    prepared_at = (out / MANIFEST_NAME).stat().st_mtime_ns
-    for file in corpus.files:
-        if file.changed > prepared_at:
-            what = "an input changed after the dataset was prepared"
-            raise Fault(Exit.DATA, what, file.path, f"choose another --out or delete {out}")
+    _refuse_newer(out, corpus)
     for shard in manifest.shards:
         path, size = out / shard.file, HEADER_BYTES + shard.tokens * ITEM_BYTES[manifest.dtype]
         if not path.exists() or path.stat().st_size != size:
@@ -174,6 +171,15 @@ def _find_prepared(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifes
     with blame_disk(out):
         (out / PROGRESS_NAME).unlink(missing_ok=True)  # left by a kill after the manifest was written
     return manifest
+
+
+def _refuse_newer(out: Path, corpus: Source) -> None:
+    """Raise Fault(DATA) when text is newer than what was made of it in `out`."""
+    prepared_at = (out / MANIFEST_NAME).stat().st_mtime_ns
+    for file in corpus.files:
+        if file.changed > prepared_at:
+            what = "an input changed after it was prepared"
+            raise Fault(Exit.DATA, what, file.path, f"choose another --out or delete {out}")
 
 
 def _begin(out: Path, fresh: Position) -> tuple[Position, bool]:
@@ -199,10 +205,23 @@ def _begin(out: Path, fresh: Position) -> tuple[Position, bool]:
     return fresh, False
 
 
-def _find_parts(out: Path, recipe: dict[str, Any], tokenizer: Tokenizer) -> list[tuple[Path, Manifest]]:
+def _check_siblings(out: Path, of: int, recipe: dict[str, Any]) -> None:
+    """Raise Fault(DATA) when other parts that were begun in `out` are of another division or made otherwise."""
+    for folder, count in list_parts(out).items():
+        if count != of:
+            fix = f"use --part K/{count}, or delete the parts that are there"
+            raise Fault(Exit.DATA, f"parts of another division are here, K/{count}", str(out / FOLDER), fix)
+        if (folder / MANIFEST_NAME).exists():
+            _refuse_difference(folder, read_manifest(folder).source, recipe)
+        elif (begun := load_position(folder)) and begun.tokens:
+            _refuse_difference(folder, begun.recipe, recipe)
+
+
+def _find_parts(out: Path, recipe: dict[str, Any], tokenizer: Tokenizer, corpus: Source) -> list[tuple[Path, Manifest]]:
     parts = find_parts(out)
-    for folder, manifest in parts:
+    for number, (folder, manifest) in enumerate(parts, start=1):
         _refuse_difference(folder, manifest.source, recipe)
+        _refuse_newer(folder, take_part(corpus, number, len(parts)))
         if manifest.tokenizer != tokenizer.describe():
             what = f"made by tokenizer {manifest.tokenizer['fingerprint'][:12]}, not the others'"
             raise Fault(Exit.DATA, what, str(folder), "delete it and prepare it again")

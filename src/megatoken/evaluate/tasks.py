@@ -83,26 +83,27 @@ def read_openbookqa(row: Row) -> Example:
 
 def read_piqa(row: Row) -> Example:
     """Bisk et al. 2020."""
-    return _ask(
-        f"Question: {_text(row, 'goal')}\nAnswer:", [_text(row, "sol1"), _text(row, "sol2")], _index(row, "label", 2)
-    )
+    query = f"Question: {_text(row, 'goal')}\nAnswer:"
+    return _ask(query, [_filled(row, "sol1"), _filled(row, "sol2")], _index(row, "label", 2))
 
 
 def read_winogrande(row: Row) -> Example:
     """Sakaguchi et al. 2020: the choices stand in the context, what follows them is the same."""
     before, gap, after = _text(row, "sentence").partition("_")
-    if not gap:
-        raise ValueError("'sentence' has no gap '_'")
+    if not gap or not after.strip():
+        raise ValueError("'sentence' has no gap '_' with text behind it")
     answer = _text(row, "answer")
     if answer not in ("1", "2"):
         raise ValueError(f"'answer' is {answer!r}, not '1' or '2'")
-    options = _text(row, "option1"), _text(row, "option2")
+    options = _filled(row, "option1"), _filled(row, "option2")
     return Example(prompts=tuple((before + option, f" {after.strip()}") for option in options), gold=int(answer) - 1)
 
 
 def read_lambada(row: Row) -> Example:
     """Paperno et al. 2016, in OpenAI's version: the last word after all others."""
     context, _, word = _text(row, "text").rpartition(" ")
+    if not word.strip():
+        raise ValueError("'text' does not end with a word")
     return Example(prompts=((context, f" {word}"),), gold=0)
 
 
@@ -129,6 +130,14 @@ def _text(row: Row, key: str) -> str:
     value = row[key]
     if not isinstance(value, str):
         raise ValueError(f"{key!r} is {value!r:.40}, not a string")
+    value.encode()  # half a surrogate pair is no text: a ValueError, too
+    return value
+
+
+def _filled(row: Row, key: str) -> str:
+    value = _text(row, key)
+    if not value.strip():
+        raise ValueError(f"{key!r} is empty")
     return value
 
 
@@ -138,6 +147,7 @@ def _texts(row: Row, key: str) -> list[str]:
         raise ValueError(f"{key!r} is {value!r:.40}, not a list of at least two strings")
     if not all(map(str.strip, value)):
         raise ValueError(f"string {[bool(item.strip()) for item in value].index(False) + 1} of {key!r} is empty")
+    "".join(value).encode()
     return list(value)
 
 
@@ -180,7 +190,7 @@ TASKS = {
 def find_tasks(names: str) -> list[Task]:
     """The tasks that a list such as `hellaswag,piqa` names. Raises Fault(CONFIG) with the nearest names."""
     found = []
-    for name in filter(None, (name.strip() for name in names.split(","))):
+    for name in dict.fromkeys(filter(None, (name.strip() for name in names.split(",")))):
         if name not in TASKS:
             near = difflib.get_close_matches(name, TASKS, 1, 0.5)
             fix = f"did you mean {near[0]}?" if near else f"choose among {', '.join(TASKS)}"

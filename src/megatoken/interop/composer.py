@@ -45,7 +45,6 @@ SILENT = (
     "tokenizer.*",
     "tokenizer_name",
     "variables.*",
-    "global_seed",
     "max_seq_len",
     "eval_first",
     "save_overwrite",
@@ -271,7 +270,7 @@ def _tell_budget(tree: Tree, told: Translation, seq_len: int) -> None:
         told.set("budget.tokens", tokens, f"{length.where}: of {samples.text} x {seq_len} tokens, {samples.where}")
     else:
         told.set(f"budget.{keys[unit]}", value, length.where)
-    if seed := tree.take("seed"):
+    if seed := tree.take("seed", "global_seed"):
         told.set("seed", seed.integer(), seed.where)
     clip = tree.take("grad_clip_norm", "algorithms.gradient_clipping.clipping_threshold")
     norm = tree.take("algorithms.gradient_clipping.clipping_type")

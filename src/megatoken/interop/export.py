@@ -39,14 +39,17 @@ Write = Callable[[Path, GPT, Tokenizer, str], Proof]
 def export(name: str, to: str, out: Path, dtype: str, console: Console) -> dict[str, Any]:
     """Write the model called `name` to the folder `out`, which must not exist, in the form `to`.
 
-    dtype: of the weights, fp32 or bf16. Returns source, format, out, verified and max_relative_difference. Raises
-    Fault(STORAGE) for a target that exists or cannot be written, Fault(CONFIG) for a model that the form cannot hold,
-    Fault(CHECKPOINT) when it cannot be read or does not prove equal.
+    dtype: of the weights, fp32 or bf16. Returns source, format, out, verified, max_relative_difference, ids_left_out.
+    Raises Fault(STORAGE) for a target that exists or cannot be written, Fault(CONFIG) for a model that the form cannot
+    hold, Fault(CHECKPOINT) when it cannot be read or does not prove equal.
     """
     _check_target(out)
     loaded = load_weights(name, console.warn)
     model = loaded.model.eval()
-    _leave_padding(model, loaded.tokenizer.vocab_size)
+    known, more = loaded.tokenizer.vocab_size, model.shape.vocab_size - loaded.tokenizer.vocab_size
+    if more:
+        console.warn(f"{more:,} ids that no text has are left out; losses of the rest are a little lower")
+    _leave_padding(model, known)
     if dtype == "bf16":
         with torch.no_grad():
             for parameter in model.parameters():
@@ -71,6 +74,7 @@ def export(name: str, to: str, out: Path, dtype: str, console: Console) -> dict[
         "out": str(out),
         "verified": proof.verified,
         "max_relative_difference": proof.difference,
+        "ids_left_out": more,
     }
 
 

@@ -85,7 +85,7 @@ def find_folder(name_or_folder: str) -> Path:
     try:
         return Path(snapshot_download(name_or_folder, allow_patterns=patterns, cache_dir=huggingface_cache()))
     except Exception as error:  # whatever the network or the hub can raise: the answer is the same
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0].split(". ")[0] if str(error).strip() else type(error).__name__
         fix = "check the name and the connection, or give a folder written by save_pretrained"
         what = f"no such folder, and the hub did not give it: {reason}"
         raise Fault(Exit.CHECKPOINT, what, name_or_folder, fix) from error

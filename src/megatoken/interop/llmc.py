@@ -5,6 +5,7 @@ not given. Absent: running llm.c, its checkpoints (llmc_checkpoint.py).
 """
 
 import difflib
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,7 +139,10 @@ class Words:
 
     def _read(self, flag: str) -> int | float | str:
         try:
-            return FLAGS[flag].read(self.text(flag))
+            value = FLAGS[flag].read(self.text(flag))
+            if isinstance(value, str) or math.isfinite(value):
+                return value
+            raise ValueError
         except ValueError:
             kind = "a whole number" if FLAGS[flag].read is int else "a number"
             what = f"{flag} expects {kind} ({FLAGS[flag].doc}), got {self.text(flag)!r}"

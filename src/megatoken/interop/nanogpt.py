@@ -7,6 +7,7 @@ constants and of names before it. Absent: ckpt.pt (nanogpt_checkpoint.py).
 
 import ast
 import difflib
+import math
 import operator
 import shlex
 from collections.abc import Callable, Mapping
@@ -98,7 +99,7 @@ class Config:
         """The value. Raises Fault(CONFIG) when it is of another kind than nanoGPT's own."""
         value, default = self._given[name].value if name in self._given else DEFAULTS[name], DEFAULTS[name]
         kinds = (int, float) if isinstance(default, float) else (type(default),)
-        if type(value) not in kinds:
+        if type(value) not in kinds or (float in kinds and not math.isfinite(value)):
             what = f"{name} is {value!r}, nanoGPT wants {'a number' if float in kinds else kinds[0].__name__}"
             raise Fault(Exit.CONFIG, what, self.where(name), f"its own value is {default!r}")
         return value

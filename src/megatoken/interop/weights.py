@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatoken.checkpoint.restore import load_checkpoint_model
-from megatoken.checkpoint.store import is_checkpoint, newest_valid, verify
+from megatoken.checkpoint.store import is_checkpoint, newest_valid, steps, verify
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.interop.hf import hf_tokenizer_spec, load_hf
@@ -33,7 +33,8 @@ def is_run(folder: Path) -> bool:
 
 
 def load_weights(name: str, warn: Callable[[str], None]) -> Loaded:
-    """Load from a run folder (its newest whole checkpoint; `warn` hears of damaged ones) or from another program's.
+    """Load from a run folder, or one of checkpoints, the newest whole one (`warn` hears of damaged ones), or from
+    another program's.
 
     Raises Fault(CHECKPOINT) when there is nothing whole to load, Fault(DATA) when the tokenizer is missing.
     """
@@ -45,12 +46,13 @@ def load_weights(name: str, warn: Callable[[str], None]) -> Loaded:
     if is_checkpoint(folder):
         manifest = verify(folder)
         return Loaded(load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer"), name)
-    if not is_run(folder):
+    checkpoints = folder / "checkpoints" if is_run(folder) else folder
+    if not is_run(folder) and not steps(folder):
         model, hf_folder = load_hf(name)
         tokenizer = load_tokenizer(hf_tokenizer_spec(hf_folder))
         _check_vocabulary(tokenizer, model, name)
         return Loaded(model, tokenizer, name)
-    found = newest_valid(folder / "checkpoints", lambda path, fault: warn(f"{fault} (skipping {path.name})"))
+    found = newest_valid(checkpoints, lambda path, fault: warn(f"{fault} (skipping {path.name})"))
     if found is None:
         fix = "train it first, or give a Hugging Face folder"
         raise Fault(Exit.CHECKPOINT, "run folder holds no whole checkpoint", str(folder), fix)

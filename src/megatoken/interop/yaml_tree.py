@@ -4,9 +4,11 @@ In: a file. Out: a `Tree` whose leaves are taken one by one, so that what nobody
 stands for another value of the file, as OmegaConf has it. Absent: tags and anchors, which plain files do not use.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import yaml
 from megatoken.errors import Exit, Fault
 
 LARGEST_BYTES = 1 << 20
+MOST_LEAVES = 100_000
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -34,7 +37,10 @@ class Leaf:
 
     def number(self) -> float:
         try:
-            return float(self.text.replace("_", ""))
+            value = float(self.text.replace("_", ""))
+            if math.isfinite(value):
+                return value
+            raise ValueError
         except ValueError:
             raise Fault(Exit.CONFIG, f"{self.key} is {self.text!r}, not a number", self.where, "correct it") from None
 
@@ -96,6 +102,7 @@ def read_tree(path: Path) -> Tree:
         if path.stat().st_size > LARGEST_BYTES:
             raise Fault(Exit.CONFIG, "file is larger than 1 MiB", str(path), "is this the right one?")
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        leaves = {leaf.key: leaf for leaf in islice(_walk(root, path, ""), MOST_LEAVES)} if root else {}
     except (OSError, UnicodeDecodeError, RecursionError) as wrong:
         raise Fault(Exit.CONFIG, f"cannot read it: {wrong}", str(path), "check the file") from None
     except yaml.YAMLError as wrong:
@@ -103,7 +110,8 @@ def read_tree(path: Path) -> Tree:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         reason = getattr(wrong, "problem", None) or "unreadable"
         raise Fault(Exit.CONFIG, f"not valid YAML: {reason}", where, "check indentation and quotes") from None
-    leaves = {leaf.key: leaf for leaf in _walk(root, path, "")} if root else {}
+    if len(leaves) == MOST_LEAVES:  # a few aliases of aliases are enough
+        raise Fault(Exit.CONFIG, f"more than {MOST_LEAVES:,} values", str(path), "is this the right one?")
     return Tree(path, {key: replace(leaf, text=_fill(leaf, leaves)) for key, leaf in leaves.items()})
 
 

@@ -129,7 +129,7 @@ def list_options(shape: Shape, machine: Machine, device: Device, dropout: float)
     """Per operation the forms that can run here, the plain one first; one only where the recipe or the device decides.
 
     Other libraries and blocks are for fp32 and bf16 on a CPU; on CUDA there are backends of attention, which fp32 has
-    less of, and our fused kernels.
+    less of, and our fused kernels. A deterministic run takes the plain ones: the fastest depends on how many threads.
     """
     # The compiler makes its own of the plain forms.
     on_cpu = device.place.type == "cpu" and machine.compile in ("auto", "off")
@@ -149,6 +149,8 @@ def list_options(shape: Shape, machine: Machine, device: Device, dropout: float)
     if machine.fused != "off" and not misses_triton(device):
         for name in list_fused(shape, device):
             options[name] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
+    if machine.deterministic:
+        options = {name: forms[:1] for name, forms in options.items()}
     wishes = {"linear": machine.linear, "attention": machine.attention, "mixed": machine.mixed}
     return {name: forms if wishes.get(name, "auto") == "auto" else [wishes[name]] for name, forms in options.items()}
 
