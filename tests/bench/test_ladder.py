@@ -32,7 +32,7 @@ FIRST = Spec(
     shape=replace(SHAPE, vocab_multiple=1),
     batch_seqs=2,
     device="cpu",
-    machine=PLAIN,
+    machine=PLAIN | {"threads": 1},  # beside other tests
     micro_batch=1,
     prepared=False,
 )

@@ -45,15 +45,17 @@ def sample(real_data: Path) -> list[Example]:
     return read_examples(find_tasks("hellaswag"), real_data / "hellaswag_val_sample.jsonl")["hellaswag"]
 
 
-def test_500_of_500_choices_are_those_of_the_rules(sample: list[Example]) -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_all_choices_are_those_of_the_rules(sample: list[Example], count: int) -> None:
+    sample = sample[:count]
     tokenizer = load_tokenizer("bpe:900", lambda: (context for example in sample for context, _ in example.prompts))
     model = make_model(tokenizer.vocab_size, seq_len=180)
     answers = answer_questions(model, read_questions(sample, tokenizer, 180), CPU, ALONE)
     expected = [choose(model, tokenizer, example) for example in sample]
-    assert len(answers) == 500
+    assert len(answers) == count
     assert [(answer.pred, answer.pred_norm, answer.pred_token_mean) for answer in answers] == expected
     lengths = [len(tokenizer.encode("".join(example.prompts[0]))) for example in sample]
-    assert sum(length > 181 for length in lengths) > 20  # and these were cut off from the left
+    assert sum(length > 181 for length in lengths) > count / 25  # and these were cut off from the left
     assert len(set(expected)) > 20
 
 
