@@ -213,6 +213,20 @@ def _add_eval(add: Callable[..., Parser]) -> None:
     p.add_argument("--fewshot", type=int, metavar="K", help="with --harness: solved examples before each question")
 
 
+def check_eval(options: argparse.Namespace) -> None:
+    """Raise Fault(CONFIG) for an option of `eval` that means nothing beside the others."""
+    if options.limit < 0:
+        raise Fault(Exit.CONFIG, f"--limit is {options.limit}", "megatoken eval", "give a number, or 0 for all")
+    for flag, given, meant, for_what in (
+        ("--split", options.split, not options.tasks, "--data without --tasks"),
+        ("--examples", options.examples, options.tasks and not options.harness, "--tasks"),
+        ("--fewshot", options.fewshot is not None, options.harness, "--harness"),
+        ("--include", options.include, options.harness, "--harness"),
+    ):
+        if given and not meant:
+            raise Fault(Exit.CONFIG, f"{flag} has no effect here", flag, f"leave it out: it is for {for_what}")
+
+
 def describe_fields() -> str:
     """The help page of every field: key, default, unit and meaning, section by section."""
     lines, section = ["fields (section.field=value), as in a recipe:"], None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.architecture import Model
-from megatoken.arguments import FOREIGN, Call, parse
+from megatoken.arguments import FOREIGN, Call, check_eval, parse
 from megatoken.config import Run
 from megatoken.console import Console
 from megatoken.errors import Exit, Fault
@@ -23,8 +23,7 @@ from megatoken.evaluate.tasks import find_tasks
 from megatoken.hardware import prepare_process
 from megatoken.model import count
 from megatoken.parallel.launch import launch
-from megatoken.parallel.layout import lay_out
-from megatoken.parallel.scripts import ENGINES, TIME, Job, name_job
+from megatoken.parallel.scripts import ENGINES, Job, check_job, name_job
 from megatoken.parallel.stopping import note_stop, stopping_at_once
 from megatoken.parallel.topology import read_topology
 from megatoken.presets import GPT2_VOCABULARY, PRESETS, Shape, describe_heads
@@ -141,17 +140,6 @@ def find_recipe(options: argparse.Namespace) -> tuple[Resolved, list[str], Path 
 def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
     """launch: a recipe to a script; the recipe is checked, the batch must divide among the processes."""
     resolved = resolve(options.recipe, options.overrides)
-    world = options.nodes * options.nproc
-    for flag, number in (("--nodes", options.nodes), ("--nproc", options.nproc)):
-        if number < 1:
-            raise Fault(Exit.CONFIG, f"{flag} is {number}", flag, "give 1 or more")
-    if not TIME.fullmatch(options.time):
-        raise Fault(Exit.CONFIG, f"--time is {options.time!r}", "--time", "give HH:MM:SS or D-HH:MM:SS")
-    machine = resolved.run.machine
-    lay_out(machine.shard, machine.tensor_parallel, world_size=world, local_world_size=options.nproc)
-    if resolved.run.batch_seqs % world:
-        what = f"a batch of {resolved.run.batch_seqs:,} sequences does not divide among {world} processes"
-        raise Fault(Exit.CONFIG, what, "--nodes, --nproc", "change them, or budget.batch_tokens")
     job = Job(
         name=name_job(resolved.name),
         words=[options.recipe, "--out", str(options.out or Path("runs") / resolved.name), *options.overrides],
@@ -161,6 +149,7 @@ def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
         time=options.time,
         image=options.image,
     )
+    check_job(job, resolved.run)
     text = ENGINES[options.engine](job)
     if options.write:
         try:
@@ -171,7 +160,7 @@ def run_launch(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
             ) from None
     elif not options.json:
         print(text, end="")
-    return Exit.DONE, {"script": text, "processes": world}
+    return Exit.DONE, {"script": text, "processes": job.world_size}
 
 
 def run_doctor(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
@@ -272,16 +261,7 @@ def run_sample(options: argparse.Namespace) -> tuple[Exit, dict[str, Any]]:
 
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: a model's scores, or its loss."""
-    if options.limit < 0:
-        raise Fault(Exit.CONFIG, f"--limit is {options.limit}", "megatoken eval", "give a number, or 0 for all")
-    for flag, given, meant, for_what in (
-        ("--split", options.split, not options.tasks, "--data without --tasks"),
-        ("--examples", options.examples, options.tasks and not options.harness, "--tasks"),
-        ("--fewshot", options.fewshot is not None, options.harness, "--harness"),
-        ("--include", options.include, options.harness, "--harness"),
-    ):
-        if given and not meant:
-            raise Fault(Exit.CONFIG, f"{flag} has no effect here", flag, f"leave it out: it is for {for_what}")
+    check_eval(options)
     if options.tasks and not options.harness:
         find_tasks(options.tasks)
     if (code := launch_ranks(options)) is not None:

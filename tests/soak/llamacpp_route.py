@@ -7,7 +7,6 @@ stdout is one JSON object. Weights and cache are fp32; a vocabulary trained here
 """
 
 import argparse
-import json
 import runpy
 import sys
 import tempfile
@@ -19,10 +18,8 @@ import torch
 from megatoken.console import Console
 from megatoken.interop.export import export
 from megatoken.interop.weights import load_weights
-from megatoken.sample import generate
+from tests.soak.route import NEW, PROMPT, TEXT, report, take_ids
 
-TEXT = "ROMEO: why, they're 12 cafés\n\nAnd the   rest — is silence.\n"
-PROMPT, NEW = 4, 24
 F32 = 0  # of ggml's types; its cache of keys and values is fp16 otherwise
 
 
@@ -52,14 +49,13 @@ def main() -> None:
     from llama_cpp import Llama
 
     loaded = load_weights(options.run, print)
-    model, tokenizer = loaded.model.eval(), loaded.tokenizer
+    model, ids = loaded.model.eval(), take_ids(loaded)
     with tempfile.TemporaryDirectory() as room:
         export(options.run, "hf", Path(room) / "hf", "fp32", Console(to_stderr=True))
         convert(options.llama_cpp, Path(room) / "hf", Path(room) / "model.gguf")
         theirs = Llama(
             str(Path(room) / "model.gguf"), n_ctx=256, logits_all=True, type_k=F32, type_v=F32, verbose=False
         )
-        ids = tokenizer.encode(TEXT).tolist()[: model.shape.seq_len - NEW]
         theirs.eval(ids)
         found = torch.from_numpy(np.array(theirs.scores[: len(ids)]))
         theirs.reset()
@@ -67,17 +63,7 @@ def main() -> None:
         tokens = theirs.tokenize(TEXT.encode(), add_bos=False)
     with torch.inference_mode():
         expected = model.logits(model(torch.tensor([ids])))[0]
-    answer = {
-        "model": loaded.source,
-        "tokens": len(ids),
-        "max_relative_difference": float((found - expected).abs().max() / expected.abs().max()),
-        "same_greedy_text": greedy == generate(model, ids[:PROMPT], tokens=NEW, temperature=0)[0],
-        "same_tokens": tokens == tokenizer.encode(TEXT).tolist(),
-    }
-    print(json.dumps(answer))
-    assert answer["max_relative_difference"] < 1e-4
-    assert answer["same_greedy_text"]
-    assert answer["same_tokens"]
+    report(loaded, found, expected, greedy, tokens)
 
 
 if __name__ == "__main__":

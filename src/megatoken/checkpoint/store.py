@@ -204,6 +204,17 @@ def steps(root: Path) -> list[int]:
     return sorted(found)
 
 
+def find_checkpoint(source: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+    """A checkpoint itself, or the newest whole one of a run folder or of a folder of checkpoints.
+
+    `warn` hears of damaged ones that are passed over. Raises Fault(CHECKPOINT) for a single one that is damaged.
+    """
+    if is_checkpoint(source):
+        return source, verify(source)
+    root = source / "checkpoints"
+    return newest_valid(root if root.is_dir() else source, lambda path, bad: warn(f"{bad} (skipping {path.name})"))
+
+
 def newest_valid(root: Path, on_bad: Callable[[Path, Fault], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint that verifies, with its manifest; None if there is none.
 

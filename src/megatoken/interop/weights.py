@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatoken.checkpoint.restore import load_checkpoint_model
-from megatoken.checkpoint.store import is_checkpoint, newest_valid, steps, verify
+from megatoken.checkpoint.store import find_checkpoint, steps
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import Exit, Fault
 from megatoken.interop.hf import hf_tokenizer_spec, load_hf
@@ -28,7 +28,7 @@ class Loaded:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder was made by `megatoken train`."""
+    """Whether a folder was made by `megatoken train`: a run, or one of its checkpoints."""
     return (folder / "checkpoints").is_dir() or (folder / "config.yaml").is_file()
 
 
@@ -43,23 +43,19 @@ def load_weights(name: str, warn: Callable[[str], None]) -> Loaded:
         return _load_file(folder / NAME)
     if folder.is_file() or folder.suffix in (".bin", *SUFFIXES):
         return _load_file(folder)
-    if is_checkpoint(folder):
-        manifest = verify(folder)
-        return Loaded(load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer"), name)
-    checkpoints = folder / "checkpoints" if is_run(folder) else folder
     if not is_run(folder) and not steps(folder):
         model, hf_folder = load_hf(name)
         tokenizer = load_tokenizer(hf_tokenizer_spec(hf_folder))
         _check_vocabulary(tokenizer, model, name)
         return Loaded(model, tokenizer, name)
-    found = newest_valid(checkpoints, lambda path, fault: warn(f"{fault} (skipping {path.name})"))
+    found = find_checkpoint(folder, warn)
     if found is None:
         fix = "train it first, or give a Hugging Face folder"
         raise Fault(Exit.CHECKPOINT, "run folder holds no whole checkpoint", str(folder), fix)
     path, manifest = found
     model, tokenizer = load_checkpoint_model(path, manifest), load_saved_tokenizer(path / "tokenizer")
     _check_vocabulary(tokenizer, model, str(path))
-    return Loaded(model, tokenizer, f"{folder} at step {manifest.step}")
+    return Loaded(model, tokenizer, name if path == folder else f"{folder} at step {manifest.step}")
 
 
 def _load_file(path: Path) -> Loaded:

@@ -12,7 +12,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatoken.errors import Exit
+from megatoken.config import Run
+from megatoken.errors import Exit, Fault
+from megatoken.parallel.layout import lay_out
 from megatoken.parallel.topology import PORT
 
 NO_GPUS = "none"
@@ -33,8 +35,25 @@ class Job:
     image: str
 
     @property
+    def world_size(self) -> int:
+        return self.nodes * self.nproc
+
+    @property
     def train(self) -> str:
         return shlex.join(["train", *self.words])
+
+
+def check_job(job: Job, run: Run) -> None:
+    """Raise Fault(CONFIG) for a job that would fail when its time has come: a script is often read hours later."""
+    for flag, number in (("--nodes", job.nodes), ("--nproc", job.nproc)):
+        if number < 1:
+            raise Fault(Exit.CONFIG, f"{flag} is {number}", flag, "give 1 or more")
+    if not TIME.fullmatch(job.time):
+        raise Fault(Exit.CONFIG, f"--time is {job.time!r}", "--time", "give HH:MM:SS or D-HH:MM:SS")
+    lay_out(run.machine.shard, run.machine.tensor_parallel, world_size=job.world_size, local_world_size=job.nproc)
+    if run.batch_seqs % job.world_size:
+        what = f"a batch of {run.batch_seqs:,} sequences does not divide among {job.world_size} processes"
+        raise Fault(Exit.CONFIG, what, "--nodes, --nproc", "change them, or budget.batch_tokens")
 
 
 def name_job(recipe: str) -> str:
