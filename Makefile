@@ -1,7 +1,6 @@
-# Everything a newcomer or CI needs. VENV=. uses the environment that is active instead of making one.
+# What a newcomer, a developer or CI needs. VENV=. uses the environment that is active instead of making one.
 PYTHON ?= python3
 VENV   ?= .venv
-RUN     = runs/quickstart
 # The torch that the tests ran with; any from 2.11 on will do: make quickstart TORCH="torch>=2.11"
 TORCH  ?= torch==2.13.0
 
@@ -11,20 +10,26 @@ else
 BIN = $(VENV)/bin/
 endif
 
-.PHONY: quickstart test check soak bench bench-gpu harness clean
+# What machine.precision=auto stands for in tests, where a test does not choose: make test PRECISION=fp32
+export MEGATOKEN_PRECISION := $(PRECISION)
+
+.PHONY: quickstart test test-fast check soak bench bench-gpu harness clean
 
 quickstart: $(VENV)/.user
-	$(BIN)megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.03
-	$(BIN)megatoken train quickstart --out $(RUN)
-	$(BIN)megatoken sample $(RUN) "def " --tokens 100
-	@echo
-	@echo "run folder   $(RUN)"
-	@echo "curves       $(RUN)/plots/curves.png"
-	@echo "next         $(BIN)megatoken sample $(RUN) \"class \""
-	@echo "your text    $(BIN)megatoken prepare FOLDER --out data/mine && $(BIN)megatoken train quickstart --out runs/mine data.path=data/mine"
+	$(BIN)megatoken quickstart
 
+# Everything that CI runs: under ten minutes on two cores.
 test: check
 	$(BIN)pytest -n 2
+
+# While you edit: configuration, model, loss, optimizer, step, data order, commit protocol, API, house rules: under 90 s.
+FAST = tests/config tests/model tests/optim tests/train tests/checkpoint tests/data/test_permutation.py \
+	tests/data/test_dataloader.py \
+	$(filter-out tests/test_packaging.py tests/test_docs.py,$(wildcard tests/test_*.py)) \
+	--ignore tests/train/test_pretrain.py
+
+test-fast: $(VENV)/.dev
+	$(BIN)pytest -n 2 $(FAST)
 
 check: $(VENV)/.dev
 	$(BIN)ruff format --check .

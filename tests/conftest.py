@@ -1,11 +1,20 @@
-"""What every test may ask for."""
+"""Fixtures of all tests.
+
+A test that takes `precision` or `device` runs in fp32 and in bf16,
+whatever this machine prefers; MEGATOKEN_PRECISION=fp32 or bf16 (`make test PRECISION=fp32`) decides for the others.
+"""
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from megatoken.system.device import Device
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run on the CPU, slowly
@@ -27,3 +36,27 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATOKEN_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch on one thread: waking a second core costs more than tiny models take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["fp32", "bf16"])
+def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test in fp32 and in bf16: what `machine.precision=auto` stands for, also in child processes."""
+    monkeypatch.setenv("MEGATOKEN_PRECISION", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def device(precision: str) -> "Device":
+    """A CPU that computes in `precision`."""
+    from tests.tiny_model import CPU  # after TRITON_INTERPRET
+
+    return replace(CPU, precision=precision)

@@ -1,188 +1,199 @@
-"""The house rules that a machine can check."""
+"""House rules that a machine can check: one test per rule, over all source files. Each collects every offender."""
 
 import ast
 import importlib
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 import megatoken
-from megatoken.config import KNOBS
+from megatoken.config.schema import FIELDS
 
 SOURCE = Path(megatoken.__file__).parent
-FILES = sorted(SOURCE.rglob("*.py"))
-LARGEST_FILE, LARGEST_FUNCTION, MOST_KNOBS = 400, 60, 80
-READERS_OF_ENVIRONMENT = {"hardware.py", "parallel/topology.py"}
-# Imports inside functions: optional extras, what a platform may lack, and the commands that bring torch.
+FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
+TOP = ("__init__.py", "__main__.py")  # above all layers
+LONGEST_FUNCTION = 80
+READ_ENVIRONMENT = {"system/environment.py", "distributed/env.py"}
+# Imports inside functions: optional extras and modules that a platform may lack, anywhere; ...
 OPTIONAL = {
-    "pyarrow",
-    "matplotlib",
-    "huggingface_hub",
-    "datasets",
-    "transformers",
-    "tiktoken",
-    "tiktoken_ext",
-    "resource",
-    "litgpt",
+    *("pyarrow", "matplotlib", "huggingface_hub", "datasets", "transformers", "lm_eval"),
+    *("resource", "triton"),
 }
-LAZY_COMMANDS = {
-    "megatoken.data.prepare",
-    "megatoken.progress",
-    "megatoken.pretrain",
-    "megatoken.doctor",
-    "megatoken.plan.dryrun",
-    "megatoken.plan.fit",
-    "megatoken.writing",
-    "megatoken.judging",
-    "megatoken.harness",
-    "megatoken.interop.foreign",
-    "megatoken.interop.export",
-    "megatoken.checkpoint.consolidate",
-    "megatoken.verify",
-    "megatoken.plot",
-    "megatoken.bench.program",
-    "megatoken.bench.rivals",
-}
-STARTERS = {"cli.py", "bench/contender.py"}  # processes begin there, with settings made before torch is loaded
-# The protocol and the data order must be testable, and fast to start, without torch.
-WITHOUT_TORCH = [
-    "data.prepare",
-    "data.dataset",
-    "data.order",
-    "checkpoint.store",
-    "train.journal",
-    "train.guard",
-    "bench.options",
-    "bench.contender",
-    "cli",
-]
+# ... and where a process starts or the API is entered, whatever brings one of these: a typo must not wait for torch.
+STARTERS = {"__init__.py", "cli/main.py", "cli/quickstart.py", "bench/worker.py", "convert/recipes/llmc.py"}
+HEAVY = {"torch", "numpy", "tokenizers", "rich", "yaml", "safetensors", "xxhash"}
+# Quick to start, and testable without torch: the package, the commit protocol, the data order, the command line.
+WITHOUT_TORCH = (
+    *("megatoken", "megatoken.cli.main", "megatoken.__main__", "megatoken.config.load", "megatoken.system.environment"),
+    *("megatoken.data.prepare", "megatoken.data.dataset", "megatoken.data.permutation", "megatoken.checkpoint.commit"),
+    *("megatoken.train.metrics_log", "megatoken.train.preemption", "megatoken.launch.local"),
+    *("megatoken.bench.arguments", "megatoken.bench.worker"),
+)
+EMPTY_NAMES = {"utils", "util", "common", "helpers", "base", "misc", "manager", "factory", "registry", "core"}
+RUNS_CODE = re.compile(
+    r"\bpickle\.|torch\.load\((?!.*weights_only=True)|allow_pickle=True|yaml\.(unsafe_)?load\(|(?<!\.)\b(eval|exec)\("
+)
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(SOURCE).as_posix()
+class Import(NamedTuple):
+    module: str
+    line: int
+    in_function: bool
 
 
-def stage_of(module: str) -> str:
-    return module.split(".")[1]
+def module_name(file: str) -> str:
+    return ".".join(("megatoken", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def imports_of(path: Path) -> Iterator[tuple[str, int, bool]]:
-    """(module, line, inside a function) of every import."""
-    tree = ast.parse(path.read_text())
-    nested = {
-        id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
-    }
+MODULES = {module_name(file): file for file in FILES}
+
+
+@cache
+def parse(file: str) -> ast.Module:
+    return ast.parse(FILES[file].read_text())
+
+
+@cache
+def imports_of(file: str) -> tuple[Import, ...]:
+    """Every import of a file; `from megatoken.x import y` is of the module megatoken.x.y where there is one."""
+    tree, found = parse(file), []
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    nested = {id(inner) for function in functions for inner in ast.walk(function)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno, id(node) in nested
+            found += [Import(alias.name, node.lineno, id(node) in nested) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            base = node.module or ""
-            modules = [f"megatoken.{alias.name}" for alias in node.names] if base == "megatoken" else [base]
-            for module in modules:
-                yield module, node.lineno, id(node) in nested
+            base = "." * node.level + (node.module or "")
+            names = {f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names}
+            found += [Import(name, node.lineno, id(node) in nested) for name in sorted(names)]
+    return tuple(found)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_one_way(path: Path) -> None:
-    stages = megatoken.STAGES
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    if parts == ("__init__",):
-        return
-    own = stages.index(parts[0])
-    for module, line, _ in imports_of(path):
-        if module.startswith("megatoken.") and stage_of(module) in stages:
-            there = stages.index(stage_of(module))
-            assert there <= own, f"{name_of(path)}:{line} imports {module}, a later stage"
-        elif module.startswith("megatoken."):
-            assert module == "megatoken.__version__", f"{name_of(path)}:{line}: {module} is in no stage"
-
-
-def test_no_cycles_between_modules() -> None:
-    names = {".".join(("megatoken", *p.relative_to(SOURCE).with_suffix("").parts)) for p in FILES}
-    graph = {
-        ".".join(("megatoken", *p.relative_to(SOURCE).with_suffix("").parts)): {
-            m for m, _, _ in imports_of(p) if m in names
-        }
-        for p in FILES
+@cache
+def graph(*, in_functions: bool) -> dict[str, set[str]]:
+    """Modules that each module imports."""
+    return {
+        module: {each.module for each in imports_of(file) if in_functions or not each.in_function} - {module}
+        for module, file in MODULES.items()
     }
-    done: set[str] = set()
-
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, f"import cycle: {' -> '.join([*trail, module])}"
-        if module not in done:
-            for needed in sorted(graph[module]):
-                visit(needed, (*trail, module))
-            done.add(module)
-
-    for module in sorted(graph):
-        visit(module, ())
-    assert done == set(graph)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_inside_functions_are_listed(path: Path) -> None:
-    for module, line, inside in imports_of(path):
-        if inside:
-            allowed = module.split(".")[0] in OPTIONAL or (name_of(path) in STARTERS and module in LAZY_COMMANDS)
-            assert allowed, f"{name_of(path)}:{line} imports {module} inside a function"
+@cache
+def is_heavy(module: str) -> bool:
+    """Whether importing `module` imports one of HEAVY."""
+    needed, new = {module}, [module]
+    while new:
+        new = [name for name in graph(in_functions=False).get(new.pop(), ()) if name not in needed] + new
+        needed |= set(new)
+    return bool({name.split(".")[0] for name in needed} & HEAVY)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_sizes(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= LARGEST_FILE, f"{name_of(path)} has {text.count(chr(10))} lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            assert lines <= LARGEST_FUNCTION, f"{name_of(path)}:{node.lineno}: {node.name} has {lines} lines"
+def check(found: list[str]) -> None:
+    """Fail with a line for each offender."""
+    assert not found, "\n" + "\n".join(sorted(set(found)))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_named_modules_read_the_environment(path: Path) -> None:
-    if name_of(path) in READERS_OF_ENVIRONMENT:
-        return
-    reads = re.search(r"os\.(environ|getenv)|from os import .*(environ|getenv)", path.read_text())
-    assert reads is None, f"{name_of(path)} reads the environment"
+def test_imports_go_one_way() -> None:
+    """A package imports itself and earlier layers only."""
+    layers, found = megatoken.LAYERS, []
+    for file in FILES.keys() - TOP:
+        own = Path(file).with_suffix("").parts[0]
+        if own not in layers:
+            found.append(f"{file}: {own} is in no layer")
+            continue
+        for module, line, _ in imports_of(file):
+            if module.startswith("."):
+                found.append(f"{file}:{line}: relative import")
+            elif module.startswith("megatoken."):
+                layer = module.split(".")[1]
+                if layer not in layers or layers.index(layer) > layers.index(own):
+                    found.append(f"{file} imports {module}")
+    check(found)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_unpickled(path: Path) -> None:
-    loads = r"torch\.load\((?!.*weights_only=True)|allow_pickle=True|yaml\.(unsafe_)?load\("
-    runs_code = rf"\bpickle\.|{loads}|(?<!\.)\b(eval|exec)\("
-    assert not re.search(runs_code, path.read_text())
+def test_no_import_cycles() -> None:
+    below = {module: needed - {"megatoken"} for module, needed in graph(in_functions=True).items()}
+    below.pop("megatoken")  # its names are imported when they are asked for
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        raise AssertionError(f"import cycle: {' -> '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_names_explain_something(path: Path) -> None:
-    assert path.stem not in {"utils", "common", "helpers", "base", "misc", "manager", "factory", "registry"}
+def test_imports_inside_functions_are_listed() -> None:
+    found = []
+    for file in FILES:
+        for module, _, in_function in imports_of(file):
+            optional = module.split(".")[0] in OPTIONAL
+            if in_function and not optional and not (file in STARTERS and is_heavy(module)):
+                found.append(f"{file} imports {module} inside a function")
+    check(found)
 
 
-def test_every_field_has_a_reader() -> None:
-    declared = {"architecture.py", "config.py", "recipe.py"}
-    text = "\n".join(p.read_text() for p in FILES if name_of(p) not in declared)
-    own = (SOURCE / "config.py").read_text().split("class Run:")[1]  # properties of Run read fields too
-    shape = (SOURCE / "architecture.py").read_text().split("def shape")[1].split("def find_misfits")[0]
-    for key in KNOBS:
-        name = key.rpartition(".")[2]
-        assert re.search(rf"\.{name}\b", text + own + shape), f"nobody reads {key}"
-    assert len(KNOBS) <= MOST_KNOBS
+def test_functions_are_short() -> None:
+    found = []
+    for file in FILES:
+        for node in ast.walk(parse(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > LONGEST_FUNCTION:
+                    found.append(f"{file}: {node.name} is longer than {LONGEST_FUNCTION} lines")
+    check(found)
 
 
-def test_stages_exist() -> None:
-    for stage in megatoken.STAGES:
-        assert importlib.import_module(f"megatoken.{stage}").__doc__, f"{stage} says nothing of itself"
+def test_only_named_modules_read_the_environment() -> None:
+    reads = re.compile(r"os\.(environ|getenv)|from os import .*(environ|getenv)")
+    check([file for file in FILES.keys() - READ_ENVIRONMENT if reads.search(FILES[file].read_text())])
 
 
-def test_torch_is_not_needed_where_it_must_not_be() -> None:
-    import subprocess
-    import sys
+def test_processes_are_started_without_the_current_folder() -> None:
+    """Python is started by system/environment.py's python_command only."""
+    check([file for file in FILES.keys() - {"system/environment.py"} if "sys.executable" in FILES[file].read_text()])
 
-    code = (
-        "import sys\n" + "\n".join(f"import megatoken.{m}" for m in WITHOUT_TORCH) + "\nprint('torch' in sys.modules)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "False"
+
+def test_no_file_is_unpickled() -> None:
+    """Workers exchange pickles with the process that started them, over pipes of their own."""
+    pipes = {"data/encode_workers.py"}
+    check([file for file in FILES.keys() - pipes if RUNS_CODE.search(FILES[file].read_text())])
+
+
+def test_names_explain_something() -> None:
+    parts = {file: set(Path(file).with_suffix("").parts) for file in FILES}
+    check([file for file, names in parts.items() if names & EMPTY_NAMES])
+
+
+def test_docstrings() -> None:
+    """Packages and modules say what they are, not what they lack."""
+    found = []
+    for file in FILES:
+        doc = ast.get_docstring(parse(file)) or ""
+        if not doc:
+            found.append(f"{file} has no docstring")
+        if "absent:" in doc.lower():
+            found.append(f"{file}: Absent")
+    check(found)
+
+
+def test_every_config_field_has_a_reader() -> None:
+    """A field is read as `.name` outside config/, or in a method of one of its dataclasses."""
+    trees: list[ast.AST] = [parse(file) for file in FILES if not file.startswith("config/")]
+    for file in ("config/schema.py", "config/model_config.py"):
+        classes = [node for node in parse(file).body if isinstance(node, ast.ClassDef)]
+        trees += [node for each in classes for node in each.body if isinstance(node, ast.FunctionDef)]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert [key for key in FIELDS if key.rpartition(".")[2] not in read] == []
+
+
+def test_layers_exist() -> None:
+    assert [layer for layer in megatoken.LAYERS if not importlib.import_module(f"megatoken.{layer}").__doc__] == []
+
+
+def test_torch_is_not_imported_where_it_is_not_needed() -> None:
+    code = "import sys, importlib\nfor name in sys.argv[1:]:\n importlib.import_module(name)\n"
+    code += " if 'torch' in sys.modules: sys.exit(name)"
+    process = subprocess.run([sys.executable, "-c", code, *WITHOUT_TORCH], capture_output=True, text=True)
+    assert (process.returncode, process.stderr.strip()) == (0, "")

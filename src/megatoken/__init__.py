@@ -1,43 +1,89 @@
 """megatoken pre-trains GPT-2, GPT-3 and LLaMA models from raw text.
 
-STAGES is the order of the house: the order in which data flows and the only direction in which
-modules may import. A stage imports itself and earlier stages; tests/test_architecture.py enforces it.
+The names below are the Python API (docs/python.md); each is imported when it is first used, so that `import megatoken`
+is quick and needs no torch.
+
+LAYERS lists the packages in the order in which data flows. A package imports itself and earlier ones only;
+tests/test_architecture.py enforces it.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-STAGES = (
-    "errors",  # one kind of failure, with its exit code
-    "console",  # how things are shown to people
-    "presets",  # model shapes by name: pure data
-    "knobs",  # what a knob is and how its value is read
-    "architecture",  # the knobs of the network
-    "config",  # every knob, typed and frozen
-    "recipe",  # YAML and overrides to a checked run, with origins
-    "peaks",  # vendor data sheets: pure data
-    "hardware",  # what is this machine; the only reader of the environment
-    "timing",  # things measured side by side
-    "device",  # what torch can do on it
-    "data",  # documents -> tokenizer -> prepare -> shards -> loader
-    "model",  # GPT, loss, counts
-    "optim",  # parameter groups, learning-rate schedule
-    "parallel",  # which process of how many; what they tell each other
-    "train",  # state, step, meter, journal, guard
-    "checkpoint",  # commit protocol, restore
-    "evaluate",  # held-out loss; multiple-choice tasks
-    "sample",  # key/value cache, decoding
-    "interop",  # other programs' models and recipes
-    "plot",  # curves and pictures from metrics.jsonl
-    "verify",  # every hash of a folder, recomputed
-    "progress",  # the bar of prepare
-    "bench",  # every speed measured on this machine
-    "plan",  # what a run needs, found out before it is started
-    "doctor",  # what this machine lacks to train
-    "writing",  # a prompt continued on the screen
-    "judging",  # a model's scores and losses on the screen
-    "harness",  # the same model handed to lm-evaluation-harness
-    "opening",  # what happens once, before the first step
-    "pretrain",  # the program: the page to read first
-    "arguments",  # words into options
-    "cli",  # one call per subcommand
+if TYPE_CHECKING:
+    from megatoken.config.load import load_config as load_config
+    from megatoken.config.model_config import ModelConfig as ModelConfig
+    from megatoken.config.schema import Config as Config
+    from megatoken.convert.export import export as export
+    from megatoken.convert.load_pretrained import load_pretrained as load_run  # noqa: F401
+    from megatoken.data.dataloader import DataLoader as DataLoader
+    from megatoken.data.dataset import load_dataset as load_dataset
+    from megatoken.data.prepare import prepare as prepare
+    from megatoken.errors import MegatokenError as MegatokenError
+    from megatoken.eval.evaluate import evaluate as evaluate
+    from megatoken.model.gpt import GPT as GPT
+    from megatoken.model.kernels import register_attention as register_attention
+    from megatoken.optim.optimizer import build_optimizer as build_optimizer
+    from megatoken.optim.optimizer import register_optimizer as register_optimizer
+    from megatoken.pretrain import Trainer as Trainer
+    from megatoken.sampling.generate import generate as generate
+    from megatoken.train.metrics_log import read_metrics as read_metrics
+
+_MODULES = {
+    "load_config": "config.load",
+    "ModelConfig": "config.model_config",
+    "Config": "config.schema",
+    "export": "convert.export",
+    "load_run": "convert.load_pretrained",
+    "DataLoader": "data.dataloader",
+    "load_dataset": "data.dataset",
+    "prepare": "data.prepare",
+    "MegatokenError": "errors",
+    "evaluate": "eval.evaluate",
+    "GPT": "model.gpt",
+    "register_attention": "model.kernels",
+    "build_optimizer": "optim.optimizer",
+    "register_optimizer": "optim.optimizer",
+    "Trainer": "pretrain",
+    "generate": "sampling.generate",
+    "read_metrics": "train.metrics_log",
+}
+__all__ = [*_MODULES, "LAYERS", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public name from its module, imported now."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'megatoken' has no attribute {name!r}")
+    module = import_module(f"megatoken.{_MODULES[name]}")
+    value = globals()[name] = getattr(module, "load_pretrained" if name == "load_run" else name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+LAYERS = (
+    "errors",  # one kind of error, with its exit code
+    "console",  # terminal output
+    "config",  # every setting of a run, presets, recipes
+    "system",  # the machine: environment, device, peak FLOP/s, timing
+    "data",  # sources -> tokenizer -> prepare -> shards -> dataset -> dataloader
+    "model",  # GPT, loss, kernels, FLOP counts
+    "optim",  # optimizers, learning-rate schedules
+    "distributed",  # process group, parallel dims, sharded parameters, gradient reduction
+    "launch",  # processes on one machine; scripts for many
+    "checkpoint",  # commit protocol, save, load, merge
+    "convert",  # Hugging Face, llm.c, nanoGPT: weights and recipes
+    "sampling",  # key/value cache, generation
+    "eval",  # validation loss, multiple-choice tasks
+    "train",  # state, step, autotune, metrics, preemption, setup, periodic actions
+    "plots",  # curves and weight pictures
+    "pretrain",  # the training program: read it first
+    "estimate",  # memory and traffic of a run, on fake tensors
+    "bench",  # every speed, measured on this machine
+    "cli",  # the `megatoken` command
 )

@@ -1,50 +1,49 @@
-"""The program: read it first. Everything happens here in the order of time, and only here do all stages meet.
+"""The training program: start here. A run from its setup to its last step, in order; every other part is called here.
 
-In: a checked recipe and a run folder. Out: the run folder, filled (docs/run-folder.md draws it), and a summary.
+`Trainer(config, out).fit()` trains in a run folder (docs/run-folder.md), resuming from its newest checkpoint.
 """
 
+import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
-from megatoken import opening
-from megatoken.checkpoint.save import Save
-from megatoken.checkpoint.store import prune
-from megatoken.config import Run
+from megatoken.config.fields import parse_time
+from megatoken.config.load import ResolvedConfig, from_python, render
+from megatoken.config.schema import Config
 from megatoken.console import Console, format_duration, format_step
-from megatoken.data.dataset import Dataset
-from megatoken.data.loader import EvaluationWindows, Loader, Prefetcher, evaluation_windows
-from megatoken.data.tokenizer import Tokenizer
-from megatoken.device import Device, open_device, with_peak
-from megatoken.errors import Exit, Fault
-from megatoken.evaluate.choice import Question, answer_questions, describe_grades, grade, read_exams
-from megatoken.evaluate.loss import held_out_loss
-from megatoken.knobs import parse_time
-from megatoken.parallel.layout import fit_machine
-from megatoken.parallel.ranks import Ranks, join, naming_the_lost
-from megatoken.parallel.shard import agree_on_layout
-from megatoken.parallel.topology import Topology, read_topology
-from megatoken.plot import draw_run
-from megatoken.recipe import Resolved
-from megatoken.sample import generate
-from megatoken.train.calendar import Calendar, is_due
-from megatoken.train.guard import Guard
-from megatoken.train.journal import Journal, read_metrics
-from megatoken.train.meter import Meter
-from megatoken.train.state import Plan, State, build_plan, whole_model
-from megatoken.train.step import Flight, Report, land, launch_step
+from megatoken.data.dataloader import Prefetcher
+from megatoken.distributed.comm import Comm, join_process_group, peer_errors
+from megatoken.distributed.env import read_dist_env
+from megatoken.distributed.parallel_dims import choose_dims
+from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
+from megatoken.launch.local import COMMAND, RESTARTS, launch
+from megatoken.model.gpt import GPT
+from megatoken.plots import draw_run
+from megatoken.system.atomic_write import local_path
+from megatoken.system.device import Device, memory_errors, open_device, with_peak
+from megatoken.train import setup
+from megatoken.train.actions import Action, CheckpointSaver, is_due, list_actions
+from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.train.preemption import PreemptionHandler, StopRequested
+from megatoken.train.setup import Callback, RunContext
+from megatoken.train.step import PendingStep, StepMetrics, train_step_async, wait_for_steps
+from megatoken.train.throughput import ThroughputMeter
 
-LOOK_SECONDS = 1.0  # between looks at an accelerator's numbers: each makes it run dry for a moment
+MEMORY_FIX = "set machine.micro_batch to a smaller number, or machine.activation_checkpointing=block"
+SYNC_SECONDS = 1.0  # between reads of losses from a GPU; each read waits for all queued GPU work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """How a run ended. code: DONE or STOPPED; losses in nats, None where nothing was measured."""
 
-    code: Exit
+    code: ExitCode
     run: str
     steps: int
     tokens: int
@@ -54,338 +53,233 @@ class Summary:
     reason: str
 
 
-def pretrain(resolved: Resolved, out: Path, console: Console, *, explain: bool = False) -> Summary:
-    """Train `resolved` in the run folder `out`, going on from its newest whole checkpoint if there is one.
+class Trainer:
+    """Trains a config in a run folder."""
 
-    explain: say what was measured for every automatic choice. Raises Fault, with the exit code of its kind, when the
-    run cannot be begun or gone on with; whatever was committed before stays.
-    """
-    topology, machine = read_topology(), resolved.run.machine
-    device = open_device(machine, rank=topology.local_rank, ranks=topology.local_world_size)
-    with join(topology, device.place.type) as ranks:  # before anything else can fail: who leaves is missed at once
-        return pretrain_together(resolved, out, console, device, ranks, explain)
+    def __init__(
+        self,
+        config: Config | ResolvedConfig,
+        out: Path | str,
+        *,
+        model: GPT | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        callbacks: Sequence[Callback] = (),
+        nproc: int = 1,
+        console: Console | None = None,
+        explain: bool = False,
+    ) -> None:
+        """model: a GPT of `config.model`'s architecture, to start from its weights. optimizer: built over that model's
+        parameters; its groups' learning rates keep their ratio to `optim.lr`. callbacks: called with every row of
+        metrics; one that returns True stops the run. nproc: processes on this machine. explain: print what was measured
+        for every automatic choice. Raises ConfigError for arguments that cannot be combined.
+        """
+        if nproc < 1:
+            raise ConfigError(f"nproc is {nproc}", "Trainer", "give 1 or more")
+        if nproc > 1 and (model is not None or optimizer is not None or callbacks):
+            what = "model, optimizer and callbacks cannot be passed to the processes that nproc starts"
+            raise ConfigError(what, "Trainer", "use nproc=1, or the config: model.init, optim.name")
+        if optimizer is not None and model is None:
+            raise ConfigError("an optimizer is given without its model", "Trainer", "give the model it was built over")
+        self.resolved = config if isinstance(config, ResolvedConfig) else from_python(config, Path(out).name)
+        self.out = local_path(out)
+        self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
+        self.nproc, self.console, self.explain = nproc, console or Console(), explain
 
+    def fit(self) -> Summary:
+        """Train to the end of the budget, or until a signal, the time limit or a callback asks to stop.
 
-def pretrain_together(
-    resolved: Resolved, out: Path, console: Console, device: Device, ranks: Ranks, explain: bool
-) -> Summary:
-    """`pretrain` on one rank of several."""
-    began = time.monotonic()
-    run, topology, first = resolved.run, ranks.topology, ranks.topology.is_first
-    if first:
-        opening.check_folder(out, run)
-    else:
-        console = Console(quiet=True)
-    dataset, tokenizer = opening.open_data(run)
-    shape = run.model.shape(tokenizer.vocab_size)
-    exams = read_exams(run.evaluate, tokenizer, shape.seq_len)
-    loader = opening.open_loader(run, dataset, shape, topology)
-    with (
-        Journal.open(out) if first else Journal.silent(out) as journal,
-        Guard(parse_time(run.save.time_limit) or None) as guard,
-    ):
-        layout = agree_on_layout(run.machine, shape, device, ranks)
-        run = replace(run, machine=fit_machine(run.machine, layout))
-        if first:
-            opening.check_space(out, shape)
-            device = with_peak(device)
-        opening.introduce(console, resolved, out, device, dataset, tokenizer, loader, shape, layout)
-        state = opening.build(run, shape, tokenizer, device, out, console, layout, ranks)
-        opening.restore(out, state, dataset, journal, console, ranks)
-        plan = build_plan(run, epoch_tokens=loader.n_windows * shape.seq_len, kind=device.place.type)
-        if ranks.agree(opening.is_finished(out, state, plan)):
-            console.say(f"this run is finished; nothing to do: {out}")
-            return summarize(out, plan, Exit.DONE, state.step, time.monotonic() - began)
-        if first:
-            opening.record_start(out, resolved, tokenizer, journal, device, topology)
-        opening.choose_kernels(out, run, state, plan, device, console, ranks, explain=explain)
-        plan = plan.with_micro_batch(opening.choose_micro_batch(out, run, state, plan, device, console))
-        opening.compile_model(run, state, plan, device, console)
-        state.share(ranks)
-        journey = Journey(
-            run=run,
-            out=out,
-            console=console,
-            device=device,
-            dataset=dataset,
-            tokenizer=tokenizer,
-            exams=exams,
-            journal=journal,
-            guard=guard,
-            state=state,
-            plan=plan,
-            seen={(kind, step) for kind, step in ranks.agree(opening.list_seen(out) if first else None)},
-        )
-        code = journey.complete(loader)
-    return summarize(out, plan, code, state.step, time.monotonic() - began, guard.stop_requested)
-
-
-def summarize(out: Path, plan: Plan, code: Exit, step: int, seconds: float, reason: str = "") -> Summary:
-    """How a run ended, its losses as the journal tells them."""
-    last = {row["kind"]: row.get("loss") for row in read_metrics(out)}
-    return Summary(
-        code=code,
-        run=str(out),
-        steps=step,
-        tokens=step * plan.batch_tokens,
-        loss=last.get("train"),
-        val_loss=last.get("val"),
-        seconds=seconds,
-        reason=reason,
-    )
-
-
-@dataclass(slots=True, kw_only=True)
-class Journey:
-    """The run under way: the loop, and what is done on schedule between steps."""
-
-    run: Run
-    out: Path
-    console: Console
-    device: Device
-    dataset: Dataset
-    tokenizer: Tokenizer
-    exams: dict[str, list[Question]]  # by task
-    journal: Journal
-    guard: Guard
-    state: State
-    plan: Plan
-    meter: Meter = field(init=False)
-    calendar: Calendar = field(init=False)
-    seen: set[tuple[str, int]]  # (kind, step) of what the journal already tells: a resume repeats nothing
-    windows: EvaluationWindows | None = field(default=None)
-    flights: list[Flight] = field(default_factory=list)  # steps that were launched and not looked at yet
-    saving: Save | None = None  # a checkpoint on its way
-
-    def __post_init__(self) -> None:
-        self.calendar = Calendar.of(self.run, self.plan)
-        self.meter = Meter(
-            device=self.device,
-            shape=self.state.model.shape,
-            batch_tokens=self.plan.batch_tokens,
-            total_steps=self.plan.total_steps,
-            world_size=self.state.ranks.topology.world_size,
+        Raises MegatokenError, whose `code` is the command's exit code, when the run cannot start or go on. Committed
+        checkpoints are kept.
+        """
+        start = time.monotonic()
+        if self.nproc > 1:
+            code, steps, reason = self._fit_in_processes()
+        else:
+            dist_env, machine = read_dist_env(), self.resolved.config.machine
+            device = open_device(machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size)
+            with (
+                join_process_group(dist_env, device.type) as comm,  # first, so that others notice a failed rank
+                memory_errors(f"rank {dist_env.rank}", MEMORY_FIX),
+            ):
+                code, steps, reason = self._fit(device, comm)
+        losses = {row["kind"]: row.get("loss") for row in read_metrics(self.out)}
+        return Summary(
+            code=code,
+            run=str(self.out),
+            steps=steps,
+            tokens=steps * self.resolved.config.budget.batch_tokens,
+            loss=losses.get("train"),
+            val_loss=losses.get("val"),
+            seconds=time.monotonic() - start,
+            reason=reason,
         )
 
-    def complete(self, loader: Loader) -> Exit:
-        """Travel, and tell how it ended, also when that is not well."""
+    def _fit(self, device: Device, comm: Comm) -> tuple[ExitCode, int, str]:
+        """Set up the run, resume it and train: how it ended, at which step, and why it stopped."""
+        config, out, is_main = self.resolved.config, self.out, comm.dist_env.is_main_process
+        if is_main:
+            setup.check_folder(out, config)
+        console = self.console if is_main else Console(quiet=True)
+        run = RunContext(
+            config=config, out=out, console=console, device=device, comm=comm, is_main=is_main, callbacks=self.callbacks
+        )
+        setup.open_data(run)
+        if self.model is not None:
+            setup.check_own_model(run, self.model, self.optimizer)
+        with (
+            MetricsLogger.open(out) if is_main else MetricsLogger(out) as run.log,
+            PreemptionHandler(parse_time(config.save.time_limit) or None) as run.preemption,
+        ):
+            memory_bytes = comm.broadcast_from_rank0(device.memory_bytes(comm.dist_env.local_world_size))
+            dims = choose_dims(config.machine, run.model_config, device.precision, memory_bytes, comm.dist_env)
+            setup.apply_dims(run, dims)
+            if is_main:
+                run.device = with_peak(device)
+            setup.print_summary(run, self.resolved.name, dims)
+            setup.build_train_state(run, dims, self.model, self.optimizer)
+            setup.restore(run)
+            if comm.broadcast_from_rank0(setup.is_finished(run)):
+                run.console.print(f"this run is finished; nothing to do: {out}")
+                return ExitCode.DONE, run.state.step, ""
+            if is_main:
+                setup.check_space(run)
+                setup.write_provenance(run, self.resolved)
+            # The order matters: kernels may replace the compute model; its micro-batch is then measured; it is compiled
+            # for that size; the hooks that reduce gradients go on its final parameters.
+            setup.choose_kernels(run, explain=self.explain)
+            setup.choose_micro_batch(run)
+            setup.compile_model(run)
+            run.state.start_grad_reduction(comm)
+            return TrainLoop(run).fit(), run.state.step, run.preemption.stop_requested
+
+    def _fit_in_processes(self) -> tuple[ExitCode, int, str]:
+        """Train in `nproc` processes of the `megatoken` command."""
+        with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
+            recipe = Path(folder) / f"{self.resolved.name}.yaml"
+            recipe.write_text(render(self.resolved.config, self.resolved.origins), encoding="utf-8")
+            command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
+            code = launch([*command, *(["--explain"] if self.explain else [])], self.nproc, RESTARTS)
+        if code not in (ExitCode.DONE, ExitCode.STOPPED):
+            raise error_from_code(code, f"training in {self.nproc} processes failed, see their output — {self.out}")
+        steps = max((row["step"] for row in read_metrics(self.out) if row["kind"] == "save"), default=0)
+        return ExitCode(code), steps, ""
+
+
+class TrainLoop:
+    """The steps of a run and the actions between them."""
+
+    def __init__(self, run: RunContext) -> None:
+        self.run, self.state = run, run.state
+        self.saver = CheckpointSaver(run)
+        self.actions = list_actions(run, self.saver)  # validate, tasks, sample, save: each with its interval
+        self.log_every = run.step_config.steps(run.config.log.every)
+        self.pending: list[PendingStep] = []  # steps whose numbers are still on the device
+        self.meter = ThroughputMeter(run.device, run.model_config, run.step_config, run.comm.dist_env.world_size)
+
+    def fit(self) -> ExitCode:
+        """Run the training loop; write the final status, also on failure."""
+        run = self.run
         try:
-            with naming_the_lost(self.state.ranks.topology):  # split models talk in every forward and backward
-                code = self.travel(loader)
-        except Exception as failure:
-            number = int(failure.code) if isinstance(failure, Fault) else 1
-            self.journal.write("event", self.state.step, self.tokens, what="failed", message=str(failure))
-            self.journal.status(state="failed", exit_code=number, step=self.state.step, message=str(failure))
-            raise
+            # A rank can be lost, or memory end, in any forward or backward.
+            with peer_errors(run.comm.dist_env), memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX):
+                code = self.train()
+        except Exception as error:
+            self.record_failure(error)
         finally:
-            self.console.close()
-        if self.state.ranks.topology.is_first:
+            run.console.close()
+        if run.is_main:
             self.finish(code)
         return code
 
-    @property
-    def tokens(self) -> int:
-        """Training tokens used so far."""
-        return self.state.step * self.plan.batch_tokens
+    def record_failure(self, error: Exception) -> NoReturn:
+        """Write the error to the status and the metrics log, commit a checkpoint on its way, then raise the error."""
+        code = int(error.code) if isinstance(error, MegatokenError) else 1
+        self.run.log.status(state="failed", exit_code=code, step=self.state.step, message=str(error))
+        self.run.write("event", what="failed", message=str(error))
+        # All ranks are here after a step that is not finite; of another error the others may know nothing.
+        if self.run.comm.is_single_process or isinstance(error, NumericsError):
+            self.saver.try_commit()
+        raise error
 
-    def travel(self, loader: Loader) -> Exit:
-        """Step to the end of the budget, or until asked to stop; either way everything is saved on return."""
-        if len(self.dataset.val) and self.run.evaluate.tokens:
-            limit = self.run.evaluate.tokens
-            self.windows = evaluation_windows(self.dataset.val, seq_len=loader.seq_len, limit_tokens=limit)
-        with closing(Prefetcher(loader, self.device.place)) as batches:
-            while self.state.step < self.plan.total_steps:
-                if self.state.ranks.any(bool(self.guard.stop_requested)):
-                    self.look()
-                    self.save()
-                    self.finish_save()
-                    return Exit.STOPPED
-                self.keep_calendar()
-                if not self.flights:
-                    self.meter.start()
-                self.flights.append(self.take_step(batches))
-                if self.device.place.type == "cpu" or self.meter.waited_seconds > LOOK_SECONDS:
-                    self.look()
-        self.look()
-        self.evaluate()
-        self.examine()
-        if self.calendar.sample:
-            self.sample()
-        self.save()
-        self.finish_save()
-        return Exit.DONE
-
-    def keep_calendar(self) -> None:
-        """Evaluate, sample and save if they are due at this step and not done yet."""
-        step = self.state.step
-        due = self.calendar
-        if any(is_due(every, step) for every in (due.evaluate, due.tasks, due.sample, due.save)):
-            self.look()
-        if is_due(self.calendar.evaluate, step):
-            self.evaluate()
-        if is_due(self.calendar.tasks, step):
-            self.examine()
-        if is_due(self.calendar.sample, step) and step:
-            self.sample()
+    def train(self) -> ExitCode:
+        """Train to the end of the budget or until a stop is requested; either way everything is saved on return."""
+        run, state, total_steps = self.run, self.state, self.run.step_config.total_steps
+        code = ExitCode.DONE
         try:
-            if is_due(self.calendar.save, step) and step:
-                self.save()
-            elif self.saving is not None and self.saving.is_written():
-                self.finish_save()
-        except Fault as fault:
-            # Earlier checkpoints are whole, and later saves may find room again: training goes on.
-            self.console.warn(f"checkpoint not saved: {fault}")
-            self.write("event", what="save failed", message=str(fault))
+            with closing(Prefetcher(run.loader, run.device.torch_device)) as batches:
+                while state.step < total_steps:
+                    run.check_stop()
+                    self.call_actions([action for action in self.actions if action.is_due(state.step)])
+                    self.saver.commit_if_written()
+                    if not self.pending:
+                        run.heartbeat.beat("step", state.step)  # on a GPU not until its queue is empty
+                        self.meter.start()  # leaves the actions out of the step's time
+                    inputs, targets = batches.get(state.step)
+                    try:
+                        self.pending.append(train_step_async(state, run.step_config, run.device, inputs, targets))
+                        is_last = state.step == total_steps
+                        if not is_last and (run.device.type == "cpu" or self.meter.elapsed_seconds > SYNC_SECONDS):
+                            self.sync_metrics()
+                    except NumericsError:
+                        run.comm.any(True)  # ranks that have not read these numbers yet stop, read and raise, too
+                        raise
+            self.sync_metrics()
+            run.heartbeat.beat("last_save", state.step)
+            self.saver.save()  # written while the last actions compute: a run that is killed there loses no step
+            self.call_actions([action for action in self.actions if action.at_end])
+        except StopRequested:
+            code = ExitCode.STOPPED
+        self.sync_metrics()
+        run.heartbeat.beat("finish", state.step)
+        self.saver.save()
+        self.saver.commit_pending()
+        return code
 
-    def take_step(self, batches: Prefetcher) -> Flight:
-        """Launch an optimizer step on the next batch."""
-        try:
-            return launch_step(self.state, self.plan, self.device, *batches.get(self.state.step))
-        except torch.OutOfMemoryError:
-            fix = f"set machine.micro_batch below {self.plan.micro_batch}"
-            raise Fault(Exit.CONFIG, "out of memory", f"step {self.state.step} on {self.device.place}", fix) from None
+    def call_actions(self, actions: Sequence[Action]) -> None:
+        """Call actions one after another, each unless the time limit comes before its end."""
+        if actions:
+            self.sync_metrics()
+        for action in actions:
+            self.run.check_stop(action.seconds)
+            start = time.monotonic()
+            action.call()
+            self.run.comm.barrier()  # rank 0 may have worked alone for longer than the groups of gradients wait
+            action.seconds = max(action.seconds, time.monotonic() - start)
 
-    def look(self) -> None:
-        """Wait for the steps that were launched; write and show them."""
-        if not self.flights:
+    def sync_metrics(self) -> None:
+        """Wait for the pending steps; log and show them."""
+        if not self.pending:
             return
-        reports = land(self.state, self.flights)
-        self.flights.clear()
-        pace = self.meter.read(len(reports))
-        for report in reports:
-            self.record(report, pace)
-        self.guard.observe((pace["seconds"] or 0.0) * len(reports))
+        metrics = wait_for_steps(self.state, self.pending)
+        self.pending.clear()
+        speed = self.meter.read(len(metrics))
+        for step in metrics:
+            self.log_step(step, speed)
+        self.run.log.progress(metrics[-1].step, metrics[-1].loss)
+        self.run.preemption.observe((speed["seconds"] or 0.0) * len(metrics))
 
-    def record(self, report: Report, pace: dict[str, float | None]) -> None:
-        """Write and show a step."""
-        row = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, **pace}
-        last = report.step == self.plan.total_steps
-        if is_due(self.calendar.log, report.step) or last:
-            self.journal.write("train", report.step, report.step * self.plan.batch_tokens, **row)
-            self.seen.add(("train", report.step))
-        if report.skipped:
-            self.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
-        line = format_step(
-            {"step": report.step, **row},
-            total_steps=self.plan.total_steps,
-            memory_bytes=self.device.peak_memory_bytes(),
-            remaining_seconds=self.meter.remaining_seconds(report.step),
-        )
-        self.console.step(line, last=last)
+    def log_step(self, step: StepMetrics, speed: dict[str, float | None]) -> None:
+        """Log and show a step."""
+        run = self.run
+        row = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, **speed}
+        last = step.step == run.step_config.total_steps
+        run.write("train", step=step.step, to_file=last or is_due(self.log_every, step.step), **row)
+        if step.skipped:
+            run.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
+        memory, left = run.device.peak_memory_bytes(), self.meter.remaining_seconds(step.step)
+        line = format_step({"step": step.step, **row}, run.step_config.total_steps, memory, left)
+        run.console.step(line, last=last)
 
-    def write(self, kind: str, **values: object) -> None:
-        """Add a row at this step to the journal."""
-        self.journal.write(kind, self.state.step, self.tokens, **values)
-        self.seen.add((kind, self.state.step))
-
-    def evaluate(self) -> None:
-        """Measure the held-out loss, unless there is nothing held out or it is measured already."""
-        if self.windows is None or ("val", self.state.step) in self.seen:
-            return
-        size, layout = self.plan.micro_batch, self.state.layout
-        # Windows of a forward are the same for any number of readers, which take them in turn, each as often.
-        turns = range(layout.reader * size, len(self.windows) + layout.reader * size, layout.readers * size)
-        rows = (self.windows.rows(first, size) for first in turns)
-        held = held_out_loss(
-            self.state.model,
-            rows,
-            self.device,
-            chunk=self.plan.loss_chunk,
-            ranks=self.state.ranks,
-            byte_lengths=self.tokenizer.byte_lengths,
-            layout=layout,
-        )
-        self.write("val", loss=held.loss, target_tokens=held.targets, bits_per_byte=held.bits_per_byte)
-        self.console.say(f"step {self.state.step}: validation loss {held.loss:.4f} over {held.targets:,} tokens")
-
-    def examine(self) -> None:
-        """Score the tasks, unless that is done already; where layers are split, on the first rank, with whole ones."""
-        if ("eval", self.state.step) in self.seen or not self.exams:
-            return
-        split = self.state.layout.tensor > 1
-        model, ranks = (whole_model(self.state), Ranks(Topology())) if split else (self.state.model, self.state.ranks)
-        self.seen.add(("eval", self.state.step))
-        if model is None:
-            return
-        for task, questions in self.exams.items():
-            grades = grade(answer_questions(model, questions, self.device, ranks))
-            self.write("eval", task=task, **grades)
-            self.console.say(f"step {self.state.step}: {task} {describe_grades(grades)}")
-
-    def sample(self) -> None:
-        """Let the model write, and keep what it wrote; where the model is split, all ranks bring their part."""
-        if ("sample", self.state.step) in self.seen:
-            return
-        model = whole_model(self.state)
-        self.seen.add(("sample", self.state.step))
-        if model is None:
-            return
-        asked = self.run.sample
-        prompt = self.tokenizer.encode(asked.prompt).tolist() or [self.tokenizer.eot]
-        room = model.shape.seq_len - len(prompt)
-        drawn = generate(
-            model,
-            prompt,
-            tokens=min(asked.tokens, room),
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            seed=self.run.seed,
-            n=asked.n,
-            stop_id=self.tokenizer.eot,
-            device=self.device,
-        )
-        texts = [asked.prompt + self.tokenizer.decode(ids) for ids in drawn]
-        rule = "\n" + "-" * 40 + "\n"
-        file = self.out / "samples" / f"step-{self.state.step:08d}.txt"
-        try:
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(rule.join(texts) + "\n", encoding="utf-8")
-        except OSError as wrong:  # a sample is not worth a run
-            self.console.warn(f"sample not kept: {wrong.strerror} — {file}")
-        self.write("sample", text=texts)
-        self.console.say(f"step {self.state.step}: sample\n{rule.join(texts)}\n")
-
-    def save(self) -> None:
-        """Begin a checkpoint of this step, after the one on its way."""
-        if ("save", self.state.step) in self.seen:
-            return
-        self.finish_save()
-        self.seen.add(("save", self.state.step))
-        meta = {"dataset": self.dataset.fingerprint, "tokenizer": self.tokenizer.fingerprint}
-        config, tokenizer = self.out / opening.CONFIG, self.out / opening.TOKENIZER
-        self.journal.sync()  # a checkpoint counts on the rows before it
-        self.saving = Save(self.out / opening.CHECKPOINTS, self.state, config=config, tokenizer=tokenizer, meta=meta)
-
-    def finish_save(self) -> None:
-        """Commit the checkpoint that is on its way, if there is one, then prune old ones."""
-        saving, self.saving = self.saving, None
-        if saving is None:
-            return
-        folder = saving.finish()
-        seconds = {"seconds": saving.writing_seconds, "stall_seconds": saving.stall_seconds}
-        self.guard.observe(save_seconds=sum(seconds.values()))
-        tokens = saving.step * self.plan.batch_tokens
-        self.journal.write("save", saving.step, tokens, checkpoint=folder.name, **seconds)
-        if not self.state.ranks.topology.is_first:
-            return
-        try:
-            prune(folder.parent, keep_last=self.run.save.keep_last, keep_every=self.calendar.keep)
-        except Fault as fault:
-            self.write("event", what="old checkpoints not removed", message=str(fault))
-
-    def finish(self, code: Exit) -> None:
-        """Tell how it ended, draw the curves, say what to type next."""
-        done = code == Exit.DONE
-        reason = "" if done else self.guard.stop_requested or "another rank"
-        self.journal.status(
-            state="done" if done else "stopped", exit_code=int(code), step=self.state.step, message=reason
-        )
+    def finish(self, code: ExitCode) -> None:
+        """Write the final status, draw the curves, print what to type next."""
+        run, step = self.run, self.state.step
+        done = code == ExitCode.DONE
+        reason = "" if done else run.preemption.stop_requested or "another rank"
+        run.log.status(state="done" if done else "stopped", exit_code=int(code), step=step, message=reason)
         if not done:
-            left = format_duration(self.meter.remaining_seconds(self.state.step))
-            self.console.say(
-                f"stopped by {reason} at step {self.state.step}, all saved; the same command goes on ({left} left)"
-            )
+            left = format_duration(self.meter.remaining_seconds(step))
+            run.console.print(f"stopped by {reason} at step {step}, all saved; the same command resumes ({left} left)")
             return
-        if self.run.log.plots:
-            self.console.say(draw_run(self.out, pictures=self.run.log.pictures))
-        self.console.say(f'done: {self.out}; next: megatoken sample {self.out} "your prompt"')
+        if run.config.log.plots:
+            run.console.print(draw_run(run.out, pictures=run.config.log.pictures))
+        run.console.print(f'done: {run.out}; next: megatoken sample {run.out} "your prompt"')

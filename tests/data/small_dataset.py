@@ -1,10 +1,10 @@
-"""Small prepared datasets for the tests of this stage, written with the public functions of data/shards.py."""
+"""Small prepared datasets for the tests of this stage, written with the public functions of data/shard_format.py."""
 
 from pathlib import Path
 
 import numpy as np
 
-from megatoken.data.shards import Manifest, Shard, hash_block, hash_blocks, make_header, write_manifest
+from megatoken.data.shard_format import Manifest, Shard, hash_block, hash_blocks, make_header, write_manifest
 
 TOKENIZER = {"name": "bpe:500", "vocab_size": 500, "eot": 0, "fingerprint": "5a" * 32}
 
@@ -25,11 +25,7 @@ def write_dataset(
             (folder / file).write_bytes(header + part.tobytes())
             rows.append(
                 Shard(
-                    file=file,
-                    split=split,
-                    tokens=len(part),
-                    blocks=tuple(hash_blocks(part)),
-                    header=hash_block(header),
+                    file=file, split=split, tokens=len(part), blocks=tuple(hash_blocks(part)), header=hash_block(header)
                 )
             )
     documents = {split: len(counts) for split, counts in sizes.items()}
@@ -40,7 +36,7 @@ def write_dataset(
     return ids
 
 
-def write_foreign(path: Path, ids: np.ndarray) -> None:
+def write_external(path: Path, ids: np.ndarray) -> None:
     """One shard as llm.c (.bin, by dtype) or build-nanogpt (.npy) writes it."""
     if path.suffix == ".npy":
         np.save(path, ids)

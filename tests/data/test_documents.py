@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatoken.data import blocks, documents
-from megatoken.data.blocks import Cursor, read_blocks, sample_texts
-from megatoken.data.documents import Rules, choose_split, encode_pieces, find_seam, read_documents
+from megatoken.data import corpus_reader as reader
+from megatoken.data import documents
+from megatoken.data.corpus_reader import ReadPosition, read_chunks, sample_texts
+from megatoken.data.documents import PrepareOptions, choose_split, encode_segments, find_split_point, read_documents
 from megatoken.data.sources import NAMES, Source, classify, find_source
-from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import Exit, Fault
+from megatoken.data.tokenizer import SplitPoints, Tokenizer, load_tokenizer
+from megatoken.errors import ExitCode, MegatokenError
 
 PROSE = "It was the best of times, it didn't hurt.\n\n  Élan — 中文字符 x 12 y\t\n"
 
 
 @pytest.fixture(scope="module")
-def words() -> Tokenizer:
+def bpe() -> Tokenizer:
     return load_tokenizer("bpe:300", lambda: iter([PROSE * 20]))
 
 
@@ -33,32 +35,33 @@ def write(path: Path, data: bytes | str) -> Path:
     return path
 
 
-def read_all(source: Source, **rules: Any) -> tuple[list[str], dict[str, int]]:
+def read_all(source: Source, **options: Any) -> tuple[list[str], dict[str, int]]:
     """Texts of all whole documents, and the counts."""
     texts: list[str] = []
     counts: Counter[str] = Counter()
-    settled = Rules(**rules)
-    is_open = False
-    for block in read_blocks(source, settled, Cursor()):
-        counts.update(block.counts)
-        for piece in block.pieces:
-            for document in read_documents(piece, settled, counts):
-                assert document.begins != is_open
-                texts.append(document.text) if document.begins else texts.append(texts.pop() + document.text)
-                counts["replaced"] += document.replaced
-                is_open = not document.ends
-    assert not is_open
+    chosen = PrepareOptions(**options)
+    goes_on = False
+    for chunk in read_chunks(source, chosen, ReadPosition()):
+        counts.update(chunk.counts)
+        for segment in chunk.segments:
+            found = list(read_documents(segment, chosen, counts))
+            assert goes_on == bool(segment.split)
+            if goes_on:
+                texts[-1] += found.pop(0)
+            texts += found
+            goes_on = not segment.ends
+    assert not goes_on
     return texts, {name: count for name, count in counts.items() if count}
 
 
-def refuse(source: str | Path | Source, **rules: Any) -> Fault:
-    with pytest.raises(Fault) as caught:
-        read_all(source if isinstance(source, Source) else find_source(str(source)), **rules)
-    assert caught.value.code == Exit.DATA
+def refuse(source: str | Path | Source, **options: Any) -> MegatokenError:
+    with pytest.raises(MegatokenError) as caught:
+        read_all(source if isinstance(source, Source) else find_source(str(source)), **options)
+    assert caught.value.code == ExitCode.DATA
     return caught.value
 
 
-# --- one file of each kind -------------------------------------------------------------------------------------
+# --- one file of each format -----------------------------------------------------------------------------------
 
 
 def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path) -> None:
@@ -91,16 +94,24 @@ def test_jsonl_gives_one_document_a_line(tmp_path: Path, compression: str) -> No
     assert read_all(find_source(str(tmp_path))) == (["one", "twö\n"], {"empty": 1})
 
 
-@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
-def test_parquet_gives_one_document_a_row(tmp_path: Path, kind: pyarrow.DataType) -> None:
+@pytest.mark.parametrize("dtype", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
+def test_parquet_gives_one_document_a_row(tmp_path: Path, dtype: pyarrow.DataType) -> None:
     values = [f"row {number} é" for number in range(700)]
-    table = pyarrow.table({"id": range(700), "body": pyarrow.array([v.encode() for v in values]).cast(kind)})
+    table = pyarrow.table({"id": range(700), "body": pyarrow.array([v.encode() for v in values]).cast(dtype)})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300)
     source = find_source(str(tmp_path))
     assert read_all(source, text_key="body") == (values, {})
-    resumed = next(read_blocks(source, Rules(text_key="body"), Cursor(0, 650, 651)))
-    assert [piece.data.decode() for piece in resumed.pieces] == values[650:]
+    resumed = next(read_chunks(source, PrepareOptions(text_key="body"), ReadPosition(0, 650, 651)))
+    assert [segment.data.decode() for segment in resumed.segments] == values[650:]
     assert "no column 'text' (there are: id, body)" in str(refuse(source))
+
+
+@pytest.mark.parametrize("values", [[1, 2], [1.5], [{"a": 1}], [[1]], [True]])
+def test_a_parquet_column_that_is_no_text_is_named(tmp_path: Path, values: list[Any]) -> None:
+    parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+    message = str(refuse(tmp_path / "a.parquet"))
+    assert "column 'text' holds " in message
+    assert f", not text — {tmp_path / 'a.parquet'} — name the column" in message
 
 
 def test_parquet_without_text_in_a_row(tmp_path: Path) -> None:
@@ -122,9 +133,9 @@ def test_parquet_without_text_in_a_row(tmp_path: Path) -> None:
 )
 def test_bad_lines_are_named_or_skipped(tmp_path: Path, line: str, reason: str) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n\n' + line + '\n{"text": "two"}\n')
-    fault = str(refuse(path))
-    assert f"{path}:3" in fault
-    assert reason in fault
+    message = str(refuse(path))
+    assert f"{path}:3" in message
+    assert reason in message
     assert read_all(find_source(str(path)), invalid="skip") == (["one", "two"], {"skipped": 1})
 
 
@@ -136,9 +147,9 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path: Path) -> None:
     source = find_source(str(path))
     assert read_all(source) == (["fine\n", "\nb\ufffdad \ufffd x", "good"], {"replaced": 1})
     assert read_all(source, invalid="skip") == (["fine\n", "good"], {"skipped": 1})
-    fault = str(refuse(source, invalid="fail"))
-    assert f"{path}:3" in fault
-    assert "0xff" in fault
+    message = str(refuse(source, invalid="fail"))
+    assert f"{path}:3" in message
+    assert "0xff" in message
 
 
 def test_invalid_utf8_in_jsonl(tmp_path: Path) -> None:
@@ -164,9 +175,9 @@ def test_binary_files_are_skipped_in_folders_and_refused_by_name(tmp_path: Path)
 def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
     whole = pack(PROSE.encode() * 999, Path(name).suffix) if name != "a.parquet" else b"PAR1 no PAR1"
     path = write(tmp_path / name, whole[: len(whole) // 2])
-    fault = str(refuse(path))
-    assert str(path) in fault
-    assert "cannot read" in fault
+    message = str(refuse(path))
+    assert str(path) in message
+    assert "cannot read" in message
 
 
 def test_a_file_changed_meanwhile_is_refused(tmp_path: Path) -> None:
@@ -180,8 +191,8 @@ def test_a_file_changed_meanwhile_is_refused(tmp_path: Path) -> None:
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for module in (blocks, documents):
-        monkeypatch.setattr(module, "BLOCK_BYTES", size)
+    for module in (reader, documents):
+        monkeypatch.setattr(module, "CHUNK_BYTES", size)
 
 
 TEXTS = st.lists(
@@ -196,38 +207,31 @@ TEXTS = st.lists(
 @given(data=TEXTS, size=st.integers(20, 60), form=st.sampled_from(["a.txt", "a.md", "a.txt.gz", "a.txt.zst"]))
 @settings(deadline=None, max_examples=150)
 def test_blocks_change_no_text_and_no_id(
-    words: Tokenizer, tmp_path_factory: pytest.TempPathFactory, data: bytes, size: int, form: str
+    bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory, data: bytes, size: int, form: str
 ) -> None:
     data = data.replace(b"\0", b"0")
     path = write(tmp_path_factory.mktemp("corpus") / form, pack(data, Path(form).suffix))
     source = find_source(str(path))
-    for cuts in ("words", "anywhere", "nowhere"):
+    for split_points in ("words", "anywhere", "nowhere"):
         for invalid in ("replace", "skip"):
-            expected = read_all(source, cuts=cuts, invalid=invalid)
+            expected = read_all(source, split_points=split_points, invalid=invalid)
             with pytest.MonkeyPatch.context() as patch:
                 shrink(patch, size)
-                texts, counts = read_all(source, cuts=cuts, invalid=invalid)
+                texts, counts = read_all(source, split_points=split_points, invalid=invalid)
                 counts.pop("seams", 0)
-                assert texts == expected[0]
-                if "replaced" not in counts:  # counted once a part here
-                    assert counts == expected[1]
-                rules = Rules(cuts="words", invalid="replace")
-                read = list(read_blocks(source, rules, Cursor()))
-                pieces = [piece for block in read for piece in block.pieces]
-                # A long document's cuts are counted where they are made, those of a long piece where it is read.
-                counted = Counter({"seams": sum(block.counts.get("seams", 0) for block in read)})
-                parts = [document for piece in pieces for document in read_documents(piece, rules, counted)]
-            if not counted["seams"]:
-                assert encode(parts, words) == [words.encode(text).tolist() for text in read_all(source)[0]]
-
-
-def encode(parts: list[documents.Document], tokenizer: Tokenizer) -> list[list[int]]:
-    ids: list[list[int]] = []
-    for part in parts:
-        if part.begins:
-            ids.append([])
-        ids[-1] += tokenizer.encode(part.text).tolist()
-    return ids
+                if "skipped" not in expected[1]:  # invalid bytes of a long document are replaced
+                    assert texts == expected[0]
+                    if "replaced" not in counts:  # counted once a part here
+                        assert counts == expected[1]
+                options = PrepareOptions(split_points="words", invalid="replace")
+                ids: list[int] = []
+                seams = 0
+                for chunk in read_chunks(source, options, ReadPosition()):
+                    encoded = encode_segments(chunk.segments, options, bpe)
+                    ids += encoded.train.tolist()
+                    seams += chunk.counts.get("seams", 0) + encoded.counts.get("seams", 0)
+            if not seams:
+                assert ids == [id for text in read_all(source)[0] for id in (bpe.eot, *bpe.encode(text).tolist())]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
@@ -236,39 +240,27 @@ def test_reading_goes_on_at_every_cursor(tmp_path: Path, monkeypatch: pytest.Mon
     text = PROSE * 9 if "txt" in name else "".join(json.dumps({"text": PROSE}) + "\n" for _ in range(9))
     write(tmp_path / name, pack(text.encode(), Path(name).suffix))
     write(tmp_path / "z.txt", "last")
-    source, rules = find_source(str(tmp_path)), Rules(cuts="words")
-    whole = list(read_blocks(source, rules, Cursor()))
+    source, options = find_source(str(tmp_path)), PrepareOptions(split_points="words")
+    whole = list(read_chunks(source, options, ReadPosition()))
     assert len(whole) > 5
     assert whole[-1].done_bytes == source.size_bytes
-    for number, block in enumerate(whole):
-        assert list(read_blocks(source, rules, block.cursor)) == whole[number + 1 :]
+    assert whole[-1].next == ReadPosition(2)
+    for number, chunk in enumerate(whole[:-1]):
+        assert list(read_chunks(source, options, chunk.next)) == whole[number + 1 :]
 
 
-def test_a_long_document_is_skipped_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_bytes_of_a_long_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, 40)
-    bad = PROSE.encode() * 9 + b"\xff" + PROSE.encode() * 9
-    path = write(tmp_path / "a.txt", b"one<|endoftext|>" + bad + b"<|endoftext|>two\xff<|endoftext|>three")
-    texts, counts = read_all(find_source(str(path)), invalid="skip", cuts="words")
-    assert (texts, counts) == (["one", "three"], {"skipped": 2})
-    fault = str(refuse(path, invalid="fail", cuts="words"))
-    assert f"{path}:{1 + 9 * PROSE.count(chr(10))}" in fault
-
-
-def test_a_replaced_document_in_many_parts_counts_once(words: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"one \xff two three \xff four")
-    rules = Rules(cuts="words")
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch, 12)
-        blocks = list(read_blocks(find_source(str(path)), rules, Cursor()))
-        first, *rest = (encode_pieces(block.pieces, rules, words) for block in blocks)
-    assert (first.counts, first.open, first.open_replaced) == ({"train": 1, "replaced": 1}, "train", True)
-    assert [part.open for part in rest][-1] == ""
-    assert any(part.carried_replaced for part in rest)
-    assert all(part.counts.get("replaced", 0) == 0 for part in rest)
+    prose = PROSE * 9
+    path = write(tmp_path / "a.txt", b"one<|endoftext|>%b\xff%b<|endoftext|>two\xff" % ((prose.encode(),) * 2))
+    texts, counts = read_all(find_source(str(path)), invalid="skip", split_points="words")
+    assert (texts, counts) == (["one", f"{prose}\ufffd{prose}"], {"replaced": 1, "skipped": 1})
+    message = str(refuse(path, invalid="fail", split_points="words"))
+    assert f"{path}:{1 + prose.count(chr(10))}" in message
 
 
 @pytest.mark.parametrize(
-    ("data", "cuts", "expected"),
+    ("data", "split_points", "expected"),
     [
         (b"alpha beta gam", "words", (10, True)),
         (b"alpha beta gam", "anywhere", (13, True)),
@@ -281,24 +273,45 @@ def test_a_replaced_document_in_many_parts_counts_once(words: Tokenizer, tmp_pat
         (b"<<<<", "anywhere", (2, True)),
     ],
 )
-def test_seams(data: bytes, cuts: documents.Cuts, expected: tuple[int, bool]) -> None:
-    assert find_seam(data, cuts) == expected
+def test_seams(data: bytes, split_points: SplitPoints, expected: tuple[int, bool]) -> None:
+    assert find_split_point(data, split_points) == expected
 
 
-def test_a_cut_document_gives_the_ids_of_the_whole(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_document_gives_the_ids_of_the_whole(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     text = PROSE * 50
-    piece = documents.Piece("a.parquet", 1, "rows", True, True, text.encode())
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
-    encoded = encode_pieces([piece], Rules(cuts="words"), words)
-    assert encoded.train.tolist() == [words.eot, *words.encode(text).tolist()]
-    assert encoded.counts == {"train": 1, "seams": 0}
+    segment = documents.Segment("a.parquet", 1, "rows", "", True, text.encode())
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 64)
+    encoded = encode_segments([segment], PrepareOptions(split_points="words"), bpe)
+    assert encoded.train.tolist() == [bpe.eot, *bpe.encode(text).tolist()]
+    assert encoded.counts == {"train": 1, "seams": 0, "replaced": 0}
 
 
 def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, 64)
-    monkeypatch.setattr(blocks, "LINE_BYTES", 512)
+    monkeypatch.setattr(reader, "LINE_BYTES", 512)
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n' + "x" * 5000)
     assert f"{path}:2" in str(refuse(path))
+
+
+@pytest.mark.parametrize(
+    "end", ["", "\n", '\n{"text": "two"}', '\n{"text": "two"}\n' + "y" * 600 + '\n{"text": "three"}\n']
+)
+def test_an_endless_line_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    shrink(monkeypatch, 64)
+    monkeypatch.setattr(reader, "LINE_BYTES", 512)
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / name, '{"text": "one"}\n' + "x" * 5000 + end)
+    expected = ["one", *(word for word in ("two", "three") if word in end)] * 2
+    source = find_source(str(tmp_path))
+    texts, counts = read_all(source, invalid="skip")
+    assert texts == expected
+    assert counts["skipped"] == 2 * (1 + ("y" in end))
+    skip = PrepareOptions(invalid="skip")
+    for chunk in read_chunks(source, skip, ReadPosition()):  # from every position the rest is the same
+        rest = [segment for later in read_chunks(source, skip, chunk.next) for segment in later.segments]
+        everything = [segment for each in read_chunks(source, skip, ReadPosition()) for segment in each.segments]
+        assert everything[len(everything) - len(rest) :] == rest
+    assert list(sample_texts(source, PrepareOptions(), 1 << 20)) == expected
 
 
 # --- split and sample --------------------------------------------------------------------------------------------
@@ -320,12 +333,13 @@ def test_a_sample_is_bounded_even_and_repeatable(tmp_path: Path, monkeypatch: py
         write(tmp_path / f"small{number}.txt", f"small {number}\n")
     write(tmp_path / "z.jsonl", '{"text": "json"}\nbroken\n' * 500)
     source = find_source(str(tmp_path))
-    texts = list(sample_texts(source, Rules(), 20_000))
-    assert texts == list(sample_texts(source, Rules(), 20_000))
+    texts = list(sample_texts(source, PrepareOptions(), 20_000))
+    assert texts == list(sample_texts(source, PrepareOptions(), 20_000))
     assert 12_000 < sum(map(len, texts)) < 24_000
     assert all(any(f"{number} line" in text for text in texts) for number in range(4))
     assert (
-        "".join(sample_texts(find_source(str(tmp_path / "1.txt")), Rules(), 10**6)) == (tmp_path / "1.txt").read_text()
+        "".join(sample_texts(find_source(str(tmp_path / "1.txt")), PrepareOptions(), 10**6))
+        == (tmp_path / "1.txt").read_text()
     )
 
 
@@ -350,9 +364,32 @@ def test_folders_and_patterns_are_sorted_and_leave_the_output_out(tmp_path: Path
 
 
 @pytest.mark.parametrize("spec", ["nowhere", "*.nothing", "."])
-def test_nothing_to_read_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+def test_nothing_to_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert spec in str(refuse(spec))
+
+
+def test_a_corpus_with_the_name_of_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "python" / "a.txt", "text")
+    with pytest.raises(MegatokenError, match=r"python is a corpus, and a folder here .* write \./python for") as caught:
+        find_source("python")
+    assert caught.value.code == ExitCode.CONFIG
+    assert [file.name for file in find_source("./python").files] == ["a.txt"]
+    write(tmp_path / "b.py", "1")
+    assert [file.name for file in find_source("python", root=tmp_path).files] == ["b.py"]
+
+
+@pytest.mark.parametrize("spec", ["s3://bucket/a.txt", "gs://bucket/*.txt", ""])
+def test_addresses_are_no_local_paths(spec: str) -> None:
+    with pytest.raises(MegatokenError, match=r"not a path on this machine|a path is empty") as caught:
+        find_source(spec)
+    assert caught.value.code == ExitCode.CONFIG
+
+
+def test_a_pipe_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "neither a file nor a folder" in str(refuse(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("name", ["train_000.bin", "shard.npy"])
@@ -381,20 +418,22 @@ def test_named_corpora_are_read_from_a_local_copy(tmp_path: Path, name: str) -> 
         write(folder / "validation-00000-of-00001.parquet", "not read")
     texts, _ = read_all(find_source(name, root=tmp_path))
     assert texts == ["story of train-00000-of-00002.parquet", "story of train-00001-of-00002.parquet"]
-    with pytest.raises(Fault, match="copy the files of dataset"):
+    with pytest.raises(MegatokenError, match="copy the files of dataset"):
         find_source(name, root=tmp_path / "data" / "nothing")
 
 
 def test_tinyshakespeare_comes_from_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "input.txt", "First Citizen:")
     assert read_all(find_source("tinyshakespeare", root=tmp_path)) == (["First Citizen:"], {})
-    with pytest.raises(Fault, match="no such file"):
+    with pytest.raises(MegatokenError, match="no such file"):
         find_source("tinyshakespeare", root=tmp_path / "elsewhere")
     assert "tinyshakespeare" in NAMES
 
 
-def test_the_hub_out_of_reach_is_one_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_out_of_reach_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(Fault, match=r"cannot reach the Hugging Face hub.*give its folder with --root") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"cannot reach the Hugging Face hub.*give its folder with --root"
+    ) as caught:
         find_source("fineweb")
-    assert caught.value.code == Exit.DATA
+    assert caught.value.code == ExitCode.DATA

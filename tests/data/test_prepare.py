@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from megatoken.data import blocks, corpus_writer, documents
-from megatoken.data.corpus_writer import Progress
-from megatoken.data.gpt2_vocabulary import TIKTOKEN_VOCAB
-from megatoken.data.prepare import Prepared, prepare
-from megatoken.data.shards import BLOCK_BYTES, HEADER_BYTES, hash_block, hash_blocks, read_header, read_manifest
+from megatoken.data import corpus_reader as reader
+from megatoken.data import documents
+from megatoken.data import prepare as preparation
+from megatoken.data.gpt2_vocab import TIKTOKEN_VOCAB
+from megatoken.data.prepare import PrepareResult, Progress, prepare
+from megatoken.data.shard_format import BLOCK_BYTES, HEADER_BYTES, hash_block, hash_blocks, read_header, read_manifest
 from megatoken.data.tokenizer import load_saved_tokenizer
-from megatoken.errors import Exit, Fault
+from megatoken.errors import ExitCode, MegatokenError
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 EOT = 256  # of the tokenizer "bytes"
@@ -58,12 +60,11 @@ def make_corpus(folder: Path, seed: int = 0) -> Path:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many blocks, saves and processes for a corpus of 60 kB."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(corpus_writer, "WORKER_BYTES", 1)
-    monkeypatch.setattr(corpus_writer, "SAVE_BLOCKS", 3)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks, and several processes for a corpus of 60 kB."""
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(preparation, "WORKER_BYTES", 1)
 
 
 def read_split(folder: Path, split: str) -> list[int]:
@@ -88,8 +89,8 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refuse(code: Exit, source: Path | str, out: Path, **settings: Any) -> str:
-    with pytest.raises(Fault) as caught:
+def refuse(code: ExitCode, source: Path | str, out: Path, **settings: Any) -> str:
+    with pytest.raises(MegatokenError) as caught:
         prepare(str(source), out, **{"tokenizer": "bytes", "workers": 1} | settings)
     assert caught.value.code == code
     return str(caught.value)
@@ -104,6 +105,7 @@ def test_documents_are_joined_by_end_of_text(tmp_path: Path) -> None:
     assert read_split(tmp_path / "out", "train") == [*b"one", EOT, *b"two", EOT, *"é".encode()]
     assert (result.tokens, result.documents, result.shards, result.val_tokens) == (10, 3, 1, 0)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "inputs.xxh3",
         "manifest.json",
         "tokenizer",
         "train_000000.bin",
@@ -151,7 +153,7 @@ def test_counts_are_exact_and_in_the_manifest(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "a")
     assert manifest.source["counts"] == kept.counts
     assert sum(manifest.documents.values()) == kept.documents
-    assert f"{source / 'broken.txt'}:1" in refuse(Exit.DATA, source, tmp_path / "c", invalid="fail")
+    assert f"{source / 'broken.txt'}:1" in refuse(ExitCode.DATA, source, tmp_path / "c", invalid="fail")
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
     assert read_split(out, "train") == [69_999, 5, 70_000, 65_536]
 
 
-def test_progress_reaches_the_end(tmp_path: Path, small_blocks: None) -> None:
+def test_progress_reaches_the_end(tmp_path: Path, small_chunks: None) -> None:
     seen: list[Progress] = []
     result = prepare(
         str(make_corpus(tmp_path / "corpus")),
@@ -228,7 +230,7 @@ def test_val_is_cut_from_the_end_when_hashing_gives_none(
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:320"])
-def test_workers_change_no_byte(tmp_path: Path, small_blocks: None, tokenizer: str) -> None:
+def test_workers_change_no_byte(tmp_path: Path, small_chunks: None, tokenizer: str) -> None:
     source = str(make_corpus(tmp_path / "corpus"))
     for workers in (1, 3):
         out = tmp_path / str(workers)
@@ -236,7 +238,7 @@ def test_workers_change_no_byte(tmp_path: Path, small_blocks: None, tokenizer: s
     assert read_folder(tmp_path / "1") == read_folder(tmp_path / "3")
 
 
-def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_blocks: None) -> None:
+def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_chunks: None) -> None:
     source = str(make_corpus(tmp_path / "corpus"))
     settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "shard_tokens": 7000, "val_fraction": 0.1}
     steps: list[Progress] = []
@@ -254,28 +256,27 @@ def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_blocks: No
 
 def stop_after(number: int) -> Callable[[Progress], None]:
     """A callback that is like Ctrl-C after so many blocks."""
-    blocks_done = itertools.count(1)
+    chunks_done = itertools.count(1)
 
     def interrupt(progress: Progress) -> None:
-        if next(blocks_done) == number:
+        if next(chunks_done) == number:
             raise KeyboardInterrupt
 
     return interrupt
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace", "unlink"])
-@pytest.mark.parametrize("shape", ["many", "one"])
+@pytest.mark.parametrize("documents_in_corpus", ["many", "one"])
 def test_a_full_disk_at_any_moment_loses_nothing(
-    tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch, name: str, shape: str
+    tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch, name: str, documents_in_corpus: str
 ) -> None:
     source = make_corpus(tmp_path / "corpus")
-    if shape == "one":  # all documents fall to val, so tokens move between the splits at the end
+    if documents_in_corpus == "one":  # all documents fall to val, so tokens move between the splits at the end
         source /= "long.txt"
-    monkeypatch.setattr(corpus_writer, "SAVE_BLOCKS", 6)
     settings: dict[str, Any] = {
         "tokenizer": "bytes",
         "shard_tokens": 30_000,
-        "val_fraction": 0.1 if shape == "many" else 0.999,
+        "val_fraction": 0.1 if documents_in_corpus == "many" else 0.999,
     }
     prepare(str(source), tmp_path / "whole", **settings, workers=1)
     expected = read_folder(tmp_path / "whole")
@@ -283,10 +284,10 @@ def test_a_full_disk_at_any_moment_loses_nothing(
     while True:
         with monkeypatch.context() as patch:
             calls = fail_once(patch, name, points)
-            fault = catch_fault(str(source), out, **settings, workers=1)
+            error = catch_error(str(source), out, **settings, workers=1)
         if next(calls) <= points:
             break  # it was through before the call that was to fail
-        assert fault is None or (fault.code == Exit.STORAGE and "No space left on device" in str(fault))
+        assert error is None or (error.code == ExitCode.STORAGE and "No space left on device" in str(error))
         prepare(str(source), out, **settings, workers=1)
         assert read_folder(out) == expected
         shutil.rmtree(out)
@@ -307,27 +308,29 @@ def fail_once(patch: pytest.MonkeyPatch, name: str, fatal: int) -> "itertools.co
     return calls
 
 
-def catch_fault(*arguments: Any, **settings: Any) -> Fault | None:
+def catch_error(*arguments: Any, **settings: Any) -> MegatokenError | None:
     try:
         prepare(*arguments, **settings)
-    except Fault as fault:
-        return fault
+    except MegatokenError as error:
+        return error
     return None
 
 
 KILLED = """
 import sys
 from pathlib import Path
-from megatoken.data import blocks, corpus_writer, documents
-from megatoken.data.prepare import prepare
-blocks.BLOCK_BYTES = documents.BLOCK_BYTES = 5000
-corpus_writer.WORKER_BYTES, corpus_writer.SAVE_BLOCKS = 1, 3
-prepare(sys.argv[1], Path(sys.argv[2]), tokenizer="bpe:300", workers=2, shard_tokens=20_000, val_fraction=0.1)
+from megatoken.data import documents, corpus_reader as reader
+from megatoken.data import prepare as preparation
+reader.CHUNK_BYTES = documents.CHUNK_BYTES = 5000
+preparation.WORKER_BYTES = 1
+preparation.prepare(
+    sys.argv[1], Path(sys.argv[2]), tokenizer="bpe:300", workers=2, shard_tokens=20_000, val_fraction=0.1
+)
 assert "torch" not in sys.modules and "multiprocessing" not in sys.modules
 """
 
 
-def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_blocks: None) -> None:
+def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks: None) -> None:
     source = str(make_corpus(tmp_path / "corpus"))
     settings: dict[str, Any] = {"tokenizer": "bpe:300", "shard_tokens": 20_000, "val_fraction": 0.1}
     prepare(source, tmp_path / "whole", workers=1, **settings)
@@ -342,6 +345,16 @@ def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_blocks:
         wait_for_group(child.pid)
     subprocess.run(command, check=True)
     assert read_folder(tmp_path / "out") == read_folder(tmp_path / "whole")
+
+
+def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
+    for name in (".progress.json.17.tmp", "tokenizer/.tokenizer.json.17.tmp"):
+        write(out / name, "half")
+    state = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}}
+    write(out / "progress.json", json.dumps(state))
+    prepare(str(source), out, tokenizer="bytes")
+    assert not list(out.rglob("*.tmp"))
 
 
 def wait_for_group(group: int) -> None:
@@ -381,26 +394,27 @@ def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: sig
     wait_for_group(child.pid)
 
 
-def test_a_lost_process_is_one_fault(tmp_path: Path, small_blocks: None) -> None:
+def test_a_lost_process_is_one_error(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
     threads = threading.active_count()
 
     def kill_children(progress: Progress) -> None:
         for child in list_children():
-            os.kill(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it was killed before and reaped since
+                os.kill(child, signal.SIGKILL)
 
-    fault = refuse(Exit.PEER, source, tmp_path / "out", workers=2, on_progress=kill_children)
-    assert "ended (signal 9)" in fault
+    message = refuse(ExitCode.PEER, source, tmp_path / "out", workers=2, on_progress=kill_children)
+    assert "ended (signal 9)" in message
     assert list_children() == []
     assert threading.active_count() == threads
     prepare(str(source), tmp_path / "out", tokenizer="bytes", workers=1)
 
 
-def test_faults_cross_from_the_processes(tmp_path: Path, small_blocks: None) -> None:
+def test_errors_cross_from_the_processes(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
     bad = write(source / "zz.jsonl", '{"text": "fine"}\n{"txt": "not"}\n')
-    fault = refuse(Exit.DATA, source, tmp_path / "out", workers=2)
-    assert f"{bad}:2" in fault
+    message = refuse(ExitCode.DATA, source, tmp_path / "out", workers=2)
+    assert f"{bad}:2" in message
     assert list_children() == []
 
 
@@ -437,10 +451,10 @@ def test_preparing_again_returns_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_two_datasets_are_never_mixed(
-    tmp_path: Path, small_blocks: None, finished: bool, change: dict[str, Any], named: str
+    tmp_path: Path, small_chunks: None, finished: bool, change: dict[str, Any], named: str
 ) -> None:
     source, out = make_corpus(tmp_path / "corpus"), tmp_path / "out"
-    settings: dict[str, Any] = {"tokenizer": "bytes", "val_fraction": 0.1, "workers": 1}
+    settings: dict[str, Any] = {"tokenizer": "bytes", "val_fraction": 0.1, "workers": 1, "shard_tokens": 7000}
 
     def stop(progress: Progress) -> None:
         if progress.tokens > 20_000 and not finished:
@@ -453,19 +467,60 @@ def test_two_datasets_are_never_mixed(
     if not change:
         write(source / "new.txt", "new")
     before = read_folder(out)
-    fault = refuse(Exit.DATA, source, out, **settings | change)
-    assert named in fault
-    assert "choose another --out or delete" in fault
+    message = refuse(ExitCode.DATA, source, out, **settings | change)
+    assert named in message
+    assert "choose another --out or delete" in message
     assert {name: data for name, data in read_folder(out).items() if name != ".lock"} == before
 
 
-def test_an_input_edited_in_place_is_noticed(tmp_path: Path, small_blocks: None) -> None:
+def test_an_input_edited_in_place_is_noticed(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
     prepare(str(source), tmp_path / "out", tokenizer="bytes")
     write(source / "small00.txt", (source / "small00.txt").read_bytes().replace(b"cat", b"dog"))
     later = time.time_ns() + 10**9
     os.utime(source / "small00.txt", ns=(later, later))
-    assert "small00.txt" in refuse(Exit.DATA, source, tmp_path / "out", workers=0)
+    assert "small00.txt" in refuse(ExitCode.DATA, source, tmp_path / "out", workers=0)
+
+
+@pytest.mark.parametrize("pattern", ["**/*", ""])
+def test_datasets_and_runs_are_no_text(tmp_path: Path, pattern: str) -> None:
+    """A pattern or folder that reaches what was written before means the same text as at first."""
+    source, text = tmp_path / "corpus", f"{tmp_path / 'corpus'}/{pattern}"
+    write(source / "a.txt", "some text")
+    write(source / "run" / "metrics.jsonl", "{}")
+    write(source / "run" / "tokenizer" / "megatoken_tokenizer.json", "{}")
+    for name in ("one", "one", "two", "one"):
+        result = prepare(text, source / name, tokenizer="bytes", val_fraction=0)
+        assert bytes(read_split(source / name, "train")) == b"some text"
+    assert result.unchanged
+
+
+def test_an_input_replaced_by_an_older_file_is_noticed(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "a.txt", "cat"), tmp_path / "out"
+    prepare(source, out, tokenizer="bytes")
+    assert prepare(source, out, tokenizer="bytes").unchanged
+    write(source, "dog")
+    os.utime(source, ns=(10**18, 10**18))
+    assert "an input changed after it was prepared" in refuse(ExitCode.DATA, source, out)
+    (out / "inputs.xxh3").unlink()  # as older versions left it: only a newer file is noticed
+    assert prepare(source, out, tokenizer="bytes").unchanged
+
+
+def test_a_finished_dataset_may_be_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
+    prepare(source, out, tokenizer="bytes")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(filelock, "FileLock", fail)
+    monkeypatch.setattr(Path, "mkdir", fail)
+    assert prepare(source, out, tokenizer="bytes").unchanged
+
+
+def test_text_and_output_in_one_folder_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "text")
+    assert "is the output folder, too" in refuse(ExitCode.DATA, tmp_path, tmp_path)
 
 
 def test_a_missing_or_cut_shard_is_noticed(tmp_path: Path) -> None:
@@ -473,43 +528,44 @@ def test_a_missing_or_cut_shard_is_noticed(tmp_path: Path) -> None:
     prepare(str(source), out, tokenizer="bytes")
     shard = out / "train_000000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert str(shard) in refuse(Exit.DATA, source, out)
+    assert str(shard) in refuse(ExitCode.DATA, source, out)
 
 
 def test_other_data_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", "text")
     strange = write(tmp_path / "out" / "fineweb_000001.bin", b"precious")
-    assert str(strange) in refuse(Exit.DATA, source, tmp_path / "out")
+    assert str(strange) in refuse(ExitCode.DATA, source, tmp_path / "out")
     assert strange.read_bytes() == b"precious"
 
 
-def test_a_garbled_progress_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"cursor": ', "[" * 100_000, "[]", '{"recipe": {}}'])
+def test_a_garbled_progress_file_is_named(tmp_path: Path, content: str) -> None:
     source = write(tmp_path / "a.txt", "text")
-    path = write(tmp_path / "out" / "progress.json", '{"cursor": ')
-    assert str(path) in refuse(Exit.DATA, source, tmp_path / "out")
+    path = write(tmp_path / "out" / "progress.json", content)
+    assert str(path) in refuse(ExitCode.DATA, source, tmp_path / "out")
 
 
 def test_one_writer_a_folder(tmp_path: Path) -> None:
     source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
     out.mkdir()
     with filelock.FileLock(out / ".lock"):
-        assert "another preparation is writing" in refuse(Exit.STORAGE, source, out)
+        assert "another preparation is writing" in refuse(ExitCode.STORAGE, source, out)
     prepare(str(source), out, tokenizer="bytes")
 
 
 def test_nothing_but_empty_documents_is_refused_and_can_be_mended(tmp_path: Path) -> None:
     write(tmp_path / "in" / "a.txt", "")
     write(tmp_path / "in" / "b.txt", b"\0")
-    fault = refuse(Exit.DATA, tmp_path / "in", tmp_path / "out", tokenizer="bpe:300")
-    assert "no text: 1 empty documents, 0 skipped, 1 binary files" in fault
+    message = refuse(ExitCode.DATA, tmp_path / "in", tmp_path / "out", tokenizer="bpe:300")
+    assert "no text: 1 empty documents, 0 skipped, 1 binary files" in message
     write(tmp_path / "in" / "a.txt", "something")
     assert prepare(str(tmp_path / "in"), tmp_path / "out", tokenizer="bpe:300").documents == 1
 
 
-def test_a_place_that_cannot_be_written_is_a_storage_fault(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", "text")
     for out in (source, source / "out", Path("/proc/nowhere")):
-        assert str(out) in refuse(Exit.STORAGE, source, out)
+        assert str(out) in refuse(ExitCode.STORAGE, source, out)
 
 
 def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
@@ -522,8 +578,8 @@ def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(source), str(tmp_path / "out")]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert printed.startswith(f"{int(Exit.STORAGE)} cannot write: File too large; about ")
-    assert "are free" in printed
+    assert printed.startswith(f"{int(ExitCode.STORAGE)} cannot write: File too large, ")
+    assert " free" in printed
     assert prepare(str(source), tmp_path / "out", tokenizer="bytes").tokens == 6_400_000
 
 
@@ -536,12 +592,13 @@ def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
         ({"shard_tokens": 0}, "shard_tokens cannot be 0"),
         ({"invalid": "ignore"}, "invalid cannot be 'ignore'"),
         ({"tokenizer": "bpe:100"}, "at least 257"),
+        ({"tokenizer": "bpe:999999999"}, "at most 1,000,000"),
     ],
 )
 def test_impossible_settings_are_refused_before_any_work(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
-    assert named in refuse(Exit.CONFIG, write(tmp_path / "a.txt", "text"), tmp_path / "out", **settings)
+    assert named in refuse(ExitCode.CONFIG, write(tmp_path / "a.txt", "text"), tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
 
 
 def test_prepared_is_plain_data() -> None:
-    assert {"tokens", "documents", "shards", "seconds"} <= set(Prepared.__dataclass_fields__)
+    assert {"tokens", "documents", "shards", "seconds"} <= set(PrepareResult.__dataclass_fields__)

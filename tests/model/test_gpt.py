@@ -1,42 +1,34 @@
 """The network: initial weights, initial loss, golden losses, dropout, padding."""
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatoken.model.count import expected_initial_loss
-from megatoken.model.gpt import GPT, initialize
-from megatoken.model.loss import cross_entropy
-from megatoken.presets import Shape
+from megatoken.config.model_config import ModelConfig
+from megatoken.errors import ConfigError
+from megatoken.model.flops import expected_initial_loss
+from megatoken.model.gpt import GPT
 
-TINY = Shape(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=97, seq_len=16)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+TINY = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=97, seq_len=16)
 
 
-def build(shape: Shape = TINY, seed: int = 0, dropout: float = 0.0) -> GPT:
-    model = GPT(shape, dropout=dropout)
-    initialize(model, seed)
-    return model
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def random_ids(shape: Shape, rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, shape.vocab_size, (rows, shape.seq_len), generator=torch.Generator().manual_seed(seed))
+def build(model_config: ModelConfig = TINY, seed: int = 0, dropout: float = 0.0) -> GPT:
+    return GPT(replace(model_config, dropout=dropout), seed=seed)
+
+
+def random_ids(model_config: ModelConfig, rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(
+        0, model_config.vocab_size, (rows, model_config.seq_len), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def mean_loss(model: GPT, ids: torch.Tensor) -> torch.Tensor:
-    total, count = cross_entropy(
-        model(ids[:, :-1]), model.unembedding, ids[:, 1:], vocab_size=model.shape.vocab_size, chunk=7
-    )
-    return total / count
+    return model.loss(ids[:, :-1], ids[:, 1:])
 
 
 def test_golden_losses() -> None:
@@ -54,14 +46,14 @@ def test_golden_losses() -> None:
 
 
 def test_initial_loss_is_ln_v() -> None:
-    shape = Shape(n_layer=2, n_head=4, d_model=64, d_ff=256, vocab_size=5000, seq_len=64)
-    loss = mean_loss(build(shape), random_ids(shape, 8)).item()
-    assert loss == pytest.approx(expected_initial_loss(shape), abs=0.05)
+    model_config = ModelConfig(n_layer=2, n_head=4, d_model=64, d_ff=256, vocab_size=5000, seq_len=64)
+    loss = mean_loss(build(model_config), random_ids(model_config, 8)).item()
+    assert loss == pytest.approx(expected_initial_loss(model_config), abs=0.05)
 
 
 def test_initial_statistics() -> None:
-    shape = Shape(n_layer=8, n_head=4, d_model=128, d_ff=512, vocab_size=1000, seq_len=256)
-    model = build(shape, seed=3)
+    model_config = ModelConfig(n_layer=8, n_head=4, d_model=128, d_ff=512, vocab_size=1000, seq_len=256)
+    model = build(model_config, seed=3)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             expected = 1.0 if name.endswith("weight") else 0.0
@@ -76,16 +68,41 @@ def test_initial_statistics() -> None:
 
 
 def test_same_seed_same_weights_and_another_seed_others() -> None:
-    first, again, other = (build(seed=seed).state_dict() for seed in (5, 5, 6))
+    first, again, different = (build(seed=seed).state_dict() for seed in (5, 5, 6))
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["tokens.weight"], other["tokens.weight"])
+    assert not torch.equal(first["tokens.weight"], different["tokens.weight"])
 
 
-def test_initialization_leaves_the_global_generator_alone() -> None:
-    model = GPT(TINY)
+def test_construction_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
-    initialize(model, 0)
+    GPT(TINY)
+    GPT(TINY, seed=None)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_new_model_is_initialized_and_one_on_the_meta_device_is_not_allocated() -> None:
+    assert build().state_dict().keys() == GPT(TINY, seed=None).state_dict().keys()
+    ids = random_ids(TINY, 4)
+    assert GPT(TINY).loss(ids[:, :-1], ids[:, 1:]).item() == pytest.approx(math.log(97), abs=0.05)
+    with torch.device("meta"):
+        assert all(parameter.is_meta for parameter in GPT(TINY).parameters())
+
+
+def test_sizes_left_open_are_resolved_by_the_vocabulary() -> None:
+    section = ModelConfig(n_layer=1, n_head=2, d_model=32, seq_len=16)
+    config = GPT(section, vocab_size=97).config
+    assert (config.vocab_size, config.d_ff) == (97, 128)
+    assert GPT(TINY, vocab_size=50).config == TINY  # a size in the config is kept
+    with pytest.raises(ConfigError, match=r"vocabulary size is unknown — model\.vocab_size — .* to GPT"):
+        GPT(section)
+
+
+def test_loss_is_torchs_mean_over_targets_that_are_not_negative() -> None:
+    model, ids = build(), random_ids(TINY, 2)
+    targets = ids.roll(-1, 1)
+    targets[:, 9:] = -1
+    expected = torch.nn.functional.cross_entropy(model.logits(ids).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    torch.testing.assert_close(model.loss(ids, targets), expected, rtol=1e-6, atol=0)
 
 
 def test_padding_rows_are_zero_get_no_gradient_and_have_no_logits() -> None:
@@ -97,10 +114,10 @@ def test_padding_rows_are_zero_get_no_gradient_and_have_no_logits() -> None:
     assert gradient is not None
     assert torch.count_nonzero(gradient[97:]) == 0
     assert torch.all(gradient[:97].norm(dim=1) > 0)
-    assert model.logits(model(ids)).shape == (2, 16, 97)
+    assert model.logits(ids).shape == model.lm_head(model(ids)).shape == (2, 16, 97)
 
 
-def test_a_token_sees_only_its_past() -> None:
+def test_attention_is_causal() -> None:
     model, ids = build().eval(), random_ids(TINY, 1)
     changed = ids.clone()
     changed[0, 9] = (changed[0, 9] + 1) % 97
@@ -110,7 +127,7 @@ def test_a_token_sees_only_its_past() -> None:
     assert torch.all(difference[9:] > 0)
 
 
-def test_every_parameter_takes_part() -> None:
+def test_every_parameter_has_a_gradient() -> None:
     model = build()
     mean_loss(model, random_ids(TINY, 2)).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
@@ -133,6 +150,6 @@ def test_dropout() -> None:
 
 
 def test_dropout_reaches_embeddings_attention_and_both_residual_branches() -> None:
-    """With everything dropped only what the norm makes of zeros is left."""
+    """At dropout 1 the final norm sees zeros."""
     model = build(dropout=1.0)
     torch.testing.assert_close(model(random_ids(TINY, 2)), torch.zeros(2, 16, 32), rtol=0, atol=0)

@@ -1,28 +1,34 @@
-"""Every form of an operation gives the plain one's values and gradients, at sizes that fit no block."""
+"""Every implementation of an operation gives the plain one's values and gradients; a custom attention is used in
+training, sampling and scoring alike, or refused."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import _registry, current_flash_attention_impl
+from torch import Tensor
 
-from megatoken.model.gpt import GPT, initialize, use_kernels
-from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LINEAR, Kernels
-from megatoken.model.kernels.attention import switch_flash
-from megatoken.model.loss import cross_entropy
-from megatoken.presets import Shape
-from tests.tiny import LLAMA, SHAPE
+from megatoken.config.model_config import ModelConfig
+from megatoken.errors import ConfigError
+from megatoken.model.gpt import GPT, TreeMask, set_attention
+from megatoken.model.kernels import ATTENTION, CUDA_ONLY, Kernels, masked_attention, register_attention
+from megatoken.model.kernels.attention import DropoutFn, explicit_attention, flash_attention, repeat_kv
+from megatoken.model.kv_cache import KeyValueCache
+from megatoken.sampling.generate import generate_ids
+from tests.tiny_model import TINY_GPT, TINY_LLAMA
 
-ONEDNN = torch.backends.mkldnn.is_available()
+ON_CPU = sorted(set(ATTENTION) - set(CUDA_ONLY))
 
 
-def random(*sizes: int, seed: int = 0) -> torch.Tensor:
+def random(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("form", ["flash", "blocked"])
+def causal(name: str, q: Tensor, k: Tensor, v: Tensor, dropout: DropoutFn | None = None) -> Tensor:
+    return ATTENTION[name](q, k, v, mask=None, causal=True, dropout=dropout)
+
+
+@pytest.mark.parametrize("name", ["flash", "blocked"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -35,108 +41,166 @@ def random(*sizes: int, seed: int = 0) -> torch.Tensor:
         (1, 6, 1, 9, 8),
     ],
 )
-def test_attention_is_the_formula(form: str, sizes: tuple[int, int, int, int, int]) -> None:
+def test_attention_equals_the_formula(name: str, sizes: tuple[int, int, int, int, int]) -> None:
     B, H, K, T, D = sizes
     found, expected = [], []
-    for forms, name in ((found, form), (expected, "explicit")):
-        # As the model hands them over: views of one packed product.
-        packed = random(B, T, H + 2 * K, D).requires_grad_()
+    for results, each in ((found, name), (expected, "explicit")):
+        packed = random(B, T, H + 2 * K, D).requires_grad_()  # the model passes views of one packed product
         q, k, v = packed.transpose(1, 2).split((H, K, K), dim=1)
-        y = ATTENTION[name](q, k, v, 0.0)
+        y = causal(each, q, k, v)
         y.backward(random(B, T, H, D, seed=1).transpose(1, 2))
         assert packed.grad is not None
-        forms += [y.detach(), packed.grad]
+        results += [y.detach(), packed.grad]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("heads", [4, 2])
-def test_flex_attention_is_the_formula(heads: int) -> None:
-    """Its values: torch gives it a backward on CUDA only."""
-    q, k, v = random(2, 4, 150, 16), *random(2, 2, heads, 150, 16, seed=1)
-    torch.testing.assert_close(
-        ATTENTION["flex"](q, k, v, 0.0), ATTENTION["explicit"](q, k, v, 0.0), rtol=2e-5, atol=2e-6
-    )
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("T", "S"), [(1, 7), (3, 7), (7, 7)])
+def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, S: int) -> None:
+    q, k, v = random(2, 4, T, 8), *random(2, 2, kv_heads, S, 8, seed=1)
+    mask = random(2, 1, T, S, seed=2) > 0
+    mask[..., -1] = True  # every query sees something
+    for each in (mask, mask[:1], None):
+        flash, explicit = (
+            fn(q, k, v, mask=each, causal=False, dropout=None) for fn in (flash_attention, explicit_attention)
+        )
+        torch.testing.assert_close(flash, explicit, rtol=2e-5, atol=2e-6)
 
 
-def test_a_version_of_flash_attention_stays_until_another_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registered as whoever provides FlashAttention 3 registers it, without kernels."""
-    removed: list[str] = []
-    handle = SimpleNamespace(remove=lambda: removed.append("FA3"))
-    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: handle)
-    switch_flash("fa3")
-    assert (current_flash_attention_impl(), removed) == ("FA3", [])
-    switch_flash("fa3")
-    assert removed == []
-    use_kernels(torch.nn.Identity(), Kernels(attention="cudnn"))
-    assert (current_flash_attention_impl(), removed) == (None, ["FA3"])
-
-
-@pytest.mark.parametrize("form", sorted(set(ATTENTION) - set(CUDA_ONLY)))
-def test_neighbouring_queries_share_a_key(form: str) -> None:
+@pytest.mark.parametrize("name", ON_CPU)
+def test_neighbouring_queries_share_a_key(name: str) -> None:
     """Heads 0 and 1 the first, heads 2 and 3 the second: the order of released weights."""
     q, k, v = random(1, 4, 20, 8), *random(2, 1, 2, 20, 8, seed=1)
-    alone = torch.cat(
-        [ATTENTION[form](q[:, h : h + 1], k[:, h // 2, None], v[:, h // 2, None], 0.0) for h in range(4)], 1
-    )
-    torch.testing.assert_close(ATTENTION[form](q, k, v, 0.0), alone, rtol=1e-5, atol=1e-6)
+    alone = torch.cat([causal(name, q[:, h : h + 1], k[:, h // 2, None], v[:, h // 2, None]) for h in range(4)], 1)
+    torch.testing.assert_close(causal(name, q, k, v), alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", sorted(set(ATTENTION) - set(CUDA_ONLY)))
-def test_no_query_sees_a_later_key(form: str) -> None:
+@pytest.mark.parametrize("name", ON_CPU)
+def test_no_query_sees_a_later_key(name: str) -> None:
     q, k, v = random(3, 1, 2, 90, 8)
-    before = ATTENTION[form](q, k, v, 0.0)
+    before = causal(name, q, k, v)
     k[:, :, 70:] += 100
     v[:, :, 70:] += 100
-    after = ATTENTION[form](q, k, v, 0.0)
+    after = causal(name, q, k, v)
     torch.testing.assert_close(after[:, :, :70], before[:, :, :70], rtol=0, atol=0)
     assert not torch.allclose(after[:, :, 70:], before[:, :, 70:])
 
 
-@pytest.mark.parametrize("form", sorted(set(ATTENTION) - set(CUDA_ONLY)))
-def test_dropout_drops(form: str) -> None:
-    q, k, v = random(3, 1, 1, 32, 8)
-    torch.manual_seed(0)
-    assert not torch.allclose(ATTENTION[form](q, k, v, 0.5), ATTENTION[form](q, k, v, 0.0))
+@pytest.mark.parametrize("name", ON_CPU)
+def test_dropout_is_applied_to_the_weights(name: str) -> None:
+    q, k, v = random(3, 1, 2, 32, 8)
+
+    def drop_odd_keys(weights_BHTS: Tensor) -> Tensor:
+        return 2 * weights_BHTS * (torch.arange(32) % 2 == 0)
+
+    expected = drop_odd_keys((q @ k.mT / 8**0.5).masked_fill(~torch.ones(32, 32).tril().bool(), -torch.inf).softmax(-1))
+    torch.testing.assert_close(causal(name, q, k, v, drop_odd_keys), expected @ v, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["numpy", pytest.param("onednn", marks=pytest.mark.skipif(not ONEDNN, reason="none"))])
-@pytest.mark.parametrize("rows", [(1, 1), (3, 7), (2, 33)])
-@pytest.mark.parametrize("biased", [True, False])
-def test_products_by_other_libraries_are_torchs(form: str, rows: tuple[int, int], biased: bool) -> None:
-    found, expected = [], []
-    for results, name in ((found, form), (expected, "torch")):
-        x, w, b = random(*rows, 24).requires_grad_(), random(40, 24, seed=1).requires_grad_(), random(40, seed=2)
-        b.requires_grad_()
-        y = LINEAR[name](x, w, b if biased else None)
-        y.backward(random(*rows, 40, seed=3))
-        results += [y.detach(), x.grad, w.grad, *([b.grad] if biased else [])]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+def test_flash_is_torchs_own() -> None:
+    q, k, v = random(3, 1, 2, 16, 8)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(causal("flash", q, k, v), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", [SHAPE, LLAMA], ids=["gpt", "llama"])
-def test_a_model_computes_with_what_it_is_given_and_gets_the_same_gradients(family: Shape) -> None:
-    shape = replace(family, seq_len=80)
+@pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
+def test_a_model_uses_the_selected_attention_and_gets_the_same_gradients(family: ModelConfig) -> None:
     gradients = []
-    for kernels in (Kernels(), Kernels(linear="numpy", attention="blocked"), Kernels(attention="explicit")):
-        model = GPT(shape)
-        initialize(model, 3)
-        use_kernels(model, kernels)
-        assert model.blocks[0].attention.attend is ATTENTION[kernels.attention]
-        assert model.blocks[1].mlp.up.multiply is LINEAR[kernels.linear]
+    for name in ("flash", "blocked", "explicit"):
+        model = GPT(replace(family, seq_len=80), seed=3)
+        set_attention(model, name)
+        attention = model.blocks[0].attention
+        assert attention.attention_fn is ATTENTION[name]
+        assert attention.masked_attention_fn is masked_attention(name)
         ids = torch.arange(160).view(2, 80) % 97
-        total, _ = cross_entropy(model(ids), model.unembedding, ids.roll(-1, 1), vocab_size=97)
-        total.backward()
+        (160 * model.loss(ids, ids.roll(-1, 1))).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for other in gradients[1:]:
         for name, gradient in gradients[0].items():
             torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-4)
 
 
-def test_flash_is_torchs_own() -> None:
-    q, k, v = random(3, 1, 2, 16, 8)
-    torch.testing.assert_close(
-        ATTENTION["flash"](q, k, v, 0.0), F.scaled_dot_product_attention(q, k, v, is_causal=True), rtol=0, atol=0
+def test_an_attention_that_is_not_registered_is_refused_and_an_old_run_folder_is_read() -> None:
+    with pytest.raises(ConfigError, match=r"no attention 'nope' — machine.attention — choose one of explicit, flash"):
+        set_attention(GPT(TINY_GPT), "nope")
+    kept = {"linear": "onednn", "attention": "blocked", "norm": "torch", "gelu": "torch", "loss": "torch"}
+    assert Kernels.from_json(kept) == Kernels(attention="blocked")
+    assert Kernels.from_json({"gelu": "triton", "loss": "triton"}) == Kernels(loss="triton")
+
+
+def alibi(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Tensor | None, causal: bool, dropout: DropoutFn | None
+) -> Tensor:
+    """Attention with linear biases (Press et al. 2022), a slope per head, by distance in the sequence."""
+    (H, T), S = q_BHTD.shape[1:3], k_BKSD.shape[2]
+    if causal:
+        mask = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
+    if mask is None:
+        mask = torch.ones(1, 1, T, S, dtype=torch.bool)
+    query_positions = mask.sum(-1) - 1  # a query sees itself and everything before it
+    key_positions = query_positions if T == S else torch.arange(S)[None, None]
+    distance = query_positions[..., :, None] - key_positions[..., None, :]
+    slopes = 0.5 ** torch.arange(1, H + 1)
+    scores = q_BHTD @ repeat_kv(k_BKSD, H).mT - distance * slopes[:, None, None]
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return (weights if dropout is None else dropout(weights)) @ repeat_kv(v_BKSD, H)
+
+
+@pytest.fixture
+def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ATTENTION, "custom", flash_attention)
+
+
+@pytest.mark.usefixtures("_registry_restored")
+@pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("fn", [alibi, lambda q, k, v, **options: flash_attention(3 * q, k, v, **options)])
+def test_a_custom_attention_computes_training_sampling_and_scoring(family: ModelConfig, fn: object) -> None:
+    """Earlier only the first: sampling and scoring kept torch's attention."""
+    model = GPT(replace(family, n_head=4)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() == 2 else 1)
+    ids = torch.arange(24).view(2, 12) * 7 % 97
+    plain = model.logits(ids)
+    register_attention("custom", fn)  # type: ignore[arg-type]
+    set_attention(model, "custom")
+    with torch.no_grad():
+        expected = model.logits(ids)
+        assert float((expected - plain).abs().max()) > 0.1
+
+        cache = KeyValueCache(model.config, rows=2, capacity=12, dtype=torch.float32, device=torch.device("cpu"))
+        pieces = [model(piece, cache) for piece in ids.split([4, 1, 5, 2], dim=1)]
+        torch.testing.assert_close(model.lm_head(torch.cat(pieces, 1)), expected, rtol=1e-4, atol=1e-4)
+
+        # Both rows as one tree: two branches after a common beginning of three tokens.
+        ids[1, :3] = ids[0, :3]
+        expected = model.logits(ids)
+        tree_ids = torch.cat([ids[0], ids[1, 3:]])[None]
+        mask = torch.ones(21, 21, dtype=torch.bool).tril()
+        mask[12:, 3:12] = False
+        positions = torch.cat([torch.arange(12), torch.arange(3, 12)])[None]
+        tree = model.lm_head(model(tree_ids, tree_mask=TreeMask(positions_BT=positions, attn_mask_BTT=mask[None])))
+        torch.testing.assert_close(tree[0, :12], expected[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tree[0, 12:], expected[1, 3:], rtol=1e-4, atol=1e-4)
+
+        sampled = [5]
+        for _ in range(8):
+            sampled.append(int(model.logits(torch.tensor([sampled]))[0, -1].argmax()))
+    assert generate_ids(model, [5], max_new_tokens=8, temperature=0) == [sampled[1:]]
+
+
+@pytest.mark.usefixtures("_registry_restored")
+def test_a_custom_attention_without_masks_trains_and_is_refused_elsewhere() -> None:
+    register_attention(
+        "custom", lambda q, k, v, **options: flash_attention(3 * q, k, v, **options), supports_mask=False
     )
+    model, ids = GPT(TINY_GPT), torch.arange(16)[None]
+    set_attention(model, "custom")
+    model.loss(ids, ids.roll(-1, 1)).backward()
+    refused = r"attention 'custom' supports neither a mask nor a cache — sampling or scoring"
+    with pytest.raises(ConfigError, match=refused):
+        generate_ids(model, [1, 2], max_new_tokens=3)
+    mask = TreeMask(positions_BT=torch.arange(16)[None], attn_mask_BTT=torch.ones(1, 16, 16, dtype=torch.bool).tril())
+    with pytest.raises(ConfigError, match=refused):
+        model(ids, tree_mask=mask)

@@ -67,13 +67,13 @@ def test_every_chunking_gives_torchs_values_and_gradients(
     assert found[3] == expected[3]
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5, abs=1e-5)
     # Absolute: a nearly certain row leaves a gradient of rounding, the difference of a probability and 1.
-    for gradient, wanted in zip(found[1:3], expected[1:3], strict=True):
-        torch.testing.assert_close(gradient.double(), wanted * 0.25, rtol=1e-5, atol=1e-5)
+    for gradient, expected_grad in zip(found[1:3], expected[1:3], strict=True):
+        torch.testing.assert_close(gradient.double(), expected_grad * 0.25, rtol=1e-5, atol=1e-5)
     assert torch.count_nonzero(found[2][vocab:]) == 0
 
 
 @pytest.mark.parametrize("chunk", [0, 5, 1024])
-def test_nothing_counted_gives_zero_and_no_gradient(chunk: int) -> None:
+def test_ignored_targets_give_zero_and_no_gradient(chunk: int) -> None:
     hidden, weight, targets = make(2, 6, 8, 11, 16, seed=0)
     total, grad_h, grad_w, count = run(hidden, weight, torch.full_like(targets, -1), vocab=11, chunk=chunk)
     assert (float(total), count) == (0.0, 0)
@@ -88,7 +88,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5)
 
 
-def test_without_gradients_only_the_value_is_made() -> None:
+def test_without_gradients_the_value_alone_is_computed() -> None:
     hidden, weight, targets = make(2, 6, 8, 11, 16, seed=2)
     total, count = cross_entropy(hidden, weight, targets, vocab_size=11, chunk=5)
     assert not total.requires_grad

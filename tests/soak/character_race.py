@@ -2,7 +2,7 @@
 
 The model is nanoGPT's: 4 layers, 4 heads, 128 wide, 64 characters of tiny Shakespeare in context. nanoGPT trains it as
 its README says (2,000 steps of 12 x 64 characters), ours with the recipe below; both see the first nine tenths of the
-text. Each takes its turn as a whole program, start to end, as often as asked. The losses compared are measured alike:
+text. Both run as whole programs, start to end, in interleaved rounds. Both losses are measured alike:
 nanoGPT's own estimate over random windows of the last tenth, and ours over all of it. Ends in one JSON line.
 """
 
@@ -26,20 +26,20 @@ NANOGPT = (
 
 def run_nanogpt(checkout: Path, folder: Path) -> tuple[float, float]:
     """(seconds, lowest of its estimates of the validation loss)."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     command = [sys.executable, "train.py", *NANOGPT.split(), f"--out_dir={folder}"]
-    said = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout
-    seconds = time.perf_counter() - began
-    return seconds, min(float(loss) for loss in re.findall(r"val loss ([\d.]+)", said))
+    output = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout
+    seconds = time.perf_counter() - start
+    return seconds, min(float(loss) for loss in re.findall(r"val loss ([\d.]+)", output))
 
 
 def run_ours(data: Path, folder: Path) -> tuple[float, float]:
     """(seconds, loss over the held-out tenth at the end)."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     command = ["megatoken", "train", str(RECIPE), "--out", str(folder), "--json", f"data.path={data}"]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    return time.perf_counter() - began, json.loads(said)["val_loss"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    return time.perf_counter() - start, json.loads(output)["val_loss"]
 
 
 def main() -> None:
@@ -51,16 +51,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare = ["prepare", str(options.text), "--out", str(folder / "data"), "--tokenizer", "bytes"]
-        program = [sys.executable, "-m", "megatoken.cli", *prepare, "--val-fraction", "0.1"]
+        program = [sys.executable, "-m", "megatoken", *prepare, "--val-fraction", "0.1"]
         subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
         rounds = []
         for number in range(options.rounds):
-            theirs = run_nanogpt(options.nanogpt, folder / f"nanogpt{number}")
+            nanogpt = run_nanogpt(options.nanogpt, folder / f"nanogpt{number}")
             ours = run_ours(folder / "data", folder / f"ours{number}")
             print(
-                f"round {number}: nanoGPT {theirs[0]:.1f} s to {theirs[1]:.4f}, ours {ours[0]:.1f} s to {ours[1]:.4f}"
+                f"round {number}: nanoGPT {nanogpt[0]:.1f} s to {nanogpt[1]:.4f}, ours {ours[0]:.1f} s to {ours[1]:.4f}"
             )
-            rounds.append({"nanogpt": theirs, "ours": ours, "ratio": theirs[0] / ours[0]})
+            rounds.append({"nanogpt": nanogpt, "ours": ours, "ratio": nanogpt[0] / ours[0]})
     ratio = statistics.median(row["ratio"] for row in rounds)
     print(json.dumps({"ratio": ratio, "unit": "(seconds, loss)", "rounds": rounds}))
 

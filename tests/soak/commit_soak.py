@@ -1,10 +1,10 @@
-"""Kill or fail a save, a replacement and a pruning at every system call they make, and look at what is left.
+"""Kill or fail a save, a replacement and a pruning at every system call they make, and check what is left.
 
-A victim process does one operation under strace, which at the n-th call of one kind (open, write, fsync, rename,
-unlink, mkdir, chmod, ...) either kills it or makes that call fail with ENOSPC or EIO. Afterwards every checkpoint
-there must be whole and of one step, the newest must be the old or the new one, and the operation, done again, must
-succeed. Besides: bit flips in every file of a checkpoint, each bit of the manifest, and the power-loss rule read
-off the log of an undisturbed save (files and folders synced before the rename, the parent after it).
+A subprocess runs one operation under strace, which at the n-th call of one kind (open, write, fsync, rename, unlink,
+mkdir, chmod, ...) either kills it or makes that call fail with ENOSPC or EIO. Afterwards every checkpoint must be whole
+and of one step, the newest must be the old or the new one, and repeating the operation must succeed. Also checked: bit
+flips in every file of a checkpoint, each bit of the manifest, and, from the log of an undisturbed save, the order that
+survives a power loss (files and folders synced before the rename, the parent after it).
 
     python tests/soak/commit_soak.py                  every point; the last line of stdout is one JSON object
     python tests/soak/commit_soak.py --sample 20      a random sample of the points
@@ -33,8 +33,9 @@ from pathlib import Path
 import numpy
 from safetensors.numpy import save_file
 
-from megatoken.checkpoint import store
-from megatoken.errors import Exit, Fault
+from megatoken.checkpoint import commit as protocol
+from megatoken.checkpoint.manifest import verify
+from megatoken.errors import ExitCode, MegatokenError
 
 CALLS = (
     "?open,openat,?creat,write,?pwrite64,?writev,fsync,?fdatasync,?rename,?renameat,?renameat2,?unlink,unlinkat,"
@@ -64,16 +65,16 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Point:
-    """The n-th call of one kind in the victim, and what is done to it."""
+    """The n-th call of one kind in the subprocess, and what is done to it."""
 
     scenario: str
     call: str
     n: int
-    fault: str  # "kill" or the name of an error
+    injected: str  # "kill" or the name of an error
 
 
 def contents(step: int) -> dict[str, bytes]:
-    """What the plain files of a step hold: different in every byte range from other steps."""
+    """The plain files of a step, different from those of other steps in every byte range."""
     return {
         "state.json": json.dumps({"step": step, "order": [step] * 50}).encode(),
         "tokenizer/vocab.json": f"vocabulary of {step} ".encode() * 300,
@@ -81,7 +82,7 @@ def contents(step: int) -> dict[str, bytes]:
 
 
 def write_tensors(step: int, path: Path) -> None:
-    """The writer whose calls are not ours: Rust, with a temporary file and a rename of its own."""
+    """Write with safetensors: its Rust code makes system calls of its own, with a temporary file and a rename."""
     save_file({"weight": numpy.full(3000, step, numpy.uint8)}, path)
 
 
@@ -91,24 +92,24 @@ def writers(step: int) -> dict[str, Callable[[Path], None]]:
 
 
 def commit(root: Path, step: int) -> None:
-    store.commit(root, step, writers(step), meta={"tokens": step * 1000}, needed_bytes=20_000)
+    protocol.commit(root, step, writers(step), meta={"tokens": step * 1000}, needed_bytes=20_000)
 
 
-def operate(scenario: str, root: Path) -> None:
+def apply_operation(scenario: str, root: Path) -> None:
     if scenario == "prune":
-        store.prune(root, **KEEP)
+        protocol.prune(root, **KEEP)
     else:
         commit(root, 30)
 
 
-def be_victim(scenario: str, root: Path) -> None:
-    """One operation between two marks in the log of system calls; its outcome on stdout."""
+def run_operation(scenario: str, root: Path) -> None:
+    """Run one operation between two marks in the log of system calls; print its outcome."""
     outcome = {"code": 0, "message": ""}
     mark(BEGIN)
     try:
-        operate(scenario, root)
-    except Fault as fault:
-        outcome = {"code": int(fault.code), "message": str(fault)}
+        apply_operation(scenario, root)
+    except MegatokenError as error:
+        outcome = {"code": int(error.code), "message": str(error)}
     mark(END)
     print(json.dumps(outcome))
 
@@ -119,11 +120,11 @@ def mark(name: str) -> None:
 
 
 def prepare(scenario: str, root: Path) -> None:
-    """The state before the operation."""
+    """Create the checkpoints before the operation."""
     for step in SCENARIOS[scenario].before:
         commit(root, step)
     if damaged := SCENARIOS[scenario].damaged:
-        flip(store.step_folder(root, damaged) / "state.json", 77)
+        flip(protocol.step_folder(root, damaged) / "state.json", 77)
 
 
 def flip(path: Path, bit: int) -> None:
@@ -135,59 +136,59 @@ def flip(path: Path, bit: int) -> None:
 def trace(scenario: str, root: Path, log: Path, *injection: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
     strace = ["strace", "-f", "-y", "-s", "64", "-o", str(log), "-e", f"trace={CALLS}", "-e", "signal=none"]
-    victim = [sys.executable, str(Path(__file__).resolve()), "--victim", scenario, str(root)]
-    return subprocess.run([*strace, *injection, *victim], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(Path(__file__).resolve()), "--operate", scenario, str(root)]
+    return subprocess.run([*strace, *injection, *command], env=environment, capture_output=True, text=True, check=False)
 
 
 def window(log: Path) -> list[tuple[str, int, str]]:
-    """(call, how manieth of its kind since the process began, line) of every call between the marks."""
-    seen: Counter[str] = Counter()
-    found = []
+    """(call, its number among calls of its kind since the process started, line) of every call between the marks."""
+    counts: Counter[str] = Counter()
+    calls = []
     inside = False
     for line in log.read_text(errors="replace").splitlines():
         match = re.match(r"[0-9]+ +([a-z0-9_]+)\(", line)
         if match is None:
             continue
-        seen[match[1]] += 1
+        counts[match[1]] += 1
         if BEGIN in line or END in line:
             inside = BEGIN in line
         elif inside:
-            found.append((match[1], seen[match[1]], line))
-    return found
+            calls.append((match[1], counts[match[1]], line))
+    return calls
 
 
 def find_points(scenario: str, template: Path, work: Path) -> tuple[list[Point], list[str]]:
-    """Every point of one undisturbed run, and its log."""
+    """Every point of an undisturbed run, and the run's log."""
     root, log = work / f"{scenario}-plain", work / f"{scenario}-plain.log"
     shutil.copytree(template, root)
     done = trace(scenario, root, log)
     assert done.returncode == 0, done.stderr
-    assert tuple(store.steps(root)) == SCENARIOS[scenario].after
+    assert tuple(protocol.list_steps(root)) == SCENARIOS[scenario].after
     calls = window(log)
-    points = [Point(scenario, call, n, fault) for call, n, _ in calls for fault in ("kill", "ENOSPC", "EIO")]
+    points = [Point(scenario, call, n, injected) for call, n, _ in calls for injected in ("kill", "ENOSPC", "EIO")]
     return points, [line for *_, line in calls]
 
 
 def try_point(point: Point, template: Path, work: Path) -> str:
-    """Disturb one run at one point; return what became of it, or raise AssertionError."""
+    """Disturb one run at one point; return the outcome or raise AssertionError."""
     scenario = SCENARIOS[point.scenario]
-    name = f"{point.scenario}-{point.call}-{point.n}-{point.fault}"
+    name = f"{point.scenario}-{point.call}-{point.n}-{point.injected}"
     root, log = work / name, work / f"{name}.log"
     shutil.copytree(template, root)
-    how = "signal=SIGKILL" if point.fault == "kill" else f"error={point.fault}"
-    done = trace(point.scenario, root, log, "-e", f"inject={point.call}:{how}:when={point.n}")
+    action = "signal=SIGKILL" if point.injected == "kill" else f"error={point.injected}"
+    done = trace(point.scenario, root, log, "-e", f"inject={point.call}:{action}:when={point.n}")
     text = log.read_text(errors="replace")
     assert BEGIN in text, "hit before the operation"
-    assert (END in text) == (point.fault != "kill"), "not hit inside the operation"
+    assert (END in text) == (point.injected != "kill"), "not hit inside the operation"
     newest = check_whole(point.scenario, root)
-    if point.fault == "kill":
+    if point.injected == "kill":
         outcome = "new" if newest == scenario.newest[1] else "old"
     else:
         outcome = check_report(point, root, newest, json.loads(done.stdout.splitlines()[-1]))
-    store.sweep(root)
-    assert not list(root.glob(".tmp-*")), "sweep left something"
-    operate(point.scenario, root)
-    assert tuple(store.steps(root)) == scenario.after, f"doing it again gives {store.steps(root)}"
+    protocol.remove_leftovers(root)
+    assert not list(root.glob(".tmp-*")), "leftovers were not removed"
+    apply_operation(point.scenario, root)
+    assert tuple(protocol.list_steps(root)) == scenario.after, f"repeating it gives {protocol.list_steps(root)}"
     check_whole(point.scenario, root)
     shutil.rmtree(root)
     log.unlink()
@@ -196,22 +197,22 @@ def try_point(point: Point, template: Path, work: Path) -> str:
 
 def check_whole(scenario: str, root: Path) -> int:
     """Every checkpoint that is visible must be whole and of one step; return the newest valid step."""
-    facts = SCENARIOS[scenario]
-    bad = [step for step in store.steps(root) if not is_whole(store.step_folder(root, step), step)]
-    assert set(bad) <= {facts.damaged}, f"visible but broken: {bad}"
-    found = store.newest_valid(root, lambda *_: None)
-    assert found is not None, "no valid checkpoint left"
-    kept = set(facts.before) & set(facts.after) - {facts.damaged}
-    assert kept <= set(store.steps(root)), f"lost one of {kept}"
-    assert found[1].step in facts.newest, f"newest is {found[1].step}"
-    return found[1].step
+    spec = SCENARIOS[scenario]
+    bad = [step for step in protocol.list_steps(root) if not is_whole(protocol.step_folder(root, step), step)]
+    assert set(bad) <= {spec.damaged}, f"visible but broken: {bad}"
+    newest = protocol.find_newest(root, lambda *_: None)
+    assert newest is not None, "no valid checkpoint left"
+    kept = set(spec.before) & set(spec.after) - {spec.damaged}
+    assert kept <= set(protocol.list_steps(root)), f"lost one of {kept}"
+    assert newest[1].step in spec.newest, f"newest is {newest[1].step}"
+    return newest[1].step
 
 
 def is_whole(folder: Path, step: int) -> bool:
-    """Whether a checkpoint verifies; if it does, it must hold what was written for that step and nothing else."""
+    """Whether a checkpoint verifies; if it does, its files must be those written for that step."""
     try:
-        manifest = store.verify(folder)
-    except Fault:
+        manifest = verify(folder)
+    except MegatokenError:
         return False
     assert (manifest.step, manifest.meta) == (step, {"tokens": step * 1000}), manifest
     for name, data in contents(step).items():
@@ -221,27 +222,26 @@ def is_whole(folder: Path, step: int) -> bool:
 
 
 def check_report(point: Point, root: Path, newest: int, report: dict[str, object]) -> str:
-    """A failed call is either reported as Fault(STORAGE), with nothing left behind, or did no harm."""
+    """A failed call must either be reported as StorageError, with nothing left behind, or have no effect."""
     scenario = SCENARIOS[point.scenario]
-    assert report["code"] in (Exit.DONE, Exit.STORAGE), report
-    if report["code"] == Exit.DONE:
-        assert newest == scenario.newest[1], "called a success"
+    assert report["code"] in (ExitCode.DONE, ExitCode.STORAGE), report
+    if report["code"] == ExitCode.DONE:
+        assert newest == scenario.newest[1], "reported as a success"
         return "done"
     assert str(root) in str(report["message"]), report
     if point.scenario != "prune":
-        assert newest == scenario.newest[0], "called a failure"
-        assert "20,000 bytes needed" in str(report["message"]), report
+        assert newest == scenario.newest[0], "reported as a failure"
         assert " free" in str(report["message"]), report
-    mine = [path.name for path in root.glob(".tmp-step-*")]
-    assert not mine or point.call in REMOVALS, f"left behind: {mine}"
+    drafts = [path.name for path in root.glob(".tmp-step-*")]
+    assert not drafts or point.call in REMOVALS, f"left behind: {drafts}"
     return "refused"
 
 
 def read_power_loss(lines: list[str], root: str) -> dict[str, int | bool]:
-    """What would survive a power cut, from the log of one save: see the keys."""
-    published = next(i for i, line in enumerate(lines) if re.search(r"rename.*\.tmp-step.*/step-00000030\"", line))
-    before, after = lines[:published], lines[published + 1 :]
-    target = re.search(r'"([^"]*\.tmp-step-[^"/]*)"', lines[published])
+    """What would survive a power loss, from the log of one save: see the keys."""
+    rename = next(i for i, line in enumerate(lines) if re.search(r"rename.*\.tmp-step.*/step-00000030\"", line))
+    before, after = lines[:rename], lines[rename + 1 :]
+    target = re.search(r'"([^"]*\.tmp-step-[^"/]*)"', lines[rename])
     assert target is not None
     temporary = target[1]
     written = {path for line in before for path in re.findall(rf"write\([0-9]+<({temporary}/[^>]*)>", line)}
@@ -272,29 +272,29 @@ def read_power_loss(lines: list[str], root: str) -> dict[str, int | bool]:
 
 
 def flip_bits(root: Path, count: int, choose: random.Random) -> dict[str, int]:
-    """Flip one bit at a time in the newest of three checkpoints: it must be named and the one before used."""
+    """Flip one bit at a time in the newest of three checkpoints: it must be reported and the one before used."""
     for step in (10, 20, 30):
         commit(root, step)
-    folder = store.step_folder(root, 30)
+    folder = protocol.step_folder(root, 30)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     bits = {name: (folder / name).stat().st_size * 8 for name in names}
     targets = [(name, choose.randrange(bits[name])) for name in choose.choices(names, k=count)]
     targets += [("manifest.json", bit) for bit in range(bits["manifest.json"])] if count >= 200 else []
-    found = 0
+    detected = 0
     for name, bit in targets:
         flip(folder / name, bit)
-        told: list[str] = []
-        newest = store.newest_valid(root, lambda _, fault, told=told: told.append(str(fault)))  # type: ignore[misc]
-        hashes = len(set(re.findall(r"\b[0-9a-f]{32}\b", " ".join(told))))
-        named = len(told) == 1 and str(folder / name) in told[0] and (hashes == 2 or name == "manifest.json")
-        found += named and newest is not None and newest[1].step == 20
+        errors: list[str] = []
+        newest = protocol.find_newest(root, lambda _, error, errors=errors: errors.append(str(error)))  # type: ignore[misc]
+        hashes = len(set(re.findall(r"\b[0-9a-f]{32}\b", " ".join(errors))))
+        reported = len(errors) == 1 and str(folder / name) in errors[0] and (hashes == 2 or name == "manifest.json")
+        detected += reported and newest is not None and newest[1].step == 20
         flip(folder / name, bit)
-        assert store.verify(folder).step == 30, "false alarm"
-    return {"flips": len(targets), "found_named_and_passed_over": found}
+        assert verify(folder).step == 30, "false alarm"
+    return {"flips": len(targets), "found_named_and_passed_over": detected}
 
 
 def soak(sample: int, flips: int, seed: int, jobs: int) -> dict[str, object]:
-    """Every point, or a sample, and the flips; the report."""
+    """Try every point, or a sample, and the bit flips; return the report."""
     choose = random.Random(seed)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="commit-soak-") as folder:
@@ -303,8 +303,8 @@ def soak(sample: int, flips: int, seed: int, jobs: int) -> dict[str, object]:
         logs = {}
         for scenario in SCENARIOS:
             prepare(scenario, work / "templates" / scenario)
-            found, logs[scenario] = find_points(scenario, work / "templates" / scenario, work)
-            points += found
+            found_points, logs[scenario] = find_points(scenario, work / "templates" / scenario, work)
+            points += found_points
         total = len(points)
         points = choose.sample(points, sample) if 0 < sample < total else points
         outcomes: Counter[str] = Counter()
@@ -313,9 +313,9 @@ def soak(sample: int, flips: int, seed: int, jobs: int) -> dict[str, object]:
             tries = [pool.submit(try_point, point, work / "templates" / point.scenario, work) for point in points]
             for point, attempt in zip(points, tries, strict=True):
                 try:
-                    outcomes[f"{point.scenario} {point.fault} {attempt.result()}"] += 1
-                except (AssertionError, Fault) as failure:
-                    failures.append(f"{point}: {failure}")
+                    outcomes[f"{point.scenario} {point.injected} {attempt.result()}"] += 1
+                except (AssertionError, MegatokenError) as error:
+                    failures.append(f"{point}: {error}")
         return {
             "soak": "commit",
             "points": total,
@@ -335,10 +335,10 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=400, help="random bit flips; from 200 on also each manifest bit")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--victim", nargs=2, metavar=("SCENARIO", "ROOT"))
+    parser.add_argument("--operate", nargs=2, metavar=("SCENARIO", "ROOT"))
     given = parser.parse_args()
-    if given.victim:
-        be_victim(given.victim[0], Path(given.victim[1]))
+    if given.operate:
+        run_operation(given.operate[0], Path(given.operate[1]))
         return 0
     report = soak(given.sample, given.flips, given.seed, given.jobs)
     print(json.dumps(report))

@@ -5,7 +5,7 @@
 Models: random weights (4 layers of 256, and GPT-2 124M, the latter on the first --limit examples), and a small one
 trained on TEXT for two minutes with a vocabulary of its own, each exported to a Hugging Face folder that both read.
 Both take turns as whole programs; timed is what follows loading: tokens and model. The harness may choose its batch
-size first. Ours is timed with its two scores, and with acc_token_mean, which asks with other text, on top. Ends in one
+size first. Ours is timed with two scores, and with acc_token_mean, which has other prompts, on top. Ends in one
 JSON line.
 """
 
@@ -18,26 +18,27 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.convert.hf.export import write_hf
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.interop.hf_export import write_hf
-from megatoken.model.gpt import GPT, initialize
-from megatoken.presets import PRESETS, Shape
+from megatoken.model.gpt import GPT
 
 SIDE = Path(__file__).with_name("harness_side.py")
 BATCH_SIZES = (1, 8, 32)
 TRIAL_EXAMPLES = 20
-SMALL = Shape(n_layer=4, n_head=4, d_model=256, d_ff=1024, vocab_size=50257, seq_len=1024)
+SMALL = ModelConfig(n_layer=4, n_head=4, d_model=256, d_ff=1024, vocab_size=50257, seq_len=1024)
 TRAINED = [
     "model.seq_len=512", "budget.batch_tokens=4096", "budget.steps=150", "evaluate.every=0", "sample.every=0",
     "log.plots=false", "save.every=0",
 ]  # fmt: skip
 
 
-def run_ours(folder: Path, data: Path, limit: int, *words: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "megatoken.cli", "eval", str(folder), "--tasks", "hellaswag", "--data", str(data)]
-    said = run([*command, "--limit", str(limit), "--examples", "--json", *words])
-    answer: dict[str, Any] = json.loads(said.splitlines()[-1])["tasks"]["hellaswag"]
-    return answer
+def run_ours(folder: Path, data: Path, limit: int, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "megatoken", "eval", str(folder), "--tasks", "hellaswag", "--data", str(data)]
+    output = run([*command, "--limit", str(limit), "--examples", "--json", *arguments])
+    metrics: dict[str, Any] = json.loads(output.splitlines()[-1])["tasks"]["hellaswag"]
+    return metrics
 
 
 def run_harness(python: str, folder: Path, data: Path, limit: int, batch_size: int) -> dict[str, Any]:
@@ -54,16 +55,15 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def write_random(shape: Shape, folder: Path) -> Path:
-    model = GPT(shape)
-    initialize(model, 0)
+def write_random(model_config: ModelConfig, folder: Path) -> Path:
+    model = GPT(model_config)
     folder.mkdir()
     write_hf(folder, model.eval(), load_tokenizer("gpt2"), "fp32")
     return folder
 
 
 def write_trained(text: Path, folder: Path) -> Path:
-    ours = [sys.executable, "-m", "megatoken.cli"]
+    ours = [sys.executable, "-m", "megatoken"]
     run([*ours, "prepare", str(text), "--out", f"{folder}-data", "--tokenizer", "bpe:4096"])
     run([*ours, "train", "quickstart", "--out", f"{folder}-run", f"data.path={folder}-data", *TRAINED])
     run([*ours, "export", f"{folder}-run", "--out", str(folder)])

@@ -56,9 +56,9 @@ def main() -> None:
     ask, seconds = model.loglikelihood, []
 
     def ask_timed(*words: object, **named: object) -> object:
-        began = time.perf_counter()
+        start = time.perf_counter()
         answers = ask(*words, **named)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
         return answers
 
     model.loglikelihood = ask_timed

@@ -1,9 +1,9 @@
-"""A model of ours through Hugging Face's form into llama.cpp: the same logits, greedy text and tokens there.
+"""Exports a model to Hugging Face, converts it to llama.cpp and compares logits, greedy text and tokens.
 
     python -m tests.soak.llamacpp_route RUN --llama-cpp CHECKOUT
 
 Needs a checkout of llama.cpp for its converter, and its engine: pip install gguf llama-cpp-python. The last line of
-stdout is one JSON object. Weights and cache are fp32; a vocabulary trained here is said to be split as GPT-2's.
+stdout is one JSON object. Weights and cache are fp32; the pre-tokenizer of a vocabulary trained here is set to GPT-2's.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from megatoken.console import Console
-from megatoken.interop.export import export
-from megatoken.interop.weights import load_weights
+from megatoken.convert.export import export
+from megatoken.convert.load_pretrained import load_pretrained
 from tests.soak.route import NEW, PROMPT, TEXT, report, take_ids
 
 F32 = 0  # of ggml's types; its cache of keys and values is fp16 otherwise
@@ -28,15 +28,15 @@ def convert(llama_cpp: Path, folder: Path, target: Path) -> None:
     sys.path.insert(0, str(llama_cpp))
     from conversion.base import TextModel
 
-    known = TextModel.get_vocab_base_pre
+    original = TextModel.get_vocab_base_pre
 
-    def say_gpt2(model: object, tokenizer: object) -> str:
+    def default_to_gpt2(model: object, tokenizer: object) -> str:
         try:
-            return str(known(model, tokenizer))
+            return str(original(model, tokenizer))
         except NotImplementedError:
             return "gpt-2"
 
-    TextModel.get_vocab_base_pre = say_gpt2
+    TextModel.get_vocab_base_pre = default_to_gpt2
     sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(target), "--outtype", "f32"]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
 
@@ -48,21 +48,21 @@ def main() -> None:
     options = parser.parse_args()
     from llama_cpp import Llama
 
-    loaded = load_weights(options.run, print)
+    loaded = load_pretrained(options.run)
     model, ids = loaded.model.eval(), take_ids(loaded)
-    with tempfile.TemporaryDirectory() as room:
-        export(options.run, "hf", Path(room) / "hf", "fp32", Console(to_stderr=True))
-        convert(options.llama_cpp, Path(room) / "hf", Path(room) / "model.gguf")
-        theirs = Llama(
-            str(Path(room) / "model.gguf"), n_ctx=256, logits_all=True, type_k=F32, type_v=F32, verbose=False
+    with tempfile.TemporaryDirectory() as temporary:
+        export(options.run, "hf", Path(temporary) / "hf", "fp32", Console(to_stderr=True))
+        convert(options.llama_cpp, Path(temporary) / "hf", Path(temporary) / "model.gguf")
+        llama = Llama(
+            str(Path(temporary) / "model.gguf"), n_ctx=256, logits_all=True, type_k=F32, type_v=F32, verbose=False
         )
-        theirs.eval(ids)
-        found = torch.from_numpy(np.array(theirs.scores[: len(ids)]))
-        theirs.reset()
-        greedy = [id for _, id in zip(range(NEW), theirs.generate(ids[:PROMPT], temp=0.0, top_k=1), strict=False)]
-        tokens = theirs.tokenize(TEXT.encode(), add_bos=False)
+        llama.eval(ids)
+        found = torch.from_numpy(np.array(llama.scores[: len(ids)]))
+        llama.reset()
+        greedy = [id for _, id in zip(range(NEW), llama.generate(ids[:PROMPT], temp=0.0, top_k=1), strict=False)]
+        tokens = llama.tokenize(TEXT.encode(), add_bos=False)
     with torch.inference_mode():
-        expected = model.logits(model(torch.tensor([ids])))[0]
+        expected = model.logits(torch.tensor([ids]))[0]
     report(loaded, found, expected, greedy, tokens)
 
 

@@ -19,7 +19,7 @@ EXACT = ["machine.precision=fp32", "machine.tf32=false", "machine.fused=off", "m
 
 
 def megatoken(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "megatoken.cli", *words], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", "megatoken", *words], check=True, stdout=sys.stderr)
 
 
 def read_losses(run: Path) -> list[float]:

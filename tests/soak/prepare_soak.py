@@ -1,11 +1,10 @@
-"""What preparing a corpus must stand, measured: kills and memory. Run by hand; minutes, not seconds.
+"""Soak of `prepare`: kills and memory. Run by hand; minutes, not seconds.
 
     python tests/soak/prepare_soak.py kills  --kills 20
     python tests/soak/prepare_soak.py memory --megabytes 1000 --form txt      (txt, jsonl or files)
 
-Each ends in one line of JSON. The corpora are made on the fly from the standard library's own words, always the
-same. `gpt2` needs its vocabulary on this machine; --tokenizer chooses another. `megatoken bench prepare` measures
-the speed.
+Each ends in one line of JSON. The corpora are made from the standard library's own words, always the same. `gpt2` needs
+its vocabulary on this machine; --tokenizer chooses another. `megatoken bench prepare` measures the speed.
 """
 
 import argparse
@@ -23,15 +22,15 @@ from typing import Any
 
 import xxhash
 
-from megatoken.bench.prepare import make_documents, write_jsonl
+from megatoken.bench.data import make_documents, write_jsonl
 
 
 def write_corpus(folder: Path, total_bytes: int, form: str) -> None:
     if form == "files":
         for number, text in enumerate(make_documents(total_bytes)):
-            place = folder / f"{number // 1000:04d}"
-            place.mkdir(exist_ok=True)
-            (place / f"{number:07d}.txt").write_text(text, encoding="utf-8")
+            parent = folder / f"{number // 1000:04d}"
+            parent.mkdir(exist_ok=True)
+            (parent / f"{number:07d}.txt").write_text(text, encoding="utf-8")
         return
     if form == "jsonl":
         write_jsonl(folder / "corpus.jsonl", make_documents(total_bytes))
@@ -42,8 +41,8 @@ def write_corpus(folder: Path, total_bytes: int, form: str) -> None:
 
 def start_preparing(corpus: Path, out: Path, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
     program = (
-        "import sys; from pathlib import Path; from megatoken.data.prepare import prepare; "
-        "prepare(sys.argv[1], Path(sys.argv[2]), tokenizer=sys.argv[3], workers=int(sys.argv[4]),"
+        "import sys; from megatoken.data import prepare;"
+        " prepare.prepare(sys.argv[1], sys.argv[2], tokenizer=sys.argv[3], workers=int(sys.argv[4]),"
         " shard_tokens=int(sys.argv[5]))"
     )
     settings = [arguments.tokenizer, str(arguments.workers), str(arguments.shard_tokens)]
@@ -59,7 +58,7 @@ def hash_folder(folder: Path) -> dict[str, str]:
 
 
 def run_kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Kills the parent at random moments until it gets through; the folder must equal the uninterrupted one."""
+    """Kill the parent at random moments until it finishes; the folder must equal the uninterrupted one."""
     corpus = folder / "corpus"
     corpus.mkdir()
     write_corpus(corpus, arguments.megabytes * 10**6, arguments.form)
@@ -83,13 +82,13 @@ def run_kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
                 continue
             assert code == 0, f"exit code {code} after {kills} kills"
             break
-        found = hash_folder(out)
-        assert found == expected, {name for name in found | expected if found.get(name) != expected.get(name)}
+        actual = hash_folder(out)
+        assert actual == expected, {name for name in actual | expected if actual.get(name) != expected.get(name)}
     return {"kills": kills, "runs_finished": rounds, "byte_identical": True, "orphans": orphans}
 
 
 def count_group(group: int, seconds: float) -> int:
-    """Processes of a process group that still run after `seconds`; the dead that nobody has reaped are dead."""
+    """Processes of a process group that still run after `seconds`, zombies left out."""
     deadline = time.monotonic() + seconds
     while living := list_living(group):
         if time.monotonic() > deadline:
@@ -102,30 +101,30 @@ def list_living(group: int) -> list[int]:
     living = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, its_group = path.read_text().rpartition(") ")[2].split()[:3]
+            state, _, process_group = path.read_text().rpartition(") ")[2].split()[:3]
         except OSError:
             continue  # it ended meanwhile
-        if int(its_group) == group and state != "Z":
+        if int(process_group) == group and state != "Z":
             living.append(int(path.parent.name))
     return living
 
 
 def run_memory(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Peak of the resident memory of all processes, summed: shared pages count once a process."""
+    """Peak resident memory of all processes, summed: shared pages count once per process."""
     corpus = folder / "corpus"
     corpus.mkdir()
     write_corpus(corpus, arguments.megabytes * 10**6, arguments.form)
-    started, peak, most = time.monotonic(), 0, 0
+    started, peak, processes = time.monotonic(), 0, 0
     child = start_preparing(corpus, folder / "out", arguments)
     while child.poll() is None:
         family = list(list_family(child.pid))
-        peak, most = max(peak, sum(map(resident_bytes, family))), max(most, len(family))
+        peak, processes = max(peak, sum(map(resident_bytes, family))), max(processes, len(family))
         time.sleep(0.02)
     assert child.returncode == 0
     seconds = time.monotonic() - started
     return {
         "peak_resident_megabytes": round(peak / 1e6),
-        "processes": most,
+        "processes": processes,
         "seconds": round(seconds, 1),
         "megabytes_per_second": round(arguments.megabytes / seconds, 1),
     }

@@ -1,8 +1,8 @@
 """Two processes of one thread against one process of one thread, on the 124M step: `python -m tests.soak.ranks_race`.
 
-The program itself trains, both ways in turn, on the same global batch, which is large enough that the sum of the
+The program itself trains, both ways in interleaved rounds, on the same global batch, large enough that the sum of the
 gradients is paid once for much computation. Tokens/s are the median of the steps after the first. A last run, with two
-processes, saves beside its steps: how long did they stand still for it? Ends in one JSON line.
+processes, saves asynchronously: how long do its steps stall? Ends in one JSON line.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.data.prepare import prepare
-from megatoken.train.journal import read_metrics
+from megatoken.train.metrics_log import read_metrics
 
 SIZES = {
     "124m": ["gpt2-124m", "model.vocab_size=50257", "model.seq_len=512"],
@@ -32,12 +32,16 @@ def write_data(folder: Path) -> Path:
 
 
 def train(out: Path, data: Path, nproc: int, options: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
-    """Rows of the journal."""
+    """Rows of metrics.jsonl."""
     seq_len = next(int(word.partition("=")[2]) for word in SIZES[options.size] if "seq_len" in word)
-    command = [sys.executable, "-m", "megatoken.cli", "train", *SIZES[options.size], "--out", str(out)]
+    command = [sys.executable, "-m", "megatoken", "train", *SIZES[options.size], "--out", str(out)]
     command += ["--nproc", str(nproc), f"data.path={data}", "machine.device=cpu", "machine.threads=1"]
-    command += [f"machine.precision={options.precision}", "machine.micro_batch=1", "machine.linear=torch"]
-    command += ["machine.attention=flash", "machine.mixed=autocast", f"budget.batch_tokens={options.seqs * seq_len}"]
+    command += [f"machine.precision={options.precision}", "machine.micro_batch=1", "machine.gemm_backend=torch"]
+    command += [
+        "machine.attention=flash",
+        "machine.master_weights=off",
+        f"budget.batch_tokens={options.seqs * seq_len}",
+    ]
     command += ["evaluate.tokens=0", "sample.every=0", "log.plots=false", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return read_metrics(out)
@@ -59,13 +63,13 @@ def main() -> None:
         folder = Path(name)
         data = write_data(folder)
         rates: dict[int, list[float]] = {1: [], 2: []}
-        for turn in range(options.rounds):
-            for nproc, found in rates.items():
+        for number in range(options.rounds):
+            for nproc, measured in rates.items():
                 steps = f"budget.steps={options.steps}"
-                found.append(rate(train(folder / f"{nproc}-{turn}", data, nproc, options, steps, "save.every=0")))
-                print(f"round {turn}: {nproc} processes {found[-1]:,.1f} tokens/s", flush=True)
+                measured.append(rate(train(folder / f"{nproc}-{number}", data, nproc, options, steps, "save.every=0")))
+                print(f"round {number}: {nproc} processes {measured[-1]:,.1f} tokens/s", flush=True)
         steps = (SAVES + 1) * options.steps
-        words = [f"budget.steps={steps}", f"save.every={options.steps}", "machine.shard=zero1"]
+        words = [f"budget.steps={steps}", f"save.every={options.steps}", "machine.sharding=zero1"]
         rows = train(folder / "saves", data, 2, options, *words)
     saves = [row for row in rows if row["kind"] == "save" and row["step"] < steps]  # at the end there is nothing beside
     step_seconds = statistics.median(row["seconds"] for row in rows if row["kind"] == "train" and row["step"] > 1)

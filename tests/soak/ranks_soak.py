@@ -1,6 +1,6 @@
-"""Several processes, watched: `python -m tests.soak.ranks_soak overlap|curves|kills`. Each ends in one JSON line.
+"""Soaks of several processes: `python -m tests.soak.ranks_soak overlap|curves|kills`. Each ends in one JSON line.
 
-overlap [--trace FILE]   gradients travel while others are still made: a chrome trace of a step on two processes
+overlap [--trace FILE]   gradients are reduced during the backward: a chrome trace of a step on two processes
 curves [--out FILE]      1, 2, 3 and 4 processes, micro-batches 4, 1, 2 and 1: their curves in one picture; 1, 2, 4 in
                          deterministic mode: their bits
 kills [--kills 12]       a run with sharded checkpoints, saved at every step, loses a random rank again and again
@@ -24,50 +24,50 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
-from megatoken.checkpoint.store import newest_valid
+from megatoken.checkpoint.commit import find_newest
+from megatoken.config.model_config import ModelConfig
 from megatoken.console import format_count
-from megatoken.device import Device
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.parallel_dims import build_dims
 from megatoken.model.gpt import GPT
-from megatoken.parallel.layout import lay_out
-from megatoken.parallel.ranks import Ranks
-from megatoken.parallel.topology import Topology
-from megatoken.plot import draw_curves
-from megatoken.presets import Shape
-from megatoken.train.journal import read_metrics
-from megatoken.train.state import build_plan, build_state
+from megatoken.plots import draw_curves
+from megatoken.system.device import Device
+from megatoken.train.metrics_log import read_metrics
+from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step
-from tests.parallel.test_training import FIXED, children
+from tests.distributed.test_training import FIXED, children
 from tests.soak.ranks_race import write_data
-from tests.tiny import tiny_run
+from tests.tiny_model import tiny_config
 
 Span = tuple[float, float]
-CPU = Device(place=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
-WIDE = Shape(n_layer=8, n_head=8, d_model=512, d_ff=2048, vocab_size=8192, seq_len=128)
+CPU = Device(torch_device=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
+WIDE = ModelConfig(n_layer=8, n_head=8, d_model=512, d_ff=2048, vocab_size=8192, seq_len=128)
 CURVES = {1: 4, 2: 1, 3: 2, 4: 1}  # micro-batch by processes
-IN_ORDER = 1, 2, 4  # processes
+DETERMINISTIC = 1, 2, 4  # processes
 
 
 def trace_step(rank: int, folder: str, trace: str) -> None:
-    """Two micro-batches; the second one's backward sends. Rank 0 leaves its trace."""
+    """A step of two micro-batches, of which the second communicates. Rank 0 writes its trace."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    ranks = Ranks(Topology(rank=rank, world_size=2, local_rank=rank, local_world_size=2), dist.new_group())
-    run = tiny_run(model__seq_len=WIDE.seq_len, budget__batch_tokens=16 * WIDE.seq_len)
-    state = build_state(GPT(WIDE), run, CPU, lay_out("none", 1, rank=rank, world_size=2))
-    state.share(ranks)
-    plan = build_plan(run, epoch_tokens=1 << 20, micro_batch=4)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/join", rank=rank, world_size=2)
+    comm = Comm(DistEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2), dist.new_group())
+    config = tiny_config(model__seq_len=WIDE.seq_len, budget__batch_tokens=16 * WIDE.seq_len)
+    state = build_state(GPT(WIDE), config, CPU, build_dims("none", 1, DistEnv(rank=rank, world_size=2)))
+    state.start_grad_reduction(comm)
+    step_config = build_step_config(config, epoch_tokens=1 << 20, micro_batch=4)
     ids = torch.randint(0, WIDE.vocab_size, (8, WIDE.seq_len))
-    train_step(state, plan, CPU, ids, ids)
+    train_step(state, step_config, CPU, ids, ids)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        train_step(state, plan, CPU, ids, ids)
+        train_step(state, step_config, CPU, ids, ids)
     if rank == 0:
         profiler.export_chrome_trace(trace)
-    ranks.wait()
+    comm.barrier()
     dist.destroy_process_group()
 
 
 def measure_overlap(trace: Path) -> dict[str, float]:
-    """Of the time in which gradients travel, the share in which the backward computes."""
+    """The share of the all-reduce time during which the backward computes."""
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
     spans: dict[bool, list[Span]] = {True: [], False: []}
     for event in events:
@@ -81,7 +81,7 @@ def measure_overlap(trace: Path) -> dict[str, float]:
 
 
 def join_spans(spans: Sequence[Span]) -> list[Span]:
-    """Their union, in order."""
+    """The union of spans, in order."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -91,7 +91,7 @@ def join_spans(spans: Sequence[Span]) -> list[Span]:
     return joined
 
 
-def watch_overlap(options: argparse.Namespace) -> dict[str, Any]:
+def run_overlap(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trace = options.trace or Path(folder) / "trace.json"
         mp.spawn(trace_step, args=(folder, str(trace)), nprocs=2)
@@ -99,11 +99,11 @@ def watch_overlap(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(out: Path, data: Path, nproc: int, *words: str) -> list[str]:
-    program = [sys.executable, "-m", "megatoken.cli", "train", "quickstart", "--out", str(out), "--nproc", str(nproc)]
+    program = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", str(nproc)]
     return [*program, f"data.path={data}", *FIXED, "log.every=1", *words]
 
 
-def draw_all(options: argparse.Namespace) -> dict[str, Any]:
+def run_curves(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = write_data(folder)
@@ -119,38 +119,38 @@ def draw_all(options: argparse.Namespace) -> dict[str, Any]:
             for name, (nproc, size) in names.items()
         ]
         draw_curves([folder / name for name in names], options.out)
-        words = "machine.micro_batch=1", "machine.deterministic=true"
-        in_order = [train(f"in order {nproc}", nproc, *words) for nproc in IN_ORDER]
+        overrides = "machine.micro_batch=1", "machine.deterministic=true"
+        deterministic = [train(f"deterministic {nproc}", nproc, *overrides) for nproc in DETERMINISTIC]
     worst = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
     return {
         "soak": "ranks-curves",
         "steps": options.steps,
         "lr": options.lr,
         "largest_relative_difference": worst,
-        "deterministic_same_bits": all(curve == in_order[0] for curve in in_order),
+        "deterministic_same_bits": all(curve == deterministic[0] for curve in deterministic),
     }
 
 
-def kill_ranks(options: argparse.Namespace) -> dict[str, Any]:
-    """Every start loses one rank; the end is compared with a run that nobody touched."""
+def run_kills(options: argparse.Namespace) -> dict[str, Any]:
+    """Every start loses one rank; the curve is compared with an undisturbed run."""
     rng, starts, lost = random.Random(options.seed), 0, 0
-    words = [f"budget.steps={options.steps}", "machine.micro_batch=2", "save.every=1", "machine.shard=zero3"]
+    words = [f"budget.steps={options.steps}", "machine.micro_batch=2", "save.every=1", "machine.sharding=zero3"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data, out = write_data(folder), folder / "killed"
         subprocess.run(command(folder / "clean", data, 3, *words), check=True, stdout=subprocess.DEVNULL)
-        seen = 0
+        newest = 0
         while starts < options.kills:
             running = subprocess.Popen(command(out, data, 3, *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            while running.poll() is None and newest_step(out) <= seen:
+            while running.poll() is None and newest_step(out) <= newest:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.2))
             if victims := [] if running.poll() is not None else children(running.pid):
                 os.kill(rng.choice(victims), signal.SIGKILL)
                 starts += 1
             running.communicate()
-            lost += newest_step(out) < seen
-            seen = newest_step(out)
+            lost += newest_step(out) < newest
+            newest = newest_step(out)
             if running.returncode == 0:
                 break
         subprocess.run(command(out, data, 3, *words), check=True, stdout=subprocess.DEVNULL)
@@ -159,22 +159,22 @@ def kill_ranks(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def newest_step(out: Path) -> int:
-    """Of the newest whole checkpoint, 0 where there is none."""
-    found = newest_valid(out / "checkpoints", lambda *_: None)
+    """Step of the newest valid checkpoint; 0 if there is none."""
+    found = find_newest(out / "checkpoints", lambda *_: None)
     return found[1].step if found else 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["overlap", "curves", "kills"])
-    parser.add_argument("--trace", type=Path, help="where to leave the trace, for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("--trace", type=Path, help="file of the trace, for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--out", type=Path, default=Path("records/ranks-curves.png"))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=1e-3, help="at 1e-2 the last bits grow to 1e-5 within 100 steps")
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    calls = {"overlap": watch_overlap, "curves": draw_all, "kills": kill_ranks}
+    calls = {"overlap": run_overlap, "curves": run_curves, "kills": run_kills}
     print(json.dumps(calls[options.what](options)))
 
 

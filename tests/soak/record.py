@@ -1,8 +1,8 @@
-"""Run a soak and keep its last JSON line as a record, with what it was measured on.
+"""Run a soak and write its last JSON line as a record, with the machine it ran on.
 
     python tests/soak/record.py [--out FOLDER] NAME -- python tests/soak/commit_soak.py
 
-Writes FOLDER/NAME.json (records/ by default) as `megatoken bench` does. Exit code: the command's own.
+Writes FOLDER/NAME.json (records/ by default) as `megatoken bench` does. Exits with the command's exit code.
 """
 
 import json
@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatoken.bench.record import write_record
-from megatoken.config import Machine
-from megatoken.device import open_device
+from megatoken.bench.report import write_record
+from megatoken.config.schema import MachineConfig
+from megatoken.system.device import open_device
 
 RECORDS = Path(__file__).parents[2] / "records"
 
@@ -29,8 +29,8 @@ def main() -> int:
     if done.returncode:
         return done.returncode
     answer = json.loads(done.stdout.splitlines()[-1])
-    # The program's name, not its place on this machine.
-    write_record(records, name, answer, open_device(Machine()), [Path(command[0]).name, *command[1:]])
+    # The program's name, not its path on this machine.
+    write_record(records, name, answer, open_device(MachineConfig()), [Path(command[0]).name, *command[1:]])
     return 0
 
 

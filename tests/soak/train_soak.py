@@ -1,11 +1,11 @@
-"""Training under fire: random kills, kills inside saves, stop signals, damage. Ends in one JSON line.
+"""Training with random kills, kills inside saves, stop signals and damaged files. Prints one JSON line at the end.
 
     python -m tests.soak.train_soak --kills 20 --stops 10 --flips 200
 
-A tiny model with dropout on the CPU in fp32, one thread. Every kill is followed by a start of the same command, and
-the run that ends is compared with one that nobody touched: weights, moments, loss log and samples, bit for bit.
-At least half of the kills land while a temporary checkpoint folder exists. Flips hit every file of a checkpoint
-(and of a dataset) at random places; each must be found, named, and passed over.
+A tiny model with dropout on the CPU in fp32, one thread. After every kill the same command is started again; the
+finished run is compared with an undisturbed one: weights, optimizer state, losses and samples, bit for bit. At least
+half of the kills land while a draft of a checkpoint exists. Bits are flipped at random places of a checkpoint's (and a
+dataset's) files; each flip must be detected and reported, and the older checkpoint used.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatoken.checkpoint.store import newest_valid, step_folder, steps
+from megatoken.checkpoint.commit import find_newest, list_steps, step_folder
 from megatoken.data.dataset import verify_dataset
 from megatoken.data.prepare import prepare
-from megatoken.errors import Fault
-from tests.test_pretrain import RECIPE, fingerprint
+from megatoken.errors import MegatokenError
+from tests.train.test_pretrain import RECIPE, fingerprint
 
 
 def write_recipe(folder: Path) -> Path:
-    """A recipe with room to be killed in: 60 steps, a save of some 3 MB every 5."""
+    """A recipe that runs long enough to be killed: 60 steps, a save of about 3 MB every 5."""
     text = b"to be or not to be, that is the question. " * 2000
     np.save(folder / "train_0.npy", np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
     np.save(folder / "val_0.npy", np.frombuffer(text[:1000], dtype=np.uint8).astype(np.uint16))
@@ -42,7 +42,7 @@ def write_recipe(folder: Path) -> Path:
 
 
 def start(recipe: Path, out: Path) -> "subprocess.Popen[bytes]":
-    words = [sys.executable, "-m", "megatoken.cli", "train", str(recipe), "--out", str(out)]
+    words = [sys.executable, "-m", "megatoken", "train", str(recipe), "--out", str(out)]
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -51,16 +51,18 @@ def finish(recipe: Path, out: Path) -> None:
     assert code == 0, f"the last start of {out} ended with {code}"
 
 
-def saving(out: Path) -> bool:
+def is_saving(out: Path) -> bool:
     return any((out / "checkpoints").glob(".tmp-step-*"))
 
 
-def training(out: Path) -> bool:
+def is_training(out: Path) -> bool:
     return (out / "metrics.jsonl").exists() and '"train"' in (out / "metrics.jsonl").read_text()
 
 
-def hit(process: "subprocess.Popen[bytes]", when: Callable[[], bool], delay: float, number: signal.Signals) -> bool:
-    """Send a signal once `when` holds, after a delay; whether the process was still alive to take it."""
+def send_signal(
+    process: "subprocess.Popen[bytes]", when: Callable[[], bool], delay: float, number: signal.Signals
+) -> bool:
+    """Send a signal after `when` holds and a delay; return whether the process was still alive."""
     while process.poll() is None and not when():
         time.sleep(0.0005)
     time.sleep(delay)
@@ -74,7 +76,7 @@ def hit(process: "subprocess.Popen[bytes]", when: Callable[[], bool], delay: flo
 def kill_at_random(
     recipe: Path, clean: dict[str, object], folder: Path, kills: int, rng: random.Random
 ) -> dict[str, int]:
-    """One run killed after another; several kills in each before it may end."""
+    """Kill run after run, several times each, before it may finish."""
     counts = {"kills": 0, "inside_saves": 0, "runs": 0, "bit_identical": 0}
     while counts["kills"] < kills:
         out = folder / f"killed-{counts['runs']}"
@@ -82,11 +84,11 @@ def kill_at_random(
             process = start(recipe, out)
             inside = rng.random() < 0.6
             if inside:
-                wanted = hit(process, lambda out=out: saving(out), rng.uniform(0, 0.004), signal.SIGKILL)
+                killed = send_signal(process, lambda out=out: is_saving(out), rng.uniform(0, 0.004), signal.SIGKILL)
             else:
-                wanted = hit(process, lambda out=out: training(out), rng.uniform(0, 1.0), signal.SIGKILL)
-            counts["inside_saves"] += wanted and saving(out)
-            counts["kills"] += wanted
+                killed = send_signal(process, lambda out=out: is_training(out), rng.uniform(0, 1.0), signal.SIGKILL)
+            counts["inside_saves"] += killed and is_saving(out)
+            counts["kills"] += killed
         finish(recipe, out)
         counts["runs"] += 1
         counts["bit_identical"] += fingerprint(out) == clean
@@ -97,67 +99,67 @@ def kill_at_random(
 def stop_at_random(
     recipe: Path, clean: dict[str, object], folder: Path, stops: int, rng: random.Random
 ) -> dict[str, int]:
-    """SIGTERM, SIGINT and SIGUSR1 at random moments: every step done is saved, and the end is the same."""
+    """SIGTERM, SIGINT and SIGUSR1 at random moments: every finished step is saved, and the result is the same."""
     counts = {"stops": 0, "no_step_lost": 0, "bit_identical": 0}
     for index in range(stops):
         out = folder / f"stopped-{index}"
         process = start(recipe, out)
         number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[index % 3]
-        if hit(process, lambda out=out: training(out), rng.uniform(0, 0.8), number):
+        if send_signal(process, lambda out=out: is_training(out), rng.uniform(0, 0.8), number):
             counts["stops"] += 1
             done = max(r["step"] for r in fingerprint(out)["rows"] if r["kind"] == "train")  # type: ignore[attr-defined]
-            saved = steps(out / "checkpoints")[-1]
+            saved = list_steps(out / "checkpoints")[-1]
             counts["no_step_lost"] += process.returncode in (75, 0) and saved == done
         finish(recipe, out)
-        found = fingerprint(out)
-        counts["bit_identical"] += (found["tensors"], without_saves(found)) == (clean["tensors"], without_saves(clean))
+        run = fingerprint(out)
+        counts["bit_identical"] += (run["tensors"], without_saves(run)) == (clean["tensors"], without_saves(clean))
         shutil.rmtree(out)
     return counts
 
 
-def without_saves(found: dict[str, object]) -> list[object]:
-    """Rows but those of saves: a stop adds one of its own."""
-    return [row for row in found["rows"] if row["kind"] != "save"]  # type: ignore[attr-defined]
+def without_saves(run: dict[str, object]) -> list[object]:
+    """Rows except those of saves: a stop adds one."""
+    return [row for row in run["rows"] if row["kind"] != "save"]  # type: ignore[attr-defined]
 
 
-def flip_bits(files: list[Path], flips: int, rng: random.Random, found: Callable[[Path], bool]) -> int:
-    """Flip one random bit at a time, ask `found`, put it back; how many were found."""
-    caught = 0
+def flip_bits(files: list[Path], flips: int, rng: random.Random, detect: Callable[[Path], bool]) -> int:
+    """Flip one random bit at a time, call `detect`, restore it; return how many were detected."""
+    detected = 0
     for _ in range(flips):
         path = rng.choice(files)
         data = bytearray(path.read_bytes())
-        place = rng.randrange(len(data) * 8)
-        data[place // 8] ^= 1 << place % 8
+        bit = rng.randrange(len(data) * 8)
+        data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
-        caught += found(path)
-        data[place // 8] ^= 1 << place % 8
+        detected += detect(path)
+        data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
-    return caught
+    return detected
 
 
 def damage_checkpoint(run: Path, flips: int, rng: random.Random) -> dict[str, int]:
-    """Flips in every file of the newest checkpoint; the one before it must be what is found."""
+    """Flip bits in every file of the newest checkpoint; the older one must be chosen."""
     root = run / "checkpoints"
-    newest, before = step_folder(root, steps(root)[-1]), step_folder(root, steps(root)[-2])
+    newest, before = step_folder(root, list_steps(root)[-1]), step_folder(root, list_steps(root)[-2])
 
-    def found(path: Path) -> bool:
-        told: list[Fault] = []
-        valid = newest_valid(root, lambda folder, fault: told.append(fault))
-        return valid is not None and valid[0] == before and path.name in str(told[0])
+    def detect(path: Path) -> bool:
+        errors: list[MegatokenError] = []
+        valid = find_newest(root, lambda folder, error: errors.append(error))
+        return valid is not None and valid[0] == before and path.name in str(errors[0])
 
     files = [path for path in newest.rglob("*") if path.is_file()]
-    return {"flips": flips, "named_and_passed_over": flip_bits(files, flips, rng, found)}
+    return {"flips": flips, "named_and_passed_over": flip_bits(files, flips, rng, detect)}
 
 
 def damage_dataset(folder: Path, flips: int, rng: random.Random) -> dict[str, int]:
-    """Flips in every file of a prepared dataset but its tokenizer, whose fingerprint is checked when it is loaded."""
+    """Flip bits in every file of a prepared dataset except its tokenizer, whose fingerprint is checked on loading."""
     source = folder / "corpus.txt"
     source.write_text("the cat sat on the mat. " * 40_000)
     data = folder / "data"
     prepare(str(source), data, tokenizer="bpe:300", workers=1)
     files = [path for path in data.iterdir() if path.suffix in (".bin", ".json")]
-    found = flip_bits(files, flips, rng, lambda path: any(path.name in str(f) for f in verify_dataset(data)))
-    return {"flips": flips, "named": found}
+    detected = flip_bits(files, flips, rng, lambda path: any(path.name in str(f) for f in verify_dataset(data)))
+    return {"flips": flips, "named": detected}
 
 
 def main() -> None:

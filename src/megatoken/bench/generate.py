@@ -1,145 +1,101 @@
-"""bench generate: tokens/s of `generate` at batch 1, with `transformers` beside it where that is installed.
+"""`bench generate`: tokens/s of greedy decoding at batch 1 in fp32, beside `transformers` where it is installed.
 
-In: a preset with random weights, the lengths of prompt and continuation. Out: the speed of writing the continuation,
-prompt included, greedy, fp32. Both contenders have the same weights and their ids are compared in every repeat.
-Absent: trained weights and sampling, which change the text and not the speed; other batch sizes.
+Both have the same random weights, and their ids are compared in every repeat.
 """
 
 import argparse
 import math
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from megatoken.config import Machine
+from megatoken.bench.baselines import build_gpt2
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.device import Device, open_device
-from megatoken.errors import Exit, Fault
-from megatoken.interop.hf import load_hf
-from megatoken.model.decode import turn_weights
-from megatoken.model.gpt import GPT, initialize
-from megatoken.presets import PRESETS, Shape
-from megatoken.sample import generate
-from megatoken.timing import take_turns
-
-Generate = Callable[[], list[int]]
+from megatoken.convert.hf.load import load_hf
+from megatoken.errors import ConfigError
+from megatoken.model.gpt import GPT
+from megatoken.sampling.generate import generate_ids, to_column_major
+from megatoken.system.device import open_device
+from megatoken.system.timing import time_interleaved
 
 GAIN = 2.0  # of random matrices: a layer's output is this many times as large as its input
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Time a preset. Raises Fault(CONFIG) when prompt and continuation are longer than its context."""
-    shape, total = PRESETS[options.preset], options.prompt_tokens + options.tokens
-    if total > shape.seq_len:
-        what = f"prompt of {options.prompt_tokens} and {options.tokens} new tokens need {total}"
-        fix = f"the context of {options.preset} is {shape.seq_len}: ask for fewer"
-        raise Fault(Exit.CONFIG, what, "--tokens", fix)
-    device = open_device(Machine(device=options.device, precision="fp32"))
-    console.say(f"{options.preset}, fp32 on {device.name}: {options.tokens} tokens after {options.prompt_tokens}")
-    answer = measure(shape, device, options.tokens, options.prompt_tokens, options.repeats, console)
-    return {"preset": options.preset, **answer}
+    """Tokens/s, prompt included, of each program in turn after an untimed round, and whether all gave the same ids.
 
-
-def measure(
-    shape: Shape, device: Device, tokens: int, prompt_tokens: int, repeats: int, console: Console
-) -> dict[str, Any]:
-    """Tokens/s of each contender, in turns after one untimed round, and whether all gave the same ids.
-
-    `ratio`: our median over that of transformers; null without it.
+    Raises ConfigError when prompt and continuation are longer than the preset's context.
     """
-    model, reference = build_models(shape, console)
-    if device.place.type == "cpu":
-        turn_weights(model)
-    model.to(device.place)
-    prompt = torch.randint(0, shape.vocab_size, (prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    contenders: dict[str, Generate] = {
-        "megatoken": lambda: generate(model, prompt, tokens=tokens, temperature=0, device=device)[0]
-    }
-    if reference is not None:
-        contenders["transformers"] = follow_reference(reference.to(device.place), prompt, tokens)
+    model_config, total = PRESETS[options.preset], options.prompt_tokens + options.tokens
+    if total > model_config.seq_len:
+        what = f"prompt of {options.prompt_tokens} and {options.tokens} new tokens need {total}"
+        fix = f"the context of {options.preset} is {model_config.seq_len}: ask for fewer"
+        raise ConfigError(what, "--tokens", fix)
+    device = open_device(MachineConfig(device=options.device, precision="fp32"))
+    console.print(f"{options.preset}, fp32 on {device.name}: {options.tokens} tokens after {options.prompt_tokens}")
+    model, reference = build_models(model_config, console)
+    if device.type == "cpu":
+        to_column_major(model)
+    model.to(device.torch_device)
+    noise = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, model_config.vocab_size, (options.prompt_tokens,), generator=noise).tolist()
     written: list[list[int]] = []
 
-    def keep(write: Generate) -> None:
-        written.append(write())
+    def generate_ours() -> None:
+        ids = generate_ids(model, prompt, max_new_tokens=options.tokens, temperature=0, device=device)
+        written.append(ids[0])
 
-    calls = {name: partial(keep, write) for name, write in contenders.items()}
-    turns = take_turns(calls, repeats=repeats, synchronize=device.synchronize)
-    rates = {name: timing.rate(tokens) for name, timing in turns.items()}
+    calls: dict[str, Callable[[], None]] = {"megatoken": generate_ours}
+    if reference is not None:
+        reference.to(device.torch_device)
+        calls["transformers"] = lambda: written.append(generate_with(reference, prompt, options.tokens))
+    timings = time_interleaved(calls, repeats=options.repeats, synchronize=device.synchronize)
+    rates = {name: timing.rate(options.tokens) for name, timing in timings.items()}
     for name, rate in rates.items():
-        console.say(f"{name:<12} {rate['median']:8.1f} tokens/s ({rate['low']:.1f} to {rate['high']:.1f})")
+        console.print(f"{name:<12} {rate['median']:8.1f} tokens/s ({rate['low']:.1f} to {rate['high']:.1f})")
     same = all(ids == written[0] for ids in written)
     if not same:
-        console.warn("the contenders gave different ids: rounding decided between two tokens, or one of them is wrong")
-    ratio = rates["megatoken"]["median"] / rates["transformers"]["median"] if reference is not None else None
-    return {
-        "new_tokens": tokens,
-        "prompt_tokens": prompt_tokens,
-        "threads": torch.get_num_threads(),
-        "tokens_per_second": rates,
-        "ratio": ratio,
-        "same_ids": same,
-    }
+        console.warn("the programs gave different ids: rounding decided between two tokens, or one of them is wrong")
+    about = {"preset": options.preset, "new_tokens": options.tokens, "prompt_tokens": options.prompt_tokens}
+    ratio = rates["megatoken"]["median"] / rates["transformers"]["median"] if len(rates) > 1 else None
+    about |= {"threads": torch.get_num_threads(), "tokens_per_second": rates}
+    return {**about, "ratio": ratio, "same_ids": same}
 
 
-def build_models(shape: Shape, console: Console) -> tuple[GPT, Any]:
-    """Our model and transformers' with the same random weights, on the CPU; ours and None where it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        console.say("transformers is not installed (pip install transformers): measuring ours alone")
-        model = GPT(shape)
-        initialize(model, 0)
-        return model, None
-    transformers.logging.disable_progress_bar()
-    config = transformers.GPT2Config(
-        n_layer=shape.n_layer,
-        n_head=shape.n_head,
-        n_embd=shape.d_model,
-        n_inner=shape.d_ff,
-        n_positions=shape.seq_len,
-        vocab_size=shape.vocab_size,
-        bos_token_id=None,
-        eos_token_id=None,  # no id ends the text, as in ours without a stop_id
-    )
-    torch.manual_seed(0)
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reference = transformers.GPT2LMHeadModel(config).eval()
-        enliven(reference)
-        reference.save_pretrained(folder)
-        model, _ = load_hf(folder)
-    console.say(f"the weights of transformers' model are in ours ({time.perf_counter() - began:.1f} s)")
-    return model, reference
+def build_models(model_config: ModelConfig, console: Console) -> tuple[GPT, Any]:
+    """Our model and transformers' with the same random weights, on the CPU; ours and None where it is not installed.
 
-
-def enliven(reference: Any) -> None:
-    """Draw the matrices of transformers' blocks anew, wide enough to change what passes through, in place.
-
-    With initial weights the tied embedding decides alone: the text is one token for ever, and comparing it is idle.
+    The matrices of the blocks are wide enough to change what passes through: with initial weights the tied embedding
+    decides alone, the text is one token for ever, and comparing it is idle.
     """
+    torch.manual_seed(0)
+    try:
+        reference = build_gpt2(model_config, model_config.vocab_size).eval()
+    except ImportError:
+        console.print("transformers is not installed (pip install transformers): measuring ours alone")
+        return GPT(model_config), None
     with torch.no_grad():
         for weight in reference.transformer.h.parameters():
             if weight.dim() == 2:  # (in, out)
                 weight.normal_(std=GAIN / math.sqrt(len(weight)))
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference.save_pretrained(folder)
+        return load_hf(folder)[0], reference
 
 
-def follow_reference(model: Any, prompt: list[int], tokens: int) -> Generate:
+def generate_with(model: Any, prompt: list[int], tokens: int) -> list[int]:
     """A greedy continuation of the prompt by transformers' own `generate`."""
     ids = torch.tensor([prompt], device=model.device)
-
-    def continue_prompt() -> list[int]:
-        with torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            rows = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
-            )
-        new: list[int] = rows[0, len(prompt) :].tolist()
-        return new
-
-    return continue_prompt
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+    return rows[0, len(prompt) :].tolist()  # type: ignore[no-any-return]

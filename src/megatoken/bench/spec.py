@@ -1,26 +1,28 @@
-"""What a contender of `bench peers` or `bench ladder` is told: data that crosses to its process as a JSON line."""
+"""What a worker process trains: one line of JSON to its stdin. Imported before torch is, so without it."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatoken.presets import Shape
+from megatoken.config.model_config import ModelConfig
 
 OURS = "megatoken"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """Who trains what. precision, compile and source (its own file) are for peers: ours chooses for itself, but for
-    the fields of `Machine` in `machine`, a micro-batch other than 0, and the process settings of the command. Of
-    `nproc` processes that share the batch this is number `rank`; number 0 starts the others, who find it at `port`."""
+class WorkerSpec:
+    """What a worker trains.
+
+    machine (fields of `MachineConfig`), micro_batch (0: tuned) and prepared (the command's process settings) are for
+    ours; precision, compile and source (its file) are for a baseline. rank: of `nproc` processes that share the batch.
+    """
 
     name: str
-    shape: Shape
+    model_config: ModelConfig
     batch_seqs: int
     device: str
+    configuration: str = "default"
     precision: str = "fp32"
     compile: bool = False
     source: str = ""
@@ -32,14 +34,8 @@ class Spec:
     port: int = 0
 
     @property
-    def configuration(self) -> str:
-        """What tells the contenders of one name apart."""
-        return "default" if self.name == OURS else f"{self.precision} {'compile' if self.compile else 'eager'}"
+    def batch_tokens(self) -> int:
+        return self.batch_seqs * self.model_config.seq_len
 
-    def to_line(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_line(cls, line: str) -> "Spec":
-        values = json.loads(line)
-        return cls(**values | {"shape": Shape(**values["shape"])})
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))

@@ -1,102 +1,156 @@
-"""A training step to be measured: the real `train_step` on a model of a given shape and ids drawn from a seed.
+"""The real `train_step` on a model of a given shape and seeded ids, and its speed and memory as records have them.
 
-In: a shape, a `Machine`, the batch. Out: something to call. The ids are Zipf-distributed, as words are, so that
-losses fall and the embedding's gradient is as sparse as on text; the same seed gives the same ids everywhere.
+Ids follow Zipf's law as words do, so that losses fall and the embedding's gradient is as sparse as on text.
 """
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatoken.architecture import Model
-from megatoken.config import Budget, Data, Machine, Run
-from megatoken.device import Device, open_device
-from megatoken.model.gpt import GPT, initialize
-from megatoken.parallel.layout import lay_out
-from megatoken.parallel.topology import Topology
-from megatoken.presets import VOCAB_MULTIPLE, Shape
-from megatoken.train.choose import Choice, choose_forms, use_choice
-from megatoken.train.state import Plan, State, build_plan, build_state
-from megatoken.train.step import Report, train_step
+from megatoken.config.model_config import VOCAB_MULTIPLE, ModelConfig
+from megatoken.config.schema import BudgetConfig, Config, MachineConfig
+from megatoken.console import format_quantity
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.model.flops import flops_per_token, state_bytes
+from megatoken.model.gpt import GPT
+from megatoken.model.loss import LOSS_CHUNK
+from megatoken.system.device import Device, open_device
+from megatoken.system.environment import free_memory_bytes
+from megatoken.system.timing import Timing
+from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
+from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
+from megatoken.train.step import StepMetrics, train_step
 
-STEPS = 1000  # of the schedule that is never finished
-ALONE = Topology()
+SPEED = {"tokens_per_second": "tokens/s", "mfu": "MFU", "mfu_causal": "MFU causal", "peak_memory_bytes": "peak memory"}
+STEPS = 1000  # of the schedule, which no bench finishes
+SHARE = 0.8  # of the free memory that a bench uses
+ONE_PROCESS = DistEnv()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A live model and the batches it is fed; `step` trains on the next one."""
+    """A live model and its batches; `step` trains on the next one."""
 
-    state: State
-    plan: Plan
+    state: TrainState
+    step_config: StepConfig
     device: Device
-    shape: Shape
-    choice: Choice
+    model_config: ModelConfig
+    choice: KernelChoice
 
-    def step(self) -> Report:
-        """One optimizer step on batch number `state.step`."""
-        return train_step(self.state, self.plan, self.device, *self.batch(self.state.step))
+    def step(self) -> StepMetrics:
+        """One optimizer step on batch number `state.step`. No gradients are left when memory ends."""
+        config, seqs = self.model_config, self.step_config.batch_tokens // self.model_config.seq_len
+        ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=self.state.step).to(self.device.torch_device)
+        try:
+            inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+            return train_step(self.state, self.step_config, self.device, inputs, targets)
+        except torch.OutOfMemoryError:
+            self.state.compute_model.zero_grad(set_to_none=True)
+            self.state.optimizer.zero_grad(set_to_none=True)
+            raise
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (batch, seq_len) of a step, on the device."""
-        seqs = self.plan.batch_tokens // self.shape.seq_len
-        ids = draw_ids(seqs, self.shape.seq_len + 1, self.shape.vocab_size, seed=step).to(self.device.place)
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    def resize(self, micro_batch: int) -> "Workload":
+        """The same model with batches of exactly one micro-batch."""
+        tokens = micro_batch * self.model_config.seq_len
+        return replace(self, step_config=replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch))
 
 
 def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
-    """Ids (seqs, length), int64: rank r as often as 1/r."""
+    """Ids (seqs, length), int64: the id of rank r with probability proportional to 1/r."""
     uniform = np.random.default_rng(seed).random((seqs, length))
     return torch.from_numpy(np.minimum(vocab_size**uniform, vocab_size).astype(np.int64) - 1)
 
 
 def build_workload(
-    shape: Shape,
-    machine: Machine,
+    model_config: ModelConfig,
+    machine: MachineConfig,
     *,
     batch_seqs: int,
     micro_batch: int,
-    seed: int = 0,
-    dropout: float = 0.0,
     compiled: bool = False,
-    topology: Topology = ALONE,
+    dist_env: DistEnv = ONE_PROCESS,
 ) -> Workload:
-    """A freshly initialized model of `shape` on the machine's device, with the optimizer and the forms of operations
-    that a run would give it. compiled: whether the caller compiles it, which may choose other forms. topology: which
-    process of those that will share the batch."""
-    run = Run(
-        seed=seed,
-        model=Model(n_layer=shape.n_layer, n_head=shape.n_head, d_model=shape.d_model, dropout=dropout),
-        data=Data(),
-        budget=Budget(steps=STEPS, batch_tokens=batch_seqs * shape.seq_len),
-        machine=machine,
+    """An initialized model with the optimizer and kernels that a run would have.
+
+    compiled: whether the caller compiles the model, which may change the choice of kernels.
+    """
+    budget = BudgetConfig(steps=STEPS, batch_tokens=batch_seqs * model_config.seq_len)
+    config = Config(seed=0, model=model_config, budget=budget, machine=machine)
+    device = open_device(machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size)
+    dims = ParallelDims(dp_replicate=dist_env.world_size, rank=dist_env.rank)
+    state = build_state(build_model(model_config), config, device, dims)
+    choice = autotune(model_config, machine, device, micro_batch=micro_batch, dropout=0.0, compiled=compiled)
+    apply_choice(state, choice, device)
+    step_config = build_step_config(
+        config, epoch_tokens=budget.batch_tokens * STEPS, micro_batch=micro_batch, device_type=device.type
     )
-    device = open_device(machine, rank=topology.local_rank, ranks=topology.local_world_size)
-    model = build_model(shape, seed, dropout)
-    layout = lay_out(
-        "none", 1, rank=topology.rank, world_size=topology.world_size, local_world_size=topology.local_world_size
-    )
-    state = build_state(model, run, device, layout)
-    choice = choose_forms(shape, machine, device, micro_batch=micro_batch, dropout=dropout, compiled=compiled)
-    use_choice(state, choice, device)
-    plan = build_plan(
-        run, epoch_tokens=run.budget.batch_tokens * STEPS, micro_batch=micro_batch, kind=device.place.type
-    )
-    return Workload(state=state, plan=plan, device=device, shape=shape, choice=choice)
+    return Workload(state=state, step_config=step_config, device=device, model_config=model_config, choice=choice)
 
 
-def build_model(shape: Shape, seed: int, dropout: float = 0.0) -> GPT:
+def build_model(model_config: ModelConfig) -> GPT:
     """An initialized model whose weights do not depend on how far its vocabulary is padded."""
-    standard = replace(shape, vocab_multiple=VOCAB_MULTIPLE)
-    model = GPT(standard, dropout=dropout)
-    initialize(model, seed)
-    if standard == shape:
-        return model
-    other = GPT(shape, dropout=dropout)
-    weights = model.state_dict()
+    if model_config.vocab_multiple == VOCAB_MULTIPLE:
+        return GPT(model_config)
+    weights = GPT(replace(model_config, vocab_multiple=VOCAB_MULTIPLE)).state_dict()
     for name in weights.keys() & {"tokens.weight", "head.weight"}:
-        weights[name] = weights[name][: shape.padded_vocab_size]
-    other.load_state_dict(weights)
-    return other
+        weights[name] = weights[name][: model_config.padded_vocab_size]
+    model = GPT(model_config, seed=None)
+    model.load_state_dict(weights)
+    return model
+
+
+def describe_mfu(tokens_per_second: float, model_config: ModelConfig, device: Device, peaks: int = 1) -> dict[str, Any]:
+    """MFU in both readings (model/flops.py), None without a known peak. peaks: devices that compute."""
+    row: dict[str, Any] = {}
+    for key, causal in (("mfu", False), ("mfu_causal", True)):
+        used = tokens_per_second * flops_per_token(model_config, causal=causal)
+        row[key] = used / (peaks * device.peak_flops) if device.peak_flops else None
+    return row
+
+
+def describe_peak(device: Device) -> dict[str, Any]:
+    """The device and the peak that MFU is against."""
+    about = {"device": device.name, "precision": device.precision}
+    return {**about, "peak_flops": device.peak_flops, "peak_source": device.peak_source}
+
+
+def format_peak(device: Device) -> str:
+    """The same for people."""
+    peak = f"{format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})"
+    return f"{device.precision} on {device.name}; MFU against {peak}"
+
+
+def describe_seconds(timing: Timing) -> dict[str, Any]:
+    """Median, quartiles (low, high) and the number of repeats."""
+    low, high = timing.quartiles
+    return {"median": timing.median, "low": low, "high": high, "repeats": len(timing.seconds)}
+
+
+def find_allowed_bytes(device: Device) -> float:
+    """Memory that a bench may take without the system swapping; CUDA refuses by itself."""
+    return math.inf if device.type == "cuda" else SHARE * (free_memory_bytes() or math.inf)
+
+
+def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
+    """Peak memory of training on a micro-batch of `tokens` in fp32, rather too high.
+
+    Weights, two moments and the gradient; per layer and token eight rows of the width, two of the MLP (of a gated one
+    four) and half a row of attention weights a head; the logits of a chunk of tokens and their gradient.
+    """
+    wide = 4 if model_config.mlp == "swiglu" else 2
+    kept = 8 * model_config.d_model + wide * model_config.d_ff + model_config.n_head * model_config.seq_len / 2
+    logits = min(tokens, LOSS_CHUNK["cpu"]) * model_config.padded_vocab_size
+    return state_bytes(model_config) * 4 / 3 + 4 * (model_config.n_layer * tokens * kept + 2 * logits)
+
+
+def reset_peak_memory(device: Device) -> None:
+    """Measure peak memory anew on CUDA; elsewhere the peak of a process only grows."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device.torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device.torch_device)

@@ -1,1 +1,1 @@
-"""Checkpoints: the commit protocol on disk (store, no torch) and what goes in and comes out of it (restore)."""
+"""Checkpoints: the commit protocol on disk (commit, manifest; no torch) and the training state in them (save, load)."""

@@ -1,8 +1,7 @@
-"""Saving while training goes on: each process copies what it keeps and writes it in a thread; the first one commits.
+"""Saving while training goes on: each rank copies its tensors and writes them in a thread; rank 0 commits.
 
-In: a live state. Out: a committed checkpoint, by the protocol in store.py. Where every process holds the whole model
-the first writes it alone, into model.safetensors and optimizer.safetensors; where it is split, each writes its parts.
-What processes tell each other they tell between steps, never from the thread. Absent: when to save, removing old ones.
+Where every rank holds the whole model, rank 0 alone writes model.safetensors and optimizer.safetensors; where it is
+sharded, each rank writes its slices. Ranks communicate between steps only, never from the thread.
 """
 
 import dataclasses
@@ -14,145 +13,133 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from torch import Tensor
+from megatoken.checkpoint.commit import FileWriter, discard, open_draft, publish, step_folder, write_files
+from megatoken.checkpoint.load import TrainingState, describe_optimizer, list_optimizer_tensors
+from megatoken.checkpoint.manifest import FileEntry, encode_model_config
+from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, tensor_file_name, write_tensors
+from megatoken.distributed.comm import Comm
+from megatoken.errors import ExitCode, MegatokenError, error_from_code
+from megatoken.model.kernels.attention import BUILT_IN
 
-from megatoken.checkpoint.manifest import Stored
-from megatoken.checkpoint.restore import list_moments
-from megatoken.checkpoint.store import discard, open_draft, publish, step_folder, write_files
-from megatoken.checkpoint.tensors import MOMENTS, WEIGHTS, Held, name_file
-from megatoken.errors import Exit, Fault
-from megatoken.model.count import state_bytes
-from megatoken.parallel.ranks import Ranks
-from megatoken.train.state import State
-
-Files = dict[str, Callable[[Path], None]]
 SLACK_BYTES = 1 << 20  # beside the tensors
 
 
-class Save:
-    """One checkpoint on its way; all processes make one at the same step and finish it at the same later one.
+class AsyncSave:
+    """A checkpoint being written. All ranks create it at the same step and finish it at the same later step.
 
-    Raises Fault(STORAGE) on all of them when it cannot be begun or finished: nothing of it remains then.
+    Raises StorageError on all ranks when it cannot be started or finished: nothing of it remains then.
     """
 
-    def __init__(self, root: Path, state: State, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]) -> None:
-        """config, tokenizer: the run's resolved recipe and tokenizer folder, copied so that a checkpoint stands alone.
-        meta: what else to remember. On return the state may change again."""
-        began = time.perf_counter()
-        self.step, self.folder, self._ranks = state.step, step_folder(root, state.step), state.ranks
-        shape = state.model.shape
-        self._meta = {"shape": dataclasses.asdict(shape), "scaler": state.scaler.state_dict(), **meta}
-        self._entries: dict[str, Stored] = {}
-        self._fault: Fault | None = None
-        self.writing_seconds = 0.0
-        needed = state_bytes(shape) + SLACK_BYTES
-        draft = _on_first(self._ranks, lambda: _name(open_draft(root, self.step, needed)))
-        self._draft = Path(draft) if draft else None  # none: it is there already
-        self._thread: Thread | None = None
-        if self._draft is not None:
-            files: Files = dict(copy_state(state))
-            if self._ranks.topology.is_first:
-                files["config.yaml"] = partial(_copy, config)
-                files |= {f"tokenizer/{path.name}": partial(_copy, path) for path in sorted(tokenizer.iterdir())}
-            self._thread = Thread(target=self._write, args=(files, needed), name="megatoken-save")
-            self._thread.start()
-        self.stall_seconds = time.perf_counter() - began
+    def __init__(
+        self, root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]
+    ) -> None:
+        """config, tokenizer: the run's resolved config and tokenizer folder, copied so that a checkpoint stands alone.
 
-    def _write(self, files: Files, needed: int) -> None:
-        began = time.perf_counter()
-        assert self._draft is not None
+        meta: more for the manifest. When this returns, the state may change again. Raises ConfigError for optimizer
+        state that cannot be saved.
+        """
+        start = time.perf_counter()
+        self.step, self.folder, self._comm = state.step, step_folder(root, state.step), state.comm
+        model_config = encode_model_config(state.model.config)
+        self._meta = {"shape": model_config, "scaler": state.scaler.state_dict(), **describe_optimizer(state.optimizer)}
+        self._meta |= meta
+        if state.model.attention_name not in BUILT_IN:  # needed to use the weights
+            self._meta["attention"] = state.model.attention_name
+        self._entries: dict[str, tuple[int, str, int]] = {}  # of this rank's files in the manifest
+        self.files: dict[str, FileEntry] = {}  # of all ranks, once it is committed
+        self._error: tuple[int, str] | None = None
+        self.writing_seconds = 0.0
+        files, local_bytes = copy_tensors(state)
+        self._needed_bytes = sum(self._comm.gather(local_bytes)) + SLACK_BYTES
+        draft = _run_on_rank0(self._comm, lambda: str(open_draft(root, self.step, self._needed_bytes) or ""))
+        self._draft = Path(draft) if draft else None  # None: that checkpoint exists
+        self._thread = Thread(target=self._write, args=(files, config, tokenizer), name="megatoken-save")
+        self._thread.start()
+        self.stall_seconds = time.perf_counter() - start
+
+    def _write(self, files: dict[str, FileWriter], config: Path, tokenizer: Path) -> None:
+        start = time.perf_counter()
         try:
-            self._entries = write_files(self._draft, files, needed)
-        except Fault as fault:
-            self._fault = fault
-        except Exception as failure:  # told where the save is finished
-            self._fault = Fault(Exit.STORAGE, f"checkpoint was not saved: {failure!r}", str(self._draft))
-        self.writing_seconds = time.perf_counter() - began
+            if self._comm.dist_env.is_main_process:
+                files["config.yaml"] = partial(shutil.copyfile, config)
+                for path in sorted(tokenizer.iterdir()):
+                    files[f"tokenizer/{path.name}"] = partial(shutil.copyfile, path)
+            if self._draft is not None:
+                entries = write_files(self._draft, self.step, files, self._needed_bytes)
+                self._entries = {name: dataclasses.astuple(entry) for name, entry in entries.items()}
+        except MegatokenError as error:
+            self._error = int(error.code), str(error)
+        except Exception as error:  # raised by `finish`
+            self._error = int(ExitCode.STORAGE), f"checkpoint was not saved: {type(error).__name__}: {error}"
+        self.writing_seconds = time.perf_counter() - start
 
     def is_written(self) -> bool:
-        """Whether every process is ready, so that `finish` does not wait; all have to ask."""
-        return not self._ranks.any(self._thread is not None and self._thread.is_alive())
+        """Whether every rank has written its files, so that `finish` does not wait; all ranks must call it."""
+        return not self._comm.any(self._thread.is_alive())
 
     def finish(self) -> Path:
-        """Wait for what is being written, commit it, return its folder."""
-        if self._thread is None or self._draft is None:
-            return self.folder
-        began, draft = time.perf_counter(), self._draft
+        """Wait for the files, commit the checkpoint, return its folder."""
+        start = time.perf_counter()
         self._thread.join()
-        told = self._ranks.gather(
-            {
-                "fault": _spell(self._fault),
-                "entries": {name: dataclasses.astuple(stored) for name, stored in self._entries.items()},
-            }
-        )
+        reports = self._comm.gather([self._entries, self._error])
 
-        def commit() -> None:
+        def commit(draft: Path) -> None:
             try:
-                for code, what in (one["fault"] for one in told if one["fault"]):
-                    raise Fault(Exit(code), what)
-                entries = {name: Stored(*stored) for one in told for name, stored in one["entries"].items()}
-                publish(draft, self.step, entries, meta=self._meta)
+                for error in (error for _, error in reports if error):
+                    raise error_from_code(*error)
+                self.files = {name: FileEntry(*entry) for own, _ in reports for name, entry in own.items()}
+                publish(draft, self.step, self.files, meta=self._meta)
             finally:
                 discard(draft)
 
-        _on_first(self._ranks, commit)
-        self.stall_seconds += time.perf_counter() - began
+        if self._draft is not None:
+            _run_on_rank0(self._comm, partial(commit, self._draft))
+        self.stall_seconds += time.perf_counter() - start
         return self.folder
 
 
-def save_state(root: Path, state: State, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]) -> Path:
+def save_state(root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]) -> Path:
     """Commit the state as checkpoint `state.step` under `root` and wait for it; return its folder."""
-    return Save(root, state, config=config, tokenizer=tokenizer, meta=meta).finish()
+    return AsyncSave(root, state, config=config, tokenizer=tokenizer, meta=meta).finish()
 
 
-def copy_state(state: State) -> Files:
-    """Writers of the files of this process, with copies of its tensors."""
-    placement, layout = state.placement, state.layout
-    if layout.is_whole and not state.ranks.topology.is_first:
-        return {}
-    mine = {name: kept for name, kept in placement.kept.items() if layout.is_whole or placement.is_first_copy(name)}
-    moments = {name: tensor for name, tensor in list_moments(state).items() if name.rpartition("/")[0] in mine}
-    if layout.is_whole:
-        return {name_file(WEIGHTS): _hold(mine).write, name_file(MOMENTS): _hold(moments).write}
-    writers, writer = state.ranks.topology.world_size, state.ranks.topology.rank
-    parts = {name: placement.parts[name.partition("/")[0]] for name in (*mine, *moments)}
-    sizes = {name: placement.sizes[name.partition("/")[0]] for name in (*mine, *moments)}
-    sizes |= {name: () for name, tensor in moments.items() if not tensor.dim()}
-    return {
-        name_file(kind, writer, writers): dataclasses.replace(_hold(tensors), parts=parts, sizes=sizes).write
-        for kind, tensors in ((WEIGHTS, mine), (MOMENTS, moments))
-        if tensors
-    }
+def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
+    """Writers of this rank's tensor files, with copies that the next step does not change, and their bytes.
+
+    Of the ranks that hold the same slice, the first writes it.
+    """
+    sharded, dist_env = state.sharded, state.comm.dist_env
+    whole, is_main = sharded.dims.is_unsharded, dist_env.is_main_process
+    optimizer = list_optimizer_tensors(state)  # on every rank, so that an error is raised on all
+    files: dict[str, FileWriter] = {}
+    local_bytes = 0
+    for kind, tensors in ((MODEL, sharded.local_params), (OPTIMIZER, optimizer)):
+        params = {name: name.partition("/")[0] for name in tensors}
+        own = [name for name, param in params.items() if (is_main if whole else sharded.is_first_copy(param))]
+        if not own and not is_main:
+            continue
+        copies = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in own}
+        local_bytes += sum(tensor.nbytes for tensor in copies.values())
+        if whole:
+            files[tensor_file_name(kind)] = partial(write_tensors, tensors=copies)
+        else:
+            slices = {name: sharded.slices[params[name]] for name in own}
+            shapes = {name: sharded.full_shapes[params[name]] if copies[name].dim() else () for name in own}
+            file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
+            files[file] = partial(write_tensors, tensors=copies, slices=slices, shapes=shapes)
+    return files, local_bytes
 
 
-def _hold(tensors: Mapping[str, Tensor]) -> Held:
-    """Copies on the CPU, which the next step does not change."""
-    return Held({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
-
-
-def _on_first(ranks: Ranks, call: Callable[[], str | None]) -> str | None:
-    """What the first process's call returns, for all; its Fault, too."""
-    said: dict[str, Any] = {}
-    if ranks.topology.is_first:
+def _run_on_rank0(comm: Comm, call: Callable[[], str | None]) -> str | None:
+    """The result of rank 0's call, on all ranks; a MegatokenError is raised on all ranks."""
+    value: str | None = None
+    error: tuple[int, str] | None = None
+    if comm.dist_env.is_main_process:
         try:
-            said["value"] = call()
-        except Fault as fault:
-            said["fault"] = _spell(fault)
-    said = ranks.agree(said)
-    if said.get("fault"):
-        code, what = said["fault"]
-        raise Fault(Exit(code), what)
-    value: str | None = said["value"]
+            value = call()
+        except MegatokenError as raised:
+            error = int(raised.code), str(raised)
+    value, error = comm.broadcast_from_rank0([value, error])
+    if error:
+        raise error_from_code(*error)
     return value
-
-
-def _spell(fault: Fault | None) -> list[Any] | None:
-    return None if fault is None else [int(fault.code), str(fault)]
-
-
-def _name(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)

@@ -1,25 +1,28 @@
-"""Opening a dataset: a prepared folder, .bin shards of llm.c or nanoGPT or .npy shards of build-nanogpt, as they are.
+"""Open a dataset: a prepared folder, .bin shards of llm.c or nanoGPT, .npy shards of build-nanogpt.
 
-In: a folder, a file or a glob. Out: `Dataset`, one `Tokens` a split. What is cheap is checked here: every file,
-its size, its header. Hashes and ids are checked at first touch (tokens.py) or all at once by `verify_dataset`.
-Deliberately absent: the tokenizer, and anything that could run code from a file (.npy is mapped, never
-unpickled).
+File sizes and headers are checked when it is opened; block hashes and token ids when a block is first read, or all at
+once by `verify_dataset`. No file can run code: .npy files are mapped, never unpickled.
 """
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from megatoken.data.shards import (
+from megatoken.config.load import prepare_words
+from megatoken.data.documents import Ids
+from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HEADER_BYTES,
-    ITEM_BYTES,
     MANIFEST_NAME,
+    PROGRESS_NAME,
+    RESTORE,
     SPLITS,
     Header,
     Manifest,
@@ -29,42 +32,186 @@ from megatoken.data.shards import (
     read_header,
     read_manifest,
 )
-from megatoken.data.tokens import MappedShard, Tokens
-from megatoken.errors import Exit, Fault
+from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatoken.errors import DataError, MegatokenError
+from megatoken.system.atomic_write import local_path
 
 _PERMISSIONS = "check the path and its permissions"
-_AGAIN = "restore it from a copy or prepare the dataset again"
-# (vocabulary, token between documents) of the tokenizers whose shards are published; llm.c's LLaMA-3 writer
-# puts begin-of-text there. Others are checked against the range of their dtype until `limit_ids` is called.
-_KNOWN_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
-_SAMPLED_BLOCKS = 18  # of each foreign shard for the fingerprint: the first, the last and 16 between
-_BARE = ("train.bin", "val.bin")  # what nanoGPT writes: ids and nothing else
-_NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}  # a negative id reads as a huge one
-_NPY_HEADER = re.compile(
-    rb"\{\s*'descr':\s*'([^']{1,20})',\s*'fortran_order':\s*(?:True|False),\s*'shape':\s*\(([\d, ]{0,99})\),?\s*\}\s*"
-)
+# (vocabulary size, id between documents) of the tokenizers whose shards are published; llm.c's LLaMA-3 writer puts
+# begin-of-text there. Other shards are checked against the range of their dtype until `set_vocab_size` is called.
+_PUBLISHED_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
+_SAMPLED_BLOCKS = 18  # of each external shard, for the fingerprint: first, last and 16 between
+_HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files: uint16 ids without a header
+_VAL = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # a word of a shard's name, so not in "interval"
+_NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}  # a negative id reads as one outside any vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class MappedShard:
+    """A memory-mapped shard."""
+
+    shard: Shard  # its row of the manifest
+    path: Path
+    offset: int  # bytes before the first token
+    ids: Ids  # (tokens,)
+
+    def check_size(self) -> None:
+        """Raise DataError if the file was truncated: the system ends a process that reads beyond its end (SIGBUS)."""
+        with suppress(FileNotFoundError):  # what is mapped stays readable
+            if (size := self.path.stat().st_size) < (expected := self.offset + self.ids.nbytes):
+                what = f"shard was truncated while it was in use: {size:,} bytes, expected {expected:,}"
+                raise DataError(what, self.path, RESTORE)
+
+
+class Tokens:
+    """The token ids of one split: its shards joined end to end, each block verified when it is first read."""
+
+    def __init__(self, shards: list[MappedShard], dtype: str, vocab_size: int) -> None:
+        self.dtype = np.dtype(dtype)
+        self.vocab_size = vocab_size
+        self._shards = shards
+        self._block_tokens = BLOCK_BYTES // self.dtype.itemsize
+        sizes = np.array([0, *(len(mapped.ids) for mapped in shards)], dtype=np.int64)
+        self._starts = np.cumsum(sizes)  # of the shards, and the end
+        self._first_block = np.cumsum(-(-sizes // self._block_tokens))  # of the shards, and the end
+        self._verified = np.zeros(self._first_block[-1], dtype=np.bool_)
+        self._all_verified = False
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def set_vocab_size(self, vocab_size: int) -> None:
+        """Set the vocabulary that ids are checked against; every block is verified again."""
+        self.vocab_size = vocab_size
+        self._verified[:] = False
+        self._all_verified = False
+
+    def read(self, start: int, count: int) -> Ids:
+        """A copy of tokens [start, start + count), shape (count,). Raises DataError as `gather`."""
+        return self.gather(np.array([start]), count).reshape(count)
+
+    def gather(self, starts: NDArray[np.int64], length: int) -> Ids:
+        """Windows of `length` tokens at `starts` (n,), copied into (n, length), in the shards' dtype.
+
+        Raises DataError when a shard was truncated, when a block read for the first time is damaged, or holds an id
+        outside the vocabulary.
+        """
+        out = np.empty((len(starts), length), dtype=self.dtype)
+        if not out.size:
+            return out
+        assert starts.min() >= 0
+        assert starts.max() + length <= len(self)
+        if not self._all_verified:
+            self._verify_windows(starts, length)
+        if len(self._shards) == 1:
+            self._shards[0].check_size()
+            return _view_windows(self._shards[0].ids, length)[starts]
+        shard_of = np.searchsorted(self._starts, starts, side="right") - 1
+        for index in set(shard_of.tolist()):
+            self._shards[index].check_size()
+        local = starts - self._starts[shard_of]
+        for row, index, start in zip(out, shard_of.tolist(), local.tolist(), strict=True):
+            self._copy(index, start, row)
+        return out
+
+    def verify(self) -> Iterator[MegatokenError]:
+        """Verify every block and yield one DataError for each bad one."""
+        for number in range(len(self._verified)):
+            try:
+                self._verify_block(number)
+            except MegatokenError as error:
+                yield error
+
+    def _copy(self, index: int, start: int, out: Ids) -> None:
+        """Fill `out` from token `start` of shard `index`, going on in the shards after it."""
+        while len(out):
+            ids = self._shards[index].ids[start : start + len(out)]
+            out[: len(ids)] = ids
+            out, index, start = out[len(ids) :], index + 1, 0
+            if len(out):
+                self._shards[index].check_size()
+
+    def _find_blocks(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        index = np.searchsorted(self._starts, positions, side="right") - 1
+        return self._first_block[index] + (positions - self._starts[index]) // self._block_tokens
+
+    def _verify_windows(self, starts: NDArray[np.int64], length: int) -> None:
+        """Verify the unverified blocks under windows. Threads that verify the same block at once do no harm."""
+        first, last = self._find_blocks(starts), self._find_blocks(starts + length - 1)
+        for step in range(int((last - first).max()) + 1):
+            blocks = np.minimum(first + step, last)
+            for number in np.unique(blocks[~self._verified[blocks]]):
+                self._verify_block(int(number))
+                self._verified[number] = True
+        self._all_verified = bool(self._verified.all())
+
+    def _verify_block(self, number: int) -> None:
+        index = int(np.searchsorted(self._first_block, number, side="right")) - 1
+        mapped, local = self._shards[index], number - int(self._first_block[index])
+        mapped.check_size()
+        start = local * self._block_tokens
+        ids = mapped.ids[start : start + self._block_tokens]
+        offset = mapped.offset + local * BLOCK_BYTES
+        if mapped.shard.blocks and (actual := hash_block(ids)) != (expected := mapped.shard.blocks[local]):
+            what = f"shard is damaged: block {local} has hash {actual}, expected {expected}"
+            where = f"{mapped.path}, {ids.nbytes:,} bytes from offset {offset:,} (token {start:,})"
+            raise DataError(what, where, RESTORE)
+        if int(ids.max()) >= self.vocab_size:
+            at = int(np.argmax(ids >= self.vocab_size))
+            what = f"token id {int(ids[at])} is outside the vocabulary of {self.vocab_size:,}"
+            where = f"{mapped.path}, byte offset {offset + at * ids.itemsize:,} (token {start + at:,})"
+            raise DataError(what, where, "these shards belong to another tokenizer, or are damaged")
+
+
+def _view_windows(ids: Ids, length: int) -> Ids:
+    """All windows of `length` as rows, without a copy: sliding_window_view without its 10 microseconds."""
+    return np.ndarray((len(ids) - length + 1, length), ids.dtype, ids, 0, (ids.itemsize, ids.itemsize))
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """An opened dataset: its manifest (made up for foreign shards) and one `Tokens` a split."""
+    """An opened dataset. The manifest of external shards is derived from their headers."""
 
     path: Path
     manifest: Manifest
     train: Tokens
     val: Tokens
     shards: tuple[MappedShard, ...]
+    external_tokenizer: str  # loaded where no tokenizer was saved beside the shards
 
-    def limit_ids(self, vocab_size: int) -> None:
-        """Sets the vocabulary that both splits are checked against (foreign shards do not record theirs)."""
-        self.train.limit_ids(vocab_size)
-        self.val.limit_ids(vocab_size)
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary that ids are checked against."""
+        return self.train.vocab_size
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the shards: the saved one, for external shards the one named when opening.
+
+        Raises DataError when it is missing, damaged or not the one that made the shards.
+        """
+        saved = self.path / "tokenizer"
+        tokenizer = load_saved_tokenizer(saved) if saved.is_dir() else load_tokenizer(self.external_tokenizer)
+        expected = self.manifest.tokenizer
+        if expected["fingerprint"] and expected["fingerprint"] != tokenizer.fingerprint:
+            made_by, found = expected["fingerprint"][:12], tokenizer.fingerprint[:12]
+            what = f"shards were made by tokenizer {made_by}, the folder holds {found}"
+            raise DataError(what, self.path, "prepare the dataset again")
+        if expected["fingerprint"] and expected["eot"] != tokenizer.eot:
+            what = f"shards were made with end of text {expected['eot']}, the folder's tokenizer has {tokenizer.eot}"
+            raise DataError(what, saved, "restore the folder's tokenizer from a copy")
+        return tokenizer
+
+    def set_vocab_size(self, vocab_size: int) -> None:
+        """Set the vocabulary that both splits are checked against; external shards do not record theirs."""
+        self.train.set_vocab_size(vocab_size)
+        self.val.set_vocab_size(vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3_128 hex that tells this dataset from another.
+        """xxh3_128 hex that identifies the dataset.
 
-        Ours: over the manifest, hence over every token. Foreign: over names, sizes, headers and up to 18 blocks
+        Prepared: over the manifest, hence over every token. External: over names, sizes, headers and up to 18 blocks
         (256 KiB each) of every shard.
         """
         if all(mapped.shard.blocks for mapped in self.shards if mapped.shard.tokens):
@@ -77,76 +224,89 @@ class Dataset:
                 hasher.update(file.read(mapped.offset))
             per_block = BLOCK_BYTES // mapped.ids.itemsize
             n_blocks = -(-len(mapped.ids) // per_block)
-            for block in sorted({turn * (n_blocks - 1) // (_SAMPLED_BLOCKS - 1) for turn in range(_SAMPLED_BLOCKS)}):
+            for block in sorted({at * (n_blocks - 1) // (_SAMPLED_BLOCKS - 1) for at in range(_SAMPLED_BLOCKS)}):
                 hasher.update(mapped.ids[block * per_block : (block + 1) * per_block].data)
         return str(hasher.hexdigest())
 
 
-def open_dataset(path: str | Path, *, foreign_tokenizer: str = "gpt2") -> Dataset:
-    """Opens a prepared folder, or a folder, file or glob of llm.c / modded-nanogpt .bin or .npy token shards.
+def load_dataset(path: str | Path, *, external_tokenizer: str = "gpt2") -> Dataset:
+    """Open a prepared folder, or a folder, file or glob of llm.c / modded-nanogpt .bin or .npy token shards.
 
-    foreign_tokenizer names the tokenizer of shards that do not record one. Fault(Exit.DATA) names the file and
-    what is wrong with it: missing, truncated, odd length, wrong magic, another tokenizer, mixed kinds.
+    external_tokenizer: the tokenizer of shards that do not record one. Raises DataError, naming the file, when one is
+    missing, truncated, of another tokenizer or not a token shard.
     """
-    place, manifest, files = _survey(Path(path), foreign_tokenizer)
+    manifest, files = _list_shards(local_path(path), external_tokenizer)
     mapped = tuple(_map_shard(file, shard, manifest) for file, shard in zip(files, manifest.shards, strict=True))
     train, val = (
         Tokens([one for one in mapped if one.shard.split == split], manifest.dtype, manifest.tokenizer["vocab_size"])
         for split in SPLITS
     )
-    return Dataset(path=place, manifest=manifest, train=train, val=val, shards=mapped)
+    return Dataset(Path(path), manifest, train, val, mapped, external_tokenizer)
 
 
-def verify_dataset(path: str | Path, *, foreign_tokenizer: str = "gpt2") -> Iterator[Fault]:
-    """Checks every byte of a dataset and yields one Fault for each thing that is wrong; nothing when it is whole.
+def verify_dataset(path: str | Path, *, external_tokenizer: str = "gpt2") -> Iterator[MegatokenError]:
+    """Verify every byte of a dataset; yield one MegatokenError for each defect.
 
-    Foreign shards record no hashes: their headers, sizes and range of ids are checked.
+    External shards record no hashes: their headers, sizes and range of ids are checked.
     """
     try:
-        _, manifest, files = _survey(Path(path), foreign_tokenizer)
-    except Fault as fault:
-        yield fault
+        manifest, files = _list_shards(Path(path), external_tokenizer)
+    except MegatokenError as error:
+        yield error
         return
     for file, shard in zip(files, manifest.shards, strict=True):
         try:
             mapped = _map_shard(file, shard, manifest)
-        except Fault as fault:
-            yield fault
+        except MegatokenError as error:
+            yield error
         else:
-            yield from Tokens([mapped], manifest.dtype, manifest.tokenizer["vocab_size"]).check_all()
+            yield from Tokens([mapped], manifest.dtype, manifest.tokenizer["vocab_size"]).verify()
 
 
-def _survey(path: Path, foreign_tokenizer: str) -> tuple[Path, Manifest, list[Path]]:
-    """Which shards make the dataset: its folder, its manifest (read or made up) and a file for each row of it."""
+def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Path]]:
+    """The manifest, read or derived from the headers of external shards, and the file of each of its rows."""
     try:
         prepared = (path / MANIFEST_NAME).exists()
+        unfinished = not prepared and (path / PROGRESS_NAME).exists()
     except OSError as error:
-        raise Fault(Exit.DATA, f"cannot read the dataset: {error.strerror}", str(path), _PERMISSIONS) from error
+        raise DataError(f"cannot read the dataset: {error.strerror}", path, _PERMISSIONS) from error
     if prepared:
         manifest = read_manifest(path)
-        return path, manifest, [path / shard.file for shard in manifest.shards]
-    files = _list_foreign(path)
-    if len(kinds := sorted({file.suffix for file in files})) > 1:
-        what = f"shards of two kinds in one dataset: {' and '.join(kinds)}"
-        raise Fault(Exit.DATA, what, str(path), "name one kind with a glob, for example 'DIR/*.bin'")
+        return manifest, [path / shard.file for shard in manifest.shards]
+    if unfinished:
+        raise DataError("this dataset is not finished", path, "run the same `megatoken prepare` again: it goes on")
+    files = _list_external(path)
+    if len(suffixes := sorted({file.suffix for file in files})) > 1:
+        what = f"shards of two formats in one dataset: {' and '.join(suffixes)}"
+        raise DataError(what, path, "name one format with a glob, for example 'DIR/*.bin'")
     headers = [_read_layout(file)[0] for file in files]
     for file, header in zip(files, headers, strict=True):
         if header.fingerprint:
             what = f"shard was prepared by megatoken, but {MANIFEST_NAME} is not beside it"
-            raise Fault(Exit.DATA, what, str(file), "finish the preparation or copy the whole folder")
+            raise DataError(what, file, "finish the preparation or copy the whole folder")
         if header.dtype != headers[0].dtype:
             what = f"mixed dataset: {header.dtype} tokens here, {headers[0].dtype} in {files[0].name}"
-            raise Fault(Exit.DATA, what, str(file), "keep shards of one tokenizer in one folder")
-        if file.name in _BARE and foreign_tokenizer == "gpt2" and (file.parent / "meta.pkl").exists():
+            raise DataError(what, file, "keep shards of one tokenizer in one folder")
+        if file.name in _HEADERLESS and external_tokenizer == "gpt2" and (file.parent / "meta.pkl").exists():
             what = "these ids are of a vocabulary of their own, in meta.pkl: a pickle, which is never loaded"
             fix = "prepare the text again: megatoken prepare FILE --out DIR --tokenizer bytes"
-            raise Fault(Exit.DATA, what, str(file), fix)
+            raise DataError(what, file, fix)
         if header.tokens == 0:
-            raise Fault(Exit.DATA, "shard holds no tokens", str(file), "remove it from the folder")
-    return path, _describe_foreign(files, headers, foreign_tokenizer), files
+            raise DataError("shard holds no tokens", file, "remove it from the folder")
+    dtype, name = headers[0].dtype, external_tokenizer
+    if files[0].suffix == ".bin" and dtype == "uint32" and name == "gpt2":
+        name = "llama-3"  # llm.c's version 7; GPT-2's ids never need 32 bits
+    vocab_size, eot = _PUBLISHED_TOKENIZERS.get(name, (1 << 16 if dtype == "uint16" else 1 << 31, -1))
+    tokenizer = {"name": name, "vocab_size": vocab_size, "eot": eot, "fingerprint": ""}
+    splits = ["val" if _VAL.search(file.name) else "train" for file in files]
+    shards = tuple(
+        Shard(file=file.name, split=split, tokens=header.tokens, blocks=(), header="")
+        for file, split, header in zip(files, splits, headers, strict=True)
+    )
+    return Manifest(tokenizer=tokenizer, dtype=dtype, documents={}, shards=shards, source={}), files
 
 
-def _list_foreign(path: Path) -> list[Path]:
+def _list_external(path: Path) -> list[Path]:
     try:
         if path.is_dir():
             found = list(path.iterdir())
@@ -154,104 +314,71 @@ def _list_foreign(path: Path) -> list[Path]:
             found = [path]
         else:
             found = list(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
+    except ValueError as error:
+        raise DataError(f"not a pattern: {error}", path, "write it like DIR/*.bin or DIR/**/*.bin") from error
     except OSError as error:
-        raise Fault(
-            Exit.DATA, f"cannot read the dataset: {error.strerror}", str(path), "check its permissions"
-        ) from error
+        raise DataError(f"cannot read the dataset: {error.strerror}", path, _PERMISSIONS) from error
     files = sorted(file for file in found if file.suffix in (".bin", ".npy"))
     if not files:
         what = f"no dataset here: no {MANIFEST_NAME}, no .bin and no .npy shards"
-        raise Fault(Exit.DATA, what, str(path), "make one with: megatoken prepare SOURCE --out DIR")
+        raise DataError(what, path, f"make it with: megatoken {' '.join(prepare_words(str(path), str(path)))}")
     return files
 
 
-def _describe_foreign(files: list[Path], headers: list[Header], tokenizer: str) -> Manifest:
-    """The manifest that foreign shards would have: no hashes, the tokenizer as told, its fingerprint unknown."""
-    dtype = headers[0].dtype
-    if files[0].suffix == ".bin" and dtype == "uint32" and tokenizer == "gpt2":
-        tokenizer = "llama-3"  # what llm.c's version 7 means; GPT-2's ids never need 32 bits
-    vocab_size, eot = _KNOWN_TOKENIZERS.get(tokenizer, (1 << 16 if dtype == "uint16" else 1 << 31, -1))
-    shards = tuple(
-        Shard(
-            file=file.name,
-            split="val" if "val" in file.name else "train",
-            tokens=header.tokens,
-            blocks=(),
-            header="",
-        )
-        for file, header in zip(files, headers, strict=True)
-    )
-    return Manifest(
-        tokenizer={"name": tokenizer, "vocab_size": vocab_size, "eot": eot, "fingerprint": ""},
-        dtype=dtype,
-        documents={},
-        shards=shards,
-        source={"kind": f"foreign {files[0].suffix} shards"},
-    )
-
-
 def _map_shard(path: Path, shard: Shard, manifest: Manifest) -> MappedShard:
-    """Maps a shard after checking its header against its row of the manifest."""
+    """Map a shard after checking its header against its row of the manifest."""
     header, offset, raw = _read_layout(path)
     expectations = {
         "token type": (header.dtype, manifest.dtype),
         "token count": (header.tokens, shard.tokens),
         "tokenizer fingerprint": (header.fingerprint or "unknown", manifest.tokenizer["fingerprint"] or "unknown"),
     }
-    foreign = not (shard.header or shard.blocks)
-    if not foreign:
-        n_blocks = -(-shard.tokens * ITEM_BYTES[manifest.dtype] // BLOCK_BYTES)
+    if shard.header or shard.blocks:  # not an external one
+        n_blocks = -(-shard.tokens * np.dtype(manifest.dtype).itemsize // BLOCK_BYTES)
         expectations["hash of the header"] = (hash_block(raw), shard.header)
         expectations["number of block hashes"] = (n_blocks, len(shard.blocks))
     for noun, (actual, expected) in expectations.items():
         if actual != expected:
             what = f"shard does not fit its manifest: {noun} is {actual}, expected {expected}"
-            raise Fault(Exit.DATA, what, str(path), _AGAIN)
+            raise DataError(what, path, RESTORE)
     dtype = np.dtype(header.dtype).newbyteorder("<")
     ids = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(header.tokens,))
     return MappedShard(shard=shard, path=path, offset=offset, ids=np.asarray(ids))
 
 
 def _read_layout(path: Path) -> tuple[Header, int, bytes]:
-    """A shard's header, the byte its tokens start at and the bytes before; checks the file's size."""
+    """A shard's header, the offset of its tokens and the bytes before them; checks the file's size."""
     try:
         with path.open("rb") as file:
             raw = file.read(HEADER_BYTES)
             size = path.stat().st_size
     except FileNotFoundError as error:
-        raise Fault(Exit.DATA, "shard is missing", str(path), _AGAIN) from error
+        raise DataError("shard is missing", path, RESTORE) from error
     except OSError as error:
-        raise Fault(
-            Exit.DATA, f"cannot read the shard: {error.strerror}", str(path), "check its permissions"
-        ) from error
+        raise DataError(f"cannot read the shard: {error.strerror}", path, _PERMISSIONS) from error
     if path.suffix == ".npy":
-        header, offset = _read_npy_header(path, raw)
-    elif path.name in _BARE and not has_magic(raw):
+        header, offset = _read_npy_header(path)
+    elif path.name in _HEADERLESS and not has_magic(raw):
         header, offset = Header(dtype="uint16", tokens=size // 2, fingerprint=""), 0
     else:
         header, offset = read_header(raw, str(path)), HEADER_BYTES
-    item = ITEM_BYTES[header.dtype]
+    item = np.dtype(header.dtype).itemsize
     expected = offset + header.tokens * item
     if size != expected:
         reason = "truncated" if size < expected else "longer than its header says"
         if (size - offset) % item:
             reason += f", and not a whole number of {item}-byte tokens"
         what = f"shard is {reason}: {size:,} bytes, expected {expected:,} for {header.tokens:,} tokens"
-        raise Fault(Exit.DATA, what, str(path), _AGAIN)
+        raise DataError(what, path, RESTORE)
     return header, offset, raw[:offset]
 
 
-def _read_npy_header(path: Path, raw: bytes) -> tuple[Header, int]:
-    """Reads the header of format 1.0 that numpy.save writes (numpy.lib.format) without evaluating it."""
-    fix = "save a one-dimensional uint16, uint32 or int32 array with numpy.save"
-    if raw[:8] != b"\x93NUMPY\x01\x00":
-        raise Fault(Exit.DATA, "not a plain .npy file of version 1.0 (pickles are never loaded)", str(path), fix)
-    offset = 10 + int.from_bytes(raw[8:10], "little")
-    found = _NPY_HEADER.fullmatch(raw[10:offset])
-    if found is None or len(raw) < offset:
-        raise Fault(Exit.DATA, "the .npy header makes no sense", str(path), fix)
-    descr, shape = (group.decode("ascii", "backslashreplace") for group in found.groups())
-    if descr not in _NPY_DTYPES or not re.fullmatch(r"\d+,", shape):
-        what = f".npy file holds {descr} of shape ({shape}), not a row of token ids"
-        raise Fault(Exit.DATA, what, str(path), fix)
-    return Header(dtype=_NPY_DTYPES[descr], tokens=int(shape[:-1]), fingerprint=""), offset
+def _read_npy_header(path: Path) -> tuple[Header, int]:
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
+        raise DataError(f"not a plain .npy file: {error}", path, RESTORE) from error
+    if array.dtype.str not in _NPY_DTYPES or array.ndim != 1:
+        what = f".npy file holds {array.dtype.str} of shape {array.shape}, not a row of token ids"
+        raise DataError(what, path, "save a one-dimensional uint16, uint32 or int32 array with numpy.save")
+    return Header(dtype=_NPY_DTYPES[array.dtype.str], tokens=len(array), fingerprint=""), array.offset

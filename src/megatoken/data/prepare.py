@@ -1,37 +1,66 @@
-"""Raw text to a dataset folder: the same bytes for any number of workers and any number of kills.
+"""Prepare a dataset folder from raw text: the same bytes for any number of workers and kills.
 
-In: a source, an output folder, a tokenizer. Out: `train_*.bin`, `val_*.bin`, `tokenizer/` and `manifest.json`.
-Deliberately absent: printing (a callback carries the progress) and torch.
+Whenever a shard is full, its bytes become durable, then `progress.json` with the number of tokens that count and where
+to read on; a killed preparation goes on from there. Last come the manifest and the removal of `progress.json`.
 """
 
+import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import filelock
+import numpy as np
 
-from megatoken.data.blocks import Cursor, sample_texts
-from megatoken.data.corpus_writer import Job, Progress, write_dataset
-from megatoken.data.disk import blame_disk, sync_folder
-from megatoken.data.documents import Invalid, Rules
-from megatoken.data.parts import FOLDER, find_parts, list_parts, name_part, take_part
-from megatoken.data.position import PROGRESS_NAME, Position, load_position, save_position
-from megatoken.data.shards import HEADER_BYTES, ITEM_BYTES, MANIFEST_NAME, Manifest, read_manifest
+from megatoken.data.corpus_reader import ReadPosition, read_chunks, sample_texts
+from megatoken.data.dataset import load_dataset
+from megatoken.data.documents import Invalid, PrepareOptions, token_dtype
+from megatoken.data.encode_workers import encode_chunks
+from megatoken.data.shard_format import (
+    DESCRIPTION_NAME,
+    INPUTS_NAME,
+    MANIFEST_NAME,
+    PROGRESS_NAME,
+    SPLITS,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
+from megatoken.data.shard_writer import ShardWriter
 from megatoken.data.sources import Source, find_source
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, parse_bpe
-from megatoken.errors import Exit, Fault
+from megatoken.errors import ConfigError, DataError, StorageError
+from megatoken.system.atomic_write import local_path, replace_file, storage_errors
+from megatoken.system.environment import cpu_count
 
-SAMPLE_BYTES = 64 << 20  # of the corpus teach a BPE
-MOST_SHARD_TOKENS = 2**31 - 1  # llm.c keeps the count in an int32
+LOCK_NAME = ".lock"
+SAMPLE_BYTES = 64 << 20  # of the corpus train a BPE
+MAX_SHARD_TOKENS = 2**31 - 1  # llm.c keeps the count in an int32
+WORKER_BYTES = 4 << 20  # of input make another process worth its start
+_ANOTHER_OUT = "choose another --out or delete the folder"
+MIN_VAL_TOKENS = 1025  # one window of GPT-2 and its last target
+COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a preparation is. Bytes are those of the files on disk; tokens and documents count train and val."""
+
+    stage: Literal["vocabulary", "tokens"]
+    tokens: int
+    documents: int
+    done_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What came out. counts: empty, replaced, skipped (documents), binary_files, seams, val_from_tail_tokens."""
+class PrepareResult:
+    """Summary of a prepared dataset."""
 
     tokens: int  # train and val
     documents: int
@@ -40,229 +69,292 @@ class Prepared:
     train_tokens: int
     val_tokens: int
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint
-    counts: dict[str, int]
+    counts: dict[str, int]  # empty, replaced, skipped (documents), binary_files, seams, val_from_tail_tokens
     resumed: bool  # an earlier call had been interrupted
     unchanged: bool  # the same dataset was there already
 
 
+@dataclass
+class ResumeState:
+    """Content of `progress.json`: everything before `position` is in the shards and on the disk."""
+
+    recipe: dict[str, Any]  # what decides every byte of the result
+    listing: str  # digest of the inputs with their modification times
+    position: ReadPosition = ReadPosition()
+    counts: Counter[str] = field(default_factory=Counter)
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))  # that count, per split
+
+
 def prepare(
-    source: str,
-    out: Path,
+    source: str | Path,
+    out: str | Path,
     *,
-    tokenizer: str,
+    tokenizer: str = "gpt2",
     workers: int = 0,
     val_fraction: float = 0.01,
     shard_tokens: int = 100_000_000,
     invalid: Invalid = "replace",
     text_key: str = "text",
     root: Path | None = None,
-    part: tuple[int, int] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Prepared:
-    """Makes the dataset `out` from `source`; goes on where an earlier call was stopped.
+) -> PrepareResult:
+    """Prepare the dataset `out` from `source`; resumes where an earlier call was interrupted.
 
-    source: file, folder, pattern or named corpus (sources.py). tokenizer: gpt2, bytes, bpe:N or a file.
-    workers: processes, 0 for one a core. val_fraction: share of the documents held out, 0 for none.
-    invalid: what becomes of documents that are not UTF-8; "skip" passes over bad lines too.
-    part: (number from 1, of how many) to make only this part of it, below `out`. Machines make parts in any order; a
-    last call without it puts them together, to the same bytes as if it had made everything.
-    root: a local copy of a named corpus. on_progress: called after every block.
-    Fault(Exit.CONFIG) for a wrong setting, Exit.DATA for unusable input or an `out` that holds something else,
-    Exit.STORAGE for a disk that cannot take it, Exit.PEER for a lost process.
+    source: file, folder, pattern or named corpus (sources.py); root: a local copy of a named corpus.
+    tokenizer: gpt2, bytes, bpe:N or a file. workers: processes, 0 for one per core. val_fraction: share of the
+    documents held out, 0 for none. invalid: policy for documents that are not UTF-8; "skip" skips bad lines too, and
+    replaces invalid bytes of a document of more than 1 MiB.
+    Raises ConfigError for a wrong setting, DataError for unusable input or an `out` that holds something else,
+    StorageError when the disk fails, PeerError for a lost process.
     """
-    started = time.monotonic()
-    _check(tokenizer, workers, val_fraction, shard_tokens, invalid, part)
-    corpus = find_source(source, root, exclude=out)
+    started, out = time.monotonic(), local_path(out)
+    _check_settings(tokenizer, workers, val_fraction, shard_tokens, invalid)
+    corpus = find_source(str(source), root, exclude=out)
     given = None if tokenizer.startswith("bpe:") else load_tokenizer(tokenizer)
-    rules = Rules(invalid=invalid, text_key=text_key, val_fraction=val_fraction)
-    recipe = _describe(corpus, rules, f"{given.name} {given.fingerprint[:16]}" if given else tokenizer, shard_tokens)
-    whole = corpus
-    if part:
-        _check_siblings(out, part[1], recipe)
-        out, corpus = out / name_part(*part), take_part(whole, *part)
-        recipe["part"] = f"{part[0]}/{part[1]}"
-    with _only_writer(out):
-        if (out / MANIFEST_NAME).exists():
-            return _report(_find_prepared(out, recipe, corpus), started, unchanged=True)
-        position, resumed = _begin(out, Position(recipe, corpus.digest(times=True)))
-        settled = _settle_tokenizer(out, tokenizer, given, whole, rules, on_progress)
-        parts = [] if part or position.cursor != Cursor() else _find_parts(out, recipe, settled, whole)
-        job = Job(
-            out=out,
-            corpus=corpus,
-            rules=replace(rules, cuts=settled.cuts),
-            tokenizer=settled,
-            shard_tokens=shard_tokens,
-            workers=workers,
-            position=position,
-            is_part=part is not None,
-            parts=parts,
-            on_progress=on_progress,
-        )
-        manifest = write_dataset(job)
-        if not part:
-            shutil.rmtree(out / FOLDER, ignore_errors=True)
-        return _report(manifest, started, resumed=resumed)
-
-
-def _describe(corpus: Source, rules: Rules, tokenizer: str, shard_tokens: int) -> dict[str, Any]:
-    """Everything that decides the bytes of the result."""
-    return {
+    options = PrepareOptions(invalid=invalid, text_key=text_key, val_fraction=val_fraction)
+    recipe = {  # everything that decides the bytes of the result
         "source": corpus.name,
         "files": len(corpus.files),
         "bytes": corpus.size_bytes,
         "inputs": corpus.digest(times=False),
-        "tokenizer": tokenizer,
-        "val_fraction": float(rules.val_fraction),
+        "tokenizer": f"{given.name} {given.fingerprint[:16]}" if given else tokenizer,
+        "val_fraction": float(val_fraction),
         "shard_tokens": shard_tokens,
-        "invalid": rules.invalid,
-        "text_key": rules.text_key,
+        "invalid": invalid,
+        "text_key": text_key,
     }
 
+    def sample() -> Iterator[str]:
+        if on_progress:
+            on_progress(Progress("vocabulary", 0, 0, 0, corpus.size_bytes))
+        return sample_texts(corpus, options, SAMPLE_BYTES)
 
-def _check(
-    tokenizer: str, workers: int, val_fraction: float, shard_tokens: int, invalid: str, part: tuple[int, int] | None
-) -> None:
+    leftover = any((out / name).exists() for name in (PROGRESS_NAME, LOCK_NAME))
+    if not leftover and (finished := _find_finished(out, recipe, corpus)):
+        return _summarize(finished, started, unchanged=True)  # without the lock: the folder may be read-only
+    with _locked(out):
+        if finished := _find_finished(out, recipe, corpus):
+            with storage_errors(out):
+                (out / PROGRESS_NAME).unlink(missing_ok=True)  # left by a kill after the manifest was written
+            return _summarize(finished, started, unchanged=True)
+        state, resumed = _load_or_create_state(out, ResumeState(recipe, corpus.digest(times=True)))
+        if (out / "tokenizer" / DESCRIPTION_NAME).exists():  # an earlier call may have trained it
+            saved = load_saved_tokenizer(out / "tokenizer")
+        else:
+            saved = given or load_tokenizer(tokenizer, sample)
+            saved.save(out / "tokenizer")
+        with closing(_DatasetWriter(out, state, saved, shard_tokens, corpus, on_progress)) as writer:
+            writer.write_documents(replace(options, split_points=saved.split_points), workers)
+            writer.balance_splits(val_fraction)
+            manifest = writer.finish()
+        return _summarize(manifest, started, resumed=resumed)
+
+
+@dataclass
+class _DatasetWriter:
+    """Writes both splits and the manifest of a dataset, from where `state` ends."""
+
+    out: Path
+    state: ResumeState
+    tokenizer: Tokenizer
+    shard_tokens: int
+    corpus: Source
+    on_progress: Callable[[Progress], None] | None
+
+    def __post_init__(self) -> None:
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+        about = self.dtype, self.shard_tokens, self.tokenizer.fingerprint
+        with storage_errors(self.out):
+            self.splits = {name: ShardWriter(self.out, name, *about, self.state.tokens[name]) for name in SPLITS}
+
+    def write_documents(self, options: PrepareOptions, workers: int) -> None:
+        """Encode the rest of the corpus. Raises errors as `read_chunks` and `encode_chunks`, and StorageError."""
+        useful = max(1, self.corpus.size_bytes // WORKER_BYTES)
+        chunks = read_chunks(self.corpus, options, self.state.position)
+        with closing(encode_chunks(chunks, options, self.tokenizer, min(workers or cpu_count(), useful))) as encoded:
+            full_shards = self._full_shards()
+            for chunk, ids in encoded:
+                with storage_errors(self.out):
+                    for name, writer in self.splits.items():
+                        added = getattr(ids, name)
+                        writer.append(added if writer.tokens else added[1:])  # <|endoftext|> stands between documents
+                    self.state.counts.update(chunk.counts)
+                    self.state.counts.update(ids.counts)
+                    self.state.position = chunk.next
+                    if full_shards != self._full_shards():
+                        self._save()
+                        full_shards = self._full_shards()
+                self._report(chunk.done_bytes)
+
+    def balance_splits(self, val_fraction: float) -> None:
+        """Give train everything if it has nothing, then val the end of train if hashing gave it too little.
+
+        Val gets at least MIN_VAL_TOKENS or half of all tokens. Raises DataError when there is no text.
+        """
+        train, val, counts = self.splits["train"], self.splits["val"], self.state.counts
+        if not counts["train"] + counts["val"]:
+            found = (
+                f"{counts['empty']} empty documents, {counts['skipped']} skipped, {counts['binary_files']} binary files"
+            )
+            raise DataError(f"no text: {found}", self.corpus.files[0].path, "name files that hold text")
+        with storage_errors(self.out):
+            if not train.tokens:
+                counts["train"], counts["val"] = counts["val"], 0
+                self._move(val, 0, train)
+            total = train.tokens + val.tokens
+            least = min(MIN_VAL_TOKENS, total // 2)
+            if val_fraction and val.tokens < least:
+                kept = max(1, total - max(round(val_fraction * total), least))
+                if val.tokens:
+                    val.append(np.array([self.tokenizer.eot]))
+                counts["val_from_tail_tokens"] = train.tokens - kept
+                self._move(train, kept, val)
+
+    def finish(self) -> Manifest:
+        """Close the last shards and write the manifest."""
+        state = self.state
+        with storage_errors(self.out):
+            shards = [shard for writer in self.splits.values() for shard in writer.finish()]
+            manifest = Manifest(
+                tokenizer=self.tokenizer.describe(),
+                dtype=self.dtype,
+                documents={name: state.counts[name] for name in SPLITS},
+                shards=tuple(shards),
+                source=state.recipe | {"counts": {name: state.counts[name] for name in COUNTS}},
+            )
+            replace_file(self.out / INPUTS_NAME, state.listing + "\n", durable=True)
+            write_manifest(self.out, manifest)
+            (self.out / PROGRESS_NAME).unlink()
+        return manifest
+
+    def close(self) -> None:
+        """Close the shard files."""
+        for writer in self.splits.values():
+            writer.close()
+
+    def _move(self, source: ShardWriter, start: int, target: ShardWriter) -> None:
+        """Move the tokens of `source` from number `start` on to the end of `target`."""
+        for ids in source.read_from(start):
+            target.append(ids)
+        self._save(**{source.split: start})
+        source.truncate(start)
+
+    def _save(self, **kept: int) -> None:
+        """Make all tokens and the state durable; of the splits in `kept`, only so many tokens will count."""
+        for writer in self.splits.values():
+            writer.sync()
+        self.state.tokens = {name: writer.tokens for name, writer in self.splits.items()} | kept
+        _save_state(self.out, self.state)
+
+    def _full_shards(self) -> int:
+        return sum(writer.tokens // self.shard_tokens for writer in self.splits.values())
+
+    def _report(self, done_bytes: int) -> None:
+        if self.on_progress:
+            tokens = sum(writer.tokens for writer in self.splits.values())
+            documents = self.state.counts["train"] + self.state.counts["val"]
+            self.on_progress(Progress("tokens", tokens, documents, done_bytes, self.corpus.size_bytes))
+
+
+def _check_settings(tokenizer: str, workers: int, val_fraction: float, shard_tokens: int, invalid: str) -> None:
     if tokenizer.startswith("bpe:"):
         parse_bpe(tokenizer)
-    most = f"{MOST_SHARD_TOKENS:,}"
+    limit = f"{MAX_SHARD_TOKENS:,}"
     checks = {
         "workers": (workers >= 0, workers, "give a number of processes, 0 for one a core"),
         "val_fraction": (0 <= val_fraction < 1, val_fraction, "give a share from 0 to below 1"),
-        "shard_tokens": (1 <= shard_tokens <= MOST_SHARD_TOKENS, shard_tokens, f"give a number from 1 to {most}"),
-        "part": (part is None or 1 <= part[0] <= part[1], part and f"{part[0]}/{part[1]}", "give K/N, K from 1 to N"),
+        "shard_tokens": (1 <= shard_tokens <= MAX_SHARD_TOKENS, shard_tokens, f"give a number from 1 to {limit}"),
         "invalid": (invalid in ("replace", "skip", "fail"), repr(invalid), "give replace, skip or fail"),
     }
-    for name, (right, value, fix) in checks.items():
-        if not right:
-            raise Fault(Exit.CONFIG, f"{name} cannot be {value}", name, fix)
+    for name, (valid, value, fix) in checks.items():
+        if not valid:
+            raise ConfigError(f"{name} cannot be {value}", name, fix)
 
 
 @contextmanager
-def _only_writer(out: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel frees when a process dies; removes its file at the end."""
-    path = out / ".lock"
+def _locked(out: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel releases when a process dies; its file is removed at the end."""
+    path = out / LOCK_NAME
     lock = filelock.FileLock(path, timeout=0)
-    with blame_disk(out):
+    with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
         except filelock.Timeout as error:
             fix = "wait for it to finish or choose another --out"
-            raise Fault(Exit.STORAGE, "another preparation is writing to this folder", str(out), fix) from error
+            raise StorageError("another preparation is writing to this folder", out, fix) from error
     try:
+        with storage_errors(out):
+            for leftover in (*out.glob(".*.tmp"), *out.glob("tokenizer/.*.tmp")):  # of atomic writes that were killed
+                leftover.unlink()
         yield
     finally:
-        with suppress(OSError):  # tidiness only: without its holder the file locks nothing
+        with suppress(OSError):  # the file alone locks nothing
             path.unlink()
         lock.release()
 
 
-def _find_prepared(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifest:
-    """The finished dataset, if it is the one that was asked for and all of it is there."""
+def _find_finished(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifest | None:
+    """The manifest of a finished dataset, if it is one. Raises DataError unless it has this recipe and these inputs."""
+    if not (out / MANIFEST_NAME).exists():
+        return None
     manifest = read_manifest(out)
     _refuse_difference(out, manifest.source, recipe)
-    _refuse_newer(out, corpus)
-    for shard in manifest.shards:
-        path, size = out / shard.file, HEADER_BYTES + shard.tokens * ITEM_BYTES[manifest.dtype]
-        if not path.exists() or path.stat().st_size != size:
-            what = "a shard is missing or has another size than the manifest says"
-            raise Fault(Exit.DATA, what, str(path), f"delete {out} and prepare again")
-    with blame_disk(out):
-        (out / PROGRESS_NAME).unlink(missing_ok=True)  # left by a kill after the manifest was written
+    prepared_at = (out / MANIFEST_NAME).stat().st_mtime_ns
+    newer = [file.path for file in corpus.files if file.changed > prepared_at]
+    inputs = out / INPUTS_NAME  # older versions wrote none
+    if inputs.read_text() != corpus.digest(times=True) + "\n" if inputs.exists() else newer:
+        where = newer[0] if newer else corpus.name
+        raise DataError("an input changed after it was prepared", where, f"choose another --out or delete {out}")
+    load_dataset(out)  # checks headers and sizes of the shards
     return manifest
 
 
-def _refuse_newer(out: Path, corpus: Source) -> None:
-    """Raise Fault(DATA) when text is newer than what was made of it in `out`."""
-    prepared_at = (out / MANIFEST_NAME).stat().st_mtime_ns
-    for file in corpus.files:
-        if file.changed > prepared_at:
-            what = "an input changed after it was prepared"
-            raise Fault(Exit.DATA, what, file.path, f"choose another --out or delete {out}")
+def _refuse_difference(out: Path, existing: dict[str, Any], recipe: dict[str, Any]) -> None:
+    for key, value in recipe.items():
+        if existing.get(key) != value:
+            what = f"the folder was prepared with another {key}: {existing.get(key)} there, {value} now"
+            raise DataError(what, out, _ANOTHER_OUT)
 
 
-def _begin(out: Path, fresh: Position) -> tuple[Position, bool]:
-    """Where to start, and whether that goes on with an earlier call."""
-    earlier = load_position(out)
-    if earlier and earlier.tokens:
-        _refuse_difference(out, earlier.recipe, fresh.recipe)
-        if earlier.listing != fresh.listing:
-            what = "an input file was changed since this preparation began"
-            raise Fault(Exit.DATA, what, str(out), "choose another --out or delete the folder")
+def _load_or_create_state(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
+    """The state to start from, and whether an earlier call left it."""
+    earlier = _load_state(out)
+    if earlier and any(earlier.tokens.values()):
+        _refuse_difference(out, earlier.recipe, new.recipe)
+        if earlier.listing != new.listing:
+            raise DataError("an input file was changed since this preparation began", out, _ANOTHER_OUT)
         return earlier, True
-    if earlier and (earlier.recipe, earlier.listing) == (fresh.recipe, fresh.listing):
+    if earlier and (earlier.recipe, earlier.listing) == (new.recipe, new.listing):
         return earlier, True
-    if earlier:  # of something else, but not one token was kept of it
+    if earlier:  # another recipe, but none of its tokens count
         shutil.rmtree(out / "tokenizer", ignore_errors=True)
-    else:
-        strange = [path for name in ("*.bin", "*.npy", "tokenizer") for path in sorted(out.glob(name))]
-        if strange:
-            what = "the output folder holds other data already"
-            raise Fault(Exit.DATA, what, str(strange[0]), "choose another --out or delete it")
-    with blame_disk(out):
-        save_position(out, fresh)
-    return fresh, False
+    elif other := [path for name in ("*.bin", "*.npy", "tokenizer") for path in sorted(out.glob(name))]:
+        raise DataError("the output folder holds other data already", other[0], "choose another --out or delete it")
+    with storage_errors(out):
+        _save_state(out, new)
+    return new, False
 
 
-def _check_siblings(out: Path, of: int, recipe: dict[str, Any]) -> None:
-    """Raise Fault(DATA) when other parts that were begun in `out` are of another division or made otherwise."""
-    for folder, count in list_parts(out).items():
-        if count != of:
-            fix = f"use --part K/{count}, or delete the parts that are there"
-            raise Fault(Exit.DATA, f"parts of another division are here, K/{count}", str(out / FOLDER), fix)
-        if (folder / MANIFEST_NAME).exists():
-            _refuse_difference(folder, read_manifest(folder).source, recipe)
-        elif (begun := load_position(folder)) and begun.tokens:
-            _refuse_difference(folder, begun.recipe, recipe)
+def _save_state(out: Path, state: ResumeState) -> None:
+    replace_file(out / PROGRESS_NAME, json.dumps(vars(state)), durable=True)
 
 
-def _find_parts(out: Path, recipe: dict[str, Any], tokenizer: Tokenizer, corpus: Source) -> list[tuple[Path, Manifest]]:
-    parts = find_parts(out)
-    for number, (folder, manifest) in enumerate(parts, start=1):
-        _refuse_difference(folder, manifest.source, recipe)
-        _refuse_newer(folder, take_part(corpus, number, len(parts)))
-        if manifest.tokenizer != tokenizer.describe():
-            what = f"made by tokenizer {manifest.tokenizer['fingerprint'][:12]}, not the others'"
-            raise Fault(Exit.DATA, what, str(folder), "delete it and prepare it again")
-    return parts
+def _load_state(out: Path) -> ResumeState | None:
+    path = out / PROGRESS_NAME
+    if not path.exists():
+        return None
+    try:
+        row = json.loads(path.read_bytes())
+        return ResumeState(**row | {"position": ReadPosition(*row["position"]), "counts": Counter(row["counts"])})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        fix = "delete the output folder and prepare again"
+        raise DataError(f"cannot read how far the preparation was: {error}", path, fix) from error
 
 
-def _refuse_difference(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> None:
-    for key, value in asked.items():
-        if there.get(key) != value:
-            what = f"the folder was prepared with another {key}: {there.get(key)} there, {value} now"
-            raise Fault(Exit.DATA, what, str(out), "choose another --out or delete the folder")
-
-
-def _settle_tokenizer(
-    out: Path,
-    spec: str,
-    given: Tokenizer | None,
-    corpus: Source,
-    rules: Rules,
-    on_progress: Callable[[Progress], None] | None,
-) -> Tokenizer:
-    """The tokenizer, saved in `out` first of all; a BPE that an earlier call trained is taken from there."""
-    folder, partial = out / "tokenizer", out / "tokenizer.tmp"
-    if folder.exists():
-        return load_saved_tokenizer(folder)
-    if on_progress and given is None:
-        none_yet = Progress(stage="vocabulary", tokens=0, documents=0, done_bytes=0, total_bytes=corpus.size_bytes)
-        on_progress(none_yet)
-    tokenizer = given or load_tokenizer(spec, lambda: sample_texts(corpus, rules, SAMPLE_BYTES))
-    with blame_disk(out):
-        shutil.rmtree(partial, ignore_errors=True)
-        tokenizer.save(partial)
-        sync_folder(partial)
-        partial.rename(folder)
-        sync_folder(out)
-    return tokenizer
-
-
-def _report(manifest: Manifest, started: float, resumed: bool = False, unchanged: bool = False) -> Prepared:
-    train, val = manifest.tokens("train"), manifest.tokens("val")
-    return Prepared(
+def _summarize(manifest: Manifest, started: float, *, resumed: bool = False, unchanged: bool = False) -> PrepareResult:
+    train, val = (manifest.tokens(split) for split in SPLITS)
+    return PrepareResult(
         tokens=train + val,
         documents=sum(manifest.documents.values()),
         shards=len(manifest.shards),

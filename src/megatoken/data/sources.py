@@ -1,38 +1,33 @@
-"""What to prepare: files, folders and patterns on this disk, and a few corpora by name.
-
-In: what the user typed. Out: `Source`, a fixed list of files in a fixed order, and a way to open each.
-Deliberately absent: what is inside the files (blocks.py, documents.py).
-"""
+"""Find a corpus: files, folders and patterns on this disk, and a few corpora by name, as a sorted list of files."""
 
 import glob
+import hashlib
 import os
 import stat
 import sysconfig
+import urllib.request
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import xxhash
 
-from megatoken.data.download import download
-from megatoken.errors import Exit, Fault
-from megatoken.hardware import megatoken_cache
+from megatoken.data.shard_format import DESCRIPTION_NAME
+from megatoken.errors import ConfigError, DataError
+from megatoken.system.atomic_write import local_path, replace_file
+from megatoken.system.environment import megatoken_cache
 
-# Documents between <|endoftext|>s; a document a file; a line of JSON; a row of parquet.
-Form = Literal["separated", "whole", "lines", "rows"]
+# Documents between <|endoftext|>s; one document per file, per line of JSON, per row of parquet.
+Format = Literal["separated", "whole", "lines", "rows"]
 Compression = Literal["", "gz", "zst"]
 
-FORMS: dict[str, Form] = {
-    ".txt": "separated",
-    ".md": "whole",
-    ".py": "whole",
-    ".jsonl": "lines",
-    ".ndjson": "lines",
-    ".parquet": "rows",
-}
+# Other suffixes, such as .md and .py, are "whole".
+FORMATS: dict[str, Format] = {".txt": "separated", ".jsonl": "lines", ".ndjson": "lines", ".parquet": "rows"}
 COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
-IN_FOLDERS = (".txt", ".md", ".jsonl", ".parquet")  # picked up in a folder; anything else must be named
+IN_FOLDERS = (".txt", ".md", ".jsonl", ".parquet")  # read from a folder; other files must be named
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -42,13 +37,12 @@ HUB = {  # name -> dataset repository on the Hugging Face hub, its files
     "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/*.parquet"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
 }
+_TIMEOUT_SECONDS = 10
+INSTALL_DATA = 'pip install "megatoken[data]"'
 NAMES = ("python", "tinyshakespeare", *HUB)
 
-# Not what a reader of Python learns from: tests, other people's packages, an editor, a converter, demos.
-_NOT_PYTHON = {
-    *("test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"),
-    "__pycache__",
-}
+# Left out of the corpus "python": tests, installed packages, an editor, a converter, demos.
+_NOT_PYTHON = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +53,13 @@ class File:
     path: str
     size: int
     changed: int
-    form: Form
+    format: Format
     compression: Compression
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files in the order of reading. direct: the user named this very file, so it must be text."""
+    """Files in reading order. direct: the user named this one file, so it must be text."""
 
     name: str
     files: tuple[File, ...]
@@ -84,54 +78,59 @@ class Source:
 
 
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
-    """The files that `spec` means: a name of NAMES, a file, a folder (recursive) or a pattern, sorted by name.
+    """The files of `spec`: a name of NAMES, a file, a folder (recursive) or a pattern, sorted by name.
 
-    root: a local folder with the layout of a named corpus, used in place of the internet.
-    exclude: a folder to leave out, where the dataset itself is written.
-    Fault(Exit.DATA) when there is nothing, nothing readable, or the folder holds shards already.
+    root: a local folder with the layout of a named corpus, used instead of the internet. exclude: a folder to leave
+    out, where the dataset is written; datasets and runs are left out, too. Raises DataError when nothing readable is
+    found, or token shards are; ConfigError when `spec` names a corpus and a file here.
     """
+    path = local_path(spec)
+    if spec in NAMES and not root and path.exists():
+        what = f"{spec} is a corpus, and a {'folder' if path.is_dir() else 'file'} here"
+        raise ConfigError(what, path.absolute(), f"write ./{spec} for what is here, or start elsewhere for the corpus")
     if spec == "python":
-        return _find_python(Path(root or sysconfig.get_paths()["stdlib"]))
+        library = Path(root or sysconfig.get_paths()["stdlib"])
+        found = [(name, path) for name, path in _walk(library, None, _NOT_PYTHON) if path.suffix == ".py"]
+        if not found:
+            raise DataError("no Python sources here", library, "give root=, a folder of .py files")
+        return _list_local("python", found)
     if spec == "tinyshakespeare":
         return _find_shakespeare(root)
     if spec in HUB:
         return _find_on_hub(spec) if root is None else _find_copy(spec, root)
-    path = Path(spec)
     if path.is_file():
         _refuse_shards([path])
         return _list_local(path.name, [(path.name, path)], direct=True)
     if path.is_dir():
+        if exclude and path.resolve() == exclude.resolve():
+            raise DataError("the folder of the text is the output folder, too", path, "choose another --out")
         _refuse_shards(path.iterdir())
-        found = [(name, file) for name, file in _walk(path, exclude) if _form_in_folder(file)]
+        found = [(name, file) for name, file in _walk(path, exclude) if _split_suffix(name)[0] in IN_FOLDERS]
         if not found:
             what = f"no {', '.join(IN_FOLDERS)} files (.gz and .zst included) in this folder"
-            raise Fault(Exit.DATA, what, str(path), "name another folder, a file or a pattern")
+            raise DataError(what, path, "name another folder, a file or a pattern")
         return _list_local(path.resolve().name, found)
     if glob.has_magic(spec):
-        matches = [Path(match) for match in glob.glob(spec, recursive=True)]  # noqa: PTH207 (absolute patterns)
-        _refuse_shards(matches)
-        found = [(match.as_posix(), match) for match in matches if match.is_file()]
-        if not found:
-            raise Fault(Exit.DATA, "no file matches the pattern", spec, "check it; quote it against the shell")
-        start = os.path.commonpath([match.parent for _, match in found])
-        named = [(match.relative_to(start).as_posix(), match) for _, match in found]
-        return _list_local(Path(spec).name, named)
-    what = f"no such file, folder or named corpus (names: {', '.join(NAMES)})"
-    raise Fault(Exit.DATA, what, spec, "check the spelling")
-
-
-def _find_python(library: Path) -> Source:
-    found = [(name, path) for name, path in _walk(library, None, _NOT_PYTHON) if path.suffix == ".py"]
-    if not found:
-        raise Fault(Exit.DATA, "no Python sources here", str(library), "give root=, a folder of .py files")
-    return _list_local("python", found)
+        paths = [Path(match) for match in glob.glob(spec, recursive=True)]  # noqa: PTH207 (absolute patterns)
+        named = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
+        below = {folder for path in paths for folder in path.parents if not named.is_relative_to(folder)}
+        left_out = {folder for folder in below if _is_output(folder, exclude)}
+        paths = [path for path in paths if left_out.isdisjoint(path.parents)]
+        _refuse_shards(paths)
+        if not (matches := [path for path in paths if path.is_file()]):
+            raise DataError("no file matches the pattern", spec, "check it; quote it against the shell")
+        start = os.path.commonpath([match.parent for match in matches])
+        return _list_local(Path(spec).name, [(match.relative_to(start).as_posix(), match) for match in matches])
+    if path.exists():
+        raise DataError("neither a file nor a folder", spec, "write its content to a file first")
+    raise DataError(f"no such file, folder or named corpus (names: {', '.join(NAMES)})", spec, "check the spelling")
 
 
 def _find_shakespeare(root: Path | None) -> Source:
     path = root / "input.txt" if root else megatoken_cache() / "tinyshakespeare.txt"
     if not path.is_file():
         if root:
-            raise Fault(Exit.DATA, "no such file", str(path), "place tiny Shakespeare there")
+            raise DataError("no such file", path, "place tiny Shakespeare there")
         download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
     return _list_local("tinyshakespeare", [("input.txt", path)], direct=True)
 
@@ -140,32 +139,28 @@ def _find_copy(name: str, root: Path) -> Source:
     pattern = HUB[name][1]
     found = [(path.relative_to(root).as_posix(), path) for path in root.glob(pattern)]
     if not found:
-        what = f"no {pattern} in this folder"
-        raise Fault(Exit.DATA, what, str(root), f"copy the files of dataset {HUB[name][0]} there")
+        raise DataError(f"no {pattern} in this folder", root, f"copy the files of dataset {HUB[name][0]} there")
     return _list_local(name, found)
 
 
 def _find_on_hub(name: str) -> Source:
-    """Lists the repository's files; they are read over the network while they are prepared."""
+    """The repository's files; they are read over the network during preparation."""
     repository, pattern = HUB[name]
     try:
         from huggingface_hub import HfFileSystem
     except ImportError as error:
-        fix = 'pip install "megatoken[data]"'
-        raise Fault(Exit.DATA, f"{name} needs huggingface_hub and pyarrow", name, fix) from error
+        raise DataError(f"{name} needs huggingface_hub and pyarrow", name, INSTALL_DATA) from error
     try:
         hub = HfFileSystem()
         listing: dict[str, Any] = hub.glob(f"datasets/{repository}/{pattern}", detail=True)
-    except Exception as error:  # the hub, its cache and the network each raise their own kinds
+    except Exception as error:  # the hub, its cache and the network each raise their own exceptions
         what = f"cannot reach the Hugging Face hub: {type(error).__name__}"
         fix = f"download {pattern} of that dataset elsewhere and give its folder with --root"
-        raise Fault(Exit.DATA, what, f"dataset {repository}", fix) from error
+        raise DataError(what, f"dataset {repository}", fix) from error
     if not listing:
-        raise Fault(Exit.DATA, f"no files {pattern}", f"dataset {repository}", "it may have moved; give root")
-    prefix = f"datasets/{repository}/"
-    files = tuple(
-        File(path.removeprefix(prefix), path, int(row["size"]), 0, "rows", "") for path, row in sorted(listing.items())
-    )
+        raise DataError(f"no files {pattern}", f"dataset {repository}", "it may have moved; give root")
+    prefix, rows = f"datasets/{repository}/", sorted(listing.items())
+    files = tuple(File(path.removeprefix(prefix), path, int(row["size"]), 0, "rows", "") for path, row in rows)
     return Source(name, files, lambda file: hub.open(file.path, "rb"))
 
 
@@ -175,64 +170,84 @@ def _list_local(name: str, found: Iterable[tuple[str, Path]], direct: bool = Fal
         try:
             status = path.stat()
         except OSError as error:
-            fix = "check permissions, or leave it out"
-            raise Fault(Exit.DATA, f"cannot read: {error.strerror}", str(path), fix) from error
-        form, compression = classify(path.name)
-        files.append(File(relative, str(path), status.st_size, status.st_mtime_ns, form, compression))
+            raise DataError(f"cannot read: {error.strerror}", path, "check permissions, or leave it out") from error
+        format, compression = classify(path.name)
+        files.append(File(relative, str(path), status.st_size, status.st_mtime_ns, format, compression))
     return Source(name, tuple(files), open_local, direct)
 
 
-def classify(name: str) -> tuple[Form, Compression]:
-    """Form and compression of a file by its name; an unknown ending means text."""
+def classify(name: str) -> tuple[Format, Compression]:
+    """Format and compression of a file by its name; an unknown suffix means text."""
+    suffix, compression = _split_suffix(name)
+    return FORMATS.get(suffix, "whole"), compression
+
+
+def _split_suffix(name: str) -> tuple[str, Compression]:
     path = Path(name.lower())
     compression = COMPRESSIONS.get(path.suffix, "")
-    suffix = Path(path.stem).suffix if compression else path.suffix
-    return FORMS.get(suffix, "whole"), compression
+    return Path(path.stem).suffix if compression else path.suffix, compression
 
 
 def open_local(file: File) -> BinaryIO:
-    """Opens a file of this disk. Fault(Exit.DATA) when it is not the one that was listed."""
+    """Open a local file. Raises DataError when it is not the one that was listed."""
     stream = open(file.path, "rb")  # noqa: SIM115 (the caller closes it)
     status = os.fstat(stream.fileno())
     if (status.st_size, status.st_mtime_ns) != (file.size, file.changed):
         stream.close()
-        raise Fault(Exit.DATA, "file was changed while it was prepared", file.path, _START_ANEW)
+        raise DataError("file changed while it was prepared", file.path, "delete the output folder and prepare again")
     return stream
-
-
-_START_ANEW = "delete the output folder and prepare again"
 
 
 def _walk(folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()) -> list[tuple[str, Path]]:
     """(relative name, path) of every regular file below; hidden ones and links to folders are left out."""
-    skip, away, found = set(unwanted), exclude and exclude.resolve(), []
+    skip, found = set(unwanted), []
 
-    def complain(error: OSError) -> None:
-        fix = "check its permissions"
-        raise Fault(Exit.DATA, f"cannot read the folder: {error.strerror}", str(error.filename), fix) from error
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read the folder: {error.strerror}", error.filename, "check its permissions") from error
 
-    for place, folders, names in os.walk(folder, onerror=complain):
-        here = Path(place)
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        if away and here.resolve() == away:
+        if _is_output(Path(parent), exclude):
             folders.clear()
             continue
         for name in names:
-            path = here / name
+            path = Path(parent, name)
             if not name.startswith(".") and stat.S_ISREG(path.stat().st_mode if path.exists() else 0):
                 found.append((path.relative_to(folder).as_posix(), path))
     return found
 
 
-def _form_in_folder(path: Path) -> bool:
-    name = path.name.lower()
-    for suffix in COMPRESSIONS:
-        name = name.removesuffix(suffix)
-    return name.endswith(IN_FOLDERS)
+def _is_output(folder: Path, out: Path | None) -> bool:
+    """Whether this is `out`, or a dataset or run that was written before."""
+    return bool(out and folder.resolve() == out.resolve()) or (folder / "tokenizer" / DESCRIPTION_NAME).is_file()
 
 
 def _refuse_shards(paths: Iterable[Path]) -> None:
     shard = next((path for path in sorted(paths) if path.suffix in (".bin", ".npy")), None)
     if shard:
         what = "these are token shards already, which `megatoken train` uses as they are"
-        raise Fault(Exit.DATA, what, str(shard), "train with data.path set to their folder, or name text files here")
+        raise DataError(what, shard, "train with data.path set to their folder, or name text files here")
+
+
+def download(url: str, target: Path, sha256: str) -> bytes:
+    """The bytes at `url`, from `target` if it holds them already; otherwise downloaded and kept there.
+
+    Raises DataError when the address cannot be reached or holds something else.
+    """
+    with suppress(OSError):
+        cached = target.read_bytes()
+        if hashlib.sha256(cached).hexdigest() == sha256:
+            return cached
+    fix = f"download it elsewhere and place it at {target}"
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
+            data: bytes = response.read()
+    except OSError as error:  # URLError and time-outs are OSErrors
+        raise DataError(f"cannot download: {error}", url, fix) from error
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != sha256:
+        raise DataError(f"download has sha256 {actual}, expected {sha256}", url, fix)
+    with suppress(OSError):  # without a cache the next run downloads again
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(target, data)
+    return data

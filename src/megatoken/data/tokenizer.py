@@ -1,15 +1,13 @@
-"""Text to token ids and back: GPT-2's vocabulary, plain bytes, a BPE of one's own, any tokenizer.json.
+"""Text to token ids and back: GPT-2's vocabulary, plain bytes, a trained BPE, any tokenizer.json.
 
-In: a name or a file. Out: `Tokenizer`. The ids are those of Hugging Face's `tokenizers`, which also trains,
-decodes and saves; where the pre-tokenizer is GPT-2's, words are split here and remembered, which is faster
-and gives the same ids. Deliberately absent: special tokens found in text (a document cannot end itself),
-BOS/EOS, padding, truncation.
+The ids are those of Hugging Face's `tokenizers`, which also trains, decodes and saves; where the pre-tokenizer is
+GPT-2's, `BpeCache` gives the same ids faster. Special tokens in text are plain text: a document cannot end itself.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -21,85 +19,111 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatoken.data.gpt2_vocabulary import Merges, byte_characters, find_gpt2_merges
-from megatoken.data.words import WordCache
-from megatoken.errors import Exit, Fault
+from megatoken.data.bpe_cache import BpeCache
+from megatoken.data.gpt2_vocab import Merges, byte_characters, find_gpt2_merges
+from megatoken.data.shard_format import DESCRIPTION_NAME
+from megatoken.errors import ConfigError, DataError, StorageError
+from megatoken.system.atomic_write import replace_file
 
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>")
-SPECS = ("gpt2", "bytes", "bpe:N", "FILE")
+LARGEST_VOCABULARY = 1 << 24  # tables have a row for each id, used or not
+LARGEST_TRAINED = 1_000_000  # the trainer takes memory for all of them at once, or aborts the process
 
 Ids = NDArray[np.uint32]
+SplitPoints = Literal["anywhere", "words", "nowhere"]
 
 
 class Tokenizer:
-    """A vocabulary with its rules. `name` is for people; `fingerprint` decides whether two are the same.
+    """A vocabulary with its rules; two are the same when their `fingerprint` is.
 
-    vocab_size: one more than the highest id. eot: id of the token written between documents.
+    vocab_size: one more than the highest id. eot: id of the token between documents. split_points: where a long text
+    may be split without changing an id.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, name: str, eot: int) -> None:
-        self._inner = inner
+    def __init__(self, inner: tokenizers.Tokenizer | str, name: str, eot: int) -> None:
+        """inner: a `tokenizers` tokenizer or the content of its tokenizer.json."""
+        self._inner = tokenizers.Tokenizer.from_str(inner) if isinstance(inner, str) else inner
         self._inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is text like any other
         self._inner.no_truncation()
         self._inner.no_padding()
-        self.name = name
-        self.eot = eot
-        self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values())
-        content = json.loads(inner.to_str())
-        self.cuts: Literal["anywhere", "words", "nowhere"] = "nowhere"  # where a long text may be cut, ids unchanged
+        self.name, self.eot = name, eot
+        self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values())
+        if self.vocab_size > LARGEST_VOCABULARY:
+            what = f"a token has id {self.vocab_size - 1:,}, ids below {LARGEST_VOCABULARY:,} are supported"
+            raise DataError(what, name, "is it the tokenizer.json of this model?")
+        content = json.loads(self._inner.to_str())
+        self.split_points: SplitPoints = "nowhere"
         self._encode: Callable[[str], Ids] = self._encode_whole
-        if _is_bytes(content):
-            self.cuts, self._encode = "anywhere", _encode_bytes
+        if content["model"].get("vocab") == _byte_vocabulary() and not content["model"].get("merges"):
+            self.split_points = "anywhere"
+            self._encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         elif _splits_like_gpt2(content):
-            self.cuts, self._encode = "words", WordCache(inner).encode
+            self.split_points, self._encode = "words", BpeCache(self._inner).encode
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, fingerprint={self.fingerprint[:8]})"
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) of what decides ids and text; the same in every process and for every way of writing it."""
+        """sha256 hex of what decides ids and text, whichever version of the library wrote the tokenizer.json."""
         content = json.loads(self._inner.to_str())
         if "merges" in content["model"]:
             content["model"]["merges"] = [_pair(merge) for merge in content["model"]["merges"]]
-        parts = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
-        decisive = _drop_defaults({part: content.get(part) for part in parts})
+        keys = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
+        decisive = _drop_defaults({key: content.get(key) for key in keys})
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     @cached_property
-    def opening(self) -> list[int]:
-        """Ids that Hugging Face's programs put before every text unasked, as LLaMA's begin-of-text; never ours."""
-        plain, dressed = (self._inner.encode("a", add_special_tokens=added).ids for added in (False, True))
-        return dressed[: dressed.index(plain[0])]
+    def bos_ids(self) -> list[int]:
+        """Ids that Hugging Face puts before every text, such as LLaMA's begin-of-text; `encode` adds none."""
+        for text in ("a", *self._inner.get_vocab()):  # the first that has an id
+            with contextlib.suppress(Exception):  # of the Rust side, for words that a model does not know
+                plain, special = (self._inner.encode(text, add_special_tokens=added).ids for added in (False, True))
+                return special[: special.index(plain[0])]
+        return []
+
+    @property
+    def drops_unknown(self) -> bool:
+        """Whether characters outside the vocabulary vanish from a text: a BPE without unk and without all bytes."""
+        content = json.loads(self._inner.to_str())
+        model, splitter = content["model"], json.dumps([content["normalizer"], content["pre_tokenizer"]])
+        if model["type"] != "BPE" or model.get("unk_token"):
+            return False
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else [""]
+        return not set(byte_characters() if "ByteLevel" in splitter else alphabet) <= set(model["vocab"])
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
-        """Bytes of text (vocab_size,) that each id stands for; special tokens are no text and have none."""
+        """Bytes of text (vocab_size,) of each id; special tokens are not text and have 0."""
         content = json.loads(self._inner.to_str())
         by_bytes = "ByteLevel" in json.dumps(content["decoder"])  # every character of a token is a byte
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, id in self._inner.get_vocab(with_added_tokens=True).items():
-            is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", token)  # SentencePiece's way of writing one
+            is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", token)  # SentencePiece
             lengths[id] = len(token) if by_bytes else 1 if is_byte else len(token.replace("\u2581", " ").encode())
         for token in content["added_tokens"]:
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         return lengths
 
     def shares_ids(self, other: "Tokenizer") -> bool:
-        """Whether every token has the same id in both: a model of one can go on with text of the other."""
+        """Whether every token has the same id in both, so that a model of one can read text of the other."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab())
 
     def encode(self, text: str) -> Ids:
         """Ids of `text`, uint32, nothing added; special tokens in it are plain text."""
         return self._encode(text)
 
-    def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """Ids of each text."""
-        return [self._encode(text) for text in texts]
+    def start_ids(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Ids for a model to continue: begin-of-text, then the prompt, as in transformers; end-of-text if empty."""
+        return [*self.bos_ids, *prompt_ids] or [self.eot]
+
+    def decode_after(self, context: Sequence[int], ids: Sequence[int]) -> str:
+        """The text that `ids` add behind `context`: some decoders drop the space before the first word of a text."""
+        return self.decode([*context, *ids])[len(self.decode(context)) :]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`, special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
         return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=False))
 
     def to_json(self) -> str:
@@ -107,107 +131,91 @@ class Tokenizer:
         return str(self._inner.to_str())
 
     def describe(self) -> dict[str, Any]:
-        """name, vocab_size, eot, fingerprint: the manifest's row and the content of megatoken_tokenizer.json."""
-        return {
-            "name": self.name,
-            "vocab_size": self.vocab_size,
-            "eot": self.eot,
-            "fingerprint": self.fingerprint,
-        }
+        """The tokenizer's entry in the manifest and the content of megatoken_tokenizer.json."""
+        return {"name": self.name, "vocab_size": self.vocab_size, "eot": self.eot, "fingerprint": self.fingerprint}
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json (any `tokenizers` program reads it) and megatoken_tokenizer.json, durably.
+        """Write tokenizer.json (any `tokenizers` program reads it) and megatoken_tokenizer.json, durably.
 
-        Fault(Exit.STORAGE) when the folder cannot be written.
+        Raises StorageError when the folder cannot be written.
         """
-        texts = {
-            "tokenizer.json": self.to_json(),
-            "megatoken_tokenizer.json": json.dumps(self.describe(), indent=1) + "\n",
-        }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, text in texts.items():
-                with (folder / name).open("w", encoding="utf-8", newline="\n") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
+            replace_file(folder / "tokenizer.json", self.to_json(), durable=True)
+            description = json.dumps(self.describe(), indent=1) + "\n"
+            replace_file(folder / DESCRIPTION_NAME, description, durable=True)  # last: without it nothing was saved
         except OSError as error:
             fix = "free some space or choose a folder you can write to"
-            raise Fault(Exit.STORAGE, f"cannot save the tokenizer: {error.strerror}", str(folder), fix) from error
+            raise StorageError(f"cannot save the tokenizer: {error.strerror}", folder, fix) from error
 
     def _encode_whole(self, text: str) -> Ids:
         # The batch call keeps no offsets: half the time, three quarters of the memory.
-        return np.array(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
+        try:
+            return np.array(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
+        except Exception as error:  # the Rust side raises bare Exceptions, for a word without token or unk
+            what = f"the tokenizer cannot encode {text[:40]!r}: {error}"
+            raise DataError(what, self.name, "give it an unk_token, or use another tokenizer") from None
 
 
 def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) -> Tokenizer:
-    """The tokenizer called `spec`: gpt2, bytes, bpe:N trained on `texts()`, a tokenizer.json, or a folder with one.
+    """The tokenizer `spec`: gpt2, bytes, bpe:N trained on `texts()`, a tokenizer.json, or a folder with one.
 
-    Fault(Exit.CONFIG) for a spec that means nothing, Fault(Exit.DATA) for a file that is missing or wrong.
+    Raises ConfigError for an unknown spec, DataError for a file that is missing or wrong.
     """
     if spec == "gpt2":
         return _build_bpe("gpt2", find_gpt2_merges(), 50_257)
     if spec == "bytes":
-        return _build_bytes()
+        return _assemble("bytes", _byte_vocabulary(), [])
     if spec.startswith("bpe:"):
         vocab_size = parse_bpe(spec)
         if texts is None:
             fix = "name the folder it was saved to, or prepare a corpus with it"
-            raise Fault(Exit.CONFIG, f"{spec} must be trained and there is no text here", "tokenizer", fix)
+            raise ConfigError(f"{spec} must be trained and there is no text here", "tokenizer", fix)
         return _train_bpe(spec, vocab_size, texts())
     path = Path(spec)
     if path.is_file():
         return _load_file(path, path.name)
     if path.is_dir():
-        return _load_folder(path)
-    near = difflib.get_close_matches(spec, SPECS[:2], 1)
-    fix = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SPECS)}"
-    raise Fault(Exit.CONFIG, f"no tokenizer or file called {spec!r}", "tokenizer", fix)
+        if (path / DESCRIPTION_NAME).exists():
+            return load_saved_tokenizer(path)
+        if (path / "tokenizer.json").exists():
+            return _load_file(path / "tokenizer.json", path.name)
+        if (path / "vocab.json").exists() and (path / "merges.txt").exists():
+            return _load_vocabulary(path)
+        raise DataError("folder holds no tokenizer.json", spec, "name a tokenizer.json or a folder that holds one")
+    near = difflib.get_close_matches(spec, ("gpt2", "bytes"), 1)
+    fix = f"did you mean {near[0]}?" if near else "give one of gpt2, bytes, bpe:N, FILE"
+    raise ConfigError(f"no tokenizer or file called {spec!r}", "tokenizer", fix)
 
 
 def load_saved_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save` wrote to `folder`.
-
-    Fault(Exit.DATA) when a file is missing, damaged, or no longer the one that was saved (both hashes named).
-    """
-    path = folder / "megatoken_tokenizer.json"
+    """The tokenizer that `save` wrote to `folder`. Raises DataError when it is missing, damaged or changed since."""
+    path = folder / DESCRIPTION_NAME
     try:
         row = json.loads(path.read_bytes())
         name, eot, expected = str(row["name"]), int(row["eot"]), str(row["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "copy the folder again or prepare the dataset again"
-        raise Fault(Exit.DATA, f"cannot read the tokenizer's description: {error}", str(path), fix) from error
+        raise DataError(f"cannot read the tokenizer's description: {error}", path, fix) from error
     tokenizer = Tokenizer(_read_inner(folder / "tokenizer.json"), name, eot)
     if tokenizer.fingerprint != expected:
         what = f"tokenizer has changed since it was saved: sha256 {tokenizer.fingerprint}, expected {expected}"
         fix = "restore the file, or prepare the dataset again with the new tokenizer"
-        raise Fault(Exit.DATA, what, str(folder / "tokenizer.json"), fix)
+        raise DataError(what, folder / "tokenizer.json", fix)
     return tokenizer
 
 
-def read_tokenizer(text: str, name: str, eot: int) -> Tokenizer:
-    """The tokenizer whose `to_json` gave `text`."""
-    return Tokenizer(tokenizers.Tokenizer.from_str(text), name, eot)
-
-
 def parse_bpe(spec: str) -> int:
-    """The N of "bpe:N". Fault(Exit.CONFIG) unless it is a whole number from 257 on."""
+    """The N of "bpe:N". Raises ConfigError unless it is a whole number from 257 to LARGEST_TRAINED."""
     digits = spec.removeprefix("bpe:").replace("_", "")
-    if not re.fullmatch(r"[0-9]{1,9}", digits) or int(digits) < 257:
-        fix = "N is the vocabulary size: at least 257 (256 bytes and <|endoftext|>), for example bpe:4096"
-        raise Fault(Exit.CONFIG, f"not a vocabulary size: {spec!r}", "tokenizer", fix)
+    if not re.fullmatch(r"[0-9]{1,9}", digits) or not 257 <= int(digits) <= LARGEST_TRAINED:
+        fix = f"N is the vocabulary size: at least 257 (256 bytes and <|endoftext|>), at most {LARGEST_TRAINED:,}"
+        raise ConfigError(f"not a vocabulary size: {spec!r}", "tokenizer", fix)
     return int(digits)
 
 
-def _encode_bytes(text: str) -> Ids:
-    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
-
-
 def _build_bpe(name: str, merges: Merges, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: 256 bytes in GPT-2's order, one id a merge, <|endoftext|> last.
-
-    When the merges are fewer, the ids between them and <|endoftext|> are never used.
-    """
+    """Byte-level BPE: 256 bytes in GPT-2's order, one id per merge, <|endoftext|> last."""
     vocabulary = {character: id for id, character in enumerate(sorted(byte_characters()))}
     for left, right in merges:
         vocabulary.setdefault(left + right, len(vocabulary))
@@ -215,9 +223,8 @@ def _build_bpe(name: str, merges: Merges, vocab_size: int) -> Tokenizer:
     return _assemble(name, vocabulary, merges)
 
 
-def _build_bytes() -> Tokenizer:
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())} | {EOT: 256}
-    return _assemble("bytes", vocabulary, [])
+def _byte_vocabulary() -> dict[str, int]:
+    return {character: byte for byte, character in enumerate(byte_characters())} | {EOT: 256}
 
 
 def _assemble(name: str, vocabulary: dict[str, int], merges: Merges) -> Tokenizer:
@@ -229,30 +236,17 @@ def _assemble(name: str, vocabulary: dict[str, int], merges: Merges) -> Tokenize
 
 
 def _train_bpe(name: str, vocab_size: int, texts: Iterator[str]) -> Tokenizer:
-    """The same texts give the same merges: the trainer breaks ties by id, whatever the number of threads."""
-    learner = tokenizers.Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    """Train a BPE. Deterministic: the trainer breaks ties by id, whatever the number of threads."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    merged_size = vocab_size - 1  # the last id is <|endoftext|>
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,  # the last id is <|endoftext|>
-        min_frequency=2,
-        initial_alphabet=byte_characters(),
-        show_progress=False,
+        vocab_size=merged_size, min_frequency=2, initial_alphabet=byte_characters(), show_progress=False
     )
-    learner.train_from_iterator(texts, trainer=trainer)
-    merges = [_pair(merge) for merge in json.loads(learner.to_str())["model"]["merges"]]
-    # A corpus with fewer merges gives a smaller vocabulary: ids that nothing uses would only cost memory.
+    inner.train_from_iterator(texts, trainer=trainer)
+    merges = [_pair(merge) for merge in json.loads(inner.to_str())["model"]["merges"]]
+    # A corpus with fewer merges gives a smaller vocabulary: unused ids would only cost memory.
     return _build_bpe(name, merges, min(vocab_size, 257 + len(merges)))
-
-
-def _load_folder(folder: Path) -> Tokenizer:
-    if (folder / "megatoken_tokenizer.json").exists():
-        return load_saved_tokenizer(folder)
-    if (folder / "tokenizer.json").exists():
-        return _load_file(folder / "tokenizer.json", folder.name)
-    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        return _load_vocabulary(folder)
-    what = "folder holds no tokenizer.json"
-    raise Fault(Exit.DATA, what, str(folder), "name a tokenizer.json or a folder that holds one")
 
 
 def _load_vocabulary(folder: Path) -> Tokenizer:
@@ -260,13 +254,12 @@ def _load_vocabulary(folder: Path) -> Tokenizer:
     try:
         vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-        merges = [
-            (left, right) for left, _, right in (line.partition(" ") for line in lines) if right and left != "#version:"
-        ]
+        pairs = (line.partition(" ")[::2] for line in lines)
+        merges = [(left, right) for left, right in pairs if right and left != "#version:"]
         return _assemble(folder.name, vocabulary, merges)
     except Exception as error:  # the Rust side raises bare Exceptions
         what = f"vocab.json and merges.txt make no byte-level BPE: {error!r}"
-        raise Fault(Exit.DATA, what, str(folder), "copy them again from the model's repository") from error
+        raise DataError(what, folder, "copy them again from the model's repository") from error
 
 
 def _load_file(path: Path, name: str) -> Tokenizer:
@@ -274,7 +267,7 @@ def _load_file(path: Path, name: str) -> Tokenizer:
     eot = next((id for id in map(inner.token_to_id, EOT_NAMES) if id is not None), None)
     if eot is None:
         what = f"tokenizer has no end-of-text token (looked for {', '.join(EOT_NAMES)})"
-        raise Fault(Exit.DATA, what, str(path), "add one of these to its added_tokens")
+        raise DataError(what, path, "add one of these to its added_tokens")
     return Tokenizer(inner, name, eot)
 
 
@@ -282,11 +275,9 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        what = f"cannot read the tokenizer: {error.strerror}"
-        raise Fault(Exit.DATA, what, str(path), "check its name and permissions") from error
+        raise DataError(f"cannot read the tokenizer: {error.strerror}", path, "check name and permissions") from error
     except Exception as error:  # the Rust side raises bare Exceptions
-        what = f"not a tokenizer.json: {error}"
-        raise Fault(Exit.DATA, what, str(path), "give the tokenizer.json of a Hugging Face model") from error
+        raise DataError(f"not a tokenizer.json: {error}", path, "give the one of a Hugging Face model") from error
 
 
 def _pair(merge: str | Sequence[str]) -> tuple[str, str]:
@@ -295,19 +286,14 @@ def _pair(merge: str | Sequence[str]) -> tuple[str, str]:
 
 
 def _drop_defaults(value: Any) -> Any:
-    """Without nulls and falses, which versions of the library write or leave out."""
+    """Without nulls and falses, which some versions of the library write and others leave out."""
     if isinstance(value, dict):
         return {key: _drop_defaults(item) for key, item in value.items() if item not in (None, False)}
     return [_drop_defaults(item) for item in value] if isinstance(value, list) else value
 
 
-def _is_bytes(content: dict[str, Any]) -> bool:
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())} | {EOT: 256}
-    return content["model"].get("vocab") == vocabulary and not content["model"].get("merges")
-
-
 def _splits_like_gpt2(content: dict[str, Any]) -> bool:
-    """Whether ids depend on nothing but GPT-2's words: its pre-tokenizer and nothing that looks across them."""
+    """Whether the ids of a text are those of GPT-2's words: its pre-tokenizer, and nothing that looks across words."""
     model, splitter = content["model"], content["pre_tokenizer"] or {}
     return (
         model["type"] == "BPE"

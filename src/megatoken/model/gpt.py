@@ -1,15 +1,13 @@
-"""GPT-2 and LLaMA as released: pre-norm blocks, which differ in a handful of switches of their `Shape`.
+"""GPT-2 and LLaMA: pre-norm transformers that differ in a few switches of `ModelConfig`.
 
 | | GPT-2 | LLaMA |
 |---|---|---|
 | norm, mlp | LayerNorm, tanh GELU | RMSNorm, SwiGLU |
-| positions | embedded with the tokens | queries and keys turned by their place (model/rotary.py) |
-| kv_heads | one for each query head | one for a group of them |
-| bias, tied | biases, the token embedding as output layer | no biases; the large ones have a matrix of their own |
+| pos_emb | learned | rotary, applied to queries and keys (model/rope.py) |
+| n_kv_head | n_head | fewer: each shared by a group of query heads |
+| bias, tie_embeddings | biases, the token embedding as output layer | no biases, large models with an output layer |
 
-In: token ids. Out: hidden states after the final norm; the loss and the sampler apply `unembedding` themselves.
 Sources: Radford et al. 2019; Touvron et al. 2023, Dubey et al. 2024.
-Absent: loss, parallelism, compilation, precision: all applied from outside.
 
 Shapes: B batch, T time, C d_model, H heads, K heads of keys and values, D head width, F d_ff, V padded vocabulary,
 S keys (cached and new).
@@ -18,270 +16,276 @@ S keys (cached and new).
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatoken.model.kernels import (
-    ATTENTION,
-    GELU,
-    LINEAR,
-    NORM,
-    Activate,
-    Attend,
-    Kernels,
-    Multiply,
-)
-from megatoken.model.kernels.attention import switch_flash
-from megatoken.model.kernels.gelu import Make, erf_gelu, swiglu
-from megatoken.model.rotary import Turns, make_turns, turn
-from megatoken.presets import Shape
+from megatoken.config.model_config import ModelConfig
+from megatoken.errors import ConfigError
+from megatoken.model.dropout import Dropout, fold_in
+from megatoken.model.kernels import ATTENTION, masked_attention
+from megatoken.model.kv_cache import KeyValueCache
+from megatoken.model.loss import cross_entropy
+from megatoken.model.rope import CosSin, apply_rotary, rotary_cos_sin
 
 INIT_STD = 0.02
 
 
-class Cache(Protocol):
-    """Keys and values of earlier tokens, kept per layer while sampling."""
-
-    length: int
-
-    def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Branches:
-    """Rows that are not one sequence each: where every token stands, and which tokens of its row each attends to."""
+class TreeMask:
+    """For rows that are trees of tokens: every token's position, and which tokens it attends to."""
 
-    places_BT: Tensor
-    sees_BTT: Tensor  # [b, t, s]: t attends to s
+    positions_BT: Tensor
+    attn_mask_BTT: Tensor  # [b, t, s]: t attends to s
 
 
 class Linear(nn.Linear):
-    """x W^T + b by the chosen library."""
+    """x W^T + b."""
 
-    multiply: Multiply = staticmethod(LINEAR["torch"])
+    def reset_parameters(self) -> None:
+        """Leave memory as it is: `init_weights` has the model's rule, and torch's would draw from the global RNG."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.weight, self.bias)
+
+class Embedding(nn.Embedding):
+    """Rows of a table by id."""
+
+    def reset_parameters(self) -> None:
+        """As in `Linear`."""
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm of a stream that an update joins on the way."""
+    """LayerNorm (Ba et al. 2016), with a bias where the model has biases, or RMSNorm (Zhang and Sennrich 2019)."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.kind, self.eps = shape.norm, shape.norm_eps
-        self.weight = nn.Parameter(torch.ones(shape.d_model))
-        biased = shape.bias and shape.norm == "layernorm"
-        self.bias = nn.Parameter(torch.zeros(shape.d_model)) if biased else None
-        self.add_norm = NORM[self.kind]["torch"]
+        self.norm_type, self.eps = config.norm, config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+        biased = config.bias and config.norm == "layernorm"
+        self.bias = nn.Parameter(torch.zeros(config.d_model)) if biased else None
 
-    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x + update, its norm)."""
-        return self.add_norm(x, update, self.weight, self.bias, self.eps)
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        if self.norm_type == "rmsnorm":
+            return F.rms_norm(x_BTC, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x_BTC, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention over one packed query/key/value product."""
+    """Causal self-attention with one packed projection for queries, keys and values."""
 
-    attend: Attend = staticmethod(ATTENTION["flash"])
-
-    def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.heads = [shape.n_head, shape.kv_heads, shape.kv_heads]  # of queries, keys and values
-        self.d_head, self.layer, self.dropout = shape.d_head, layer, dropout
-        self.qkv = Linear(shape.d_model, sum(self.heads) * shape.d_head, bias=shape.bias)
-        self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
-
-    def forward(
-        self, x_BTC: Tensor, cache: Cache | None = None, turns: Turns | None = None, branches: Branches | None = None
-    ) -> Tensor:
-        B, T, _ = x_BTC.shape
-        q, k, v = self.qkv(x_BTC).view(B, T, -1, self.d_head).split_with_sizes(self.heads, dim=2)
-        if turns is not None:
-            q, k = turn(q, turns), turn(k, turns)
-        q, k, v = (part_BTHD.transpose(1, 2) for part_BTHD in (q, k, v))
-        if branches is not None:
-            grouped = k.shape[1] != q.shape[1]
-            y_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=branches.sees_BTT[:, None], enable_gqa=grouped)
-        elif cache is not None:
-            y_BHTD = self._attend_to_cache(q, k, v, cache)
-        else:
-            y_BHTD = self.attend(q, k, v, self.dropout if self.training else 0.0)
-        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
-
-    def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
-        past, T = cache.length, q.shape[-2]
-        k, v = cache.append(self.layer, k, v)
-        # A single new token may look at everything; several after a cached past need the mask's lower right corner.
-        mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past) if past and T > 1 else None
-        grouped = k.shape[1] != q.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=past == 0 and T > 1, enable_gqa=grouped
-        )
-
-
-class MLP(nn.Module):
-    """Two products around a GELU, or around one that a third gates."""
-
-    activate: Activate = staticmethod(GELU["torch"])
-    recompute_gelu = False
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.kind = shape.mlp
-        self.gate = Linear(shape.d_model, shape.d_ff, bias=shape.bias) if shape.mlp == "swiglu" else None
-        self.up = Linear(shape.d_model, shape.d_ff, bias=shape.bias)
-        self.down = Linear(shape.d_ff, shape.d_model, bias=shape.bias)
-
-    def widen(self, x_BTC: Tensor) -> Make:
-        """What makes (B, T, F) of the wide products."""
-        if self.gate is not None:
-            return swiglu(self.gate, self.up, x_BTC)
-        return erf_gelu(self.up, x_BTC) if self.kind == "gelu-erf" else self.activate(self.up, x_BTC)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        make = self.widen(x_BTC)
-        h_BTF = make()
-        if not self.recompute_gelu or torch.compiler.is_compiling():  # the compiler does it unasked
-            return self.down(h_BTF)  # type: ignore[no-any-return]
-        storage = h_BTF.untyped_storage().data_ptr()
-
-        def pack(kept: Tensor) -> Tensor | torch.Size:
-            same = kept.is_contiguous() and kept.untyped_storage().data_ptr() == storage
-            return kept.shape if same else kept
-
-        def unpack(kept: Tensor | torch.Size) -> Tensor:
-            return make().view(kept) if isinstance(kept, torch.Size) else kept
-
-        with saved_tensors_hooks(pack, unpack):
-            return self.down(h_BTF)  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """Attention of the norm, then the MLP of the norm, each an update of the stream."""
-
-    def __init__(self, shape: Shape, layer: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1 = Norm(shape)
-        self.attention = Attention(shape, layer, dropout)
-        self.norm2 = Norm(shape)
-        self.mlp = MLP(shape)
-        self.drop = nn.Dropout(dropout)
+        self.attention_fn = ATTENTION["flash"]
+        self.masked_attention_fn = masked_attention("flash")  # with a cache or a mask
+        self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of queries, keys and values
+        self.d_head, self.layer = config.d_head, layer
+        self.drop = Dropout(config.dropout, site=1)
+        self.qkv = Linear(config.d_model, sum(self.heads) * config.d_head, bias=config.bias)
+        self.out = Linear(config.d_model, config.d_model, bias=config.bias)
 
     def forward(
         self,
         x_BTC: Tensor,
-        update_BTC: Tensor | None = None,
-        cache: Cache | None = None,
-        turns: Turns | None = None,
-        branches: Branches | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The stream, and this block's last update of it: the norm that reads the sum next adds it."""
-        x_BTC, h_BTC = self.norm1(x_BTC, update_BTC)
-        x_BTC, h_BTC = self.norm2(x_BTC, self.drop(self.attention(h_BTC, cache, turns, branches)))
-        return x_BTC, self.drop(self.mlp(h_BTC))
+        cache: KeyValueCache | None,
+        cos_sin: CosSin | None,
+        mask: Tensor | None,
+        dropout_keys_B: Tensor | None,
+    ) -> Tensor:
+        B, T, _ = x_BTC.shape
+        q, k, v = self.qkv(x_BTC).view(B, T, -1, self.d_head).split_with_sizes(self.heads, dim=2)
+        if cos_sin is not None:
+            q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
+        q, k, v = (x_BTHD.transpose(1, 2) for x_BTHD in (q, k, v))
+        if cache is None and mask is None:
+            dropout = None if dropout_keys_B is None else partial(self.drop, dropout_keys_B)
+            y_BHTD = self.attention_fn(q, k, v, mask=None, causal=True, dropout=dropout)
+        else:
+            if cache is not None:
+                k, v = cache.append(self.layer, k, v)
+            causal = mask is None and k.shape[2] == T
+            y_BHTD = self.masked_attention_fn(q, k, v, mask=mask, causal=causal, dropout=None)
+        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """GELU (Hendrycks and Gimpel 2016) between two projections, or SwiGLU (Shazeer 2020) with a gate beside the first.
+
+    GELU is GPT-2's tanh approximation or, by `gelu-erf`, exact.
+    """
+
+    recompute_activation = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gelu_approximate = "none" if config.mlp == "gelu-erf" else "tanh"
+        self.gate = Linear(config.d_model, config.d_ff, bias=config.bias) if config.mlp == "swiglu" else None
+        self.up = Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.down = Linear(config.d_ff, config.d_model, bias=config.bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        gate_BTF = None if self.gate is None else self.gate(x_BTC)
+        if self.recompute_activation:  # not the projection after it: recomputing ends with what the backward reads
+            return checkpoint(self._project_down, self.up(x_BTC), gate_BTF, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._project_down(self.up(x_BTC), gate_BTF)
+
+    def _project_down(self, up_BTF: Tensor, gate_BTF: Tensor | None) -> Tensor:
+        if gate_BTF is None:
+            return self.down(F.gelu(up_BTF, approximate=self.gelu_approximate))  # type: ignore[no-any-return]
+        return self.down(F.silu(gate_BTF) * up_BTF)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A transformer block: attention, then the MLP, each on the normalized residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.norm1 = Norm(config)
+        self.attention = Attention(config, layer)
+        self.norm2 = Norm(config)
+        self.mlp = MLP(config)
+        self.drop1, self.drop2 = Dropout(config.dropout, site=2), Dropout(config.dropout, site=3)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        cache: KeyValueCache | None,
+        cos_sin: CosSin | None,
+        mask: Tensor | None,
+        dropout_keys_B: Tensor | None = None,
+    ) -> Tensor:
+        y_BTC = self.attention(self.norm1(x_BTC), cache, cos_sin, mask, dropout_keys_B)
+        x_BTC = x_BTC + self.drop1(dropout_keys_B, y_BTC)
+        return x_BTC + self.drop2(dropout_keys_B, self.mlp(self.norm2(x_BTC)))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
-    """The network: ids in, hidden states out."""
+    """`model(ids)` gives hidden states, `model.logits(ids)` logits, `model.loss(inputs, targets)` the mean loss.
+
+    vocab_size: the tokenizer's, used where the config leaves it open (ConfigError if neither has it). seed: of the
+    initial weights, the same on every device; None, or parameters on the meta device: memory is left uninitialized
+    for a caller who loads weights.
+    """
 
     recompute_blocks = False
+    attention_name = "flash"
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int | None = None, seed: int | None = 0) -> None:
         super().__init__()
-        self.shape = shape
-        self.tokens = nn.Embedding(shape.padded_vocab_size, shape.d_model)
-        self.positions = nn.Embedding(shape.seq_len, shape.d_model) if shape.positions == "learned" else None
-        self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(shape, layer, dropout) for layer in range(shape.n_layer))
-        self.norm = Norm(shape)
-        self.head = None if shape.tied else nn.Linear(shape.d_model, shape.padded_vocab_size, bias=False)
+        self.config = config = config.resolve(vocab_size or 0)
+        if not config.vocab_size:
+            fix = "set it, or pass the tokenizer's vocab_size to GPT"
+            raise ConfigError("the vocabulary size is unknown", "model.vocab_size", fix)
+        self.tokens = Embedding(config.padded_vocab_size, config.d_model)
+        self.positions = Embedding(config.seq_len, config.d_model) if config.pos_emb == "learned" else None
+        self.drop = Dropout(config.dropout, site=0)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = Norm(config)
+        self.head = None if config.tie_embeddings else Linear(config.d_model, config.padded_vocab_size, bias=False)
+        if seed is not None and not self.tokens.weight.is_meta:
+            for name, values in init_weights(self, seed):
+                self.get_parameter(name).data.copy_(values)
 
-    def forward(self, ids_BT: Tensor, cache: Cache | None = None, branches: Branches | None = None) -> Tensor:
-        """Hidden states (B, T, C) of `ids_BT` (int64), which follow whatever `cache` holds and are added to it.
+    def forward(
+        self,
+        ids_BT: Tensor,
+        cache: KeyValueCache | None = None,
+        tree_mask: TreeMask | None = None,
+        dropout_keys_B: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states (B, T, C) of `ids_BT` (int64), which follow the tokens in `cache` and are added to it.
 
-        branches: for rows that are not one sequence each; without a cache, and nothing is dropped in attention.
+        tree_mask: for rows that are not one sequence each; without a cache, and without dropout in attention.
+        dropout_keys_B: of `model.dropout.sequence_keys`, with dropout in training; None: from torch's random state.
         """
-        past = cache.length if cache is not None else 0
-        places = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
-        if branches is not None:
-            places = branches.places_BT
-        turns = make_turns(self.shape, places)
+        if not (self.training and self.config.dropout):
+            dropout_keys_B = None
+        elif dropout_keys_B is None:
+            dropout_keys_B = torch.randint(2**32, ids_BT.shape[:1], device=ids_BT.device)
+        past, T = 0 if cache is None else cache.length, ids_BT.shape[1]
+        positions, mask = torch.arange(past, past + T, device=ids_BT.device), None
+        if tree_mask is not None:
+            positions, mask = tree_mask.positions_BT, tree_mask.attn_mask_BTT[:, None]
+        elif past and T > 1:  # the lower right corner of the causal square
+            mask = torch.ones(1, 1, T, past + T, dtype=torch.bool, device=ids_BT.device).tril(past)
+        cos_sin = rotary_cos_sin(self.config, positions)
         x_BTC = self.tokens(ids_BT)
         if self.positions is not None:
-            x_BTC = x_BTC + self.positions(places)
-        x_BTC = self.drop(x_BTC)
-        update_BTC: Tensor | None = None
-        for block in self.blocks:
+            x_BTC = x_BTC + self.positions(positions)
+        x_BTC = self.drop(dropout_keys_B, x_BTC)
+        for layer, block in enumerate(self.blocks):
+            # A block gets keys of its own instead of its number, so that a compiled block serves all layers.
+            keys_B = None if dropout_keys_B is None else fold_in(dropout_keys_B, 1 + layer)
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
-                x_BTC, update_BTC = checkpoint(block, x_BTC, update_BTC, None, turns, use_reentrant=False)
+                x_BTC = checkpoint(block, x_BTC, None, cos_sin, mask, keys_B, use_reentrant=False)
             else:
-                x_BTC, update_BTC = block(x_BTC, update_BTC, cache, turns, branches)
+                x_BTC = block(x_BTC, cache, cos_sin, mask, keys_B)
         if cache is not None:
-            cache.length += ids_BT.shape[1]
-        return self.norm(x_BTC, update_BTC)[1]  # type: ignore[no-any-return]
+            cache.length += T
+        return self.norm(x_BTC)  # type: ignore[no-any-return]
 
     @property
-    def unembedding(self) -> Tensor:
-        """The output layer's weight (V, C): the token embedding itself, or a matrix of its own."""
+    def lm_head_weight(self) -> Tensor:
+        """The output layer's weight (V, C): the token embedding's, or a matrix of its own."""
         return self.tokens.weight if self.head is None else self.head.weight
 
-    def logits(self, hidden_BTC: Tensor) -> Tensor:
-        """Scores (B, T, real vocabulary): padding ids do not exist for whoever reads them."""
-        return F.linear(hidden_BTC, self.unembedding)[..., : self.shape.vocab_size]
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., real vocabulary) of hidden states (..., C); padding ids have none."""
+        return F.linear(hidden, self.lm_head_weight)[..., : self.config.vocab_size]
+
+    def logits(self, ids_BT: Tensor) -> Tensor:
+        """Logits (B, T, real vocabulary) of the token after each of `ids_BT`."""
+        return self.lm_head(self(ids_BT))
+
+    def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of the targets that are not negative."""
+        hidden_BTC = self(inputs_BT)
+        total, count = cross_entropy(hidden_BTC, self.lm_head_weight, targets_BT, vocab_size=self.config.vocab_size)
+        return total / count
 
 
-def use_kernels(module: nn.Module, kernels: Kernels) -> None:
-    """Compute with these forms of the operations from now on; parameters stay, and values to within rounding."""
-    switch_flash(kernels.attention)
-    for part in module.modules():
-        if isinstance(part, Linear):
-            part.multiply = LINEAR[kernels.linear]
-        elif isinstance(part, Attention):
-            part.attend = ATTENTION[kernels.attention]
-        elif isinstance(part, Norm):
-            part.add_norm = NORM[part.kind][kernels.norm]
-        elif isinstance(part, MLP):
-            part.activate = GELU[kernels.gelu]
+def set_attention(model: GPT, name: str) -> None:
+    """Select the implementation of attention. Raises ConfigError for a name that is not registered."""
+    if name not in ATTENTION:
+        raise ConfigError(f"no attention {name!r}", "machine.attention", f"choose one of {', '.join(ATTENTION)}")
+    model.attention_name = name
+    for part in model.modules():
+        if isinstance(part, Attention):
+            part.attention_fn, part.masked_attention_fn = ATTENTION[name], masked_attention(name)
 
 
-def use_recompute(model: GPT, what: str) -> None:
-    """Keep less for the backward and compute it again there: `none`, `gelu` (the MLP's wide output) or `block`."""
-    model.recompute_blocks = what == "block"
+def set_activation_checkpointing(model: GPT, mode: str) -> None:
+    """Recompute in the backward instead of keeping: `none`, `gelu` (the MLP's activation) or `block`."""
+    model.recompute_blocks = mode == "block"
     for part in model.modules():
         if isinstance(part, MLP):
-            part.recompute_gelu = what == "gelu"
+            part.recompute_activation = mode == "gelu"
 
 
-def initialize(model: GPT, seed: int) -> None:
-    """Fill a model with GPT-2's initial weights; the same seed gives the same weights on any device."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, values in draw_weights(model, seed):
-            parameters[name].copy_(values)
+def get_activation_checkpointing(model: GPT) -> str:
+    """The mode that `set_activation_checkpointing` was given."""
+    if model.recompute_blocks:
+        return "block"
+    return "gelu" if any(isinstance(part, MLP) and part.recompute_activation for part in model.modules()) else "none"
 
 
-def draw_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """GPT-2's initial weights one after another, whole and on the CPU; of the model only names and sizes are asked.
+def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, initial values) of every parameter, whole and on the CPU; reads only the model's names and shapes.
 
     Normal(0, 0.02) for matrices and embeddings, divided by sqrt(2 n_layer) for the two projections that write
-    into the residual stream; biases 0, norms 1, padding rows of the vocabulary 0. LLaMA's papers do not tell theirs:
-    the rule is kept for both families, so that a comparison of them compares nothing else.
+    into the residual stream; biases 0, norms 1, padding rows of the vocabulary 0: GPT-2's rule. LLaMA's papers publish
+    none; the same rule for both lets a comparison of the two compare nothing else.
     """
     generator = torch.Generator().manual_seed(seed)
-    residual_std = INIT_STD / math.sqrt(2 * model.shape.n_layer)
+    residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)
     for name, parameter in model.named_parameters():
-        values = torch.zeros(parameter.shape)
+        values = torch.zeros(parameter.shape, device="cpu")
         if parameter.dim() < 2:
             values.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
         else:
             std = residual_std if name.endswith(("attention.out.weight", "mlp.down.weight")) else INIT_STD
             values.normal_(0.0, std, generator=generator)
         if name in ("tokens.weight", "head.weight"):
-            values[model.shape.vocab_size :] = 0.0
+            values[model.config.vocab_size :] = 0.0
         yield name, values

@@ -1,8 +1,7 @@
 """Cross-entropy of hidden states against targets, as (sum, count), without the full logits.
 
-A sum and a count make gradient accumulation and data parallelism exact: whoever differentiates divides once, by the
-count of the whole batch. Logits exist for one chunk of rows at a time, in fp32; padding ids get no probability.
-Targets below zero are not counted.
+Sum and count make gradient accumulation and data parallelism exact: the caller divides once, by the count of the whole
+batch. Logits exist for one chunk of rows at a time, their softmax in fp32; padding ids get no probability.
 
 Shapes: N rows (B*T), C d_model, V padded vocabulary.
 """
@@ -14,22 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatoken.model.kernels import LOSS, Lose
+from megatoken.model.kernels import LOSS, CrossEntropyFn
+
+# Default rows of logits per chunk, by device type: small enough for a CPU's caches, large enough to fill a GPU.
+LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
 
 
 def cross_entropy(
     hidden_BTC: Tensor,
-    unembedding_VC: Tensor,
+    lm_head_VC: Tensor,
     targets_BT: Tensor,
     *,
     vocab_size: int,
     chunk: int = 1024,
-    lose: Lose = LOSS["torch"],
+    softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> tuple[Tensor, Tensor]:
-    """(sum of -log p over counted targets in nats, their number); differentiable in the first two arguments.
+    """(sum of -log p of targets in nats, their number), without targets below 0; differentiable in hidden and weight.
 
-    chunk: rows of logits held at once; 0 holds them all and leaves everything to torch; lose: the form of a chunk's
-    softmax. Products run in the dtype of `hidden_BTC`, or autocast's.
+    chunk: rows of logits at once; 0: all, with torch's autograd and cross-entropy. softmax_cross_entropy: of LOSS, for
+    a chunk's softmax. Matrix products run in the dtype of `hidden_BTC`, or autocast's.
     """
     device = hidden_BTC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
@@ -37,29 +39,29 @@ def cross_entropy(
     count = (targets_N >= 0).sum()
     with torch.autocast(device, enabled=False):
         if chunk == 0:
-            return _sum_of_rows(hidden_NC, unembedding_VC, targets_N, vocab_size, dtype), count
+            return _plain_cross_entropy(hidden_NC, lm_head_VC, targets_N, vocab_size, dtype), count
         if dtype == torch.float16:
-            # The logits' gradient underflows fp16 unless the loss scale is in it, and that comes with the backward:
-            # so fp16 makes each chunk's logits again there.
-            rows = zip(torch.split(hidden_NC, chunk), torch.split(targets_N, chunk), strict=True)
-            parts = [
-                checkpoint(_sum_of_rows, h, unembedding_VC, t, vocab_size, dtype, use_reentrant=False) for h, t in rows
+            # The logits' gradient underflows fp16 without the loss scale, which only the backward has: fp16 recomputes
+            # each chunk's logits there.
+            sums = [
+                checkpoint(_plain_cross_entropy, h_NC, lm_head_VC, t_N, vocab_size, dtype, use_reentrant=False)
+                for h_NC, t_N in zip(torch.split(hidden_NC, chunk), torch.split(targets_N, chunk), strict=True)
             ]
-            return torch.stack(parts).sum(), count
+            return torch.stack(sums).sum(), count
         total: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_NC, unembedding_VC, targets_N, vocab_size, chunk, dtype, lose
+            hidden_NC, lm_head_VC, targets_N, vocab_size, chunk, dtype, softmax_cross_entropy
         )
         return total, count
 
 
-def _sum_of_rows(h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """The plain twin: one product, one cross-entropy."""
+def _plain_cross_entropy(h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """One matrix product, one cross-entropy: what the chunked form must equal."""
     logits_NV = F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size]
     return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=-1)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Makes the logits' gradient in the forward, chunk by chunk, while they are at hand: nothing is recomputed."""
+    """Computes the logits' gradient in the forward, chunk by chunk, so that no logits are kept or recomputed."""
 
     @staticmethod
     def forward(
@@ -70,40 +72,36 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         chunk: int,
         dtype: torch.dtype,
-        lose: Lose,
+        softmax_cross_entropy: CrossEntropyFn,
     ) -> Tensor:
         h_low, w_low = h_NC.to(dtype), w_VC.to(dtype)
-        wanted = any(ctx.needs_input_grad[:2])
-        grad_h = torch.empty_like(h_NC) if wanted else None
+        needs_grad = any(ctx.needs_input_grad[:2])
+        grad_h = torch.empty_like(h_NC) if needs_grad else None
         grad_w: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
-        # One room for every chunk's logits, and for their gradient after them.
-        room_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=dtype, device=h_NC.device)
+        # One buffer for every chunk's logits, and for their gradient after them.
+        buffer_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=dtype, device=h_NC.device)
         for start in range(0, len(h_NC), chunk):
             rows = slice(start, start + chunk)
             targets = targets_N[rows]
-            logits_NV = torch.mm(h_low[rows], w_low.T, out=room_NV[: len(targets)])
-            total += lose(logits_NV, targets, vocab_size, overwrite=wanted).sum()
+            logits_NV = torch.mm(h_low[rows], w_low.T, out=buffer_NV[: len(targets)])
+            total += softmax_cross_entropy(logits_NV, targets, vocab_size, overwrite=needs_grad).sum()
             if grad_h is not None:
-                # Rows that do not count are struck out of the narrow factors instead of the wide gradient.
+                # Ignored rows are zeroed in the narrow factors instead of the wide gradient.
                 counted_N1 = (targets >= 0)[:, None]
                 torch.mul(logits_NV @ w_low, counted_N1, out=grad_h[rows])
-                grad_w = _add_product(grad_w, logits_NV.T, h_low[rows] * counted_N1)
+                counted_NC = h_low[rows] * counted_N1
+                if grad_w is not None and dtype == torch.float32:
+                    grad_w.addmm_(logits_NV.T, counted_NC)
+                else:
+                    product_VC = logits_NV.T @ counted_NC
+                    grad_w = product_VC.float() if grad_w is None else grad_w.add_(product_VC)
         if grad_h is not None and grad_w is not None:
             ctx.gradients = grad_h, grad_w.to(w_VC.dtype)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        # Handed over instead of copied: the unembedding's gradient is the largest tensor of a small model's step.
+        # Given away instead of copied: the output layer's gradient is the largest tensor of a small model's step.
         (grad_h, grad_w), ctx.gradients = ctx.gradients, None
         return grad_h.mul_(grad_total), grad_w.mul_(grad_total), None, None, None, None, None
-
-
-def _add_product(total: Tensor | None, a_VN: Tensor, b_NC: Tensor) -> Tensor:
-    """total + a b in fp32, where no total yet means zero."""
-    if total is None:
-        return (a_VN @ b_NC).float()
-    if a_VN.dtype == torch.float32:
-        return total.addmm_(a_VN, b_NC)
-    return total.add_(a_VN @ b_NC)

@@ -1,1 +1,1 @@
-"""Who is decayed, and how fast we go. AdamW itself is torch's."""
+"""Optimizers and learning-rate schedules."""

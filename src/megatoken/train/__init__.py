@@ -1,1 +1,1 @@
-"""Training: the state, one step, what it measures, the journal of a run and the guard that stops it in time."""
+"""Training: its state, one step, autotuning, the metrics log and the handling of preemption."""

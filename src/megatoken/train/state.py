@@ -1,6 +1,6 @@
-"""What a run carries from step to step: weights, moments, the loss scaler, and one integer of position.
+"""What a run carries from step to step: weights, optimizer state, loss scaler, and the step number.
 
-Dropout draws from a generator seeded by (seed, step, micro-batch), so no random state has to be carried or saved.
+Dropout is a function of (seed, step, sequence, place in the model), so there is no random state to carry or save.
 """
 
 import copy
@@ -10,168 +10,174 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatoken.config import Run
-from megatoken.device import Device
-from megatoken.knobs import Duration
+from megatoken.config.fields import Duration
+from megatoken.config.schema import Config
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.parallelize import ShardedParams, parallelize
 from megatoken.model.gpt import GPT
-from megatoken.model.kernels import LOSS, Lose
-from megatoken.optim.groups import build_optimizer
-from megatoken.optim.schedule import Schedule
-from megatoken.parallel.gradients import GradientSum, collect_gradient
-from megatoken.parallel.layout import Layout
-from megatoken.parallel.ranks import Ranks
-from megatoken.parallel.shard import Placement, place_model
-from megatoken.parallel.topology import Topology
-
-Forward = Callable[[Tensor], Tensor]
-
-# Rows of logits at once: on a CPU few enough to stay near its caches, on a GPU enough to fill it.
-LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
+from megatoken.model.kernels import LOSS, CrossEntropyFn
+from megatoken.model.loss import LOSS_CHUNK
+from megatoken.optim.lr_schedule import LRSchedule
+from megatoken.optim.optimizer import adopt_optimizer, build_optimizer
+from megatoken.system.device import Device
+from megatoken.system.torch_compat import foreach_copy
 
 
 @dataclass(slots=True, kw_only=True)
-class State:
-    """The live run. `model` always holds the fp32 weights that are evaluated, and sampled where they are whole.
+class TrainState:
+    """Weights, optimizer state and step number of a run.
 
-    `placement` says what of them this process keeps: what is stepped and saved. `working` is what is trained through:
-    the model itself, or a copy in low precision whose masters the model's weights are. `forward` is `working`, compiled
-    or not. `trouble`, on the device: a step was not finite, so neither it nor any after it updates anything.
+    `model` always holds the fp32 weights: they are updated, evaluated, saved. `sharded` is this process's part of them.
+    `compute_model` is what forward and backward run through: the model itself, or its copy in low precision when
+    master weights are on. `forward` is `compute_model`, compiled or not. `found_nonfinite` (bool, on the device): some
+    step was not finite or had no gradient, so its update and all later ones are left out.
     """
 
     model: GPT
-    working: GPT
-    forward: Forward
-    placement: Placement
-    optimizer: torch.optim.AdamW
+    compute_model: GPT
+    forward: Callable[..., Tensor]
+    sharded: ShardedParams
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    trouble: Tensor
-    ranks: Ranks = field(default_factory=lambda: Ranks(Topology()))
-    gradient_sum: GradientSum | None = None  # over the ranks, where there are several
-    lose: Lose = LOSS["torch"]
-    graphs: bool = False  # `forward` replays CUDA graphs, whose results the next one overwrites
+    found_nonfinite: Tensor
+    comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
+    grad_reducer: GradBucketReducer | None = None  # where several replicas train
+    cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
+    cuda_graphs: bool = False  # `forward` replays CUDA graphs, whose results the next replay overwrites
     step: int = 0
 
     @property
-    def has_masters(self) -> bool:
-        """Whether the weights that compute are low-precision copies of the model's."""
-        return self.working is not self.model
+    def uses_master_weights(self) -> bool:
+        """Whether forward and backward run through a low-precision copy of the weights."""
+        return self.compute_model is not self.model
 
     @property
-    def layout(self) -> Layout:
-        """How the model lies on all processes, and where this one stands."""
-        return self.placement.layout
+    def dims(self) -> ParallelDims:
+        """How the model is split over processes, and this process's place in it."""
+        return self.sharded.dims
 
     @property
-    def watches_itself(self) -> bool:
-        """Whether the optimizer leaves out an update by itself when it is told to on the device."""
-        fused = all(group["fused"] for group in self.optimizer.param_groups)
-        return fused and not self.scaler.is_enabled() and self.trouble.device.type in ("cpu", "cuda")
+    def skips_nonfinite_on_device(self) -> bool:
+        """Whether the optimizer can skip an update by a flag on the device, without the host reading it."""
+        is_fused = isinstance(self.optimizer, torch.optim.AdamW) and all(
+            g["fused"] for g in self.optimizer.param_groups
+        )
+        return is_fused and not self.scaler.is_enabled() and self.found_nonfinite.device.type in ("cpu", "cuda")
 
-    def hold_masters(self, dtype: torch.dtype) -> None:
-        """From now on train through a copy of the model in `dtype`; the optimizer goes on stepping the model."""
-        self.working = copy.deepcopy(self.model).to(dtype)
-        self.forward = self.working
-        self.placement = replace(self.placement, trained=dict(self.working.named_parameters()))
+    def enable_master_weights(self, dtype: torch.dtype) -> None:
+        """Run forward and backward through a copy of the model in `dtype`; the optimizer updates the fp32 weights."""
+        self.compute_model = copy.deepcopy(self.model).to(dtype)
+        self.forward = self.compute_model
+        self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
 
-    def share(self, ranks: Ranks) -> None:
-        """From now on be one of several that train the same model; after everything that replaces `working`."""
-        self.ranks = ranks
-        if self.layout.replicas > 1 and self.layout.shards == 1:
-            self.gradient_sum = GradientSum(self._pairs(), ranks, group=self.placement.replicas)
+    def refresh_low_precision_copy(self) -> None:
+        """Round the fp32 weights to the low-precision copy, if there is one."""
+        if self.uses_master_weights:
+            with torch.no_grad():
+                foreach_copy(list(self.compute_model.parameters()), list(self.model.parameters()))
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return [(self.placement.trained[name], kept) for name, kept in self.placement.kept.items()]
+    def start_grad_reduction(self, comm: Comm) -> None:
+        """Reduce gradients over the processes of `comm`; call it after everything that replaces `compute_model`."""
+        self.comm = comm
+        if self.dims.dp_replicate > 1 and self.dims.dp_shard == 1:
+            self.grad_reducer = GradBucketReducer(self._grad_pairs(), comm, group=self.sharded.replica_group)
 
     def collect_gradients(self) -> None:
-        """Add the gradients of what is trained to those of what is kept, and clear them."""
-        for worker, kept in self._pairs():
-            collect_gradient(worker, kept)
+        """Add the gradients of the compute model to those of the local fp32 parameters, and clear them."""
+        for trained, local in self._grad_pairs():
+            collect_gradient(trained, local)
 
-    def spread_weights(self) -> None:
-        """Round the masters to the working copy."""
-        with torch.no_grad():
-            torch._foreach_copy_(list(self.working.parameters()), list(self.model.parameters()))
+    def _grad_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.sharded.trained[name], local) for name, local in self.sharded.local_params.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What every step of a run needs to know and no step changes. Lengths in steps, sizes in tokens or sequences."""
+class StepConfig:
+    """What every step of a run needs and no step changes. Lengths in steps, sizes in tokens or sequences."""
 
     seed: int
-    schedule: Schedule
+    schedule: LRSchedule
     batch_tokens: int
     epoch_tokens: int
     total_steps: int
     micro_batch: int
-    clip: float
+    grad_clip: float
     loss_chunk: int
-    dropout: float
-    ordered: bool = False  # gradients are added in an order that 1, 2, 4, ... ranks share
+    deterministic: bool = False  # gradients are added in an order that 1, 2, 4, ... processes share
 
     def steps(self, length: Duration) -> int:
         """A duration of this run in steps."""
-        return length.steps(
-            batch_tokens=self.batch_tokens, epoch_tokens=self.epoch_tokens, total_steps=self.total_steps
-        )
-
-    def with_micro_batch(self, micro_batch: int) -> "Plan":
-        """The same plan with another split of the batch into forwards."""
-        return replace(self, micro_batch=micro_batch)
+        batch_tokens, epoch_tokens, total_steps = self.batch_tokens, self.epoch_tokens, self.total_steps
+        return length.steps(batch_tokens=batch_tokens, epoch_tokens=epoch_tokens, total_steps=total_steps)
 
 
-def build_state(model: GPT, run: Run, device: Device, layout: Layout | None = None) -> State:
-    """Put a model on its device as laid out (all of it unless said otherwise) in training mode; add an optimizer."""
+def build_state(
+    model: GPT,
+    config: Config,
+    device: Device,
+    dims: ParallelDims | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> TrainState:
+    """Move a model to its device, split it by `dims` (default: not at all), and build the optimizer.
+
+    optimizer: the user's own, built over the model's parameters.
+    """
     model.train()
-    placement = place_model(model, layout or Layout(), device, recompute=run.machine.recompute)
-    return State(
+    checkpointing = config.machine.activation_checkpointing
+    sharded = parallelize(model, dims or ParallelDims(), device, activation_checkpointing=checkpointing)
+    if optimizer is None:
+        local, implementation = sharded.local_params, config.machine.adamw
+        optimizer = build_optimizer(local, config.optim, sizes=sharded.full_shapes, implementation=implementation)
+    else:
+        adopt_optimizer(optimizer, config.optim.lr)
+    return TrainState(
         model=model,
-        working=model,
+        compute_model=model,
         forward=model,
-        placement=placement,
-        optimizer=build_optimizer(placement.kept, placement.sizes, run.optim, form=run.machine.adamw),
-        scaler=torch.amp.GradScaler(device.place.type, enabled=device.precision == "fp16"),
-        trouble=torch.zeros((), dtype=torch.bool, device=device.place),
+        sharded=sharded,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(device.type, enabled=device.precision == "fp16"),
+        found_nonfinite=torch.zeros((), dtype=torch.bool, device=device.torch_device),
     )
 
 
-def whole_model(state: State) -> GPT | None:
-    """The model in one piece, for what is not computed together; None where this is not the first rank.
-
-    A split model is put together from all ranks, which all have to ask.
-    """
-    first = state.ranks.topology.is_first
-    if state.layout.is_whole:
-        return state.model if first else None
+def gather_model(state: TrainState) -> GPT | None:
+    """The whole model on rank 0, None elsewhere. All processes must call it where the model is split."""
+    is_main = state.comm.dist_env.is_main_process
+    if state.dims.is_unsharded:
+        return state.model if is_main else None
     with torch.device("meta"):
-        model = GPT(state.model.shape)
-    for name, whole in state.placement.gather(state.ranks):
-        if first:
-            model.load_state_dict({name: whole}, strict=False, assign=True)
-    return model if first else None
+        model = GPT(state.model.config)
+    for name, tensor in state.sharded.gather_full(state.comm):
+        if is_main:
+            model.load_state_dict({name: tensor}, strict=False, assign=True)
+    return model if is_main else None
 
 
-def build_plan(run: Run, *, epoch_tokens: int, micro_batch: int = 1, kind: str = "cpu") -> Plan:
-    """Resolve the run's durations into steps.
-
-    epoch_tokens: targets in one pass over the training split; kind: type of device, which decides what is left to it.
-    """
-    total_steps = run.total_steps(epoch_tokens)
-    lengths = {"batch_tokens": run.budget.batch_tokens, "epoch_tokens": epoch_tokens, "total_steps": total_steps}
-    schedule = Schedule(
-        kind=run.optim.schedule,
-        peak=run.optim.lr,
-        floor=run.optim.floor,
-        warmup_steps=run.optim.warmup.steps(**lengths),
-        decay_steps=run.optim.decay.steps(**lengths),
+def build_step_config(
+    config: Config, *, epoch_tokens: int, micro_batch: int = 1, device_type: str = "cpu"
+) -> StepConfig:
+    """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the training split."""
+    total_steps = config.total_steps(epoch_tokens)
+    lengths = {"batch_tokens": config.budget.batch_tokens, "epoch_tokens": epoch_tokens, "total_steps": total_steps}
+    optim, loss_chunk = config.optim, config.machine.loss_chunk
+    schedule = LRSchedule(
+        decay=optim.schedule,
+        peak_lr=optim.lr,
+        min_lr_ratio=optim.min_lr_ratio,
+        warmup_steps=optim.warmup.steps(**lengths),
+        decay_steps=optim.decay.steps(**lengths),
         total_steps=total_steps,
     )
-    return Plan(
-        seed=run.seed,
+    return StepConfig(
+        seed=config.seed,
         schedule=schedule,
         micro_batch=micro_batch,
-        clip=run.optim.clip,
-        loss_chunk=LOSS_CHUNK[kind] if run.machine.loss_chunk == "auto" else run.machine.loss_chunk,
-        dropout=run.model.dropout,
-        ordered=run.machine.deterministic,
+        grad_clip=optim.grad_clip,
+        loss_chunk=LOSS_CHUNK[device_type] if loss_chunk == "auto" else loss_chunk,
+        deterministic=config.machine.deterministic,
         **lengths,
     )

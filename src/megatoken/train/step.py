@@ -1,35 +1,38 @@
-"""One optimizer step: micro-batches forward and backward, clip, update.
+"""One optimizer step: forward and backward for each micro-batch, clip, update.
 
-In: state, the global batch. Out: a Flight whose numbers stay on the device until somebody reads them, so that a step
-never makes the host wait. The gradient is that of the mean over the whole batch: each micro-batch contributes its sum
-over the batch's count, so any split into micro-batches gives the same step.
+The gradient is that of the mean loss over the global batch: each micro-batch contributes its summed loss divided by the
+number of targets in the global batch, so every split into micro-batches and processes gives the same step.
 
-Numbers that are not finite never reach the weights: the device itself leaves out that update and every later one, and
-whoever reads next is told which step it was. Forms of AdamW that cannot do that are checked by the host at every step.
+Loss and gradient norm stay on the device until `wait_for_steps` reads them, so that the host never waits. A loss or
+gradient norm that is not finite never reaches the weights: torch's fused AdamW skips that update and all later ones on
+the device; other optimizers are checked by the host at every step. A gradient of exactly 0 beside a loss is handled
+alike: it means that no gradient reached the weights.
 """
 
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatoken.device import Device
-from megatoken.errors import Exit, Fault
+from megatoken.distributed.grad_reduce import PairwiseGradSum
+from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
+from megatoken.errors import NumericsError
+from megatoken.model.dropout import sequence_keys
 from megatoken.model.loss import cross_entropy
-from megatoken.parallel.order import HalvesSum
-from megatoken.parallel.tensor import gather_unembedding, slice_sequence
-from megatoken.train.state import Plan, State
+from megatoken.optim.optimizer import set_lr
+from megatoken.system.device import Device
+from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
+from megatoken.train.state import StepConfig, TrainState
 
-SMALLEST_SCALE = 2.0**-10  # of an fp16 loss: whoever overflows below it is not finite at any scale
+MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it are not finite at any scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What one step found out: mean loss of the global batch (nats), gradient norm before clipping, its rate."""
+class StepMetrics:
+    """Mean loss of the global batch (nats), gradient norm before clipping, learning rate, whether fp16 skipped it."""
 
     step: int
     loss: float
@@ -39,9 +42,9 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
-    """A step that was launched. numbers: loss, gradient norm, whether it or one before it was not finite: on the
-    device."""
+class PendingStep:
+    """A step whose numbers are still on the device: (loss, gradient norm, whether this or an earlier step was not
+    finite)."""
 
     step: int
     lr: float
@@ -49,133 +52,158 @@ class Flight:
     numbers: Tensor
 
 
-def train_step(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targets_BT: Tensor) -> Report:
-    """Train on one global batch, advance `state.step` and wait for the numbers.
+def train_step(
+    state: TrainState, step_config: StepConfig, device: Device, inputs_BT: Tensor, targets_BT: Tensor
+) -> StepMetrics:
+    """Train on this process's share of one global batch, advance `state.step` and wait for the numbers.
 
-    Under fp16 a step whose gradients overflow is skipped and the scale lowered (`skipped`), as the scaler prescribes.
-    Raises Fault(NUMERICS) when loss or gradients are not finite otherwise: weights stay as they were.
+    Under fp16 a step whose gradients overflow is skipped and the loss scale lowered (`skipped`). Raises NumericsError
+    when loss or gradients are not finite otherwise; the weights stay as they were.
     """
-    return land(state, [launch_step(state, plan, device, inputs_BT, targets_BT)])[0]
+    return wait_for_steps(state, [train_step_async(state, step_config, device, inputs_BT, targets_BT)])[0]
 
 
-def launch_step(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targets_BT: Tensor) -> Flight:
-    """As `train_step`, without waiting where the device watches its numbers itself."""
-    lr = plan.schedule.lr(state.step)
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
-    loss = accumulate_gradients(state, plan, device, inputs_BT, targets_BT)
-    state.scaler.unscale_(state.optimizer)
-    if state.scaler.is_enabled() and not state.layout.is_whole:
-        for found in state.scaler._found_inf_per_device(state.optimizer).values():
-            state.ranks.sum(found)
-    parameters = [kept for kept in state.placement.kept.values() if kept.grad is not None]
-    norm = state.placement.find_norm(state.ranks)
-    skipped = False
-    if state.watches_itself:
-        state.trouble.logical_or_(~torch.isfinite(loss + norm))
-        update_watched(state, plan.clip, norm)
-    else:
-        skipped = update_checked(state, plan.clip, parameters, loss, norm)
+def train_step_async(
+    state: TrainState, step_config: StepConfig, device: Device, inputs_BT: Tensor, targets_BT: Tensor
+) -> PendingStep:
+    """`train_step` without waiting for the device, where the optimizer can skip bad updates by itself."""
+    lr = step_config.schedule.lr(state.step)
+    set_lr(state.optimizer, lr)
+    lr = state.optimizer.param_groups[0]["lr"]  # as it is applied: a user's optimizer may scale it
+    loss = forward_backward(state, step_config, device, inputs_BT, targets_BT)
+    unscale_gradients(state)
+    grad_norm = state.sharded.global_grad_norm(state.comm)
+    skipped = clip_and_update(state, step_config.grad_clip, loss, grad_norm)
     state.optimizer.zero_grad(set_to_none=True)
-    if state.has_masters:
-        state.spread_weights()
+    state.refresh_low_precision_copy()
     state.step += 1
-    return Flight(step=state.step, lr=lr, skipped=skipped, numbers=torch.stack([loss, norm, state.trouble.float()]))
+    numbers = torch.stack([loss, grad_norm, state.found_nonfinite.float()])
+    return PendingStep(step=state.step, lr=lr, skipped=skipped, numbers=numbers)
 
 
-def update_watched(state: State, clip: float, norm: Tensor) -> None:
-    """Clip and update in one pass over the gradients, unless there was trouble; nothing is read by the host.
+def forward_backward(
+    state: TrainState, step_config: StepConfig, device: Device, inputs_BT: Tensor, targets_BT: Tensor
+) -> Tensor:
+    """Add the gradient of the global batch's mean loss (times the fp16 loss scale) to every parameter; return the loss.
 
-    torch's fused AdamW divides gradients by `grad_scale` and leaves everything as it is where `found_inf` is 1.
+    inputs_BT, targets_BT: this data-parallel rank's sequences; targets below 0 are not counted. One process adds
+    nothing to what autograd does. Replicas reduce gradients in buckets while the last backward computes; FSDP2 reduces
+    them itself; deterministic runs add pairwise, in an order that 1, 2, 4, ... processes share.
     """
-    optimizer: Any = state.optimizer  # both are attributes that a GradScaler would set
-    optimizer.found_inf = state.trouble.float()
-    # torch.nn.utils.clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
-    optimizer.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else None
-    optimizer.step()
+    comm, dims, size = state.comm, state.dims, step_config.micro_batch
+    if state.cuda_graphs:  # not at every micro-batch: gradients of those before lie in the memory of the graphs
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    n_targets = comm.sum((slice_sequence(dims, targets_BT) >= 0).sum())
+    # In double precision where the device has it, so that neither order nor ranks show after rounding to fp32.
+    total_loss = torch.zeros((), dtype=device.widest, device=device.torch_device)
+    micro_batches = list(zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True))
+    pairwise = reducer = None
+    if step_config.deterministic and dims.is_unsharded:
+        pairwise = PairwiseGradSum(list(state.sharded.local_params.values()), len(micro_batches))
+    else:
+        reducer = state.grad_reducer
+    for index, (inputs, targets) in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        dropout_keys = None
+        if state.model.config.dropout:
+            first = dims.dp_rank * len(inputs_BT) + index * size  # in the global batch
+            dropout_keys = sequence_keys(step_config.seed, state.step, first, len(inputs), device.torch_device)
+        state.sharded.set_grad_sync(state.model, last=is_last)
+        loss_sum = forward_loss(state, step_config, device, inputs, targets, dropout_keys)
+        if reducer is not None and is_last:
+            reducer.begin()
+        state.scaler.scale(loss_sum / n_targets).backward()  # type: ignore[no-untyped-call]
+        state.collect_gradients()
+        if pairwise is not None:
+            pairwise.add()
+        total_loss += loss_sum.detach()
+    if pairwise is not None:
+        pairwise.finish(comm)
+    elif reducer is not None:
+        reducer.finish()
+    state.sharded.all_reduce_tp_grads(comm)
+    return (comm.sum(total_loss) / n_targets).float()
 
 
-def update_checked(state: State, clip: float, parameters: Sequence[Tensor], loss: Tensor, norm: Tensor) -> bool:
-    """Clip and update if all is finite; return whether the scaler skipped it. Raises Fault(NUMERICS) before."""
-    if clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    if not finite and not (state.scaler.is_enabled() and math.isfinite(loss)):
-        raise _not_finite(state.step + 1, float(loss), float(norm))
+def forward_loss(
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    inputs_BT: Tensor,
+    targets_BT: Tensor,
+    dropout_keys_B: Tensor | None,
+) -> Tensor:
+    """The summed loss (nats) of one micro-batch, through the compute model."""
+    with nullcontext() if state.uses_master_weights else device.autocast():  # a low-precision copy needs no autocast
+        hidden = state.forward(inputs_BT, **({} if dropout_keys_B is None else {"dropout_keys_B": dropout_keys_B}))
+        loss_sum, _ = cross_entropy(
+            hidden,
+            gather_lm_head(state.compute_model.lm_head_weight),
+            slice_sequence(state.dims, targets_BT),
+            vocab_size=state.model.config.vocab_size,
+            chunk=step_config.loss_chunk,
+            softmax_cross_entropy=state.cross_entropy_fn,
+        )
+    return loss_sum
+
+
+def unscale_gradients(state: TrainState) -> None:
+    """Divide fp16 gradients by the loss scale; an overflow on one process makes all of them skip the step."""
+    state.scaler.unscale_(state.optimizer)
+    if state.scaler.is_enabled() and not state.dims.is_unsharded:
+        for found_inf in scaler_found_inf(state.scaler, state.optimizer):
+            state.comm.sum(found_inf)
+
+
+def clip_and_update(state: TrainState, grad_clip: float, loss: Tensor, grad_norm: Tensor) -> bool:
+    """Clip the gradients and update the weights; return whether the fp16 scaler skipped the update."""
+    if not state.skips_nonfinite_on_device:
+        return update_on_host(state, grad_clip, loss, grad_norm)
+    # The host reads nothing: torch's fused AdamW divides gradients by `grad_scale` (in one pass with the update) and
+    # leaves everything as it is where `found_inf` is 1. clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
+    state.found_nonfinite.logical_or_(~torch.isfinite(loss + grad_norm) | ((grad_norm == 0) & (loss > 0)))
+    grad_scale = ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0) if grad_clip else None
+    fused_adamw_step(state.optimizer, state.found_nonfinite.float(), grad_scale)
+    return False
+
+
+def update_on_host(state: TrainState, grad_clip: float, loss: Tensor, grad_norm: Tensor) -> bool:
+    """Clip and update if all is finite; return whether the fp16 scaler skipped the update.
+
+    Raises NumericsError before the weights change.
+    """
+    params = [param for param in state.sharded.local_params.values() if param.grad is not None]
+    if grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(params, grad_clip, grad_norm)
+    finite, missing = math.isfinite(loss) and math.isfinite(grad_norm), bool(grad_norm == 0 < loss)
+    if missing or (not finite and not (state.scaler.is_enabled() and math.isfinite(loss))):
+        raise bad_step_error(state.step + 1, float(loss), float(grad_norm))
     state.scaler.step(state.optimizer)
     state.scaler.update()
-    if not finite and state.scaler.get_scale() < SMALLEST_SCALE:
-        raise _not_finite(state.step + 1, float(loss), float(norm))
+    if not finite and state.scaler.get_scale() < MIN_LOSS_SCALE:
+        raise bad_step_error(state.step + 1, float(loss), float(grad_norm))
     return not finite
 
 
-def land(state: State, flights: Sequence[Flight]) -> list[Report]:
-    """Wait for launched steps, in order, and read all their numbers at once.
+def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[StepMetrics]:
+    """Wait for pending steps, in order, and read all their numbers in one transfer.
 
-    Raises Fault(NUMERICS) naming the first that was not finite; weights and `state.step` are those before it.
+    Raises NumericsError naming the first whose update was skipped; weights and `state.step` are those before it.
     """
-    rows = torch.stack([flight.numbers for flight in flights]).tolist()
-    reports = []
-    for flight, (loss, norm, trouble) in zip(flights, rows, strict=True):
-        if trouble:
-            state.step = flight.step - 1
-            raise _not_finite(flight.step, loss, norm)
-        reports.append(Report(step=flight.step, loss=loss, grad_norm=norm, lr=flight.lr, skipped=flight.skipped))
-    return reports
+    rows = torch.stack([step.numbers for step in pending]).tolist()
+    metrics = []
+    for step, (loss, grad_norm, nonfinite) in zip(pending, rows, strict=True):
+        if nonfinite:
+            state.step = step.step - 1
+            raise bad_step_error(step.step, loss, grad_norm)
+        metrics.append(StepMetrics(step=step.step, loss=loss, grad_norm=grad_norm, lr=step.lr, skipped=step.skipped))
+    return metrics
 
 
-def _not_finite(step: int, loss: float, norm: float) -> Fault:
-    what = f"loss {loss:g}, gradient norm {norm:g}"
-    fix = "its update was left out; lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
-    return Fault(Exit.NUMERICS, what, f"step {step}", fix)
-
-
-def accumulate_gradients(state: State, plan: Plan, device: Device, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Add the gradient of the batch's mean loss (times the scaler's scale) to every parameter; return that loss.
-
-    The batch is this rank's share of the global one, the mean is over all of it, and so are gradient and loss.
-    """
-    layout, placement = state.layout, state.placement
-    count = state.ranks.sum((slice_sequence(layout, targets_BT) >= 0).sum())
-    # In double precision where there is one: the sum of many losses shows neither their order nor the ranks.
-    total = torch.zeros((), dtype=device.widest, device=device.place)
-    size = plan.micro_batch
-    pairs = list(zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True))
-    first = layout.reader * len(pairs)
-    halves = HalvesSum(list(placement.kept.values()), len(pairs)) if plan.ordered and layout.is_whole else None
-    for index, (inputs, targets) in enumerate(pairs):
-        if plan.dropout:
-            torch.manual_seed(dropout_seed(plan.seed, state.step, (first + index) * layout.tensor + layout.slice))
-        placement.announce(state.model, last=index + 1 == len(pairs))
-        if state.graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        with nullcontext() if state.has_masters else device.autocast():
-            hidden = state.forward(inputs)
-            loss_sum, _ = cross_entropy(
-                hidden,
-                gather_unembedding(state.working.unembedding),
-                slice_sequence(layout, targets),
-                vocab_size=state.model.shape.vocab_size,
-                chunk=plan.loss_chunk,
-                lose=state.lose,
-            )
-        scaled: Tensor = state.scaler.scale(loss_sum / count)
-        if state.gradient_sum is not None and halves is None and index + 1 == len(pairs):
-            state.gradient_sum.begin()
-        scaled.backward()  # type: ignore[no-untyped-call]
-        state.collect_gradients()
-        if halves is not None:
-            halves.take()
-        total += loss_sum.detach()
-    if halves is not None:
-        halves.finish(state.ranks)
-    elif state.gradient_sum is not None:
-        state.gradient_sum.finish()
-    placement.add_shared(state.ranks)
-    return (state.ranks.sum(total) / count).float()
-
-
-def dropout_seed(seed: int, step: int, micro_step: int) -> int:
-    """A seed of its own for every forward: 63 bits mixed from the run's seed and the place (odd multipliers)."""
-    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro_step * 0x94D049BB133111EB
-    return (mixed ^ (mixed >> 31)) & (2**63 - 1)
+def bad_step_error(step: int, loss: float, grad_norm: float) -> NumericsError:
+    """The error for a step whose loss or gradient norm is NaN or infinite, or whose gradient is 0 everywhere."""
+    if grad_norm == 0:
+        fix = "check that weights are neither frozen nor all 0; machine.compile=off leaves the compiler out"
+        return NumericsError(f"loss {loss:g}, but no gradient reached the weights: its norm is 0", f"step {step}", fix)
+    fix = "the update was skipped; lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
+    return NumericsError(f"loss {loss:g}, gradient norm {grad_norm:g}", f"step {step}", fix)

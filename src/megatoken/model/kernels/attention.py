@@ -1,135 +1,130 @@
-"""Causal self-attention: written out, by torch's kernels, and in blocks that skip the upper triangle.
+"""Attention: the formula, torch's kernels, and blocks that skip the upper triangle. ATTENTION lists all by name.
 
-softmax(q k^T / sqrt(D)) v, every query seeing itself and earlier keys (Vaswani et al. 2017). Keys and values may have
-fewer heads, each shared by a group of neighbouring query heads (Ainslie et al. 2023). Absent: sampling's attention over
-a cache, which has no triangle (model/gpt.py).
+softmax(q k^T / sqrt(D)) v (Vaswani et al. 2017). Keys and values may have fewer heads than queries, each shared by a
+group of neighbouring query heads (Ainslie et al. 2023).
 
-Shapes: B batch, H heads, K heads of keys and values, T time, D head width, N = B*H, Q queries of a block, S keys that
-a block of queries sees.
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width, N = B*H, Q queries of a block.
 """
 
+import inspect
 import math
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-SHORT = 256  # tokens; up to here the smaller block is the faster one
+from megatoken.config.fields import register_choice
+from megatoken.errors import ConfigError
+
+DropoutFn = Callable[[Tensor], Tensor]  # of the weights (B, H, T, S): some of them 0, the others larger
 
 
-def choose_block(T: int) -> int:
-    """Queries at once: few enough that a block's scores stay in the caches and little of the triangle is wasted."""
-    return 64 if T <= SHORT else 128
+class AttentionFn(Protocol):
+    """Queries (B, H, T, D), keys and values (B, K, S, D) -> (B, H, T, D).
+
+    mask: bool, (B or 1, 1, T, S), True where a query sees a key. causal: T equals S and every query sees its own key
+    and earlier ones; never with a mask. Neither: every query sees every key, as a single new token does in decoding.
+    dropout: to be applied to the weights (B, H, T, S) after the softmax; None where nothing is dropped.
+    Training calls it with `causal`, sampling with `causal` for the prompt and then without, scoring with a mask.
+    """
+
+    def __call__(
+        self,
+        q_BHTD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        dropout: DropoutFn | None,
+    ) -> Tensor: ...
 
 
-def spread_heads(x_BKTD: Tensor, n_head: int) -> Tensor:
-    """A key head for every query head (B, H, T, D): copies for the heads that share one; itself where none do."""
-    group = n_head // x_BKTD.shape[1]
-    return x_BKTD if group == 1 else x_BKTD.repeat_interleave(group, dim=1)
+def repeat_kv(x_BKSD: Tensor, n_head: int) -> Tensor:
+    """A key head for every query head (B, H, S, D): copies for the heads that share one; itself where none do."""
+    group = n_head // x_BKSD.shape[1]
+    return x_BKSD if group == 1 else x_BKSD.repeat_interleave(group, dim=1)
 
 
-def explicit_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
-    """The formula, all T x T scores at once."""
+def explicit_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Tensor | None, causal: bool, dropout: DropoutFn | None
+) -> Tensor:
+    """The formula, all T x S scores at once."""
     H, T, D = q_BHTD.shape[-3:]
-    k_BHTD, v_BHTD = spread_heads(k_BKTD, H), spread_heads(v_BKTD, H)
-    scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
-    later_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(1)
-    weights_BHTT = scores_BHTT.masked_fill(later_TT, -torch.inf).softmax(-1)
-    return F.dropout(weights_BHTT, dropout) @ v_BHTD
+    k_BHSD, v_BHSD = repeat_kv(k_BKSD, H), repeat_kv(v_BKSD, H)
+    scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) / math.sqrt(D)
+    if causal:
+        mask = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).tril()
+    if mask is not None:
+        scores_BHTS = scores_BHTS.masked_fill(~mask, -torch.inf)
+    weights_BHTS = scores_BHTS.softmax(-1)
+    return (weights_BHTS if dropout is None else dropout(weights_BHTS)) @ v_BHSD
 
 
-def flash_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
-    """torch's own kernel: on CUDA whichever backend it prefers."""
-    (H, T), K = q_BHTD.shape[1:3], k_BKTD.shape[1]
-    return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, dropout_p=dropout, is_causal=T > 1, enable_gqa=K != H)
+def flash_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Tensor | None, causal: bool, dropout: DropoutFn | None
+) -> Tensor:
+    """torch's scaled_dot_product_attention: on CUDA whichever backend it prefers.
+
+    With dropout the formula: torch's kernels draw masks that depend on the micro-batch.
+    """
+    if dropout is not None:
+        return explicit_attention(q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=dropout)
+    B, H, T, D = q_BHTD.shape
+    K = k_BKSD.shape[1]
+    if T == 1 and mask is None and K != H:  # the queries that share a key are rows of one query: no copies of keys
+        rows_BKGD = q_BHTD.reshape(B, K, H // K, D)
+        return F.scaled_dot_product_attention(rows_BKGD, k_BKSD, v_BKSD).reshape(B, H, 1, D)
+    return F.scaled_dot_product_attention(
+        q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal and T > 1, enable_gqa=K != H
+    )
 
 
-def backend_attention(backend: SDPBackend, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
+def backend_attention(backend: SDPBackend, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
     """torch's kernel by one backend and no other: RuntimeError where that one cannot."""
     with sdpa_kernel(backend):
-        return flash_attention(q_BHTD, k_BKTD, v_BKTD, dropout)
+        return flash_attention(q_BHTD, k_BKSD, v_BKSD, **options)
 
 
-def switch_flash(form: str) -> None:
-    """Put what a form of attention needs behind torch's flash backend, for this whole process: for `fa3` and `fa4` that
-    version of FlashAttention, for any other torch's own.
+def blocked_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Tensor | None, causal: bool, dropout: DropoutFn | None
+) -> Tensor:
+    """A block of queries at a time against the keys they see: half the products of the full square.
 
-    Raises ImportError or RuntimeError where that version is not installed or does not run on this card.
+    With dropout the formula.
     """
-    version = {"fa3": "FA3", "fa4": "FA4"}.get(form)
-    if current_flash_attention_impl() == version:
-        return
-    if version:
-        activate_flash_attention_impl(version)
-    else:
-        restore_flash_attention_impl()
-
-
-def flex_attention_causal(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
-    """torch's FlexAttention with the causal mask; without dropout only, with it the flash kernel answers.
-
-    Compiled on CUDA; written out elsewhere, where it has no backward.
-    """
-    if dropout:
-        return flash_attention(q_BHTD, k_BKTD, v_BKTD, dropout)
-    compiled = q_BHTD.is_cuda and not torch.compiler.is_compiling()
-    flex = _compile_flex() if compiled else flex_attention
-    (H, T), K = q_BHTD.shape[1:3], k_BKTD.shape[1]
-    y: Tensor = flex(q_BHTD, k_BKTD, v_BKTD, block_mask=_causal_mask(T, q_BHTD.device), enable_gqa=K != H)
-    return y
-
-
-@cache
-def _compile_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@cache
-def _causal_mask(T: int, place: torch.device) -> BlockMask:
-    return create_block_mask(lambda _b, _h, query, key: query >= key, None, None, T, T, device=place)
-
-
-def blocked_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, dropout: float) -> Tensor:
-    """A block of queries at a time against the keys it can see: half the products of the full square.
-
-    Without dropout only; with it the flash kernel answers.
-    """
-    if dropout:
-        return flash_attention(q_BHTD, k_BKTD, v_BKTD, dropout)
+    assert causal
+    assert mask is None
+    if dropout is not None:
+        return explicit_attention(q_BHTD, k_BKSD, v_BKSD, mask=None, causal=True, dropout=dropout)
     H = q_BHTD.shape[1]
-    y: Tensor = _Blocked.apply(q_BHTD, spread_heads(k_BKTD, H), spread_heads(v_BKTD, H))  # type: ignore[no-untyped-call]
+    y: Tensor = _Blocked.apply(q_BHTD, repeat_kv(k_BKSD, H), repeat_kv(v_BKSD, H))  # type: ignore[no-untyped-call]
     return y
 
 
 class _Blocked(torch.autograd.Function):
-    """Keeps each block's weights for the backward: T*T/2 numbers a head, nothing is computed twice."""
+    """Keeps each block's attention weights for the backward: T*T/2 numbers a head, nothing is computed twice."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         B, H, T, D = q_BHTD.shape
-        # Every head's rows in one piece: batched products read them many times.
+        # Contiguous heads: batched products read them many times.
         q, k, v = (x.reshape(B * H, T, D) for x in (q_BHTD * (1 / math.sqrt(D)), k_BHTD, v_BHTD))
-        block = choose_block(T)
-        later_QQ = torch.full((block, block), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
-        # Laid out as the product that follows wants it, which then keeps this tensor instead of a copy.
+        # Few enough queries that a block's scores stay in the CPU's caches and little of the triangle is wasted.
+        ctx.block = block = 64 if T <= 256 else 128
+        causal_QQ = torch.full((block, block), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+        # In the memory layout that the output projection reads, so that it saves this tensor instead of a copy.
         y_BHTD = q_BHTD.new_empty(B, T, H, D).transpose(1, 2)
         weights = []
         for begin in range(0, T, block):
             end = min(begin + block, T)
             size = end - begin
             scores_NQS = torch.bmm(q[:, begin:end], k[:, :end].transpose(1, 2))
-            scores_NQS[:, :, begin:].add_(later_QQ[:size, :size])
+            scores_NQS[:, :, begin:].add_(causal_QQ[:size, :size])
             torch.softmax(scores_NQS, -1, out=scores_NQS)
             y_BHTD[:, :, begin:end] = torch.bmm(scores_NQS, v[:, :end]).view(B, H, size, D)
             weights.append(scores_NQS)
@@ -141,17 +136,59 @@ class _Blocked(torch.autograd.Function):
         q, k, v, y_BHTD, *weights = ctx.saved_tensors
         N, T, D = q.shape
         grad_NTD = grad_BHTD.reshape(N, T, D)
-        # d scores = weights * (d weights - sum of d weights * weights), and that sum is d y . y
-        along_NT1 = (grad_BHTD * y_BHTD).sum(-1).view(N, T, 1)
+        # d scores = weights * (d weights - sum of d weights * weights); that sum is d y . y (Dao et al. 2022)
+        sum_NT1 = (grad_BHTD * y_BHTD).sum(-1).view(N, T, 1)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for weights_NQS, begin in zip(weights, range(0, T, choose_block(T)), strict=True):
+        for weights_NQS, begin in zip(weights, range(0, T, ctx.block), strict=True):
             end = begin + weights_NQS.shape[1]
             grad_NQD = grad_NTD[:, begin:end]
             dv[:, :end] += torch.bmm(weights_NQS.transpose(1, 2), grad_NQD)
             d_NQS = torch.bmm(grad_NQD, v[:, :end].transpose(1, 2))
-            d_NQS.sub_(along_NT1[:, begin:end]).mul_(weights_NQS)
+            d_NQS.sub_(sum_NT1[:, begin:end]).mul_(weights_NQS)
             dq[:, begin:end] = torch.bmm(d_NQS, k[:, :end])
             dk[:, :end] += torch.bmm(d_NQS.transpose(1, 2), q[:, begin:end])
         dq.mul_(1 / math.sqrt(D))
         dq, dk, dv = (x.view(grad_BHTD.shape) for x in (dq, dk, dv))
         return dq, dk, dv
+
+
+ATTENTION: dict[str, AttentionFn] = {
+    "explicit": explicit_attention,
+    "flash": flash_attention,
+    "blocked": blocked_attention,
+    "cudnn": partial(backend_attention, SDPBackend.CUDNN_ATTENTION),
+    "fa2": partial(backend_attention, SDPBackend.FLASH_ATTENTION),
+}
+BUILT_IN = frozenset(ATTENTION)
+CUDA_ONLY = ("cudnn", "fa2")
+CAUSAL_ONLY = {"blocked", *CUDA_ONLY}  # flash, the same formula, computes their calls with a mask or a cache
+WITHOUT_MASK: set[str] = set()  # registered names that sampling and scoring cannot compute with
+
+
+def register_attention(name: str, fn: AttentionFn, *, supports_mask: bool = True) -> None:
+    """Add an attention of your own as `machine.attention=NAME`: training, sampling and scoring compute with it.
+
+    Checkpoints record the name; loading one where it is not registered is an error. supports_mask=False: `fn` computes
+    `causal` calls without a cache alone. Such a model can be trained; sampling and scoring raise ConfigError, because
+    another attention would give other values.
+    """
+    if name in BUILT_IN:
+        raise ConfigError(f"{name!r} is a built-in attention", "register_attention", "choose another name")
+    if "dropout_p" in inspect.signature(fn).parameters:
+        fix = "take dropout=None or a function that drops weights (docs/hacking.md)"
+        raise ConfigError(f"attention {name!r} takes dropout_p, a probability", "register_attention", fix)
+    register_choice("machine.attention", name)
+    ATTENTION[name] = fn
+    (WITHOUT_MASK.discard if supports_mask else WITHOUT_MASK.add)(name)
+
+
+def masked_attention(name: str) -> AttentionFn:
+    """The implementation for calls with a mask or a cache when `name` is selected."""
+    if name in WITHOUT_MASK:
+        return partial(_refuse_mask, name)
+    return flash_attention if name in CAUSAL_ONLY else ATTENTION[name]
+
+
+def _refuse_mask(name: str, *_: Tensor, **__: object) -> Tensor:
+    what = f"attention {name!r} supports neither a mask nor a cache"
+    raise ConfigError(what, "sampling or scoring", "support both and register it with supports_mask=True")

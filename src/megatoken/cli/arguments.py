@@ -1,0 +1,228 @@
+"""Parses the command line: every subcommand, its arguments and their help. No torch."""
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatoken import __version__
+from megatoken.bench.arguments import add_benches
+from megatoken.config.load import format_value, list_recipes
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import FIELDS, RUN_DEFINING
+from megatoken.console import Console
+from megatoken.errors import ConfigError
+from megatoken.eval.tasks import TASKS
+from megatoken.launch.local import RESTARTS
+from megatoken.launch.scripts import ENGINES
+from megatoken.system.atomic_write import local_path
+
+TRANSLATED = {  # options that replace RECIPE by a recipe of another program
+    "--llmc": ("FLAGS", "translate the flags of llm.c's train_gpt2cu, as one word in quotes"),
+    "--nanogpt": ("WORDS", "translate nanoGPT's config file, and --name=value words behind it, as one word in quotes"),
+    "--composer": ("FILE", "translate a YAML of Composer or llm-foundry"),
+}
+OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
+TAKE_OVERRIDES = ("quickstart", "train", "launch", "config", "describe", "dryrun")
+RECIPE = "(RECIPE | --llmc FLAGS | --nanogpt WORDS | --composer FILE)"
+ENDING = "[--json] [--debug] [section.field=value ...]"
+Command = Callable[[argparse.Namespace], tuple[int, Any]]  # returns exit code and answer
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors of the form what - where - fix."""
+
+    def error(self, message: str) -> NoReturn:
+        fix = f"see `{self.prog} --help`"
+        if "expected one argument" in message:
+            fix = "write a value that begins with - as --option='-value'"
+        raise ConfigError(message, self.prog, fix)
+
+
+def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespace:
+    """Options of one command, whose function is `call`; `a.b=c` words are accepted anywhere. Raises ConfigError."""
+    given, overrides = words, list[str]()
+    if words and words[0] in TAKE_OVERRIDES:
+        others: list[str] = []
+        for previous, word in zip(["", *words], words, strict=False):
+            is_value = previous in ("--out", "--init", *TRANSLATED)
+            (overrides if OVERRIDE.fullmatch(word) and not is_value else others).append(word)
+        words = others
+    options, unknown = build_parser(commands).parse_known_args(words)
+    if unknown:
+        command = f"megatoken {options.command}"
+        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}", command, f"see `{command} --help`")
+    options.words, options.overrides = given, overrides
+    options.console = Console(to_stderr=options.json)
+    return options
+
+
+def build_parser(commands: Mapping[str, Command]) -> Parser:
+    """Every subcommand and option. commands: the function of each command by name."""
+    parser = Parser(prog="megatoken", description="Pre-train GPTs from raw text: prepare, train, sample.")
+    parser.add_argument("--version", action="version", version=f"megatoken {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    def add(
+        name: str, doc: str, *, usage: str | None = None, epilog: str = "", among: Any = subparsers, command: str = ""
+    ) -> Parser:
+        raw = argparse.RawDescriptionHelpFormatter
+        usage = usage and f"megatoken {name} {usage} {ENDING}"
+        p: Parser = among.add_parser(name, help=doc, description=doc, usage=usage, epilog=epilog, formatter_class=raw)
+        p.add_argument("--json", action="store_true", help="progress to stderr, one JSON line to stdout")
+        p.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        p.set_defaults(call=commands[command or name])
+        return p
+
+    doc = "train a small GPT on this machine's Python sources, then sample from it: a few minutes"
+    arg = add("quickstart", doc, usage="[--out RUN]").add_argument
+    arg("--out", type=local_path, default=Path("runs/quickstart"), help="run folder (default runs/quickstart)")
+    _add_prepare(add)
+    _add_training(add)
+    _add_models(add)
+    p = subparsers.add_parser("bench", help="benchmark training on this machine, as a whole and by part")
+    benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
+    add_benches(lambda name, doc: add(name, doc, among=benches, command="bench"))
+    arg = add("doctor", "check that this machine can train, with a remedy for each problem").add_argument
+    arg("folder", metavar="DIR", nargs="?", type=local_path, default=Path(), help="where to train (default .)")
+    arg = add("verify", "check every hash of a dataset, run or checkpoint folder").add_argument
+    arg("folder", metavar="DIR", type=local_path)
+    arg = add("plot", "plot the curves of one or more runs in one picture").add_argument
+    arg("runs", metavar="RUN", nargs="+", type=local_path)
+    arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
+    doc = "also plot weights of the first run; of any MODEL of `sample` these alone, in --out (default plots/MODEL)"
+    arg("--pictures", action="store_true", help=doc)
+    return parser
+
+
+def _add_prepare(add: Callable[..., Parser]) -> None:
+    arg = add("prepare", "tokenize text into shards").add_argument
+    sources = "file, folder or glob of .txt .md .jsonl(.gz|.zst) .parquet, or "
+    arg("source", metavar="SOURCE", help=sources + "python, tinyshakespeare, tinystories, fineweb, fineweb-edu")
+    arg("--out", required=True, type=local_path, help="dataset folder to write")
+    arg("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N or a tokenizer.json (default gpt2)")
+    arg("--workers", type=int, default=0, help="processes; does not change the result (default 0: all cores)")
+    arg("--val-fraction", type=float, default=0.01, help="share of documents for validation (default 0.01)")
+    arg("--shard-tokens", type=int, default=100_000_000, help="tokens per shard (default 100000000)")
+    doc = "what to do with text that is not UTF-8 (default replace); skip also skips bad JSON lines"
+    arg("--invalid", choices=("replace", "skip", "fail"), default="replace", help=doc)
+    arg("--text-key", default="text", help="field or column that holds the text (default text)")
+    arg("--root", type=local_path, help="local copy of a named source, laid out like the original")
+
+
+def _add_training(add: Callable[..., Parser]) -> None:
+    """train, config, launch, describe, dryrun: commands that take a recipe."""
+    recipe_doc = f"a .yaml file, or a built-in recipe: {', '.join(list_recipes())}"
+    preset_doc = f"{', '.join(PRESETS)}, or a recipe"
+    usage = f"{RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--restarts N] [--explain]"
+    train = add("train", "train a recipe, or resume it", usage=usage, epilog=describe_fields())
+    config = add("config", "print the resolved values of a recipe and where each comes from", usage=RECIPE)
+    for p in (train, config):
+        p.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_doc)
+        for name, (metavar, doc) in TRANSLATED.items():
+            p.add_argument(name, metavar=metavar, help=doc)
+    config.set_defaults(nproc=1)
+    arg = train.add_argument
+    arg("--out", type=local_path, help="run folder (default runs/RECIPE)")
+    arg("--init", metavar="RUN_OR_HF_DIR", help="initial weights; the same as model.init=...")
+    arg("--nproc", type=int, default=1, metavar="N", help="processes on this machine, one per GPU (default 1)")
+    doc = f"of --nproc's processes in a row without progress, when one hangs or is lost (default {RESTARTS})"
+    arg("--restarts", type=int, default=RESTARTS, metavar="N", help=doc)
+    arg("--ending", type=local_path, help=argparse.SUPPRESS)  # where a stop is noted (launch/local.py)
+    arg("--explain", action="store_true", help="print the measurements behind every setting left at auto")
+    usage = "ENGINE RECIPE [--nodes N] [--nproc N] [--write FILE] ..."
+    arg = add("launch", "write a script that trains on many machines", usage=usage).add_argument
+    arg("engine", choices=list(ENGINES), help="torchrun (any machines), slurm, k8s or skypilot")
+    arg("recipe", metavar="RECIPE", help=recipe_doc)
+    arg("--nodes", type=int, default=1, help="machines (default 1)")
+    arg("--nproc", type=int, default=8, help="processes on each, one per GPU (default 8)")
+    arg("--out", type=local_path, help="run folder, shared by all machines (default runs/RECIPE)")
+    arg("--write", type=local_path, metavar="FILE", help="file for the script (default: stdout)")
+    arg("--gpus", default="H100", help="for skypilot: GPU type (default H100); none: no GPUs")
+    arg("--time", default="24:00:00", help="for slurm: time limit (default 24:00:00)")
+    arg("--image", default="pytorch/pytorch:latest", help="for k8s: container image with megatoken in it")
+    doc = "parameters, FLOPs and memory of a preset or recipe"
+    arg = add("describe", doc, usage="PRESET_OR_RECIPE").add_argument
+    arg("preset", metavar="PRESET_OR_RECIPE", help=preset_doc)
+    doc = "estimate memory and communication per GPU of a training step, without GPUs"
+    usage = "PRESET_OR_RECIPE --gpus N [--tp N] [--shard KIND] [--gpu NAME] ..."
+    arg = add("dryrun", doc, usage=usage).add_argument
+    arg("preset", metavar="PRESET_OR_RECIPE", help=preset_doc)
+    arg("--gpus", type=int, default=1, help="processes, one per GPU (default 1)")
+    arg("--tp", type=int, help="the same as machine.tensor_parallel=...")
+    arg("--shard", help="the same as machine.sharding=...")
+    arg("--gpu", default="h100", help="GPU that it must fit on: a name or a number of GB (default h100)")
+
+
+def _add_models(add: Callable[..., Parser]) -> None:
+    """sample, eval, export, consolidate: commands that take a model."""
+    sample = add("sample", "generate text from a trained model")
+    evaluate = add("eval", "score a model on tasks, or compute its loss on shards or text (docs/evaluation.md)")
+    arg = sample.add_argument
+    arg("model", metavar="MODEL", help="run folder, Hugging Face folder or hub name, llm.c's .bin, nanoGPT's ckpt.pt")
+    arg("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue (default -: stdin)")
+    arg("--tokens", type=int, help="new tokens per sequence (default 128, or what fits in the context)")
+    arg("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")
+    arg("--top-k", type=int, default=50, help="sample from the k likeliest tokens; 0: all (default 50)")
+    arg("--top-p", type=float, default=1.0, help="sample from the likeliest tokens that sum to p (default 1)")
+    arg("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    arg("-n", "--n", type=int, default=1, help="sequences (default 1)")
+    arg = evaluate.add_argument
+    arg("model", metavar="MODEL", help="run folder, checkpoint, or any other MODEL of `sample`")
+    arg("--tasks", metavar="NAMES", help=f"comma-separated, of {', '.join(TASKS)}")
+    doc = "with --tasks: file of examples (.jsonl or .parquet), or folder with TASK.jsonl (default: the Hugging "
+    doc += "Face hub); without: shards, or text in a format that `megatoken prepare` reads"
+    arg("--data", type=local_path, metavar="PATH", help=doc)
+    arg("--limit", type=int, default=0, metavar="N", help="only the first N examples of each task, or N tokens; 0: all")
+    arg("--split", choices=("train", "val"), help="split of the shards (default val, where there is one)")
+    arg("--examples", action="store_true", help="also return the predictions for each example, in file order")
+    arg("--no-token-mean", action="store_true", help="skip acc_token_mean: halves the time of HellaSwag")
+    arg("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
+    arg("--harness", action="store_true", help="evaluate by lm-evaluation-harness, on any of its tasks")
+    arg("--include", type=local_path, metavar="DIR", help="with --harness: folder with your task files")
+    arg("--fewshot", type=int, metavar="K", help="with --harness: solved examples in each prompt")
+    for p in (sample, evaluate):
+        p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
+        p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
+    arg = add("export", "write a model in the format of another program, and check it").add_argument
+    arg("model", metavar="RUN_OR_CHECKPOINT", help="run folder, checkpoint, or any other MODEL of `sample`")
+    doc = "hf: for transformers, vLLM and llama.cpp; llmc: for llm.c (default hf)"
+    arg("--to", choices=("hf", "llmc"), default="hf", help=doc)
+    arg("--out", type=local_path, required=True, metavar="DIR", help="folder to write; it must not exist")
+    arg("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the weights (default fp32)")
+    doc = "merge the shards of a checkpoint of many processes into one file"
+    arg = add("consolidate", doc).add_argument
+    arg("source", metavar="RUN_OR_CHECKPOINT", type=local_path, help="run folder (newest checkpoint), or its step-N")
+    arg("--out", required=True, type=local_path, help="folder to write step-N into")
+
+
+def check_eval(options: argparse.Namespace) -> None:
+    """Raise ConfigError for an option of `eval` that has no effect beside the others."""
+    if options.limit < 0:
+        raise ConfigError(f"--limit is {options.limit}", "megatoken eval", "give a number, or 0 for all")
+    if not options.tasks and not options.data:
+        fix = f"give --tasks ({', '.join(TASKS)}), or --data with shards or text"
+        raise ConfigError("nothing to evaluate on", "megatoken eval", fix)
+    for flag, given, has_effect, purpose in (
+        ("--split", options.split, not options.tasks, "--data without --tasks"),
+        ("--examples", options.examples, options.tasks, "--tasks"),
+        ("--fewshot", options.fewshot is not None, options.harness, "--harness"),
+        ("--include", options.include, options.harness, "--harness"),
+    ):
+        if given and not has_effect:
+            raise ConfigError(f"{flag} has no effect here", flag, f"leave it out: it is for {purpose}")
+
+
+def describe_fields() -> str:
+    """The help of every config field, section by section: key, default, meaning, unit, choices."""
+    lines, section = ["fields (section.field=value), as in a recipe:"], ""
+    for key, spec in FIELDS.items():
+        head = key.rpartition(".")[0]
+        if head and head != section:
+            section = head
+            lines.append(f"\n {section} ({'run-defining: changes the result' if head in RUN_DEFINING else 'runtime'})")
+        unit = f" [{spec.unit}]" if spec.unit else ""
+        choices = f" {{{spec.expects.removeprefix('one of ')}}}" if spec.expects.startswith("one of") else ""
+        lines.append(f"  {key + '=' + format_value(spec.default):<28} {spec.doc}{unit}{choices}")
+    return "\n".join(lines)

@@ -1,0 +1,336 @@
+"""The command line: one function per subcommand.
+
+Modules that import torch are imported inside their command: arguments and recipes are checked before, in a tenth of a
+second.
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatoken.checkpoint.manifest import encode_model_config
+from megatoken.cli.arguments import TRANSLATED, Command, check_eval, parse
+from megatoken.cli.quickstart import quickstart
+from megatoken.config.load import ResolvedConfig, render, resolve, resolve_preset
+from megatoken.config.model_config import ModelConfig, describe_heads
+from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
+from megatoken.config.schema import Config
+from megatoken.distributed.env import read_dist_env
+from megatoken.errors import ConfigError, ExitCode, MegatokenError, StorageError
+from megatoken.eval.tasks import find_tasks
+from megatoken.launch.local import COMMAND, launch, stop_at_once, write_stop_marker
+from megatoken.launch.scripts import Job, check_job, name_job, write_script
+from megatoken.model import flops
+from megatoken.system.environment import prepare_process
+from megatoken.train.metrics_log import METRICS
+
+Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    prepare_process()
+    prepare_streams()
+    try:
+        options = parse(words, COMMANDS)
+        code, answer = options.call(options)
+        if options.json and answer is not None:
+            print(json.dumps(answer), flush=True)
+        return int(code)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except (MegatokenError, OSError) as raised:
+        if "--debug" in words:
+            traceback.print_exc()
+        error = raised if isinstance(raised, MegatokenError) else name_system_error(raised)
+        sys.stderr.write(f"{_rank_prefix()}error: {error}\n")  # one write, so that lines of ranks do not mix
+        return int(error.code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def prepare_streams() -> None:
+    """Empty streams for those that this process was started without; what stdout cannot encode becomes ?."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open to the end)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def name_system_error(error: OSError) -> MegatokenError:
+    """The one-line error of a path that the system refuses: too long a name, a folder that may not be entered."""
+    if error.filename is None:
+        return StorageError(f"cannot write: {error.strerror or error}", "standard output", "send it somewhere else")
+    return StorageError(error.strerror or str(error), error.filename, "check the path and its permissions")
+
+
+def _rank_prefix() -> str:
+    try:
+        rank = read_dist_env().rank
+    except MegatokenError:  # the error being reported
+        return ""
+    return f"[rank {rank}] " if rank else ""
+
+
+def run_prepare(options: argparse.Namespace) -> Result:
+    """prepare: tokenize text into shards."""
+    from megatoken.cli.progress import PrepareBar
+    from megatoken.data.prepare import prepare
+
+    names = ("tokenizer", "workers", "val_fraction", "shard_tokens", "invalid", "text_key", "root")
+    with PrepareBar(options.console) as bar:
+        prepared = prepare(options.source, options.out, on_progress=bar.update, **_pick(options, *names))
+    bar.finish(options.out, prepared)
+    return ExitCode.DONE, dataclasses.asdict(prepared)
+
+
+def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
+    """train: train a recipe into a run folder."""
+    options.overrides += [f"model.init={options.init}"] if options.init else []
+    with stop_at_once(options.ending):
+        resolved, named_out = find_recipe(options)
+        if (code := launch_ranks(options, options.restarts)) is not None:
+            return code, None
+        is_main = read_dist_env().is_main_process
+        if is_main and options.recipe:
+            for note in resolved.notes:
+                options.console.print(f"note: {note}")
+        elif is_main:
+            options.console.print(_render_with_notes(resolved, given_only=True))
+        from megatoken.pretrain import Trainer
+
+        out = options.out or named_out or Path("runs") / resolved.name
+        summary = Trainer(resolved, out, console=options.console, explain=options.explain).fit()
+        answer = dataclasses.asdict(summary) if is_main else None
+        return write_stop_marker(options.ending) if summary.code == ExitCode.STOPPED else summary.code, answer
+
+
+def launch_ranks(options: argparse.Namespace, restarts: int = 0) -> int | None:
+    """Run this command in `--nproc` processes; their exit code, or None in a process that must run it itself."""
+    world_size = read_dist_env().world_size
+    if options.nproc > 1 and world_size == 1:
+        return launch([*COMMAND, *options.words], options.nproc, restarts)
+    if options.nproc < 1:
+        raise ConfigError(f"--nproc is {options.nproc}", "--nproc", "give 1 or more")
+    if options.nproc not in (1, world_size):
+        what = f"--nproc {options.nproc} within a world size of {world_size}"
+        raise ConfigError(what, "--nproc", "leave it to torchrun or srun, or to --nproc")
+    return None
+
+
+def find_recipe(options: argparse.Namespace) -> tuple[ResolvedConfig, Path | None]:
+    """The resolved recipe, and the run folder named by a recipe of another program."""
+    given = [name for name in ("recipe", *(flag[2:] for flag in TRANSLATED)) if getattr(options, name) is not None]
+    if len(given) != 1:
+        what = "no recipe given" if not given else f"{' and '.join(given)} are both given"
+        raise ConfigError(what, "command line", f"give one of RECIPE, {', '.join(TRANSLATED)}")
+    if options.recipe is not None:
+        return resolve(options.recipe, options.overrides), None
+    from megatoken.convert.recipes import translate
+
+    translation = translate(options)
+    resolved = translation.resolve(options.overrides)
+    return dataclasses.replace(resolved, notes=(*translation.notes, *resolved.notes)), translation.out
+
+
+def _render_with_notes(resolved: ResolvedConfig, *, given_only: bool = False) -> str:
+    notes = "".join(f"# {note}\n" for note in resolved.notes)
+    return notes + render(resolved.config, resolved.origins, given_only=given_only)
+
+
+def run_launch(options: argparse.Namespace) -> Result:
+    """launch: check a recipe for a number of processes, then write a script that starts it."""
+    resolved = resolve(options.recipe, options.overrides)
+    words = [options.recipe, "--out", str(options.out or Path("runs") / resolved.name), *options.overrides]
+    fields = _pick(options, "nodes", "nproc", "gpus", "time", "image")
+    job = Job(name=name_job(resolved.name), train_args=words, **fields)
+    check_job(job, resolved.config)
+    script = write_script(options.engine, job)
+    if options.write:
+        try:
+            options.write.write_text(script)
+        except OSError as error:
+            raise StorageError(f"cannot write: {error.strerror}", str(options.write), "choose another file") from None
+    elif not options.json:
+        print(script, end="")
+    return ExitCode.DONE, {"script": script, "processes": job.nodes * job.nproc}
+
+
+def run_doctor(options: argparse.Namespace) -> Result:
+    """doctor: check this machine; exit code 2 if a run would fail on it."""
+    from megatoken.cli.doctor import run_checks
+
+    findings = run_checks(options.folder)
+    for finding in findings:
+        remedy = f" — {finding['remedy']}" if finding["remedy"] else ""
+        options.console.print(f"{finding['state']:<7} {finding['name']:<10} {finding['found']}{remedy}")
+    code = ExitCode.CONFIG if any(finding["state"] == "bad" for finding in findings) else ExitCode.DONE
+    return code, {"findings": findings}
+
+
+def run_config(options: argparse.Namespace) -> Result:
+    """config: print the resolved recipe."""
+    resolved, _ = find_recipe(options)
+    if not options.json:
+        print(_render_with_notes(resolved), end="")
+    return ExitCode.DONE, {"values": dataclasses.asdict(resolved.config), "origins": resolved.origins}
+
+
+def _resolve_preset_or_recipe(options: argparse.Namespace, *overrides: str) -> tuple[Config, ModelConfig]:
+    """The config, and its model with a vocabulary: the recipe's, else the preset's or GPT-2's."""
+    name, words = options.preset, [*options.overrides, *overrides]
+    config = resolve_preset(name, words) if name in PRESETS else resolve(name, words).config
+    model = config.model
+    return config, model.resolve(PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY)
+
+
+def run_describe(options: argparse.Namespace) -> Result:
+    """describe: print the parameters, FLOPs and memory of a model."""
+    config, model = _resolve_preset_or_recipe(options)
+    answer = {
+        "parameters": flops.count_parameters(model),
+        "matmul_parameters": flops.count_matmul_parameters(model),
+        "flops_per_token_full": flops.flops_per_token(model, causal=False),
+        "flops_per_token_causal": flops.flops_per_token(model, causal=True),
+        "state_bytes": flops.state_bytes(model),
+        "expected_initial_loss": flops.expected_initial_loss(model),
+        **encode_model_config(model),
+    }
+    assumed = f"{'the preset' if model.preset else 'GPT-2'}'s assumed"
+    note = "" if config.model.vocab_size else f" (the recipe leaves it to the tokenizer: {assumed})"
+    kind = f"{model.norm}, {model.mlp} of {model.d_ff:,}, {model.pos_emb} positions, heads of {model.d_head}"
+    kind += f"{'' if model.bias else ', no biases'}, output layer {'tied' if model.tie_embeddings else 'of its own'}"
+    full, causal = answer["flops_per_token_full"], answer["flops_per_token_causal"]
+    rows = [
+        ("model", f"{options.preset}: {model.n_layer} layers, {describe_heads(model)}, width {model.d_model:,}"),
+        ("of", kind),
+        ("context", f"{model.seq_len:,} tokens"),
+        ("vocabulary", f"{model.vocab_size:,} ids, padded to {model.padded_vocab_size:,}{note}"),
+        ("parameters", f"{answer['parameters']:,}"),
+        ("in products", f"{answer['matmul_parameters']:,} (the output layer counted once)"),
+        ("FLOPs/token", f"{full:,} full attention, {causal:,} causal"),
+        ("state", f"{answer['state_bytes'] / 2**30:.2f} GiB of fp32 weights and AdamW moments"),
+        ("first loss", f"ln(V) = {answer['expected_initial_loss']:.3f} nats"),
+    ]
+    if not options.json:
+        options.console.table(rows)
+    return ExitCode.DONE, answer
+
+
+def run_dryrun(options: argparse.Namespace) -> Result:
+    """dryrun: estimate memory and communication of one process of many."""
+    from megatoken.estimate.dry_run import check_fit, describe_estimate, dry_run, gpu_memory_bytes
+
+    fields = {"machine.tensor_parallel": options.tp, "machine.sharding": options.shard}
+    given = [f"{key}={value}" for key, value in fields.items() if value is not None]
+    config, model = _resolve_preset_or_recipe(options, *given)
+    memory_bytes = gpu_memory_bytes(options.gpu)
+    estimate = dry_run(config, model, options.gpus, memory_bytes)
+    fits, advice = check_fit(estimate, config, options.gpu, memory_bytes)
+    model_row = ("model", f"{options.preset} on {options.gpus:,} x {options.gpu}")
+    options.console.table([model_row, *describe_estimate(estimate)])
+    options.console.print(advice)
+    return ExitCode.DONE, {**dataclasses.asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
+
+
+def run_sample(options: argparse.Namespace) -> Result:
+    """sample: continue a prompt."""
+    from megatoken.cli.sample import sample
+
+    prompt = sys.stdin.buffer.read() if options.prompt == "-" else options.prompt.encode(errors="surrogateescape")
+    return ExitCode.DONE, sample(options, prompt.decode(errors="replace"))
+
+
+def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
+    """eval: score a model on tasks, or compute its loss."""
+    check_eval(options)
+    if options.tasks and not options.harness:
+        find_tasks(options.tasks)
+    if (code := launch_ranks(options)) is not None:
+        return code, None
+    from megatoken.cli.eval import evaluate_model
+
+    if not options.harness:
+        return ExitCode.DONE, evaluate_model(options)
+    from megatoken.eval.lm_eval_adapter import run_harness
+
+    return ExitCode.DONE, evaluate_model(options, run_harness)
+
+
+def run_export(options: argparse.Namespace) -> Result:
+    """export: write a model in another program's format."""
+    from megatoken.convert.export import export
+
+    return ExitCode.DONE, export(options.model, options.to, options.out, options.dtype, options.console)
+
+
+def run_consolidate(options: argparse.Namespace) -> Result:
+    """consolidate: merge the shards of a checkpoint into one file."""
+    from megatoken.checkpoint.tensor_files import consolidate
+
+    folder = consolidate(options.source, options.out, options.console.warn)
+    options.console.print(f"written: {folder}")
+    return ExitCode.DONE, {"folder": str(folder)}
+
+
+def run_bench(options: argparse.Namespace) -> Result:
+    """bench: run one benchmark; its JSON line is the last on stdout, also without --json."""
+    from megatoken.bench.main import run
+
+    answer = run(options, options.console)
+    options.json = True
+    return ExitCode.DONE, answer
+
+
+def run_verify(options: argparse.Namespace) -> Result:
+    """verify: check every hash of a folder."""
+    from megatoken.cli.verify import verify_folder
+
+    report = verify_folder(options.folder)
+    damaged = [str(error) for error in report.errors]
+    for message in damaged:
+        options.console.print(f"damaged: {message}")
+    options.console.print(f"{report.kind} {options.folder}: {report.checked} checked, {len(damaged)} damaged")
+    code = report.errors[0].code if report.errors else ExitCode.DONE
+    return code, {"kind": report.kind, "checked": report.checked, "damaged": damaged}
+
+
+def run_plot(options: argparse.Namespace) -> Result:
+    """plot: draw the curves of runs."""
+    from megatoken.plots import draw_curves, draw_weights
+
+    first: Path = options.runs[0]
+    target = options.out or first / "plots"
+    if options.pictures and len(options.runs) == 1 and not (first / METRICS).is_file():  # a model, perhaps not ours
+        pictures = draw_weights(first, options.out or Path("plots") / first.name)
+    else:
+        pictures = [draw_curves(options.runs, target / "curves.png" if target.is_dir() or not options.out else target)]
+        pictures += draw_weights(first, first / "plots") if options.pictures else []
+    if not options.json:
+        print(*pictures, sep="\n")
+    return ExitCode.DONE, {"pictures": [str(path) for path in pictures]}
+
+
+def _pick(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names}
+
+
+COMMANDS: dict[str, Command] = {
+    command.__name__.removeprefix("run_"): command
+    for command in (
+        *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_sample),
+        *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
+    )
+}
+COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)

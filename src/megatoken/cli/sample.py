@@ -1,0 +1,53 @@
+"""`megatoken sample`: continue a prompt with a model."""
+
+import sys
+from argparse import Namespace
+from typing import Any
+
+from megatoken.config.schema import MachineConfig
+from megatoken.console import Console
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.sampling.generate import TextStream, default_new_tokens, generate_ids, to_column_major
+from megatoken.system.device import memory_errors, open_device
+
+
+@memory_errors("sample", "use --precision bf16 or --device cpu, or lower --n and --tokens")
+def sample(options: Namespace, prompt: str) -> dict[str, Any]:
+    """Print the continuation while it is generated, unless `--json`; return it as ids and text without the prompt.
+
+    Raises ConfigError for numbers out of range or a prompt longer than the context.
+    """
+    loaded = load_pretrained(options.model, Console(to_stderr=True).warn)
+    device = open_device(MachineConfig(device=options.device, precision=options.precision))
+    model, tokenizer = loaded.model.to(device.torch_device), loaded.tokenizer
+    if device.type == "cpu" and device.precision == "fp32":
+        to_column_major(model)
+    prompt_ids = tokenizer.encode(prompt).tolist()
+    start_ids = tokenizer.start_ids(prompt_ids)
+    streams = options.n == 1 and not options.json
+    stream, pending = TextStream(tokenizer, prompt_ids), [prompt]
+
+    def print_tokens(ids: list[int | None]) -> None:
+        sys.stdout.write(pending.pop() if pending else "")
+        sys.stdout.write("" if ids[0] is None else stream.push(ids[0]))
+        sys.stdout.flush()
+
+    sequences = generate_ids(
+        model,
+        start_ids,
+        max_new_tokens=default_new_tokens(model.config, start_ids) if options.tokens is None else options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        num_samples=options.n,
+        stop_id=tokenizer.eot,
+        device=device,
+        on_tokens=print_tokens if streams else None,
+    )
+    texts = [tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
+    if streams:
+        print(stream.push(None), flush=True)
+    elif not options.json:
+        print(("\n" + "-" * 40 + "\n").join(prompt + text for text in texts))
+    return {"prompt_ids": prompt_ids, "ids": sequences, "text": texts, "model": loaded.source}

@@ -1,0 +1,56 @@
+"""`megatoken verify`: recompute every hash of a dataset or of a run's checkpoints."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatoken.checkpoint.commit import is_checkpoint, list_steps, step_folder
+from megatoken.checkpoint.manifest import verify
+from megatoken.config.load import resolve
+from megatoken.data.dataset import load_dataset, verify_dataset
+from megatoken.data.shard_format import MANIFEST_NAME
+from megatoken.data.tokenizer import load_saved_tokenizer
+from megatoken.errors import CheckpointError, DataError, MegatokenError
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """kind: dataset, run or checkpoint; checked: number of shards or checkpoints; errors: what is damaged."""
+
+    kind: str
+    checked: int
+    errors: list[MegatokenError]
+
+
+def verify_folder(folder: Path) -> Report:
+    """Check a dataset, run or checkpoint folder; damage is reported, not raised. DataError if it is none of them."""
+    root = folder / "checkpoints"
+    if root.is_dir():
+        steps = list_steps(root)
+        errors = [error for step in steps for error in _catch(_verify_checkpoint, step_folder(root, step))]
+        errors += _catch(resolve, str(folder / "config.yaml")) + _catch(load_saved_tokenizer, folder / "tokenizer")
+        return Report("run", len(steps), errors)
+    if is_checkpoint(folder):
+        return Report("checkpoint", 1, _catch(_verify_checkpoint, folder))
+    if not folder.is_dir():
+        raise DataError("not a folder", str(folder), "name a dataset or run folder")
+    errors = list(verify_dataset(folder))
+    if not errors and (folder / MANIFEST_NAME).is_file():
+        errors += _catch(lambda _: load_dataset(folder).tokenizer, folder)
+    return Report("dataset", len([*folder.glob("*.bin"), *folder.glob("*.npy")]), errors)
+
+
+def _verify_checkpoint(folder: Path) -> None:
+    expected = str(verify(folder).meta.get("tokenizer"))
+    if (found := load_saved_tokenizer(folder / "tokenizer").fingerprint) != expected:
+        what = f"the checkpoint was trained with another tokenizer: expected {expected[:12]}, found {found[:12]}"
+        raise CheckpointError(what, str(folder / "tokenizer"), "use another checkpoint")
+
+
+def _catch(check: Callable[[Any], object], argument: object) -> list[MegatokenError]:
+    try:
+        check(argument)
+    except MegatokenError as error:
+        return [error]
+    return []

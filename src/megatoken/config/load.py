@@ -1,0 +1,272 @@
+"""Loads a recipe (a YAML file, or the name of one that ships with the package) and `section.field=value` overrides.
+
+The result is a checked `Config` with the origin of every value. Every mistake is a one-line ConfigError with
+file:line. YAML tags, anchors and merges are refused: nothing in a recipe is executed.
+"""
+
+import difflib
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatoken.config.fields import parse_value
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import ALIASES, FIELDS, RUN_DEFINING, Config, build_config, flatten, validate
+from megatoken.errors import ConfigError
+
+VERSION = 1
+SHIPPED = Path(__file__).parent / "recipes"
+LARGEST_BYTES = 1 << 20
+# The datasets that shipped recipes name: source and options of the `megatoken prepare` command that makes each.
+PREPARE = {
+    "data/python": "python --tokenizer bpe:4096 --val-fraction 0.03",
+    "data/shakespeare": "tinyshakespeare --val-fraction 0.1",
+    "data/fineweb-edu": "fineweb-edu",
+}
+# A resume compares what these stand for (dataset fingerprint, sizes): a folder may move, a preset be renamed.
+BY_CONTENT = ("data.path", "model.preset")
+# Setting one of these in a later layer unsets the others.
+ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One `key: value` as written, and where."""
+
+    key: str
+    text: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """A checked config, the name of its recipe, and the origin of each value by dotted key."""
+
+    config: Config
+    name: str
+    origins: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def list_recipes() -> list[str]:
+    """Names of the recipes that ship with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def prepare_words(dataset: str, out: str) -> list[str]:
+    """The words behind `megatoken` that make `dataset`, the data.path of a shipped recipe, in `out`."""
+    source, *options = PREPARE.get(dataset, "SOURCE").split()
+    return ["prepare", source, "--out", out, *options]
+
+
+def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Read a recipe by file or name, apply `a.b=c` overrides, check everything.
+
+    Raises ConfigError naming file:line, the key and the nearest valid one.
+    """
+    path = _find_recipe(recipe)
+    return resolve_assignments(path.stem, read_recipe(path), overrides)
+
+
+def load_config(recipe: str, *overrides: str) -> Config:
+    """The config of a recipe, by file or name, with `section.field=value` overrides. Raises ConfigError."""
+    resolved = resolve(recipe, overrides)
+    for note in resolved.notes:
+        warnings.warn(note, stacklevel=2)
+    return resolved.config
+
+
+def resolve_assignments(name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Check assignments that were read already. Raises ConfigError naming where a wrong value was written."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    notes = _apply(recipe, values, origins) + _apply([_split_override(word) for word in overrides], values, origins)
+    config = build_config(values)
+    _refuse_conflicts(config, origins)
+    preset = config.model.preset
+    given = {f"model.{name}" for name in PRESETS[preset].architecture()} if preset else set()
+    defaults = {key: f"preset {preset}" if key in given else "default" for key in FIELDS}
+    return ResolvedConfig(config, name, defaults | origins, tuple(dict.fromkeys(notes)))
+
+
+def resolve_preset(name: str, overrides: Sequence[str]) -> Config:
+    """One step of a published architecture, with `a.b=c` overrides. Raises ConfigError like `resolve`."""
+    one_step = [Assignment("model.preset", name, "preset"), Assignment("budget.steps", "1", "preset")]
+    return resolve_assignments(name, one_step, overrides).config
+
+
+def from_python(config: Config, name: str) -> ResolvedConfig:
+    """A config that was built in Python, checked. Raises ConfigError."""
+    values = flatten(config)
+    origins = {key: "default" if values[key] == spec.default else "Python" for key, spec in FIELDS.items()}
+    _refuse_conflicts(config, origins)
+    return ResolvedConfig(config, name, origins)
+
+
+def _refuse_conflicts(config: Config, origins: dict[str, str]) -> None:
+    for key, what, fix in validate(config):
+        raise ConfigError(f"{key}: {what}", origins.get(key, "default"), fix)
+
+
+def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[str, str]) -> list[str]:
+    """Parse and set the assignments; return a note for each that uses an old name."""
+    notes = []
+    if any(assignment.key in ALTERNATIVES for assignment in layer):
+        for key in ALTERNATIVES:
+            values.pop(key, None)
+            origins.pop(key, None)
+    for assignment in layer:
+        key, text, where = assignment.key, assignment.text, assignment.where
+        if key in ALIASES:
+            key = ALIASES[key]
+            text = (FIELDS[key].alias_values or {}).get(text, text)
+            notes.append(f"{assignment.key} is now called {key}" + (f"={text}" if text != assignment.text else ""))
+        if key not in FIELDS:
+            raise ConfigError(f"unknown key '{key}'", where, _suggest(key))
+        spec = FIELDS[key]
+        try:
+            values[key] = parse_value(spec, text)
+        except ValueError as wrong:
+            fix = f"{spec.doc}{f' [{spec.unit}]' if spec.unit else ''}; default {format_value(spec.default)}"
+            raise ConfigError(f"{key}: {wrong}", where, fix) from None
+        origins[key] = where
+    return notes
+
+
+def _suggest(key: str) -> str:
+    """The nearest valid key: by whole key, else by field name in any section."""
+    near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.7)
+    if not near:
+        names = {known.rpartition(".")[2]: known for known in FIELDS}
+        near = [names[difflib.get_close_matches(key.rpartition(".")[2], names, n=1, cutoff=0.0)[0]]]
+    return f"did you mean '{near[0]}'?"
+
+
+def _split_override(word: str) -> Assignment:
+    key, equals, text = word.partition("=")
+    if not equals:
+        raise ConfigError(f"cannot read override '{word}'", "command line", "write section.field=value")
+    return Assignment(key, text, "command line")
+
+
+def _find_recipe(recipe: str) -> Path:
+    known = list_recipes()
+    try:
+        if Path(recipe).is_file():
+            return Path(recipe)
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise ConfigError(f"cannot read recipe: {error.strerror}", recipe, "check the path") from None
+    if recipe in known:
+        return SHIPPED / f"{recipe}.yaml"
+    near = difflib.get_close_matches(recipe, known, n=1, cutoff=0.0)[0]
+    fix = f"did you mean '{near}'? known: {', '.join(known)}, or the path of a .yaml file"
+    raise ConfigError(f"no recipe named '{recipe}'", fix=fix)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses tags, anchors and aliases: a few lines of them can run code or expand to gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "anchor", None) or getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(problem="tags, anchors and aliases are not read", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+def compose_yaml(path: Path) -> yaml.Node | None:
+    """The root node of a YAML file; None for an empty one.
+
+    Raises ConfigError naming file:line for what is not YAML, larger than 1 MiB, or has tags, anchors or aliases.
+    """
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise ConfigError("recipe is larger than 1 MiB", path, "is this the right file?")
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"cannot read recipe: {error}", path, "check the file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or "unreadable"
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(f"not valid YAML: {reason}", where, "check indentation and quotes") from None
+
+
+def read_recipe(path: Path) -> list[Assignment]:
+    """Every value of a YAML recipe with its file:line.
+
+    Raises ConfigError on anything but `key: value` and `section:` with `key: value` below it.
+    """
+    root = compose_yaml(path)
+    seen: dict[str, Assignment] = {}
+    for assignment in _walk(root, f"{path}:1", path) if root else ():
+        key = ALIASES.get(assignment.key, assignment.key)
+        if key in seen:
+            raise ConfigError(f"key '{key}' is given twice", assignment.where, f"first given at {seen[key].where}")
+        seen[key] = assignment
+    if (version := seen.pop("version", None)) and version.text != str(VERSION):
+        what = f"recipe is of version {version.text}, this megatoken reads version {VERSION}"
+        raise ConfigError(what, version.where, "use the megatoken that wrote it, or adapt the recipe")
+    return list(seen.values())
+
+
+def _walk(node: yaml.Node, where: str, path: Path, prefix: str = "") -> Iterator[Assignment]:
+    if not isinstance(node, yaml.MappingNode) or not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+        what = f"{prefix.removesuffix('.') or 'the recipe'} is neither a value nor a section of field: value lines"
+        raise ConfigError(what, where, "see `megatoken config`")
+    for key, value in node.value:
+        name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+        if isinstance(value, yaml.ScalarNode):
+            yield Assignment(name, value.value, where)
+        else:
+            yield from _walk(value, where, path, f"{name}.")
+
+
+def format_value(value: Any) -> str:
+    """A value as it is written in YAML."""
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[\w./][\w./:*-]*(?<!:)", value)  # `-` and `*` mean something else in front
+        quoted: str = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
+        return value if plain else quoted
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def render(config: Config, origins: dict[str, str], *, given_only: bool = False) -> str:
+    """The resolved config as YAML that can be trained from again, each value followed by its origin.
+
+    given_only: without defaults and preset values.
+    """
+    lines, section = [f"version: {VERSION}"], ""
+    for key, value in flatten(config).items():
+        if given_only and (origins[key] == "default" or origins[key].startswith("preset ")):
+            continue
+        head, _, name = key.rpartition(".")
+        if head != section:
+            section = head
+            lines.append(f"{head}:  # {'run-defining' if head in RUN_DEFINING else 'runtime'}")
+        written = f"{'  ' if head else ''}{name}: {format_value(value)}"
+        origin = origins[key]
+        lines.append(f"{written:<44}  # {origin if origin.isprintable() else ascii(origin)}")
+    return "\n".join(lines) + "\n"
+
+
+def changed_settings(old: Config, new: Config) -> list[str]:
+    """`key: old -> new` for every run-defining field that differs: such a run cannot be resumed.
+
+    A runtime setting counts where one of its values was registered from Python: it may compute something else. A resume
+    may leave out model.init, which it does not read.
+    """
+    before, after = flatten(old), flatten(new)
+    after["model.init"] = after["model.init"] or before["model.init"]
+    return [
+        f"{key}: {format_value(before[key])} -> {format_value(after[key])}"
+        for key, spec in FIELDS.items()
+        if before[key] != after[key]
+        and key not in BY_CONTENT
+        and (key.split(".")[0] in RUN_DEFINING or spec.is_registered(before[key]) or spec.is_registered(after[key]))
+    ]

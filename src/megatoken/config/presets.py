@@ -1,0 +1,60 @@
+"""Published architectures by name: pure data, no torch.
+
+GPT-2: Radford et al. 2019 and the released weights (the paper's table misprints the smallest as 117M).
+GPT-3: Brown et al. 2020, table 2.1. Two entries of that table cannot be built as printed and are resolved
+here: XL (1.3B) lists 24 heads of 128 at width 2048 (24 x 128 = 3072), taken as 16 heads of 128; 13B lists
+width 5140 with 40 heads of 128 (= 5120), taken as 5120. GPT-3's alternating banded sparse attention is not
+built: every layer is dense, as in every open reproduction.
+LLaMA: Touvron et al. 2023 (2), Dubey et al. 2024 (3, 3.1), the released configurations (3.2). llama-15m, 42m and 110m
+are the shapes of llama2.c's stories; llama-5m, with grouped queries and a vocabulary of its own, is ours.
+"""
+
+from typing import Any
+
+from megatoken.config.model_config import ModelConfig
+
+GPT2_VOCABULARY = 50257
+
+
+def _gpt(n_layer: int, n_head: int, d_model: int, seq_len: int) -> ModelConfig:
+    sizes: dict[str, Any] = dict(n_layer=n_layer, n_head=n_head, d_model=d_model, d_ff=4 * d_model, seq_len=seq_len)
+    return ModelConfig(**sizes, vocab_size=GPT2_VOCABULARY)
+
+
+def _llama(
+    n_layer: int, n_head: int, n_kv_head: int, d_model: int, d_ff: int, vocab_size: int, seq_len: int, **others: Any
+) -> ModelConfig:
+    n_kv_head = 0 if n_kv_head == n_head else n_kv_head
+    sizes: dict[str, Any] = dict(n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_model=d_model, d_ff=d_ff)
+    kind: dict[str, Any] = dict(norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False)
+    return ModelConfig(**sizes, **kind | others, vocab_size=vocab_size, seq_len=seq_len)
+
+
+_V2, _V3 = 32000, 128256  # vocabularies of LLaMA 2 and 3
+_ROPE3 = 500000.0  # LLaMA 3's base; what it scales by, but for the factor, are the defaults of ModelConfig
+PRESETS: dict[str, ModelConfig] = {
+    "gpt2-124m": _gpt(12, 12, 768, 1024),
+    "gpt2-355m": _gpt(24, 16, 1024, 1024),
+    "gpt2-774m": _gpt(36, 20, 1280, 1024),
+    "gpt2-1558m": _gpt(48, 25, 1600, 1024),
+    "gpt3-125m": _gpt(12, 12, 768, 2048),
+    "gpt3-350m": _gpt(24, 16, 1024, 2048),
+    "gpt3-760m": _gpt(24, 16, 1536, 2048),
+    "gpt3-1.3b": _gpt(24, 16, 2048, 2048),
+    "gpt3-2.7b": _gpt(32, 32, 2560, 2048),
+    "gpt3-6.7b": _gpt(32, 32, 4096, 2048),
+    "gpt3-13b": _gpt(40, 40, 5120, 2048),
+    "gpt3-175b": _gpt(96, 96, 12288, 2048),
+    "llama-5m": _llama(5, 4, 2, 256, 768, 4096, 512, tie_embeddings=True),
+    "llama-15m": _llama(6, 6, 6, 288, 768, _V2, 256, tie_embeddings=True),
+    "llama-42m": _llama(8, 8, 8, 512, 1376, _V2, 1024, tie_embeddings=True),
+    "llama-110m": _llama(12, 12, 12, 768, 2048, _V2, 1024, tie_embeddings=True),
+    "llama2-7b": _llama(32, 32, 32, 4096, 11008, _V2, 4096),
+    "llama2-13b": _llama(40, 40, 40, 5120, 13824, _V2, 4096),
+    "llama2-70b": _llama(80, 64, 8, 8192, 28672, _V2, 4096),
+    "llama3-8b": _llama(32, 32, 8, 4096, 14336, _V3, 8192, rope_theta=_ROPE3),
+    "llama3-70b": _llama(80, 64, 8, 8192, 28672, _V3, 8192, rope_theta=_ROPE3),
+    "llama3.1-405b": _llama(126, 128, 8, 16384, 53248, _V3, 131072, rope_theta=_ROPE3, rope_factor=8.0),
+    "llama3.2-1b": _llama(16, 32, 8, 2048, 8192, _V3, 131072, rope_theta=_ROPE3, rope_factor=32.0, tie_embeddings=True),
+    "llama3.2-3b": _llama(28, 24, 8, 3072, 8192, _V3, 131072, rope_theta=_ROPE3, rope_factor=32.0, tie_embeddings=True),
+}

@@ -1,0 +1,244 @@
+"""Every setting of a config: typed, frozen, documented where it is declared.
+
+`model data optim budget` and `seed` are run-defining: they fix the loss curve. The other sections are runtime
+settings and must not change it. A derived value is a property, never an assignment.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, Literal
+
+from megatoken.config.fields import ConfigField, Duration, config_field, list_fields, parse_time
+from megatoken.config.model_config import ModelConfig, default_d_ff, nearest_divisors, validate_model
+from megatoken.config.presets import PRESETS
+
+DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
+RUN_DEFINING = ("seed", "model", "data", "optim", "budget")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The dataset."""
+
+    path: str = config_field("", "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards")
+    tokenizer: str = config_field("gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw"] = config_field("adamw", "optimizer; more can be registered from Python (docs/hacking.md)")
+    lr: float = config_field(6e-4, "peak learning rate", low=0.0)
+    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "constant"] = config_field("cosine", "decay after warm-up")
+    warmup: Duration = config_field(Duration(0), "linear warm-up from 0 to lr", low=0)
+    decay: Duration = config_field(Duration(0.2, "dur"), "length of the final decay under `wsd` and `wsd-sqrt`", low=0)
+    min_lr_ratio: float = config_field(0.1, "final learning rate, as a share of lr", low=0.0, high=1.0, alias="floor")
+    beta1: float = config_field(0.9, "decay of the first moment", low=0.0, high=0.9999999)
+    beta2: float = config_field(0.95, "decay of the second moment", low=0.0, high=0.9999999)
+    eps: float = config_field(1e-8, "added to the root of the second moment", low=0.0, open_low=True)
+    weight_decay: float = config_field(0.1, "decoupled decay, on matrices only", low=0.0)
+    grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping", low=0.0, alias="clip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """Length of the config: exactly one of steps, tokens, epochs."""
+
+    steps: int = config_field(0, "optimizer steps", "steps", low=0)
+    tokens: int = config_field(0, "training tokens", "tokens", low=0)
+    epochs: float = config_field(0.0, "passes over the training split", "epochs", low=0.0)
+    batch_tokens: int = config_field(524288, "global batch of one step; a multiple of model.seq_len", "tokens", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineConfig:
+    """How the run is computed; nothing here changes the loss curve."""
+
+    device: str = config_field("auto", "auto, cpu, cuda, cuda:N or mps; auto: the fastest present")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field("auto", "auto: what the device is fast at")
+    tf32: bool = config_field(True, "let fp32 matrix products on CUDA use TF32")
+    compile: Literal["auto", "off", "on", "blocks", "graphs"] = config_field(
+        "auto",
+        "torch.compile the model, its blocks (a shorter first step), or the model into CUDA graphs (for small ones); "
+        "auto: the model, on CUDA when the run is long enough",
+    )
+    micro_batch: int | Literal["auto"] = config_field("auto", "sequences per forward; auto: the fastest", "seqs", low=1)
+    loss_chunk: int | Literal["auto"] = config_field(
+        "auto", "of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once", "tokens", low=0
+    )
+    master_weights: Literal["auto", "off", "on"] = config_field(
+        "auto",
+        "low precision: off casts the weights at each use (autocast), on keeps a copy in it beside fp32 masters",
+        alias="mixed",
+        alias_values={"autocast": "off", "masters": "on"},
+    )
+    gemm_backend: Literal["auto", "torch"] = config_field(
+        "auto",
+        "library of the blocks' matrix products",
+        alias="linear",
+        alias_values={"numpy": "torch", "onednn": "torch"},
+    )
+    attention: Literal["auto", "explicit", "flash", "blocked", "cudnn", "fa2"] = config_field(
+        "auto", "attention implementation; flash: torch's choice; cudnn and fa2: that one or an error"
+    )
+    fused: Literal["auto", "off", "on"] = config_field("auto", "the loss's softmax by our own GPU kernel")
+    activation_checkpointing: Literal["none", "gelu", "block"] = config_field(
+        "none", "what the backward recomputes: nothing, the GELU output, whole blocks", alias="recompute"
+    )
+    adamw: Literal["auto", "loop", "foreach", "fused"] = config_field("auto", "AdamW by tensor, by list or in a kernel")
+    sharding: Literal["auto", "none", "zero1", "zero2", "zero3", "hybrid"] = config_field(
+        "auto",
+        "what data-parallel processes split: optimizer state (zero1), also gradients (zero2), also weights (zero3, "
+        "FSDP); hybrid: zero3 within a machine; auto: the least that fits in memory",
+        alias="shard",
+    )
+    tensor_parallel: int = config_field(1, "processes that share every layer", low=1)
+    threads: int = config_field(0, "CPU threads; 0: all this process may use", low=0, high=1024)
+    deterministic: bool = config_field(
+        False, "deterministic operations only; add gradients in an order of 1, 2, 4, ... ranks"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveConfig:
+    """Checkpoints: besides this schedule one is written at the end, on SIGTERM/SIGINT/SIGUSR1 and at the time limit."""
+
+    every: Duration = config_field(Duration(0), "0: only at the end and on a stop", low=0)
+    keep_last: int = config_field(2, "newest checkpoints to keep", low=1)
+    keep_every: Duration = config_field(Duration(0), "keep for ever what falls on this schedule; 0: none", low=0)
+    time_limit: str = config_field("", "stop and save after this wall-clock time: seconds, or 90m, 11h30m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Loss over a fixed set of held-out tokens, and scores in multiple-choice tasks."""
+
+    every: Duration = config_field(Duration(0.1, "dur"), "0: only at the end", low=0)
+    tokens: int = config_field(1048576, "to score, from the start of the split; 0: none", "tokens", low=0)
+    tasks: str = config_field("", "tasks to score, such as hellaswag,piqa; empty: none")
+    tasks_every: Duration = config_field(Duration(0), "0: only at the end", low=0)
+    tasks_data: str = config_field("", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub")
+    tasks_limit: int = config_field(0, "first examples of each task; 0: all", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleConfig:
+    """Text generated during training."""
+
+    every: Duration = config_field(Duration(0), "0: never", low=0)
+    prompt: str = config_field("", "text to continue; empty: a fresh document")
+    tokens: int = config_field(64, "new tokens per sample", "tokens", low=1)
+    temperature: float = config_field(0.8, "0: greedy", low=0.0)
+    top_k: int = config_field(50, "draw from this many likeliest tokens; 0: all", low=0)
+    num_samples: int = config_field(1, "sequences per sample", low=1, alias="n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is logged."""
+
+    every: Duration = config_field(Duration(1), "steps between rows of metrics.jsonl", low=0, open_low=True)
+    plots: bool = config_field(True, "draw the curves at the end (needs the plot extra)")
+    pictures: bool = config_field(False, "draw position embeddings and a weight matrix too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every setting of one training config."""
+
+    seed: int = config_field(1337, "decides initial weights, data order and dropout", low=0, high=2**63 - 1)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    evaluate: EvalConfig = field(default_factory=EvalConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def batch_seqs(self) -> int:
+        """Sequences in the global batch of one step."""
+        return self.budget.batch_tokens // self.model.seq_len
+
+    def total_steps(self, epoch_tokens: int) -> int:
+        """Optimizer steps of the whole run, given the tokens of one pass over the training split."""
+        budget = self.budget
+        if budget.steps:
+            return budget.steps
+        if budget.tokens:
+            return max(1, round(budget.tokens / budget.batch_tokens))
+        return max(1, round(budget.epochs * epoch_tokens / budget.batch_tokens))
+
+
+FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)}
+# What earlier versions called a field, and its field today.
+ALIASES = {f"{key.rpartition('.')[0]}.{spec.alias}": key for key, spec in FIELDS.items() if spec.alias}
+
+
+def build_config(values: dict[str, Any]) -> Config:
+    """A `Config` from parsed values by dotted key; fields not named keep their defaults, then their preset's."""
+    merged = dict(values)
+    if preset := PRESETS.get(values.get("model.preset", "")):
+        sizes = preset.architecture()
+        if preset.d_ff == default_d_ff(preset.d_model, preset.mlp):
+            sizes["d_ff"] = 0  # so that it follows a width that is overridden
+        sizes["n_kv_head"] = preset.n_kv_head
+        merged = {key: sizes[name] for key in FIELDS if (name := key.removeprefix("model.")) in sizes} | merged
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in merged.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    types: dict[str, Any] = {f.name: f.type for f in fields(Config)}
+    top = sections.pop("", {})
+    return Config(**top, **{name: types[name](**given) for name, given in sections.items()})
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every value of a run by dotted key, in the order of declaration."""
+    return {key: attrgetter(key)(config) for key in FIELDS}
+
+
+def nearest_multiples(value: int, divisor: int) -> list[int]:
+    """The multiples of `divisor` around `value`; those above 0."""
+    below = value // divisor * divisor
+    return [multiple for multiple in (below, below + divisor) if multiple > 0]
+
+
+def validate(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, what is wrong, what to do) for each rule between fields that is broken."""
+    model, budget, optim = config.model, config.budget, config.optim
+    if model.preset and model.preset not in PRESETS:
+        yield "model.preset", f"unknown preset {model.preset!r}", "choose one of " + ", ".join(PRESETS)
+    yield from validate_model(model)
+    if budget.batch_tokens % model.seq_len:
+        near = nearest_multiples(budget.batch_tokens, model.seq_len)
+        what = f"batch_tokens {budget.batch_tokens} is not a multiple of seq_len {model.seq_len}"
+        yield "budget.batch_tokens", what, f"nearest that are: {', '.join(map(str, near))}"
+    elif config.machine.micro_batch != "auto" and config.batch_seqs % config.machine.micro_batch:
+        what = f"micro_batch {config.machine.micro_batch} does not divide the batch of {config.batch_seqs} sequences"
+        fits = nearest_divisors(config.machine.micro_batch, config.batch_seqs)
+        yield "machine.micro_batch", what, f"nearest that do: {fits}, or auto"
+    chosen = [name for name in ("steps", "tokens", "epochs") if getattr(budget, name)]
+    if len(chosen) != 1:
+        what = "no length given" if not chosen else f"{' and '.join(chosen)} are both set"
+        yield f"budget.{chosen[-1] if chosen else 'steps'}", what, "set one of budget.steps, tokens, epochs"
+    for key, length in (("optim.warmup", optim.warmup), ("optim.decay", optim.decay)):
+        if length.unit == "dur" and length.value > 1:
+            yield key, f"{length} is longer than the run", "a share of the run is at most 1dur"
+    if not re.fullmatch(DEVICE_WORDS, config.machine.device):
+        yield "machine.device", f"unknown device {config.machine.device!r}", "use auto, cpu, cuda, cuda:N or mps"
+    if config.machine.device == "cpu" and config.machine.precision == "fp16":
+        yield "machine.precision", "fp16 is not trained on a CPU", "use auto, bf16 or fp32"
+    if config.machine.tensor_parallel > 1 and config.machine.activation_checkpointing == "gelu":
+        yield "machine.activation_checkpointing", "tensor_parallel splits the GELU output already", "use none or block"
+    if config.machine.sharding not in ("auto", "none") and config.machine.master_weights == "on":
+        yield "machine.master_weights", "sharded weights are fp32 masters already", "use auto"
+    try:
+        parse_time(config.save.time_limit)
+    except ValueError as wrong:
+        yield "save.time_limit", str(wrong), "write it as 45s, 90m, 11h30m or 2d"

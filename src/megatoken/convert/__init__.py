@@ -1,0 +1,1 @@
+"""Loads and exports models of other programs, and translates their recipes."""

@@ -1,0 +1,1 @@
+"""Hugging Face's model folders, in both directions."""

@@ -1,0 +1,82 @@
+"""Loads GPT-2 and LLaMA from a Hugging Face folder or hub name. Weights are read from safetensors only."""
+
+import json
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatoken.convert.fill_model import HEAD, fill_model
+from megatoken.convert.hf.families import Family, find_family
+from megatoken.errors import CheckpointError
+from megatoken.model.gpt import GPT
+from megatoken.system.environment import huggingface_cache
+
+WEIGHTS, SHARDS, CONFIG = "model.safetensors", "model-*-of-*.safetensors", "config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+LARGEST_CONFIG = 1 << 20
+AGAIN, SAVE_PRETRAINED = "copy or download it again", "give a folder written by save_pretrained"
+
+
+def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
+    """The model of a local folder or hub name, and the local folder, which may hold a tokenizer too.
+
+    The model is on the CPU in fp32, in training mode, without dropout. A hub name is taken from the local cache, or
+    downloaded (needs huggingface_hub). Raises CheckpointError naming the file, and the tensors, when anything is
+    missing, wrong, or of an unsupported family.
+    """
+    folder = find_folder(name_or_folder)
+    where = str(folder / CONFIG)
+    try:
+        with (folder / CONFIG).open("rb") as file:
+            config = json.loads(file.read(LARGEST_CONFIG))
+        family = find_family(config, where)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {CONFIG}: {error}", where, SAVE_PRETRAINED) from None
+    model_config = family.read_config(config, where)
+    return fill_model(model_config, _list_tensors(folder, family), family.view_params, str(folder)), folder
+
+
+def find_folder(name_or_folder: str) -> Path:
+    """The local folder of a name: itself if it exists, else the snapshot of a hub name in the local cache."""
+    folder = Path(name_or_folder)
+    if folder.is_dir():
+        return folder
+    if not HUB_NAME.fullmatch(name_or_folder):
+        fix = "give a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
+        raise CheckpointError("no such folder", name_or_folder, fix)
+    patterns = ["*.json", "*.safetensors", "*.txt"]
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name_or_folder, allow_patterns=patterns, cache_dir=huggingface_cache()))
+    except Exception as error:  # the network and the hub raise many types; or huggingface_hub is not installed
+        what = f"no such folder, and no download from the hub: {str(error).partition('. ')[0]}"
+        fix = "check the name and the connection (pip install megatoken[hf]), or give a local folder"
+        raise CheckpointError(what, name_or_folder, fix) from error
+
+
+def _list_tensors(folder: Path, family: Family) -> dict[str, Tensor]:
+    """Every tensor of the folder's files, without buffers, by its name with the family's prefix; memory-mapped."""
+    paths = [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob(SHARDS))
+    if not paths:
+        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES):
+            what = f"{pickles[0]} is a pickle, which can run code when it is read, so it is never loaded"
+            fix = "convert it where you trust it: model.save_pretrained(folder, safe_serialization=True)"
+            raise CheckpointError(what, str(folder), fix)
+        raise CheckpointError(f"folder holds no {WEIGHTS}", str(folder), SAVE_PRETRAINED)
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            found = load_file(path)
+        except (SafetensorError, OSError) as error:
+            what = f"cannot read the weights, the file is truncated or damaged: {error}"
+            raise CheckpointError(what, str(path), AGAIN) from error
+        for key, tensor in found.items():
+            name = key if key == HEAD else family.prefix + key.removeprefix(family.prefix)
+            if not family.buffers.fullmatch(name):
+                tensors[name] = tensor
+    return tensors

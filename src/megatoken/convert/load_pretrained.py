@@ -1,0 +1,76 @@
+"""Loads a model and its tokenizer by name, whatever program wrote it."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatoken.checkpoint.commit import find_checkpoint, list_steps
+from megatoken.checkpoint.load import load_checkpoint_model
+from megatoken.config.presets import GPT2_VOCABULARY
+from megatoken.convert.hf.load import load_hf
+from megatoken.convert.llmc import read_llmc
+from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_nanogpt
+from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatoken.errors import CheckpointError
+from megatoken.model.gpt import GPT
+
+TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A plain model on the CPU in fp32, its tokenizer, and what it was loaded from, for messages."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    source: str
+
+
+def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> LoadedModel:
+    """Load a run folder (its newest complete checkpoint), one checkpoint, a Hugging Face folder or hub name, llm.c's
+    model.bin, or nanoGPT's ckpt.pt (or the folder that holds it).
+
+    warn: called with a line for each damaged checkpoint that is skipped, and for a tokenizer that loses text. Raises
+    CheckpointError when nothing can be loaded or the tokenizer does not fit, DataError when the tokenizer is missing.
+    """
+    path, source = Path(name), str(name)
+    is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
+    if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
+        path /= CHECKPOINT
+        source = str(path)
+    if path.is_file() or path.suffix in (".bin", *SUFFIXES):
+        model = read_nanogpt(path) if path.suffix in SUFFIXES else read_llmc(path)
+        tokenizer = load_tokenizer(find_tokenizer(path.parent, model.config.vocab_size))
+    elif not is_run and not list_steps(path):
+        model, folder = load_hf(str(name))
+        tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
+    else:
+        found = find_checkpoint(path, warn)
+        if found is None:
+            fix = "train it first, or give a Hugging Face folder"
+            raise CheckpointError("run folder holds no complete checkpoint", str(path), fix)
+        folder, manifest = found
+        model, tokenizer = load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer")
+        source = source if folder == path else f"{path} at step {manifest.step}"
+    if tokenizer.vocab_size > model.config.vocab_size:
+        what = f"tokenizer has {tokenizer.vocab_size} ids, the model only {model.config.vocab_size}"
+        raise CheckpointError(what, source, "use the tokenizer the model was trained with")
+    if tokenizer.drops_unknown:
+        warn(
+            f"tokenizer {tokenizer.name} has neither all bytes nor an unk token: other characters are left out of texts"
+        )
+    return LoadedModel(model, tokenizer, source)
+
+
+def find_tokenizer(folder: Path, vocab_size: int) -> str:
+    """The argument of load_tokenizer for a model of another program: its folder if that holds a tokenizer, or "gpt2".
+
+    Raises CheckpointError when there is no tokenizer and the vocabulary is not GPT-2's.
+    """
+    if any(all((folder / name).is_file() for name in files) for files in TOKENIZER_FILES):
+        return str(folder.absolute())  # a folder may be called gpt2, which alone names a vocabulary
+    if vocab_size == GPT2_VOCABULARY:
+        return "gpt2"
+    what = f"no tokenizer beside a model with {vocab_size} token ids"
+    raise CheckpointError(what, str(folder), "copy the model's tokenizer.json into the folder")

@@ -1,0 +1,192 @@
+"""Batches of a split as a pure function of (dataset, seed, step), so a run's data position is its step number.
+
+Sequence i of step s is entry s * batch_size + i of an endless list of windows; epoch e visits every window once, in an
+order keyed by (seed, e). Ranks take consecutive slices of a batch, micro-batches consecutive slices of a rank's rows:
+the global order does not depend on the number of ranks, the micro-batch or gradient accumulation.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatoken.data.dataset import Tokens
+from megatoken.data.documents import Ids
+from megatoken.data.permutation import feistel_permutation, make_key
+from megatoken.errors import ConfigError, DataError
+
+_CHUNK_WINDOWS = 4096  # the permutation is computed for this many windows at a time, to spread numpy's overhead
+
+
+class DataLoader:
+    """Shuffled batches of one split, for one data-parallel rank; iterating gives steps 0, 1, ... without end."""
+
+    def __init__(
+        self, tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> None:
+        """Windows of seq_len + 1 tokens at stride seq_len, batch_size of them a step over all ranks.
+
+        Raises ConfigError when batch_size does not divide by dp_size, DataError when the split holds fewer windows
+        than one batch.
+        """
+        for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", "DataLoader", "give 1 or more")
+        assert 0 <= dp_rank < dp_size
+        self.tokens, self.seq_len, self.batch_size = tokens, seq_len, batch_size
+        self.seed, self.dp_rank, self.dp_size = seed, dp_rank, dp_size
+        self.n_windows = max(0, len(tokens) - 1) // seq_len
+        _check_fit(len(tokens), self.n_windows, seq_len, batch_size, dp_size)
+        self._rank_size = batch_size // dp_size
+        self._chunk_windows = min(_CHUNK_WINDOWS, self.n_windows)
+        self._chunk: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps in which every window is visited once; an epoch may end inside a batch."""
+        return self.n_windows / self.batch_size
+
+    def windows(self, step: int) -> NDArray[np.int64]:
+        """The windows (batch_size,) of a step over all ranks; window w starts at token w * seq_len."""
+        return self._shuffled(step * self.batch_size, self.batch_size)
+
+    def rows(self, step: int) -> Ids:
+        """This rank's windows of a step, (batch_size // dp_size, seq_len + 1), in the shards' dtype.
+
+        Any step, any number of times, from any thread. Raises DataError as `Tokens.gather`.
+        """
+        windows = self._shuffled(step * self.batch_size + self.dp_rank * self._rank_size, self._rank_size)
+        return self.tokens.gather(windows * self.seq_len, self.seq_len + 1)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's (inputs, targets) of a step, each int64 (batch_size // dp_size, seq_len). Raises as `rows`."""
+        rows = self.rows(step)
+        # numpy converts in this thread; torch would start a second thread pool beside the training step's.
+        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+
+    def __len__(self) -> int:
+        """Whole batches in one epoch."""
+        return self.n_windows // self.batch_size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The whole batches of the first epoch; `batch(step)` gives those of any step."""
+        return map(self.batch, range(len(self)))
+
+    def _shuffled(self, first: int, size: int) -> NDArray[np.int64]:
+        """Entries [first, first + size) of the endless list of windows."""
+        assert first >= 0
+        per_chunk = self._chunk_windows
+        parts = []
+        for number in range(first // per_chunk, (first + size - 1) // per_chunk + 1):
+            chunk = self._chunk  # read once: another thread may replace it
+            if chunk[0] != number:
+                chunk = self._chunk = (number, self._permute(number * per_chunk, per_chunk))
+            parts.append(chunk[1][max(0, first - number * per_chunk) : first + size - number * per_chunk])
+        return np.concatenate(parts)
+
+    def _permute(self, first: int, size: int) -> NDArray[np.int64]:
+        parts = []
+        while size:
+            epoch, start = divmod(first, self.n_windows)
+            index = np.arange(start, min(start + size, self.n_windows), dtype=np.int64)
+            parts.append(feistel_permutation(index, self.n_windows, make_key(self.seed, epoch)))
+            first, size = first + len(index), size - len(index)
+        return np.concatenate(parts)
+
+
+def _check_fit(n_tokens: int, n_windows: int, seq_len: int, batch_size: int, dp_size: int) -> None:
+    if batch_size % dp_size:
+        below = batch_size // dp_size * dp_size
+        nearest = " or ".join(f"{n * seq_len:,} tokens ({n:,} sequences)" for n in (below, below + dp_size) if n)
+        what = f"a batch of {batch_size:,} sequences does not divide among {dp_size} ranks"
+        raise ConfigError(what, "budget.batch_tokens", f"the nearest that do: {nearest}")
+    if n_windows >= batch_size:
+        return
+    fitting = n_windows // dp_size * dp_size
+    shorter = (n_tokens - 1) // dp_size  # the longest sequence of which every rank can have one
+    fix = "prepare more text"
+    if fitting:
+        fix = f"set budget.batch_tokens={fitting * seq_len} or less, or {fix}"
+    elif shorter >= 1:
+        fix = f"set model.seq_len={shorter} or less with budget.batch_tokens={shorter * dp_size}, or {fix}"
+    what = f"the training split holds {n_tokens:,} tokens; one batch of {batch_size:,} sequences of {seq_len:,} "
+    raise DataError(f"{what}needs {batch_size * seq_len + 1:,}", "budget.batch_tokens", fix)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationWindows:
+    """A fixed set of consecutive windows from the start of a split: the same for every rank and run."""
+
+    tokens: Tokens
+    seq_len: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def n_targets(self) -> int:
+        """Target tokens in the whole set."""
+        return self.count * self.seq_len
+
+    def rows(self, first: int, count: int) -> Ids:
+        """Windows [first, first + count), cut off at the set's end, as (rows, seq_len + 1)."""
+        starts = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64) * self.seq_len
+        return self.tokens.gather(starts, self.seq_len + 1)
+
+
+def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
+    """Whole windows from the start of a split that hold at most limit_tokens targets, all if there are fewer.
+
+    A split (or limit) shorter than one window gives one shorter window; a split of less than two tokens gives none.
+    Nothing is shuffled, so a validation loss is over the same tokens every time.
+    """
+    n_targets = max(0, min(len(tokens) - 1, limit_tokens))
+    length = min(seq_len, n_targets)
+    return EvaluationWindows(tokens, max(1, length), n_targets // length if length else 0)
+
+
+class Prefetcher:
+    """Makes the next step's batch in a thread while this step's is used."""
+
+    def __init__(self, loader: DataLoader, device: torch.device) -> None:
+        self._loader, self._device = loader, device
+        self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
+        self._next: tuple[int, Future[tuple[Tensor, ...]]] | None = None
+
+    def get(self, step: int) -> tuple[Tensor, Tensor]:
+        """`loader.batch(step)` on the device, for any step; starts on the next one. Raises DataError as the loader."""
+        if self._next is None or self._next[0] != step:
+            self._next = step, self._pool.submit(self._make, step)
+        future, self._next = self._next[1], None
+        made = future.result()
+        self._next = step + 1, self._pool.submit(self._make, step + 1)
+        if len(made) == 2:
+            return made[0], made[1]
+        rows = widen_ids(made[0].to(self._device, non_blocking=True), self._loader.tokens.dtype)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; may be called twice."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _select_device(self) -> None:
+        if self._device.type == "cuda" and self._device.index is not None:
+            torch.cuda.set_device(self._device)  # or pinning would open a context on the first device
+
+    def _make(self, step: int) -> tuple[Tensor, ...]:
+        """(inputs, targets) for a CPU; for a device one tensor of narrow rows: a quarter of the bytes to copy."""
+        if self._device.type == "cpu":
+            return self._loader.batch(step)
+        rows = self._loader.rows(step)
+        narrow = torch.from_numpy(rows.view(np.int16 if rows.itemsize == 2 else np.int32))
+        return (narrow.pin_memory() if self._device.type == "cuda" else narrow,)
+
+
+def widen_ids(rows: Tensor, dtype: np.dtype[np.generic]) -> Tensor:
+    """Token ids as int64 from the same bits read as int16 or int32, which every device can convert."""
+    return rows.to(torch.int64) & (0xFFFF if dtype.itemsize == 2 else 0xFFFFFFFF)

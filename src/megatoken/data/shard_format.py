@@ -1,0 +1,216 @@
+"""The dataset format: shard headers and `manifest.json`.
+
+A folder holds `manifest.json`, `tokenizer/` (files that rebuild the tokenizer), `inputs.xxh3` (a hash that follows the
+times of the text files, so the only file that differs between equal preparations) and shards `train_000000.bin`,
+`val_000000.bin`. A shard has llm.c's layout: 256 little-endian int32 of header, then the tokens. Ours adds the
+tokenizer's sha256 in header bytes 32..63, which llm.c and modded-nanogpt ignore.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megatoken.errors import DataError
+from megatoken.system.atomic_write import replace_file
+
+HEADER_BYTES = 1024
+BLOCK_BYTES = 1 << 18  # unit of hashing; blocks are counted over token bytes, after the header
+MANIFEST_NAME = "manifest.json"
+PROGRESS_NAME = "progress.json"  # of a preparation that has not finished
+INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text with the times of its files
+DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: name, vocab_size, eot, fingerprint
+FORMAT_VERSION = 1
+
+# dtype -> (magic, version) of llm.c: dev/data/data_common.py writes GPT-2 and LLaMA-3 shards with these.
+MAGICS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
+SPLITS = ("train", "val")
+
+_SEAL = b',\n"xxh3": "'
+_FINGERPRINT = slice(32, 64)
+RESTORE = "restore it from a copy or prepare the dataset again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One row of the manifest: a file and the hashes of its content."""
+
+    file: str  # name inside the folder
+    split: str  # "train" | "val"
+    tokens: int
+    blocks: tuple[str, ...]  # xxh3_64 hex of every BLOCK_BYTES of token bytes (last one shorter); () when external
+    header: str  # xxh3_64 hex of the 1,024 header bytes; "" when external
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Tokenizer, token type, documents, shards in reading order and how they were made."""
+
+    tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint (sha256 hex; "" = unknown, external shards)
+    dtype: str  # "uint16" | "uint32"
+    documents: dict[str, int]  # per split
+    shards: tuple[Shard, ...]
+    source: dict[str, Any]  # settings and counts; equal for equal preparations, so no times, workers or paths
+
+    def tokens(self, split: str) -> int:
+        """Number of tokens in `split`."""
+        return sum(shard.tokens for shard in self.shards if shard.split == split)
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3_128 hex of the whole content, hence of every token."""
+        return str(xxhash.xxh3_128_hexdigest(_encode_manifest(self)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The fields of a shard's header."""
+
+    dtype: str
+    tokens: int
+    fingerprint: str  # sha256 hex of the tokenizer; "" = not recorded
+
+
+def hash_block(data: Any) -> str:
+    """xxh3_64 hex of bytes, a memoryview or a contiguous array (detects accidents, not attacks)."""
+    return str(xxhash.xxh3_64_hexdigest(data))
+
+
+def hash_blocks(data: Any) -> Iterator[str]:
+    """Yield the hash of every BLOCK_BYTES of a buffer of token bytes; the last one may be shorter."""
+    view = memoryview(data).cast("B")
+    for start in range(0, len(view), BLOCK_BYTES):
+        yield hash_block(view[start : start + BLOCK_BYTES])
+
+
+def make_header(tokens: int, dtype: str, fingerprint: str) -> bytes:
+    """The 1,024 header bytes of a shard of `tokens` tokens; `fingerprint`: sha256 in hex, "" for unknown."""
+    assert 0 <= tokens < 2**31, "llm.c keeps the count in an int32"
+    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+    header[:3] = (*MAGICS[dtype], tokens)
+    raw = bytearray(header.tobytes())
+    if fingerprint:
+        digest = bytes.fromhex(fingerprint)
+        assert len(digest) == 32, "a tokenizer's fingerprint is a sha256"
+        raw[_FINGERPRINT] = digest
+    return bytes(raw)
+
+
+def has_magic(raw: bytes) -> bool:
+    """Whether bytes begin like a shard with a header."""
+    return any(raw.startswith(magic.to_bytes(4, "little")) for magic, _ in MAGICS.values())
+
+
+def read_header(raw: bytes, where: str) -> Header:
+    """Decode and check 1,024 header bytes. Raises DataError, naming the file `where`."""
+    if len(raw) < HEADER_BYTES:
+        what = f"shard has {len(raw):,} bytes, less than its {HEADER_BYTES:,}-byte header"
+        raise DataError(what, where, "copy or prepare the file again")
+    magic, version, tokens = (int(value) for value in np.frombuffer(raw, dtype="<i4", count=3))
+    dtype = next((dtype for dtype, (known, _) in MAGICS.items() if known == magic), None)
+    if dtype is None:
+        known = " or ".join(f"{magic} ({dtype})" for dtype, (magic, _) in MAGICS.items())
+        what = f"not a token shard: its magic number is {magic}, not {known}"
+        raise DataError(what, where, "remove it from the folder or prepare it again")
+    if version != MAGICS[dtype][1]:
+        what = f"shard version {version}; magic {magic} goes with version {MAGICS[dtype][1]}"
+        raise DataError(what, where, "prepare the file again")
+    if tokens < 0:
+        raise DataError(f"shard header counts {tokens} tokens", where, "prepare the file again")
+    digest = raw[_FINGERPRINT]
+    return Header(dtype=dtype, tokens=tokens, fingerprint=digest.hex() if any(digest) else "")
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` atomically and durably, the hash of its content last. Raises OSError as the disk does."""
+    replace_file(folder / MANIFEST_NAME, _seal(_encode_manifest(manifest)), durable=True)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `manifest.json`; check its own hash and its version.
+
+    Raises DataError when it is missing, unreadable, damaged or of another version.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        what = f"cannot read the manifest: {error.strerror}"
+        raise DataError(what, path, "finish the preparation or correct the folder's name") from error
+    body, seal, ending = data.rpartition(_SEAL)
+    if not seal:
+        raise DataError("manifest is truncated or not ours: it does not end in its hash", path, RESTORE)
+    if data != _seal(body):
+        expected = ending.partition(b'"')[0].decode("ascii", "backslashreplace")
+        raise DataError(f"manifest is damaged: hash {hash_block(body)}, expected {expected}", path, RESTORE)
+    return _decode_manifest(body, path)
+
+
+def _seal(body: bytes) -> bytes:
+    return body + _SEAL + hash_block(body).encode() + b'"\n}\n'
+
+
+def _encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON without its end: one shard a line, keys sorted, so equal means equal bytes."""
+
+    def dump(value: Any) -> str:
+        return json.dumps(value, sort_keys=True, ensure_ascii=True, allow_nan=False)
+
+    # Hashes as one string, 16 digits a block: a third of the size and parsed in one go.
+    shards = ",\n".join(dump(asdict(shard) | {"blocks": "".join(shard.blocks)}) for shard in manifest.shards)
+    counts = {split: manifest.tokens(split) for split in SPLITS}
+    return (
+        f'{{\n"format": "megatoken dataset",\n"version": {FORMAT_VERSION},\n'
+        f'"dtype": {dump(manifest.dtype)},\n'
+        f'"tokens": {dump(counts)},\n"documents": {dump(manifest.documents)},\n'
+        f'"tokenizer": {dump(manifest.tokenizer)},\n"source": {dump(manifest.source)},\n'
+        f'"shards": [\n{shards}\n]'
+    ).encode("ascii")
+
+
+def _decode_manifest(body: bytes, path: Path) -> Manifest:
+    try:
+        content = json.loads(body + b"}")
+        version = content["version"]
+        if content["format"] != "megatoken dataset" or version != FORMAT_VERSION:
+            what = f"manifest of version {version!r}; this program reads version {FORMAT_VERSION}"
+            raise DataError(what, path, "use the program that wrote it or prepare the dataset again")
+        manifest = Manifest(
+            tokenizer=content["tokenizer"],
+            dtype=content["dtype"],
+            documents=content["documents"],
+            shards=tuple(_decode_shard(row) for row in content["shards"]),
+            source=content["source"],
+        )
+        _check_types(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"manifest makes no sense: {error!r}", path, RESTORE) from error
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise ValueError, or what a value of another type raises, for what no program of ours writes."""
+    tokenizer, counts = manifest.tokenizer, [shard.tokens for shard in manifest.shards]
+    numbers = [tokenizer["vocab_size"], tokenizer["eot"], *counts, *manifest.documents.values()]
+    for name, valid in (
+        ("dtype", manifest.dtype in MAGICS),
+        ("tokenizer", isinstance(tokenizer["name"], str) and isinstance(tokenizer["fingerprint"], str)),
+        ("source", isinstance(manifest.source, dict)),
+        ("split", all(shard.split in SPLITS for shard in manifest.shards)),
+        ("number", all(type(number) is int for number in numbers) and min(counts, default=0) >= 0),
+    ):
+        if not valid:
+            raise ValueError(f"its {name} is impossible")
+
+
+def _decode_shard(row: dict[str, Any]) -> Shard:
+    digits = row["blocks"]
+    shard = Shard(**row | {"blocks": tuple(digits[start : start + 16] for start in range(0, len(digits), 16))})
+    # A manifest from elsewhere must not make us read outside its folder.
+    if shard.file in ("", ".", "..") or any(sign in shard.file for sign in "/\\\0"):
+        raise ValueError(f"{shard.file!r} is not a file name")
+    return shard

@@ -1,0 +1,140 @@
+"""Sums of gradients over replicas: in buckets during the backward, or pairwise with bits that no rank count changes."""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatoken.distributed.comm import Comm, peer_errors
+
+BUCKET_BYTES = 25 << 20
+# The parameter of the backward and the local parameter that the optimizer updates: the same tensor, a low-precision
+# copy and its fp32 master weight, or a DTensor and its local part.
+GradPair = tuple[Tensor, Tensor]
+
+
+class GradBucketReducer:
+    """All-reduces gradients bucket by bucket while the backward still computes others (Li et al. 2020, PyTorch DDP).
+
+    Only the backward after `begin` communicates: gradients are reduced once a step, however many micro-batches it has.
+    """
+
+    def __init__(self, pairs: Sequence[GradPair], comm: Comm, group: dist.ProcessGroup | None = None) -> None:
+        self._comm, self._group = comm, group
+        self._buckets = fill_buckets(pairs, BUCKET_BYTES)
+        self._missing: list[int] = []  # gradients of each bucket; empty outside of the last backward
+        self._pending: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        for index, bucket in enumerate(self._buckets):
+            for pair in bucket:
+                pair[0].register_post_accumulate_grad_hook(partial(self._on_gradient, index, pair))  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Reduce the gradients of the next backward, the last of the step."""
+        self._missing = [len(bucket) for bucket in self._buckets]
+
+    def _on_gradient(self, index: int, pair: GradPair, _: Tensor) -> None:
+        if not self._missing:
+            return
+        collect_gradient(*pair)
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            gradients = [local.grad for _, local in self._buckets[index] if local.grad is not None]
+            flat = torch.cat([gradient.view(-1) for gradient in gradients])
+            with peer_errors(self._comm.dist_env):
+                work = dist.all_reduce(flat, group=self._group, async_op=True)
+            assert work is not None
+            self._pending.append((work, flat, gradients))
+
+    def finish(self) -> None:
+        """Wait for the sums and copy them to the local gradients. Raises PeerError when a process is gone."""
+        assert len(self._pending) == len(self._buckets), "a parameter had no gradient"
+        for work, flat, gradients in self._pending:
+            with peer_errors(self._comm.dist_env):
+                work.wait()
+            copy_from_flat(flat, gradients)
+        self._missing, self._pending = [], []
+
+
+def fill_buckets(pairs: Sequence[GradPair], bucket_bytes: int) -> list[list[GradPair]]:
+    """Pairs in buckets of at least `bucket_bytes`, from the last parameter to the first, as a backward makes them."""
+    buckets: list[list[GradPair]] = [[]]
+    size = 0
+    for pair in reversed(pairs):
+        if size >= bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(pair)
+        size += pair[1].numel() * pair[1].element_size()
+    return buckets
+
+
+def copy_from_flat(flat: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Copy consecutive pieces of a flat tensor to gradients."""
+    pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece.view_as(gradient))
+
+
+def collect_gradient(trained: Tensor, local: Tensor) -> None:
+    """Move the gradient of a low-precision copy or a DTensor to the local parameter, added to what is there."""
+    if trained is local or trained.grad is None:
+        return
+    gradient = trained.grad
+    if isinstance(trained, DTensor) and isinstance(gradient, DTensor):
+        # Some operations leave partial sums on every tensor-parallel rank: place the gradient as the weight is placed.
+        gradient = gradient.redistribute(placements=trained.placements).to_local()
+    if local.grad is None:
+        local.grad = gradient.to(local.dtype)
+    else:
+        local.grad += gradient
+    trained.grad = None
+
+
+class PairwiseGradSum:
+    """A sum over micro-batches and ranks with the same bits on 1, 2, 4, ... ranks, for deterministic runs.
+
+    The terms are added pairwise: halves of halves while their number is even, one after another where it is odd. Ranks
+    hold consecutive terms, so the additions are the same ones within a rank or across. It needs a copy of the gradients
+    for every halving, and gathers them whole.
+    """
+
+    def __init__(self, local_params: Sequence[Tensor], micro_batches: int) -> None:
+        self._local_params = local_params
+        self._odd = micro_batches // (micro_batches & -micro_batches)  # terms that the backward itself adds up
+        self._backwards = 0
+        self._sums: list[list[Tensor]] = []  # each of at least twice as many terms as the next
+
+    def add(self) -> None:
+        """Take the gradients of the backward that has just ended."""
+        self._backwards += 1
+        groups, remainder = divmod(self._backwards, self._odd)
+        if remainder:
+            return
+        self._sums.append([param.grad for param in self._local_params if param.grad is not None])
+        for param in self._local_params:
+            param.grad = None
+        while groups % 2 == 0:
+            second_half = self._sums.pop()
+            for total, gradient in zip(self._sums[-1], second_half, strict=True):
+                total += gradient
+            groups //= 2
+
+    def finish(self, comm: Comm) -> None:
+        """Set every gradient to the sum over all micro-batches of all ranks. Raises PeerError."""
+        (sums,) = self._sums
+        for param, gradient in zip(self._local_params, sums, strict=True):
+            terms = [gradient]
+            if not comm.is_single_process:
+                terms = [torch.empty_like(gradient) for _ in range(comm.dist_env.world_size)]
+                with peer_errors(comm.dist_env):
+                    dist.all_gather(terms, gradient)
+            param.grad = sum_pairwise(terms)
+
+
+def sum_pairwise(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of two halves while the number of terms is even, else one after another."""
+    half, odd = divmod(len(terms), 2)
+    return reduce(torch.add, terms) if odd else sum_pairwise(terms[:half]) + sum_pairwise(terms[half:])

@@ -1,0 +1,130 @@
+"""How a model is split over processes, by arithmetic: no torch.
+
+Processes form a mesh of three axes: tensor-parallel ranks share every layer, sharding ranks share weights, gradients or
+optimizer state and read different data, replicas are whole copies that read different data. `machine.sharding` chooses
+what is split over the sharding ranks (Rajbhandari et al. 2020, ZeRO):
+
+    none    nothing: every replica has everything
+    zero1   weights and optimizer state; a full copy of weights and gradients exists during a step
+    zero2   gradients, too: reduced at every micro-batch
+    zero3   weights, too: a layer's are gathered while it computes
+    hybrid  zero3 within a machine; machines are replicas
+"""
+
+from dataclasses import dataclass, replace
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import MachineConfig
+from megatoken.distributed.env import DistEnv
+from megatoken.errors import ConfigError
+from megatoken.model.flops import count_padded_parameters
+
+SIMPLEST_FIRST = ("none", "zero1", "zero2", "zero3")
+STATE_SHARE = 0.7  # of memory for weights, gradients and optimizer state; the rest is for activations
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """The length of each axis of the mesh, and this process's rank."""
+
+    sharding: str = "none"
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp_size: int = 1
+    rank: int = 0
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks, or groups of tensor-parallel ranks, that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def shard_rank(self) -> int:
+        return self.dp_rank % self.dp_shard
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether every process has the whole model."""
+        return self.dp_shard == self.tp_size == 1
+
+    def __str__(self) -> str:
+        axes = [f"{self.dp_replicate} replicas"] if self.dp_replicate > 1 else []
+        axes += [f"{self.sharding} over {self.dp_shard}"] if self.dp_shard > 1 else []
+        axes += [f"tensor parallel over {self.tp_size}"] if self.tp_size > 1 else []
+        return ", ".join(axes) or "one process"
+
+
+def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
+    """The mesh of all processes. Raises ConfigError when they do not divide."""
+    world_size, local_world_size = dist_env.world_size, dist_env.local_world_size
+    if world_size % tp_size:
+        what = f"a world size of {world_size} does not divide into groups of {tp_size}"
+        raise ConfigError(what, "machine.tensor_parallel", f"--nproc times nodes must be a multiple of {tp_size}")
+    dp_size = world_size // tp_size
+    dp_shard = {"none": 1, "hybrid": max(1, local_world_size // tp_size)}.get(sharding, dp_size)
+    if dp_size % dp_shard:
+        what = f"{world_size} processes are not whole machines of {local_world_size}"
+        raise ConfigError(what, "machine.sharding", "start as many on each machine, or use zero3")
+    sharding, dp_replicate = sharding if dp_shard > 1 else "none", dp_size // dp_shard
+    return ParallelDims(
+        sharding=sharding, dp_replicate=dp_replicate, dp_shard=dp_shard, tp_size=tp_size, rank=dist_env.rank
+    )
+
+
+def choose_dims(
+    machine: MachineConfig, model_config: ModelConfig, precision: str, memory_bytes: int, dist_env: DistEnv
+) -> ParallelDims:
+    """The mesh of a run; `sharding=auto` is the simplest whose state leaves room for activations, zero3 if none does.
+
+    memory_bytes: of one process, 0 if unknown. Raises ConfigError when processes or sizes do not divide.
+    """
+    n_params = count_padded_parameters(model_config)
+    for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
+        dims = build_dims(sharding, machine.tensor_parallel, dist_env)
+        if not memory_bytes or count_state_bytes(dims, n_params, precision) <= STATE_SHARE * memory_bytes:
+            break
+    check_dims(dims, model_config)
+    return dims
+
+
+def count_state_bytes(dims: ParallelDims, n_params: int, precision: str) -> int:
+    """Bytes of weights, gradients and AdamW's moments in one process between two micro-batches.
+
+    n_params: of the whole model. Approximate where a tensor does not divide. Weights, gradients and moments are fp32;
+    gathered copies of sharded weights are in `precision`.
+    """
+    tp_params = n_params // dims.tp_size
+    local_params = tp_params // dims.dp_shard
+    weights = FP32 * local_params
+    if dims.sharding in ("zero1", "zero2"):
+        weights += (FP32 if precision == "fp32" else 2) * tp_params
+    gradients = FP32 * (tp_params if dims.sharding in ("none", "zero1") else local_params)
+    return weights + gradients + 2 * FP32 * local_params
+
+
+def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineConfig:
+    """Turn off what sharded weights cannot use: master weights (FSDP casts while it gathers), and under tensor
+    parallelism all but torch's own kernels, which accept DTensors."""
+    if dims.is_unsharded:
+        return machine
+    machine = replace(machine, master_weights="off")
+    return replace(machine, gemm_backend="torch", fused="off") if dims.tp_size > 1 else machine
+
+
+def check_dims(dims: ParallelDims, model_config: ModelConfig) -> None:
+    """Raise ConfigError unless the tensor-parallel size divides heads, MLP, vocabulary and context."""
+    sizes = {"n_head": model_config.n_head, "n_kv_head": model_config.kv_heads, "width of the MLP": model_config.d_ff}
+    sizes |= {"padded vocabulary": model_config.padded_vocab_size, "seq_len": model_config.seq_len}
+    for name, size in sizes.items():
+        if size % dims.tp_size:
+            what = f"{dims.tp_size} does not divide the {name} of {size:,}"
+            raise ConfigError(what, "machine.tensor_parallel", "choose a number that does")

@@ -1,0 +1,167 @@
+"""Parallelism meets the model here: `parallelize` turns a plain GPT into one that computes with the other processes."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatoken.distributed.comm import Comm, peer_errors
+from megatoken.distributed.grad_reduce import copy_from_flat
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.tensor_parallel import apply_tensor_parallel, tp_slice
+from megatoken.distributed.tensor_slice import TensorSlice, chunk
+from megatoken.model.gpt import GPT, set_activation_checkpointing
+from megatoken.system.device import Device
+from megatoken.system.torch_compat import without_fake_tensors
+
+AXES = "dp_replicate", "dp_shard", "tp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedParams:
+    """This process's part of every parameter, by name; parameters of which it has nothing are left out.
+
+    trained: the parameters of the backward (DTensors where sharded). local_params: plain tensors that the optimizer
+    updates and checkpoints store. slices: where they lie in the full tensors, whose shapes are full_shapes (of all
+    parameters). n_copies: processes with the same part. tp_partial: parameters whose gradients are partial sums on
+    every tensor-parallel rank.
+    """
+
+    dims: ParallelDims
+    trained: Mapping[str, Tensor]
+    local_params: Mapping[str, Tensor]
+    slices: Mapping[str, TensorSlice]
+    full_shapes: Mapping[str, tuple[int, ...]]
+    n_copies: Mapping[str, int]
+    tp_partial: frozenset[str] = frozenset()
+    mesh: DeviceMesh | None = None
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The processes with the same part that read different data; None: all."""
+        return None if self.mesh is None else self.mesh["dp_replicate"].get_group()
+
+    def is_first_copy(self, name: str) -> bool:
+        """Whether this is the first of the processes that have the same part."""
+        dims = self.dims
+        return dims.dp_rank < dims.dp_shard and (self.n_copies[name] == dims.dp_replicate or dims.tp_rank == 0)
+
+    def copy_from_full(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this process's part of full tensors."""
+        with torch.no_grad():
+            for name, full in values:
+                if name in self.local_params:
+                    self.local_params[name].copy_(self.slices[name].take(full))
+
+    def gather_full(self, comm: Comm) -> Iterable[tuple[str, Tensor]]:
+        """Yield every full parameter, one at a time; a collective, of which rank 0 gets the values."""
+        local = next(iter(self.local_params.values()))
+        for name, shape in self.full_shapes.items():
+            full = torch.zeros(shape, dtype=local.dtype, device=local.device)
+            if name in self.local_params and self.is_first_copy(name):
+                self.slices[name].put(full, self.local_params[name].detach())
+            with peer_errors(comm.dist_env):
+                dist.reduce(full, dst=0)
+            yield name, full
+
+    def set_grad_sync(self, model: nn.Module, *, last: bool) -> None:
+        """Before a forward: choose what FSDP communicates, given whether it is the step's last micro-batch."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last or self.dims.sharding != "zero1")
+            model.set_requires_all_reduce(last)
+            model.set_reshard_after_backward(last or self.dims.sharding in ("zero3", "hybrid"))
+
+    def all_reduce_tp_grads(self, comm: Comm) -> None:
+        """Add the partial gradients of tensor-parallel ranks, in one message."""
+        partial = [param.grad for name, param in self.local_params.items() if name in self.tp_partial]
+        gradients = [gradient for gradient in partial if gradient is not None]
+        if not gradients or self.mesh is None:
+            return
+        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        with peer_errors(comm.dist_env):
+            dist.all_reduce(flat, group=self.mesh["tp"].get_group())
+        copy_from_flat(flat, gradients)
+
+    def global_grad_norm(self, comm: Comm) -> Tensor:
+        """The L2 norm of the full gradient, the same on every process."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for name, param in self.local_params.items():
+            if param.grad is not None:
+                by_copies.setdefault(self.n_copies[name], []).append(param.grad)
+        if self.dims.is_unsharded:
+            return nn.utils.get_total_norm([gradient for gradients in by_copies.values() for gradient in gradients])
+        squares = torch.zeros((), device=next(iter(self.local_params.values())).device)
+        for n_copies, gradients in by_copies.items():
+            squares += nn.utils.get_total_norm(gradients) ** 2 / n_copies
+        return comm.sum(squares).sqrt()
+
+
+def parallelize(
+    model: GPT, dims: ParallelDims, device: Device, *, activation_checkpointing: str = "none"
+) -> ShardedParams:
+    """Move a model to the device and apply parallelism in place, in this order:
+
+    1. tensor parallelism, because it replaces weights that the others wrap;
+    2. activation checkpointing, whose second forward runs the layers of 1;
+    3. FSDP2, whose hooks gather a block's weights outside of what 2 runs again. Unsharded replicas need nothing here.
+
+    A model on the meta device gets uninitialized storage.
+    """
+    full_shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    on_meta = any(param.is_meta for param in model.parameters())
+    tensors = [*model.parameters(), *model.buffers()]
+    if not on_meta and any(tensor.device != device.torch_device for tensor in tensors):  # fake tensors cannot be moved
+        model.to(device.torch_device)
+    mesh, tp_partial = None, frozenset[str]()
+    if not dims.is_unsharded:
+        with without_fake_tensors():  # a dry run fakes the weights, not the mesh
+            mesh = init_device_mesh(device.type, (dims.dp_replicate, dims.dp_shard, dims.tp_size), mesh_dim_names=AXES)
+    if mesh is not None and dims.tp_size > 1:
+        apply_tensor_parallel(model, mesh["tp"], dims)
+        tp_partial = frozenset(name for name, param in model.named_parameters() if not isinstance(param, DTensor))
+    set_activation_checkpointing(model, activation_checkpointing)
+    if mesh is not None and dims.dp_shard > 1:
+        apply_fsdp(model, mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else mesh["dp_shard"], dims, device)
+    if on_meta:
+        model.to_empty(device=device.torch_device)
+    trained, local_params, slices, n_copies = {}, {}, {}, {}
+    for name, param in model.named_parameters():
+        part = tp_slice(name, full_shapes[name], model.config, dims)
+        n_tp_copies = dims.tp_size if part == TensorSlice.full(full_shapes[name]) else 1
+        part = part.cut_rows(*chunk(part.n_rows, dims.dp_shard, dims.shard_rank))
+        if part.n_rows:
+            with torch.no_grad():  # to_local() then returns the tensor itself, not a differentiable view
+                local_params[name] = param.to_local() if isinstance(param, DTensor) else param
+            trained[name], slices[name], n_copies[name] = param, part, dims.dp_replicate * n_tp_copies
+    return ShardedParams(
+        dims=dims,
+        trained=trained,
+        local_params=local_params,
+        slices=slices,
+        full_shapes=full_shapes,
+        n_copies=n_copies,
+        tp_partial=tp_partial,
+        mesh=mesh,
+    )
+
+
+def apply_fsdp(model: GPT, mesh: DeviceMesh, dims: ParallelDims, device: Device) -> None:
+    """Shard every block, then the rest of the model, by FSDP2."""
+    low_precision = None if device.precision == "fp32" else device.dtype
+    # Given to every module. Gradients are reduced in fp32. Inputs are not cast: tokens come out of a gathered embedding
+    # in low precision already, and rotary cos and sin stay precise.
+    policy = MixedPrecisionPolicy(
+        param_dtype=low_precision, reduce_dtype=torch.float32 if low_precision else None, cast_forward_inputs=False
+    )
+    for module in (*model.blocks, model):
+        # The root's own weights are needed again at once, by the output layer and its backward: FSDP keeps them.
+        reshard = False if module is not model and dims.sharding in ("zero1", "zero2") else None
+        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        # Losses are divided by the token count of the whole batch: gradients are added, not averaged.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)

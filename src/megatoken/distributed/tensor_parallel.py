@@ -1,0 +1,87 @@
+"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022) by torch's own parallel styles.
+
+Attention is split by heads, the MLP by its width, the embedding by vocabulary; each layer gathers the sequence before
+it and scatters it after. Norms, dropout and residuals work on a slice of the sequence, so the gradients of the weights
+there are partial sums: `ShardedParams.all_reduce_tp_grads` adds them once a step. Token ids enter whole; hidden states
+leave as a slice of the sequence.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.tensor_slice import TensorSlice, chunk
+from megatoken.model.dropout import Dropout
+from megatoken.model.gpt import GPT, Block
+
+SEQUENCE = Shard(1)  # of (B, T, C)
+
+
+def apply_tensor_parallel(model: GPT, mesh: DeviceMesh, dims: ParallelDims) -> None:
+    """Replace weights by DTensors on the tensor-parallel mesh, in place."""
+    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=SEQUENCE)
+    plan: dict[str, ParallelStyle] = {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)}
+    if model.head is not None:
+        plan["head"] = column
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        block.attention.heads = [heads // dims.tp_size for heads in block.attention.heads]
+        for layer in (block.attention, block.mlp):
+            layer.register_forward_pre_hook(partial(_gather_sequence, mesh))
+        styles = {"attention.qkv": column, "attention.out": row, "mlp.up": column, "mlp.down": row}
+        styles |= {} if block.mlp.gate is None else {"mlp.gate": column}
+        plan |= {f"blocks.{index}.{name}": style for name, style in styles.items()}
+    for part in model.modules():
+        if isinstance(part, Dropout):
+            part.tp_rank = dims.tp_rank
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    if model.positions is not None:
+        model.positions.register_forward_pre_hook(partial(_slice_positions, dims))
+
+
+def _gather_sequence(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gather the sequence for a layer; the backward reduce-scatters its gradient."""
+    x_BTC, *others = inputs
+    gathered = DTensor.from_local(x_BTC, mesh, (SEQUENCE,), run_check=False).redistribute(placements=(Replicate(),))
+    return (gathered, *others)
+
+
+def _slice_positions(dims: ParallelDims, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+    return (inputs[0].chunk(dims.tp_size)[dims.tp_rank],)
+
+
+def slice_sequence(dims: ParallelDims, targets_BT: Tensor) -> Tensor:
+    """The targets of this rank's slice of the sequence."""
+    return targets_BT if dims.tp_size == 1 else targets_BT.chunk(dims.tp_size, dim=1)[dims.tp_rank]
+
+
+def gather_lm_head(weight_VC: Tensor) -> Tensor:
+    """The full output layer for the loss of this slice; its gradients are added over the slices."""
+    return weight_VC.full_tensor(grad_placements=[Partial()]) if isinstance(weight_VC, DTensor) else weight_VC
+
+
+def tp_slice(name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims) -> TensorSlice:
+    """The slice of a parameter that this tensor-parallel rank has."""
+    full = TensorSlice.full(shape)
+    if dims.tp_size == 1:
+        return full
+    if ".attention.qkv." in name:
+        # The rows of queries, keys and values are packed one after another; a rank has whole heads of each.
+        ranges, start = [], 0
+        for heads in (model_config.n_head, model_config.kv_heads, model_config.kv_heads):
+            size = heads * model_config.d_head
+            first, last = chunk(size, dims.tp_size, dims.tp_rank)
+            ranges.append((start + first, start + last))
+            start += size
+        return TensorSlice(tuple(ranges), full.columns)
+    if name in ("tokens.weight", "head.weight") or ".mlp.up." in name or ".mlp.gate." in name:
+        return full.cut_rows(*chunk(shape[0], dims.tp_size, dims.tp_rank))
+    if name.endswith((".attention.out.weight", ".mlp.down.weight")):
+        return full.cut_columns(*chunk(shape[1], dims.tp_size, dims.tp_rank))
+    return full

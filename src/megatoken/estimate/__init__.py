@@ -1,0 +1,1 @@
+"""Memory and communication of a run, estimated without its devices."""

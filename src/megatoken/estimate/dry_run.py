@@ -1,0 +1,221 @@
+"""One training step of one process among many on fake tensors: its memory and communication, without the devices.
+
+Model, sharding, step and optimizer are those of training, with plain kernels; `auto` precision is bf16, `auto`
+micro-batch one sequence.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import Config, nearest_multiples
+from megatoken.console import format_quantity
+from megatoken.distributed.comm import Comm, ignore_view_warning
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, choose_dims
+from megatoken.errors import ConfigError
+from megatoken.estimate.memory_tracker import MemoryTracker
+from megatoken.model.gpt import GPT
+from megatoken.system.device import Device
+from megatoken.system.torch_compat import FakeStore, FakeTensorMode
+from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
+from megatoken.train.step import train_step_async
+
+PROCESSES_PER_MACHINE = 8
+TRACED = 3  # micro-batches: the first, one in the middle, the last
+EPOCH_TOKENS = 10**9  # for runs whose length is given in epochs
+# Memory of one GPU in GB, by vendor data sheets.
+GPU_MEMORY_GB = {
+    "t4": 16, "v100": 32, "a10": 24, "a30": 24, "a40": 48, "a100-40": 40, "a100": 80, "l4": 24, "l40s": 48, "h100": 80,
+    "h200": 141, "b200": 180, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "mi250x": 64, "mi300x": 192, "mi325x": 256,
+}  # fmt: skip
+USABLE = 0.9  # of it: the CUDA context, NCCL's buffers and fragmentation take the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Memory in bytes of the first process, which has the largest share, and how the step is split.
+
+    total_bytes is the peak; activation_bytes its remainder: activations, gathered weights, communication buffers. With
+    one micro-batch a step not all gradients exist at the peak; with more, the four parts sum to the total.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    total_bytes: int
+    communication_bytes_per_step: int
+    communication: dict[str, int]  # by collective
+    processes: int
+    shard: str  # none, zero1, zero2, zero3 or hybrid
+    tensor_parallel: int
+    readers: int  # data-parallel ranks
+    micro_batch: int
+    micro_steps: int  # micro-batches a step
+    precision: str
+    seconds: float  # of this dry run
+
+
+def dry_run(config: Config, model_config: ModelConfig, processes: int, memory_bytes: float) -> Estimate:
+    """Estimate one step on `processes`, of which only the first is simulated. memory_bytes decides `sharding=auto`.
+
+    Raises ConfigError when batch, heads or processes do not divide.
+    """
+    if processes < 1:
+        raise ConfigError(f"{processes} GPUs", "--gpus", "give one or more")
+    start = time.perf_counter()
+    with fake_process_group(processes), FakeTensorMode(), MemoryTracker() as tracker:
+        state, step_config, device = build(config, model_config, processes, memory_bytes)
+        params = list(state.sharded.local_params.values())
+        moments = [moment for param_state in state.optimizer.state.values() for moment in param_state.values()]
+        micro_steps = config.batch_seqs // state.dims.dp_size // step_config.micro_batch
+        tracker.count_gradients = lambda: count_local_bytes([p.grad for p in params if p.grad is not None])
+        sent = trace_step(state, step_config, device, tracker, micro_steps)
+        parameter_bytes, optimizer_bytes = count_local_bytes(params), count_local_bytes(moments)
+    return Estimate(
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=parameter_bytes,  # fp32 of the same shapes
+        optimizer_bytes=optimizer_bytes,
+        activation_bytes=tracker.peak_bytes - parameter_bytes - optimizer_bytes - tracker.gradients_at_peak,
+        total_bytes=tracker.peak_bytes,
+        communication_bytes_per_step=sent.total(),
+        communication=dict(sent),
+        processes=processes,
+        shard=state.dims.sharding,
+        tensor_parallel=state.dims.tp_size,
+        readers=state.dims.dp_size,
+        micro_batch=step_config.micro_batch,
+        micro_steps=micro_steps,
+        precision=device.precision,
+        seconds=time.perf_counter() - start,
+    )
+
+
+@contextmanager
+def fake_process_group(processes: int) -> Iterator[None]:
+    """A process group whose collectives return at once; none for a single process."""
+    if processes > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    try:
+        with ignore_view_warning():
+            yield
+    finally:
+        if processes > 1:
+            dist.destroy_process_group()
+
+
+def build(
+    config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
+) -> tuple[TrainState, StepConfig, Device]:
+    """Build the state of the first process on fake tensors."""
+    machine = config.machine
+    precision = "bf16" if machine.precision == "auto" else machine.precision
+    device = Device(torch_device=torch.device("cpu"), name="fake", precision=precision, peak_flops=0.0, peak_source="")
+    dist_env = DistEnv(world_size=processes, local_world_size=min(processes, PROCESSES_PER_MACHINE))
+    dims = choose_dims(machine, model_config, precision, int(memory_bytes), dist_env)
+    micro_batch = 1 if machine.micro_batch == "auto" else machine.micro_batch
+    if config.batch_seqs % (dims.dp_size * micro_batch):
+        what = f"a batch of {config.batch_seqs:,} sequences does not divide among {dims.dp_size:,} data-parallel ranks"
+        near = nearest_multiples(config.batch_seqs, dims.dp_size * micro_batch)
+        fix = f"nearest numbers of sequences for micro-batches of {micro_batch}: {near}"
+        raise ConfigError(what, "budget.batch_tokens", fix)
+    state = build_state(GPT(model_config, seed=None), config, device, dims)
+    state.scaler = torch.amp.GradScaler(enabled=False)  # of fp16: it would read whether the gradients overflow
+    state.start_grad_reduction(Comm(dist_env))
+    device_type = "cpu" if machine.device == "cpu" else "cuda"
+    step_config = build_step_config(config, epoch_tokens=EPOCH_TOKENS, micro_batch=micro_batch, device_type=device_type)
+    return state, step_config, device
+
+
+def trace_step(
+    state: TrainState, step_config: StepConfig, device: Device, tracker: MemoryTracker, micro_steps: int
+) -> Counter[str]:
+    """Take a step of at most TRACED micro-batches; return the bytes sent by each collective."""
+    sent_before_forward: list[Counter[str]] = []
+    forward = state.forward
+
+    def record_and_forward(ids: Tensor, **options: Tensor) -> Tensor:
+        sent_before_forward.append(Counter(tracker.sent_bytes))
+        return forward(ids, **options)
+
+    state.forward = record_and_forward
+    rows = min(micro_steps, TRACED) * step_config.micro_batch
+    ids = torch.zeros(rows, state.model.config.seq_len, dtype=torch.int64)
+    tracker.reset_peak()
+    train_step_async(state, step_config, device, ids, ids)
+    sent = tracker.sent_bytes
+    if micro_steps > TRACED:  # micro-batches between the first and the last send the same
+        for collective, size in (sent_before_forward[2] - sent_before_forward[1]).items():
+            sent[collective] += size * (micro_steps - TRACED)
+    return sent
+
+
+def count_local_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the local storages of `tensors`; shared ones count once."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum({id(storage): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}.values())
+
+
+def gpu_memory_bytes(gpu: str) -> float:
+    """Memory of a GPU, given by its name or a number of GB. Raises ConfigError for neither."""
+    gigabytes = GPU_MEMORY_GB.get(gpu.lower())
+    if gigabytes is None:
+        try:
+            gigabytes = int(gpu.lower().removesuffix("gb"))
+        except ValueError:
+            fix = f"use a number of GB, or one of {', '.join(GPU_MEMORY_GB)}"
+            raise ConfigError(f"unknown GPU '{gpu}'", "--gpu", fix) from None
+    return gigabytes * 1e9
+
+
+def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
+    """Rows of a table: memory of one process by use, the largest first, and its communication."""
+    memory = {"parameters": estimate.parameter_bytes, "gradients": estimate.gradient_bytes}
+    memory |= {"optimizer": estimate.optimizer_bytes, "activations": estimate.activation_bytes}
+    by_collective = ", ".join(f"{name} {format_quantity(size, 'B')}" for name, size in estimate.communication.items())
+    sent = format_quantity(estimate.communication_bytes_per_step, "B")
+    micro_batches = f"{estimate.micro_steps:,} micro-batches of {estimate.micro_batch}"
+    return [
+        ("layout", f"sharded {estimate.shard}, tensor parallel {estimate.tensor_parallel}"),
+        ("step", f"{micro_batches} on each of {estimate.readers:,} data-parallel ranks, {estimate.precision}"),
+        *(
+            (name, f"{format_quantity(size, 'B'):>9} {size / estimate.total_bytes:5.0%}")
+            for name, size in sorted(memory.items(), key=lambda row: -row[1])
+        ),
+        ("peak", f"{format_quantity(estimate.total_bytes, 'B'):>9} allocated at once"),
+        ("sent", f"{sent:>9} a step" + (f": {by_collective} (rings)" if by_collective else "")),
+    ]
+
+
+def check_fit(estimate: Estimate, config: Config, gpu: str, memory_bytes: float) -> tuple[bool, str]:
+    """Whether it fits, and one line with the setting to change next if it does not."""
+    usable = USABLE * memory_bytes
+    share = f"{estimate.total_bytes / usable:.0%} of the usable memory of {gpu} ({format_quantity(usable, 'B')})"
+    fits = estimate.total_bytes <= usable
+    return fits, f"fits: {share}" if fits else f"does not fit: {share}; {advise(estimate, config)}"
+
+
+def advise(estimate: Estimate, config: Config) -> str:
+    """The setting to change next, by the largest use of memory."""
+    if estimate.activation_bytes > estimate.total_bytes / 2:
+        if estimate.shard in ("zero1", "zero2"):
+            return "--shard zero3 gathers one layer's weights at a time instead of all"
+        if estimate.micro_batch > 1:
+            return f"machine.micro_batch={estimate.micro_batch // 2} halves the activations"
+        if config.machine.activation_checkpointing != "block":
+            return "machine.activation_checkpointing=block keeps the input of each block and recomputes the rest"
+    elif estimate.readers > 1 and estimate.shard in SIMPLEST_FIRST[:-1]:
+        sharding = SIMPLEST_FIRST[SIMPLEST_FIRST.index(estimate.shard) + 1]
+        return f"--shard {sharding} shards more of the state over {estimate.readers:,} ranks"
+    if estimate.tensor_parallel < PROCESSES_PER_MACHINE:
+        return f"--tp {2 * estimate.tensor_parallel} halves every layer"
+    return f"--gpus {2 * estimate.processes} halves the state"

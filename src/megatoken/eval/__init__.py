@@ -1,0 +1,1 @@
+"""Validation loss, multiple-choice tasks, lm-evaluation-harness."""

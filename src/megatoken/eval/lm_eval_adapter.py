@@ -1,0 +1,152 @@
+"""lm-evaluation-harness on a loaded model: any task that the harness knows, without exporting the model.
+
+Log-likelihoods come from eval/scorer.py, which computes a context once for all of its continuations. No chat templates.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+from argparse import Namespace
+from collections import defaultdict
+from typing import Any
+
+from megatoken.console import Console
+from megatoken.convert.load_pretrained import LoadedModel
+from megatoken.data.tokenizer import Tokenizer
+from megatoken.distributed.comm import Comm
+from megatoken.errors import ConfigError, DataError
+from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
+from megatoken.model.gpt import GPT
+from megatoken.sampling.generate import generate_ids
+from megatoken.system.device import Device
+
+try:
+    import lm_eval
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ImportError:
+    lm_eval, TemplateLM = None, object
+
+DEFAULT_NEW_TOKENS = 256
+
+
+class Adapter(TemplateLM):  # type: ignore[misc]
+    """A model behind the harness's interface. Every rank is given all requests and returns all results."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, device: Device, comm: Comm) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.compute_device, self.comm = model, tokenizer, device, comm
+        self.max_length = model.config.seq_len
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eot
+
+    @property
+    def prefix_token_id(self) -> int:
+        return (self.tokenizer.bos_ids or [self.tokenizer.eot])[0]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        bos = [] if add_special_tokens is False else self.tokenizer.bos_ids
+        return [*bos, *self.tokenizer.encode(string).tolist()]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        """requests: (texts, context ids, continuation ids), truncated from the left as by the harness's own models."""
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        sequences = []
+        for number, (_, context, continuation) in enumerate(requests):
+            groups[tuple(context)].append(number)
+            ids = [*context, *continuation][-(self.max_length + 1) :]
+            sequences.append(ScoredSequence(ids, min(len(continuation), self.max_length)))
+        trees = [build_tree([sequences[number] for number in group]) for group in groups.values()]
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        all_scores = score_trees(self.model, trees, self.compute_device, self.comm)
+        for group, scores in zip(groups.values(), all_scores, strict=True):
+            for number, log_p, greedy in zip(group, scores.log_p.tolist(), scores.greedy.tolist(), strict=True):
+                results[number] = log_p, greedy
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        totals = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            disjoint = [(None, *make_disjoint_window(window)) for window in windows]
+            totals.append(sum(log_p for log_p, _ in self._loglikelihood_tokens(disjoint)))
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        rank, world_size = self.comm.dist_env.rank, self.comm.dist_env.world_size
+        own = [self._generate(*request.args) for request in requests[rank::world_size]]
+        gathered = self.comm.gather(own)
+        return [gathered[number % world_size][number // world_size] for number in range(len(requests))]
+
+    def _generate(self, prompt: str, settings: dict[str, Any]) -> str:
+        """The continuation up to the first stop string."""
+        until = settings.get("until") or []
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        limit = settings.get("max_gen_toks") or settings.get("max_new_tokens") or DEFAULT_NEW_TOKENS
+        new_tokens = min(int(limit), self.max_length - 1)
+        do_sample = settings.get("do_sample", float(settings.get("temperature", 0) or 0) > 0)
+        new_ids: list[int] = []
+
+        def check_stop(ids: list[int | None]) -> None:
+            new_ids.extend(id for id in ids if id is not None)
+            text = self.tokenizer.decode(new_ids)
+            if any(stop in text for stop in stops):
+                raise StopIteration
+
+        with contextlib.suppress(StopIteration):
+            generate_ids(
+                self.model,
+                self.tok_encode(prompt)[-(self.max_length - new_tokens) :] or [self.prefix_token_id],
+                max_new_tokens=new_tokens,
+                temperature=float(settings.get("temperature", 1.0)) if do_sample else 0.0,
+                top_k=int(settings.get("top_k") or 0),
+                top_p=float(settings.get("top_p") or 1.0),
+                stop_id=self.tokenizer.eot,
+                device=self.compute_device,
+                on_tokens=check_stop,
+            )
+        return cut_at(self.tokenizer.decode(new_ids), stops)
+
+
+def cut_at(text: str, stops: list[str]) -> str:
+    """The text before the first of the stop strings."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def run_harness(
+    options: Namespace, loaded: LoadedModel, device: Device, comm: Comm, console: Console
+) -> dict[str, Any]:
+    """The harness's results for `--tasks`, any that it knows or that are in the folder `--include`.
+
+    Raises ConfigError when it is not installed or knows no such task, DataError when a task's data cannot be read.
+    """
+    if lm_eval is None:
+        raise ConfigError("lm-evaluation-harness is not installed", "--harness", 'pip install "megatoken[eval]"')
+    manager = TaskManager(include_path=str(options.include) if options.include else None)
+    names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown or not names:
+        what = f"lm-evaluation-harness knows no task {unknown[0]!r}" if unknown else "no task named"
+        raise ConfigError(what, "--tasks", "`lm_eval ls tasks` lists them; --include FOLDER adds your own")
+    try:
+        results = lm_eval.simple_evaluate(
+            model=Adapter(loaded.model, loaded.tokenizer, device, comm),
+            tasks=names,
+            num_fewshot=options.fewshot,
+            limit=options.limit or None,
+            task_manager=manager,
+            log_samples=options.examples,
+        )
+    except (OSError, ValueError) as error:  # datasets and the hub
+        what = f"lm-evaluation-harness failed: {type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
+        raise DataError(what, options.tasks, "check that the task's dataset can be reached or is cached") from error
+    if not options.json:
+        console.print(make_table(results))
+    kept = {key: results[key] for key in ("results", "groups", "versions", "n-samples", "samples") if key in results}
+    return {"lm_eval": importlib.metadata.version("lm_eval"), **json.loads(json.dumps(kept, default=str))}

@@ -1,0 +1,79 @@
+"""Mean loss over a fixed set of windows, the same for any micro-batch and number of ranks; bits per byte of text."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
+from megatoken.model.gpt import GPT
+from megatoken.model.loss import cross_entropy
+from megatoken.system.device import Device
+
+
+@torch.no_grad()
+def validation_loss(
+    model: GPT,
+    windows: Iterable[np.ndarray],
+    device: Device,
+    *,
+    chunk: int,
+    comm: Comm,
+    byte_lengths: NDArray[np.int64],
+    dims: ParallelDims | None = None,
+) -> dict[str, Any]:
+    """`loss_metrics` over the windows of all ranks. The model's mode is left as it was.
+
+    windows: this rank's arrays (B, T+1) of token ids, perhaps none; ranks that share a model (`dims`) must have the
+    same number of arrays, of which some may be empty. byte_lengths (vocab_size,): tokenizer.byte_lengths.
+    """
+    dims = dims or ParallelDims()
+    was_training = model.training
+    model.eval()
+    total, count, text_bytes = 0.0, 0, 0
+    for window in windows:
+        if dims.is_unsharded and not len(window):
+            continue
+        ids = torch.from_numpy(window.astype(np.int64))
+        # A split model computes at least one row, of a length that divides among its ranks; padding has no target.
+        pad = (0, 0, 0, 0) if dims.is_unsharded else (0, -(ids.shape[1] - 1) % dims.tp_size, 0, max(0, 1 - len(ids)))
+        inputs, targets = F.pad(ids[:, :-1], pad), F.pad(ids[:, 1:], pad, value=-1)
+        with device.autocast():
+            hidden, weight = model(inputs.to(device.torch_device)), gather_lm_head(model.lm_head_weight)
+            own = slice_sequence(dims, targets).to(device.torch_device)
+            loss_sum, n = cross_entropy(hidden, weight, own, vocab_size=model.config.vocab_size, chunk=chunk)
+        total += float(loss_sum)
+        count += int(n)
+        if dims.tp_rank == 0:  # tensor-parallel ranks have the same windows
+            text_bytes += int(byte_lengths[window[:, 1:]].sum())
+    model.train(was_training)
+    # The widest dtype, so that the sum does not depend on the number of ranks.
+    sums = torch.tensor([total, count, text_bytes], dtype=device.widest, device=device.torch_device)
+    return loss_metrics(*comm.sum(sums).tolist())
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss; above 709 nats to 709, the largest exponent of a float."""
+    return math.exp(min(loss, 709.0))
+
+
+def loss_metrics(nats: float, n_targets: float, text_bytes: float) -> dict[str, Any]:
+    """loss (nats per target), perplexity, bits_per_byte, target_tokens, text_bytes.
+
+    bits_per_byte: all nats, those of special tokens too, over the bytes of text that the targets decode to, which
+    compares models of different tokenizers; NaN without text.
+    """
+    loss = nats / max(n_targets, 1)
+    return {
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": loss * n_targets / math.log(2) / text_bytes if text_bytes else math.nan,
+        "target_tokens": int(n_targets),
+        "text_bytes": int(text_bytes),
+    }

@@ -1,1 +1,0 @@
-"""How good is a live model."""

@@ -1,0 +1,113 @@
+"""Finds ranks that hang: each rank writes its phase and step to a file, which the process that started the ranks reads.
+
+A rank that waits for another writes as little as one that hangs. So a run hangs when every rank has written nothing for
+longer than its limit; the stacks then show which rank is not waiting in a collective.
+"""
+
+import faulthandler
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from megatoken.system.environment import heartbeat_file
+
+# Seconds without a heartbeat that every phase may take. A storage may stall, and a save may wait for the one before it.
+MIN_LIMIT_SECONDS = defaultdict(lambda: 300.0, step=10.0, save=1800.0)
+LIMIT_FACTOR = 5.0  # times the longest of the last RECENT ones
+RECENT = 64
+MEASURED_FIRST = 3  # the first steps compile and allocate
+DUMP_SECONDS = 1.0  # for a rank to dump its stacks
+MAX_POLL_GAP = 1.0  # between two looks; in a longer one the watching process was suspended itself
+
+
+class Heartbeat:
+    """Written by a rank. Does nothing where no process reads it."""
+
+    def __init__(self) -> None:
+        file = heartbeat_file()
+        self._file = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT)
+        if file is not None:
+            # At the signal the stacks are written in C, also while a library holds the interpreter's lock.
+            self._stacks = stacks_file(file).open("w")
+            faulthandler.register(signal.SIGQUIT, self._stacks)
+        self._phase, self._step, self._since = "setup", 0, time.monotonic()
+        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+
+    def beat(self, phase: str, step: int) -> None:
+        """Begin a phase at a step; call it for every step. A phase has no limit until it has been measured."""
+        if self._file is None or (phase, step) == (self._phase, self._step):
+            return
+        now = time.monotonic()
+        self._seconds[self._phase].append(now - self._since)
+        self._phase, self._step, self._since = phase, step, now
+        seconds, limit = self._seconds[phase], float("inf")
+        if len(seconds) >= (MEASURED_FIRST if phase == "step" else 1):
+            limit = max(MIN_LIMIT_SECONDS[phase], LIMIT_FACTOR * max(seconds))
+        os.pwrite(self._file, f"{limit:.1f} {step} {phase}".ljust(64).encode(), 0)  # one call: never half a line
+
+
+class Watchdog:
+    """Reads the heartbeats of all ranks, in the process that started them; `folder` holds a file for each."""
+
+    def __init__(self, folder: Path, nproc: int) -> None:
+        self.files = [folder / f"rank-{rank}" for rank in range(nproc)]
+        self._seen = [("", 0.0)] * nproc  # heartbeat, and when it came by `_clock`
+        self._clock, self._looked_at = 0.0, time.monotonic()
+
+    def read(self, rank: int) -> tuple[float, int, str]:
+        """(seconds of silence allowed, step, phase) of a rank."""
+        limit, step, phase = (self._seen[rank][0] or "inf 0 start").split()
+        return float(limit), int(step), phase
+
+    def all_silent(self, ranks: Collection[int]) -> bool:
+        """Read the heartbeats of the running ranks; return whether all have been silent beyond their limits."""
+        now = time.monotonic()
+        self._clock += min(now - self._looked_at, MAX_POLL_GAP)
+        self._looked_at = now
+        for rank in ranks:
+            line = self.files[rank].read_text() if self.files[rank].exists() else ""
+            if line != self._seen[rank][0]:
+                self._seen[rank] = line, self._clock
+        return all(self.silent_seconds(rank) > self.read(rank)[0] for rank in ranks)
+
+    def describe(self, rank: int) -> str:
+        """Phase and step of a rank by its last heartbeat; "" before the first."""
+        _, step, phase = self.read(rank)
+        return f" in phase '{phase}' after step {step}" if self._seen[rank][0] else ""
+
+    def silent_seconds(self, rank: int) -> float:
+        """How long ago the last heartbeat of a rank came."""
+        return self._clock - self._seen[rank][1]
+
+    def find_hung(self, processes: Mapping[int, "subprocess.Popen[str]"]) -> tuple[int, str]:
+        """The rank that the others wait for, and the stacks of all, of the processes by rank.
+
+        It is one that does not answer, else one outside a collective, else the one at the earliest step.
+        """
+        files = {rank: file for rank in processes if (file := stacks_file(self.files[rank])).exists()}
+        for rank in files:
+            processes[rank].send_signal(signal.SIGQUIT)
+        time.sleep(DUMP_SECONDS if files else 0)
+        answers = {rank: file.read_text() for rank, file in files.items()}
+
+        def order(rank: int) -> tuple[bool, bool, int]:
+            return bool(answers.get(rank)), waits_in_collective(answers.get(rank, "")), self.read(rank)[1]
+
+        silent = "no answer: stopped by a signal, or in a system call that does not end\n"
+        return min(processes, key=order), "".join(f"rank {rank}:\n{text or silent}\n" for rank, text in answers.items())
+
+
+def stacks_file(heartbeat: Path) -> Path:
+    """Where a rank dumps its stacks."""
+    return heartbeat.with_suffix(".stacks")
+
+
+def waits_in_collective(stacks: str) -> bool:
+    """Whether one of the threads' innermost calls belongs to torch.distributed or to this package's distributed."""
+    threads = re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)
+    return any("/distributed/" in "".join(thread.strip().splitlines()[:3]) for thread in threads)

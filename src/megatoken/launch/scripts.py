@@ -1,0 +1,88 @@
+"""Scripts that start a run on many machines by torchrun, Slurm, Kubernetes or SkyPilot, from files in templates/.
+
+A script starts the same command in every process, forwards the scheduler's warning signal, and restarts the run when it
+ended with 75 (stopped, resumable). The run folder and the dataset have to be on a shared file system.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import Template
+
+from megatoken.config.schema import Config
+from megatoken.distributed.env import PORT, DistEnv
+from megatoken.distributed.parallel_dims import build_dims
+from megatoken.errors import ConfigError, ExitCode
+
+ENGINES = {"torchrun": "torchrun.sh", "slurm": "slurm.sh", "k8s": "k8s.yaml", "skypilot": "skypilot.yaml"}
+WARN_SECONDS = 300  # before the time limit: for the current step and the save
+RESTARTED = ExitCode.DONE, ExitCode.STOPPED, ExitCode.PEER  # after any other code a restart is useless
+
+
+class ScriptTemplate(Template):
+    """Placeholders are %{name}, so that $ belongs to the shell."""
+
+    delimiter = "%"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """nproc: processes on each node; time: Slurm's limit."""
+
+    name: str
+    train_args: Sequence[str]
+    nodes: int
+    nproc: int
+    gpus: str
+    time: str
+    image: str
+
+
+def check_job(job: Job, config: Config) -> None:
+    """Raise ConfigError for a job that would fail when it starts, which may be hours later."""
+    for flag, number in (("--nodes", job.nodes), ("--nproc", job.nproc)):
+        if number < 1:
+            raise ConfigError(f"{flag} is {number}", flag, "give 1 or more")
+    machine, world_size = config.machine, job.nodes * job.nproc
+    dist_env = DistEnv(world_size=world_size, local_world_size=job.nproc)
+    build_dims(machine.sharding, machine.tensor_parallel, dist_env)
+    if config.batch_seqs % world_size:
+        what = f"a batch of {config.batch_seqs:,} sequences does not divide among {world_size} processes"
+        raise ConfigError(what, "--nodes, --nproc", "change them, or budget.batch_tokens")
+
+
+def name_job(recipe: str) -> str:
+    """A recipe's name as a host name: a letter, then letters, digits and hyphens, 40 at most."""
+    name = re.sub(r"[^a-z0-9]+", "-", recipe.lower())
+    return re.sub(r"^(?![a-z])-?", "run-", name)[:40].strip("-")
+
+
+def write_script(engine: str, job: Job) -> str:
+    """The script of an engine. Lines of its template about GPUs are left out when the job has none."""
+    template = (Path(__file__).parent / "templates" / ENGINES[engine]).read_text()
+    has_gpus = job.gpus != "none"
+    if not has_gpus:
+        template = re.sub(r".*%{n_gpus}.*\n", "", template)
+    train = shlex.join(["train", *job.train_args])
+    values = (
+        asdict(job)
+        | {
+            "n_gpus": job.nproc,
+            "machine": f"accelerators: {job.gpus}:{job.nproc}" if has_gpus else f"cpus: {job.nproc}+",
+            "port": PORT,
+            "torchrun": f"python -P -m megatoken.launch.torchrun --nnodes {job.nodes} --nproc-per-node {job.nproc}",
+            "train": train.replace("\n", "\n  ")
+            if engine == "skypilot"
+            else train,  # the indentation of its YAML block
+            "train_in_quotes": json.dumps(train)[1:-1],  # JSON's escapes are those of a double-quoted YAML string
+            "warn_seconds": WARN_SECONDS,
+            "backoff_limit": 20 * job.nodes,
+            "fatal": [int(code) for code in ExitCode if code not in RESTARTED],
+            "stopped": int(ExitCode.STOPPED),
+            "peer_lost": int(ExitCode.PEER),
+        }
+    )
+    return ScriptTemplate(template).substitute(values)

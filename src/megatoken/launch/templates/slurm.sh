@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# %{name}: %{nodes} machines of %{nproc} processes. Submit it: sbatch FILE
+#SBATCH --job-name=%{name}
+#SBATCH --nodes=%{nodes}
+#SBATCH --ntasks-per-node=%{nproc}
+#SBATCH --gpus-per-node=%{n_gpus}
+#SBATCH --time=%{time}
+#SBATCH --signal=USR1@%{warn_seconds}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+# SIGUSR1 goes to every task: the run finishes its step, saves and ends with %{stopped}.
+code=0
+srun --kill-on-bad-exit=0 megatoken %{train} || code=$?
+if [ "$code" -eq %{stopped} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

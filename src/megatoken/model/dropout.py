@@ -1,0 +1,63 @@
+"""Dropout whose masks are a function of numbers alone (counter-based, as in Salmon et al. 2011).
+
+Whether a value is dropped follows from the seed, the step, the sequence's index in the global batch, the layer and the
+place in it, and the value's position and channel (in attention: head, query and key). There is no random state, so
+micro-batches, processes, tensor parallelism, recomputation and compilation all drop the same values.
+
+A key is a number of 32 bits in an int64, where no product overflows. In int32 products overflow, which is undefined in
+C++: torch.compile on a CPU then gives other masks.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+GOLDEN = 0x61C88647  # 2**32 - 2**32 / golden ratio, odd: neighbours differ in all bits
+BITS = 0xFFFFFFFF
+
+
+def sequence_keys(seed: int, step: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Keys (B,) of the sequences [first, first + count) of a step's global batch."""
+    digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=4).digest()
+    step_key = torch.full((), int.from_bytes(digest), device=device)
+    return fold_in(step_key, spread(first, count, device))
+
+
+def spread(first: int, count: int, device: torch.device) -> Tensor:
+    """The numbers [first, first + count) times an odd one, modulo 2**32."""
+    return torch.arange(first, first + count, device=device) * GOLDEN & BITS
+
+
+def fold_in(key: Tensor, index: Tensor | int) -> Tensor:
+    """Another key for every index: the two-round bijection of 32 bits found by the hash prospector (Wellons)."""
+    x = key ^ index
+    x ^= x >> 16  # in place: attention's keys are the largest tensors of a step
+    x *= 0x21F0AAAD
+    x &= BITS
+    x ^= x >> 15
+    x *= 0x735A2D97
+    x &= BITS
+    x ^= x >> 15
+    return x
+
+
+class Dropout(nn.Module):
+    """Sets values to 0 with probability p, divides the others by 1 - p. site: a number for each dropout of a layer."""
+
+    tp_rank = 0  # under tensor parallelism dimension 1 (positions; heads in attention) is this slice of the whole
+
+    def __init__(self, p: float, site: int) -> None:
+        super().__init__()
+        self.p, self.site = p, site
+        self.threshold = round(p * 2**32)  # keys are uniform over 32 bits
+
+    def forward(self, keys_B: Tensor | None, x: Tensor) -> Tensor:
+        """x (B, ...) with values dropped by the keys of its sequences; x itself without keys."""
+        if keys_B is None:
+            return x
+        key = fold_in(keys_B, self.site)
+        for dim in range(1, x.dim()):
+            first = self.tp_rank * x.shape[1] if dim == 1 else 0
+            key = fold_in(key[..., None], spread(first, x.shape[dim], x.device))
+        return torch.where(key >= self.threshold, x / (1 - self.p), 0)

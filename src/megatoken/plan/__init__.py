@@ -1,1 +1,0 @@
-"""What a run will need, found out before it is started."""

@@ -1,0 +1,1 @@
+"""Text generation: `generate` for text, `generate_ids` for token ids."""

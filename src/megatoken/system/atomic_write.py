@@ -1,0 +1,81 @@
+"""Atomic file replacement, fsync and errors of the disk: every file that must be whole or absent is written here."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatoken.errors import ConfigError, StorageError
+
+
+def local_path(text: str | Path) -> Path:
+    """A path on this machine. Raises ConfigError for an address such as s3://bucket/run, and for no path at all."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(text)):  # a Path has lost the second slash
+        raise ConfigError(f"not a path on this machine: {text}", "", "mount it, or copy it to a local folder")
+    if not str(text):
+        raise ConfigError("a path is empty", "", "name a file or folder; . is the current one")
+    return Path(text)
+
+
+def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Replace the content of `path` by one rename; readers see the old file or the new one.
+
+    durable: file and name are on the disk when this returns. Raises OSError; the old file is then untouched.
+    """
+    # The process id keeps processes that write the same file (a cache) out of each other's temporary file.
+    temporary = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        if durable:
+            sync_file(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Force the content of a closed file to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs writable files only
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Force the names in a folder to the disk, where the system can: not on Windows and some network file systems."""
+    try:
+        if os.name != "nt":
+            sync_file(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+@contextmanager
+def storage_errors(
+    folder: Path,
+    needed_bytes: Callable[[], int] = lambda: 0,
+    *,
+    what: str = "cannot write",
+    fix: str = "make room or choose a folder you can write to, then run the same command again",
+) -> Iterator[None]:
+    """Turn errors of the system inside into a StorageError, with the bytes still needed (0: unknown) and free."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error ([0-9]+)\)", str(error))  # in the text of safetensors' errors
+        if not isinstance(error, OSError) and not number:
+            raise
+        what += f": {os.strerror(int(number[1])) if number else getattr(error, 'strerror', None) or error}"
+        if needed := needed_bytes():
+            what += f", {needed:,} bytes needed"
+        with suppress(OSError):
+            what += f", {shutil.disk_usage(folder).free:,} free"
+        raise StorageError(what, str(getattr(error, "filename", None) or folder), fix) from error

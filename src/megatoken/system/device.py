@@ -1,0 +1,266 @@
+"""The device of a run, the precision that is fast on it, and its peak FLOP/s (the denominator of MFU)."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatoken.config.schema import DEVICE_WORDS, MachineConfig
+from megatoken.errors import ConfigError
+from megatoken.system.environment import (
+    cache_get,
+    cache_put,
+    cpu_count,
+    find_compiler,
+    find_processor_name,
+    free_memory_bytes,
+    peak_resident_bytes,
+    preferred_precision,
+)
+from megatoken.system.peak_flops import PEAK_FLOPS
+from megatoken.system.timing import time_once
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPILE_PAYS_STEPS = 500  # a shorter run would mostly wait for the compiler
+PEAKS = "peaks.json"  # in the cache
+MEASURED = "matrix products measured here"
+PEAK_SIZES = {"cpu": (512, 1024, 2048, 4096), "mps": (1024, 2048, 4096, 8192), "cuda": (2048, 4096, 8192, 16384)}
+PEAK_SECONDS, AGAIN_SECONDS = 3.0, 1.0  # longest that measuring a peak may take, the first time and later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Where, and in which precision, matrix products are computed."""
+
+    torch_device: torch.device
+    name: str
+    precision: str
+    peak_flops: float
+    peak_source: str
+
+    @property
+    def type(self) -> str:
+        """cpu, cuda or mps."""
+        return self.torch_device.type
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    @property
+    def widest(self) -> torch.dtype:
+        """The dtype for sums over many numbers."""
+        return torch.float32 if self.type == "mps" else torch.float64
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Context in which matrix products run in the device's precision; a null context for fp32."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.type, dtype=self.dtype)
+
+    def peak_memory_bytes(self) -> int:
+        """Peak memory so far: allocated on the device, or resident in this process on a CPU."""
+        if self.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        if self.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        return peak_resident_bytes()
+
+    def memory_bytes(self, processes: int) -> int:
+        """All memory of the device, or for a CPU the free memory over the machine's processes; 0 if unknown."""
+        if self.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+        return free_memory_bytes() // processes if self.type == "cpu" else 0
+
+    def synchronize(self) -> None:
+        """Wait for all queued kernels, before a clock is read."""
+        if self.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+        elif self.type == "mps":
+            torch.mps.synchronize()
+
+
+def open_device(machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1) -> Device:
+    """Choose the device; set torch's threads, CUDA device, TF32 and deterministic mode for this whole process.
+
+    Processes of one machine share its cores. Raises ConfigError as `choose_device`.
+    """
+    device = choose_device(machine, local_rank=local_rank, local_world_size=local_world_size)
+    torch.set_num_threads(machine.threads or max(1, cpu_count() // local_world_size))
+    if device.type == "cuda":
+        torch.cuda.set_device(device.torch_device)
+    torch.set_float32_matmul_precision("high" if _uses_tf32(device.torch_device, machine) else "highest")
+    torch.use_deterministic_algorithms(machine.deterministic)
+    return device
+
+
+def choose_device(machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1) -> Device:
+    """Choose device and precision; nothing in the process changes. Each of several processes has a CUDA device.
+
+    peak_flops is the data sheet's, 0 for a device that is not in the table. Raises ConfigError when the device is
+    missing or cannot run the precision.
+    """
+    device = _find_device(machine.device)
+    if device.type == "cuda" and local_world_size > 1:
+        device = _find_device(f"cuda:{local_rank}")
+    precision = _choose_precision(device, machine.precision)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else find_processor_name()
+    rates = PEAK_FLOPS.get(name, {})
+    tf32 = rates.get("tf32") if precision == "fp32" and _uses_tf32(device, machine) else None
+    peak = tf32 or rates.get(precision, 0.0)
+    source = "data sheet" if peak else "unknown"
+    return Device(torch_device=device, name=name, precision=precision, peak_flops=peak, peak_source=source)
+
+
+def _uses_tf32(device: torch.device, machine: MachineConfig) -> bool:
+    return device.type == "cuda" and machine.tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def with_peak(device: Device) -> Device:
+    """The device with its peak: the data sheet's, else the best one ever measured on this machine.
+
+    It is measured each time, more shortly when a peak is cached: one measured on a busy machine is too low.
+    """
+    if device.peak_flops:
+        return device
+    seconds = AGAIN_SECONDS if _peak_key(device) in cache_get(PEAKS) else PEAK_SECONDS
+    return replace(device, peak_flops=cache_peak(device, measure_peak(device, seconds=seconds)), peak_source=MEASURED)
+
+
+def cache_peak(device: Device, flops: float) -> float:
+    """Cache a measured peak if it beats the cached one; return the better."""
+    key = _peak_key(device)
+    best: float = max(flops, cache_get(PEAKS).get(key, 0.0))
+    cache_put(PEAKS, {key: best})
+    return best
+
+
+def _peak_key(device: Device) -> str:
+    """Everything that a measured peak depends on."""
+    tf32 = device.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"{device.name} ({device.type}{threads}), {'tf32' if tf32 else device.precision}, torch {torch.__version__}"
+
+
+def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Calls that multiply (m, k) by (k, n) into one preallocated (m, n), by library.
+
+    For fp32 on a CPU numpy's own BLAS may be faster than torch's; it always uses all cores.
+    """
+    out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
+    calls: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right, out=out)}
+    if left.device.type == "cpu" and left.dtype == torch.float32 and torch.get_num_threads() >= cpu_count():
+        a, b, c = left.numpy(), right.numpy(), out.numpy()
+        calls["numpy"] = lambda: np.matmul(a, b, out=c)
+    return calls
+
+
+def measure_peak(device: Device, sizes: tuple[int, ...] = (), seconds: float = PEAK_SECONDS) -> float:
+    """FLOP/s of the fastest square product in the device's precision, over sizes and libraries.
+
+    A product that would end after `seconds` or does not fit in memory is not started.
+    """
+    best, deadline = 0.0, time.perf_counter() + seconds
+    with suppress(torch.OutOfMemoryError):
+        for size in sizes or PEAK_SIZES[device.type]:
+            flops = 2.0 * size**3
+            # Random numbers, since chips clock higher on constants; a generator of their own keeps a run's draws.
+            generator = torch.Generator(device.torch_device).manual_seed(0)
+            square = torch.randn(size, size, dtype=device.dtype, device=device.torch_device, generator=generator)
+            for call in [*product_calls(square, square).values()] * 5:
+                if best and time.perf_counter() + flops / best > deadline:
+                    return best
+                best = max(best, flops / time_once(call, device.synchronize))
+    return best
+
+
+@contextmanager
+def memory_errors(where: str, fix: str) -> Iterator[None]:
+    """Turn the errors of a device or a machine whose memory has ended into ConfigError; others pass."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        text = " ".join(str(error).split()).partition(" Including")[0]  # without advice about the allocator
+        what = text.partition("DefaultCPUAllocator: ")[2] or text.removeprefix("CUDA out of memory. ")
+        raise ConfigError(f"out of memory: {what}", where, fix) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has ended; torch has no class of its own for a CPU's."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _find_device(requested: str) -> torch.device:
+    if requested == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if not re.fullmatch(DEVICE_WORDS, requested):
+        raise ConfigError(f"unknown device '{requested}'", "device", "use auto, cpu, cuda, cuda:N or mps")
+    device = torch.device(requested)
+    present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 1)
+    if present <= (device.index or 0):
+        fix = "set machine.device=auto or cpu, or install a torch build and a driver for it"
+        raise ConfigError(f"no {device.type.upper()} device for '{requested}': {present} found", "machine.device", fix)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def fast_precision(
+    device_type: str, capability: tuple[int, int] = (0, 0), cpu_features: frozenset[str] = frozenset()
+) -> str:
+    """The precision that a device is fast in.
+
+    CUDA by compute capability: bf16 on Ampere (8.0) and newer; fp16 on Volta and Turing (7.x), whose bf16 is
+    emulated; fp32 on Pascal and older, whose fp16 arithmetic is slow or absent. CPU: bf16 with AVX512-BF16 or AMX.
+    """
+    if device_type == "cuda":
+        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    return "bf16" if cpu_features & {"avx512_bf16", "amx_bf16"} else "fp32"
+
+
+def _choose_precision(device: torch.device, precision: str) -> str:
+    if precision == "auto" and (preferred := preferred_precision()):
+        if preferred not in DTYPES:
+            what = f"unknown precision {preferred!r}"
+            raise ConfigError(what, "MEGATOKEN_PRECISION", f"set it to one of {', '.join(DTYPES)}, or unset it")
+        precision = preferred
+    if precision == "fp16" and device.type == "cpu":
+        raise ConfigError("fp16 is not trained on a CPU", "machine.precision", "use auto, bf16 or fp32")
+    if precision != "auto":
+        return precision
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    return fast_precision(device.type, capability, frozenset(name for name, has in features.items() if has is True))
+
+
+def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
+    """(compile mode: off, on, blocks or graphs; a line for the user if the requested one is impossible, else empty)."""
+    if machine.compile == "auto":
+        worth_it = device.type == "cuda" and total_steps >= COMPILE_PAYS_STEPS
+        return ("on" if worth_it else "off"), ""
+    if machine.compile == "graphs" and device.type != "cuda":
+        return "off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)"
+    if machine.compile != "off" and device.type == "cpu" and not find_compiler():
+        return "off", "no C++ compiler found: the model runs uncompiled (install g++ to change that)"
+    return machine.compile, ""
+
+
+def misses_triton(device: Device) -> str:
+    """The reason why our Triton kernels do not run here; empty if they do."""
+    if device.type != "cuda":
+        return f"there is no GPU to run them ({device.type})"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.version.hip:
+        return "they were made for NVIDIA GPUs"
+    if torch.cuda.get_device_capability(device.torch_device) < (8, 0):
+        return f"{device.name} is older than Ampere"
+    return ""

@@ -1,0 +1,235 @@
+"""What a run does between steps, each action at its own interval: validate, score tasks, sample, save."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from megatoken.checkpoint.commit import prune
+from megatoken.checkpoint.save import AsyncSave
+from megatoken.data.dataloader import evaluation_windows
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.errors import CheckpointError, MegatokenError, NumericsError, StorageError
+from megatoken.eval.multiple_choice import compute_metrics, format_metrics, score_examples
+from megatoken.eval.val_loss import validation_loss
+from megatoken.sampling.generate import generate_ids
+from megatoken.system.device import is_out_of_memory
+from megatoken.train.setup import CHECKPOINTS, CONFIG, TOKENIZER, RunContext
+from megatoken.train.state import gather_model
+
+RULE = "\n" + "-" * 40 + "\n"  # between samples
+
+
+@dataclass(slots=True)
+class Action:
+    """A call made before every step whose number is a multiple of `every` (0: never), and perhaps at the end.
+
+    seconds: the longest that a call has taken.
+    """
+
+    every: int
+    call: Callable[[], None]
+    at_start: bool = True
+    at_end: bool = True
+    seconds: float = 0.0
+
+    def is_due(self, step: int) -> bool:
+        return is_due(self.every, step) and (step > 0 or self.at_start)
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something with the interval `every` (0: never) falls on `step`."""
+    return every > 0 and step % every == 0
+
+
+def list_actions(run: RunContext, saver: "CheckpointSaver") -> list[Action]:
+    """The actions of a run with their intervals in steps, in the order in which they are called.
+
+    A save comes first, to be written while the others compute. They hear a request to stop between batches.
+    """
+
+    def poll() -> None:
+        run.check_stop()
+        saver.commit_if_written()
+
+    config, steps = run.config, run.step_config.steps
+    sample_every = steps(config.sample.every)
+    return [
+        Action(steps(config.save.every), saver.try_save, at_start=False, at_end=False),
+        Action(steps(config.evaluate.every), partial(validate, run, poll)),
+        Action(steps(config.evaluate.tasks_every) if run.tasks else 0, partial(score_tasks, run, poll)),
+        Action(sample_every, partial(sample, run), at_start=False, at_end=sample_every > 0),
+    ]
+
+
+def validate(run: RunContext, poll: Callable[[], None]) -> None:
+    """Measure the validation loss, unless nothing is held out or this step's is logged already.
+
+    poll: called on all ranks before each batch; may raise StopRequested.
+    """
+    state, val, limit = run.state, run.dataset.val, run.config.evaluate.tokens
+    if not len(val) or not limit or ("val", state.step) in run.logged:
+        return
+    run.heartbeat.beat("validate", state.step)
+    windows = evaluation_windows(val, seq_len=run.loader.seq_len, limit_tokens=limit)
+    # Each forward has the same windows for any number of ranks, which take turns; every rank takes as many.
+    size, dims = run.step_config.micro_batch, state.dims
+    starts = range(dims.dp_rank * size, len(windows) + dims.dp_rank * size, dims.dp_size * size)
+
+    def batches() -> Iterator[np.ndarray]:
+        for start in starts:
+            poll()
+            yield windows.rows(start, size)
+
+    metrics = validation_loss(
+        state.model,
+        batches(),
+        run.device,
+        chunk=run.step_config.loss_chunk,
+        comm=run.comm,
+        byte_lengths=run.tokenizer.byte_lengths,
+        dims=dims,
+    )
+    run.write("val", **{key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")})
+    run.console.print(
+        f"step {state.step}: validation loss {metrics['loss']:.4f} over {metrics['target_tokens']:,} tokens"
+    )
+
+
+def score_tasks(run: RunContext, poll: Callable[[], None]) -> None:
+    """Score the tasks whose scores at this step are not logged already.
+
+    A tensor-parallel model is gathered on rank 0, which scores alone: `poll` is then called between tasks only.
+    """
+    state = run.state
+    tasks = {task: examples for task, examples in run.tasks.items() if (task, state.step) not in run.logged}
+    if not tasks:
+        return
+    run.heartbeat.beat("tasks", state.step)
+    gathered = state.dims.tp_size > 1
+    model, comm = (gather_model(state), Comm(DistEnv())) if gathered else (state.model, run.comm)
+    for task, examples in tasks.items():
+        poll()
+        run.logged.add((task, state.step))
+        if model is None:
+            continue
+        on_batch = None if gathered else poll
+        metrics = compute_metrics(score_examples(model, examples, run.device, comm, on_batch))
+        run.write("eval", task=task, **metrics)
+        run.console.print(f"step {state.step}: {task} {format_metrics(metrics)}")
+
+
+def sample(run: RunContext) -> None:
+    """Generate from the prompt of the config and keep the text; a split model is gathered on rank 0."""
+    step, config = run.state.step, run.config.sample
+    if ("sample", step) in run.logged:
+        return
+    run.heartbeat.beat("sample", step)
+    model = gather_model(run.state)
+    run.logged.add(("sample", step))
+    if model is None:
+        return
+    prompt_ids = run.tokenizer.encode(config.prompt).tolist()
+    prompt = run.tokenizer.start_ids(prompt_ids)
+    try:
+        sequences = generate_ids(
+            model,
+            prompt,
+            max_new_tokens=min(config.tokens, model.config.seq_len + 1 - len(prompt)),
+            temperature=config.temperature,
+            top_k=config.top_k,
+            seed=run.config.seed,
+            num_samples=config.num_samples,
+            stop_id=run.tokenizer.eot,
+            device=run.device,
+        )
+    except NumericsError as error:  # of rank 0 alone; that of a step is raised by all
+        run.console.warn(f"no sample: {error}")
+        return
+    except (RuntimeError, MemoryError) as error:  # a sample must not end a run
+        if not is_out_of_memory(error):
+            raise
+        run.console.warn("no sample: out of memory — sample — lower sample.num_samples or sample.tokens")
+        return
+    texts = [config.prompt + run.tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
+    file = run.out / "samples" / f"step-{step:08d}.txt"
+    try:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(RULE.join(texts) + "\n", encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        run.console.warn(f"sample not kept: {error.strerror} — {file}")
+    run.write("sample", text=texts)
+    run.console.print(f"step {step}: sample\n{RULE.join(texts)}\n")
+
+
+class CheckpointSaver:
+    """Writes checkpoints in the background, commits them, and prunes old ones."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._keep_every = run.step_config.steps(run.config.save.keep_every)
+        self._pending: AsyncSave | None = None
+        self._prune()  # a run that was killed after a commit left one too many
+
+    def save(self) -> None:
+        """Begin a checkpoint of this step, after committing the pending one. Raises StorageError."""
+        run, step = self._run, self._run.state.step
+        if ("save", step) in run.logged:
+            return
+        self.try_commit()  # its failure is no reason to leave out this one
+        meta = {"dataset": run.dataset.fingerprint, "tokenizer": run.tokenizer.fingerprint}
+        run.log.sync()  # a checkpoint counts on the rows before it
+        config, tokenizer = run.out / CONFIG, run.out / TOKENIZER
+        self._pending = AsyncSave(run.out / CHECKPOINTS, run.state, config=config, tokenizer=tokenizer, meta=meta)
+        run.logged.add(("save", step))
+
+    def commit_pending(self) -> None:
+        """Commit the pending checkpoint, if there is one, then prune old ones. Raises StorageError."""
+        run = self._run
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            folder = pending.finish()
+        except MegatokenError:
+            run.logged.discard(("save", pending.step))
+            raise
+        seconds, stall_seconds = pending.writing_seconds, pending.stall_seconds
+        run.preemption.observe(save_seconds=seconds + stall_seconds)
+        run.write("save", step=pending.step, checkpoint=folder.name, seconds=seconds, stall_seconds=stall_seconds)
+        run.verified[folder] = pending.files
+        self._prune()
+
+    def _prune(self) -> None:
+        run = self._run
+        if run.is_main:
+            try:
+                keep_last = run.config.save.keep_last
+                prune(run.out / CHECKPOINTS, keep_last=keep_last, keep_every=self._keep_every, verified=run.verified)
+            except MegatokenError as error:
+                run.write("event", what="old checkpoints not removed", message=str(error))
+        run.comm.barrier()  # rank 0 may have read old checkpoints for longer than the groups of gradients wait
+
+    def try_save(self) -> None:
+        """`save`, where a failure is logged and training goes on: earlier checkpoints are whole."""
+        self._run.heartbeat.beat("save", self._run.state.step)
+        self._try(self.save)
+
+    def try_commit(self) -> None:
+        """`commit_pending`, where a failure is logged."""
+        self._try(self.commit_pending)
+
+    def commit_if_written(self) -> None:
+        """Commit the pending checkpoint once every process has written its part."""
+        if self._pending is not None and self._pending.is_written():
+            self._run.heartbeat.beat("save", self._run.state.step)
+            self.try_commit()
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (StorageError, CheckpointError) as error:  # others, as a lost rank, end the run
+            self._run.console.warn(f"checkpoint not saved: {error}")
+            self._run.write("event", what="save failed", message=str(error))

@@ -1,0 +1,235 @@
+"""Chooses the fastest implementation of each operation on this machine, by timing them at the model's own sizes.
+
+Timings are cached on disk per machine, model and precision. An implementation replaces the plain PyTorch one only where
+it is faster by a clear margin. The micro-batch is tuned in micro_batch.py.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import MachineConfig
+from megatoken.errors import ConfigError
+from megatoken.model.gpt import GPT, set_attention
+from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
+from megatoken.model.loss import LOSS_CHUNK
+from megatoken.model.rope import rotary_cos_sin
+from megatoken.system.device import Device, is_out_of_memory, misses_triton
+from megatoken.system.environment import cache_get, cache_put, return_freed_memory
+from megatoken.system.timing import time_calls
+from megatoken.train.state import TrainState
+
+CACHE_FILE = "choices.json"
+# How much faster than the plain implementation: on a CPU less than this is within the noise of a busy machine.
+MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
+TRIAL: Any = {"repeats": 50, "longest": 2.0, "fewest": 5}  # per operation: at most 50 rounds in 2 seconds, at least 5
+MAX_TRIAL_TOKENS = {"cpu": 4096, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
+
+Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice:
+    """The implementations to compute with, and the timings behind them (empty where the config left nothing open)."""
+
+    kernels: Kernels
+    master_weights: bool
+    seconds: Timings = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kernels}{', weights held in low precision' if self.master_weights else ''}"
+
+    def explain(self) -> list[tuple[str, str]]:
+        """(operation, chosen implementation and all timings) for the user."""
+        chosen = asdict(self.kernels) | {"mixed": "masters" if self.master_weights else "autocast"}
+        times = {op: ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in s.items()) for op, s in self.seconds.items()}
+        return [(op, f"{chosen[op]} ({text})") for op, text in times.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """As machine.json keeps it."""
+        return {"kernels": asdict(self.kernels), "masters": self.master_weights, "seconds": self.seconds}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "KernelChoice":
+        """The choice that `to_json` described."""
+        kernels = Kernels.from_json(values["kernels"])
+        return cls(kernels=kernels, master_weights=values["masters"], seconds=values["seconds"])
+
+
+def autotune(
+    config: ModelConfig,
+    machine: MachineConfig,
+    device: Device,
+    *,
+    micro_batch: int,
+    dropout: float,
+    compiled: bool = False,
+) -> KernelChoice:
+    """The fastest implementation of every operation that `machine` leaves to `auto`, by trials of a few seconds in all.
+
+    compiled: the model will be compiled, so implementations are timed compiled; only on CUDA.
+    """
+    compiled = compiled and device.type == "cuda"
+    if machine.attention in CUDA_ONLY:
+        _check_attention(config, machine.attention, device)
+    options = list_options(machine, device, dropout)
+    open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
+    seconds: Timings = {}
+    if open_options:
+        seqs = max(min(micro_batch, MAX_TRIAL_TOKENS[device.type] // config.seq_len), 1)
+        circumstances = (
+            f"{device.name} ({device.type}), {torch.get_num_threads()} threads, {device.precision}, "
+            f"torch {torch.__version__}; {replace(config, n_layer=1)}; {seqs} sequences, dropout {dropout}, "
+            f"{'compiled' if compiled else 'eager'}; {open_options}"
+        )
+        seconds = cache_get(CACHE_FILE).get(circumstances, {})
+        if not seconds:
+            seconds = _time_in_memory(config, device, seqs, open_options, compiled)
+            cache_put(CACHE_FILE, {circumstances: seconds})
+            return_freed_memory()
+    chosen = {name: forms[0] for name, forms in options.items()}
+    chosen |= {name: pick(forms, MARGIN[device.type]) for name, forms in seconds.items()}
+    master_weights = chosen.pop("mixed") == "masters"
+    return KernelChoice(kernels=Kernels(**chosen), master_weights=master_weights, seconds=seconds)
+
+
+def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:
+    """Make a live state compute with the chosen implementations; weights and optimizer state stay."""
+    set_attention(state.model, choice.kernels.attention)
+    state.cross_entropy_fn = LOSS[choice.kernels.loss]
+    if choice.master_weights:
+        state.enable_master_weights(device.dtype)
+
+
+def list_requests(machine: MachineConfig) -> dict[str, Any]:
+    """What the config asks for, per operation; the names are those of machine.json."""
+    mixed = {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto")
+    forms = {"linear": machine.gemm_backend, "attention": machine.attention, "mixed": mixed, "fused": machine.fused}
+    return forms | {"threads": machine.threads}
+
+
+def list_options(machine: MachineConfig, device: Device, dropout: float) -> dict[str, list[str]]:
+    """The implementations of each operation that can run here, the plain one first; one where there is no choice.
+
+    A deterministic run takes the plain ones: the fastest depends on the number of threads. With dropout every attention
+    trains by the formula (model/kernels/attention.py): there is nothing to choose.
+    """
+    options = {"attention": ["flash"], "loss": ["torch"]}
+    options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
+    if device.type == "cpu" and machine.compile in ("auto", "off") and not dropout:  # the compiler has its own kernels
+        options["attention"] += ["blocked"]
+    if device.type == "cuda" and device.precision != "fp32" and not dropout:
+        options["attention"] += CUDA_ONLY
+    # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
+    if machine.fused != "off" and device.precision != "fp16" and not misses_triton(device):
+        options["loss"] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
+    if machine.deterministic:
+        options = {name: forms[:1] for name, forms in options.items()}
+    requests = {name: form for name, form in list_requests(machine).items() if name in options and form != "auto"}
+    if device.precision == "fp32":
+        requests["mixed"] = "autocast"  # a copy in low precision would be in fp32, too
+    return options | {name: [form] for name, form in requests.items()}
+
+
+def pick(seconds: Mapping[str, float], margin: float) -> str:
+    """The fastest implementation if it beats the first, the plain one, by the factor `margin`."""
+    plain, *_ = seconds
+    fastest = min(seconds, key=lambda form: seconds[form])
+    return fastest if seconds[fastest] * margin < seconds[plain] else plain
+
+
+def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
+    """Raise ConfigError when a CUDA backend cannot compute these heads here."""
+    heads = torch.zeros(1, config.n_head, 16, config.d_head, dtype=device.dtype, device=device.torch_device)
+    q, k = heads, heads[:, : config.kv_heads]
+    compute = partial(ATTENTION[form], q, k, k, mask=None, causal=True, dropout=None)
+    if device.type != "cuda" or not _works(compute):
+        what = f"no {form} attention for heads of {config.d_head} in {device.precision} on {device.name}"
+        raise ConfigError(what, "machine.attention", "use auto")
+
+
+def _time_in_memory(config: ModelConfig, device: Device, seqs: int, *trial: Any) -> Timings:
+    """`_time_options` of as many sequences as fit in memory, halved from `seqs`."""
+    while True:
+        try:
+            return _time_options(config, device, seqs, *trial)
+        except (RuntimeError, MemoryError) as error:
+            if seqs == 1 or not is_out_of_memory(error):
+                raise
+        seqs //= 2
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _time_options(
+    config: ModelConfig, device: Device, seqs: int, options: Mapping[str, list[str]], compiled: bool
+) -> Timings:
+    """Seconds of forward and backward of each operation by each of its implementations, in interleaved rounds.
+
+    Weights are timed in a whole block, attention and the loss alone. An implementation that fails is left out.
+    """
+    B, T, C = seqs, config.seq_len, config.d_model
+    block = GPT(replace(config, n_layer=1, vocab_size=1, dropout=0.0)).blocks[0].to(device.torch_device)
+    low_block = copy.deepcopy(block).to(device.dtype)
+    forward, forward_low = (torch.compile(each) if compiled else each for each in (block, low_block))
+
+    def make(*shape: int, dtype: torch.dtype = device.dtype) -> Tensor:
+        values = torch.linspace(-2, 2, math.prod(shape), dtype=dtype, device=device.torch_device)
+        return values.view(shape).requires_grad_()
+
+    x_BTC, low_x_BTC = make(B, T, C, dtype=torch.float32), make(B, T, C)
+    q, k, v = (make(B, T, heads, config.d_head).transpose(1, 2) for heads in (config.n_head, *2 * [config.kv_heads]))
+    rope = rotary_cos_sin(config, torch.arange(T, device=device.torch_device))
+    rows = min(B * T, LOSS_CHUNK[device.type])
+    targets_N = torch.arange(rows, device=device.torch_device) % config.vocab_size
+
+    def run_mixed(form: str) -> Tensor:
+        if form == "masters":
+            return forward_low(low_x_BTC, None, rope, None)  # type: ignore[no-any-return]
+        with device.autocast():
+            return forward(x_BTC, None, rope, None)  # type: ignore[no-any-return]
+
+    def run_loss(form: str) -> None:
+        logits_NV = torch.zeros(rows, config.padded_vocab_size, dtype=device.dtype, device=device.torch_device)
+        LOSS[form](logits_NV, targets_N, config.vocab_size, overwrite=True)
+
+    trials: dict[str, Callable[[str], Tensor | None]] = {
+        "attention": lambda form: ATTENTION[form](q, k, v, mask=None, causal=True, dropout=None),
+        "loss": run_loss,
+        "mixed": run_mixed,
+    }
+
+    def run_trial(name: str, form: str) -> None:
+        y = trials[name](form)
+        if y is not None:
+            y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
+
+    best: Timings = {}
+    for name, forms in options.items():
+        calls = {form: call for form in forms if _works(call := partial(run_trial, name, form))}
+        if forms[0] not in calls:
+            continue  # the run itself will report what is wrong with the plain implementation
+        timings = time_calls(calls, **TRIAL, synchronize=device.synchronize)
+        # The best repeat: other load on the machine only ever adds time.
+        best[name] = {form: timing.best for form, timing in timings.items()}
+    return best
+
+
+def _works(call: Callable[[], object]) -> bool:
+    """Whether an implementation runs here: a backend may lack this head size, a compiler this card."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch explains at length why a backend declined
+            call()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True

@@ -1,0 +1,225 @@
+"""The run folder of a live process: `metrics.jsonl`, `status.json`, and the lock that keeps a second run out.
+
+`metrics.jsonl` holds one object a line: kind, step, tokens, then the values. `status.json` (state, exit code, step,
+loss, message, pid, host) is replaced atomically. A log that cannot be written never stops training: one warning,
+then the lost rows are counted.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import socket
+import sys
+import time
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from megatoken.errors import DataError, StorageError
+from megatoken.system.atomic_write import replace_file
+
+METRICS = "metrics.jsonl"
+STATUS = "status.json"
+STATUS_SECONDS = 1.0  # between updates of the status by the steps
+KINDS = ("train", "val", "eval", "sample", "save", "event")
+LOCK = ".lock"
+OWNER = ".owner.json"
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsLogger:
+    """One run folder, held by this process until `close`. Not thread-safe."""
+
+    def __init__(self, folder: Path, lock: FileLock | None = None) -> None:
+        """Use `open`. Without a lock it writes nothing, for processes other than rank 0."""
+        self.folder = folder
+        self.lost_rows = 0  # rows and status updates that a full or failing disk did not take
+        self._lock = lock
+        self._status: dict[str, Any] = {"state": "running", "exit_code": None, "step": 0, "loss": None, "message": ""}
+        self._status_time = -STATUS_SECONDS
+        self._file: FileIO | None = None
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Lock a run folder, creating it if need be, and open its log at the end of the last complete line.
+
+        Raises StorageError when another process holds the folder (naming its pid, host and start time) or when the
+        folder cannot be written. The kernel frees the lock of a process however it dies.
+        """
+        lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
+        log = cls(folder, lock)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": _now()}
+            replace_file(folder / OWNER, json.dumps(owner) + "\n")
+            log._file = FileIO(folder / METRICS, "ab")
+            os.truncate(folder / METRICS, (folder / METRICS).read_bytes().rfind(b"\n") + 1)  # a half-written row
+        except Timeout:
+            raise _locked_error(folder) from None
+        except (OSError, NotImplementedError) as error:
+            lock.release()
+            raise _unusable_error(folder, error) from error
+        return log
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows that a resume at `step` will write again: later ones except events, and unreadable lines.
+
+        The file is replaced atomically. Raises StorageError when it cannot be rewritten.
+        """
+        if self._file is None:
+            return
+        path = self.folder / METRICS
+        try:
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [
+                line
+                for line in lines
+                if (row := _parse_row(line)) is not None and (row["kind"] == "event" or row["step"] <= step)
+            ]
+            if len(kept) < len(lines):
+                replace_file(path, b"".join(kept), durable=True)
+                self._file.close()
+                self._file = FileIO(path, "ab")
+        except OSError as error:
+            raise _unusable_error(self.folder, error) from error
+
+    def write(self, kind: str, step: int, tokens: int, **values: Any) -> None:
+        """Append one row. kind: one of KINDS; tokens: trained on so far; values: JSON and numpy.
+
+        NaN and infinities become the strings "nan", "inf", "-inf", which JSON lacks; read_metrics converts them back.
+        Never raises for a full or failing disk.
+        """
+        assert kind in KINDS, kind
+        if self._file is None:
+            return
+        row = {"kind": kind, "step": step, "tokens": tokens, **values}
+        line = (json.dumps(_to_json(row), allow_nan=False) + "\n").encode()  # ASCII: no text can look like a line end
+        try:
+            written = self._file.write(line)  # one call: a reader never sees half of it
+            if written < len(line):
+                self._file.truncate(self._file.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._count_lost(METRICS, error)
+
+    def sync(self) -> None:
+        """Make the rows written so far durable; called before a checkpoint that counts on them."""
+        if self._file is None:
+            return
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._count_lost(METRICS, error)
+
+    def progress(self, step: int, loss: float) -> None:
+        """`status` of a step, written at most once a second."""
+        self._status |= {"step": step, "loss": loss}
+        if time.monotonic() - self._status_time >= STATUS_SECONDS:
+            self.status()
+
+    def status(self, **values: Any) -> None:
+        """Update status.json by `values`; durable unless the state is `running`. Never raises for a failing disk.
+
+        state: running, done, stopped or failed; with exit_code, step and message.
+        """
+        self._status |= values
+        self._status_time = time.monotonic()
+        if self._file is None:
+            return
+        facts = {**self._status, "pid": os.getpid(), "host": socket.gethostname(), "updated": _now()}
+        try:
+            text = json.dumps(_to_json(facts), indent=1) + "\n"
+            replace_file(self.folder / STATUS, text, durable=facts["state"] != "running")
+        except OSError as error:
+            self._count_lost(STATUS, error)
+
+    def close(self) -> None:
+        """Release the folder. Safe to call twice."""
+        if self._file is None or self._lock is None:
+            return
+        self._file.close()
+        self._file = None
+        with contextlib.suppress(OSError):
+            (self.folder / OWNER).unlink()
+        self._lock.release()
+
+    def _count_lost(self, name: str, error: OSError) -> None:
+        self.lost_rows += 1
+        if self.lost_rows == 1:
+            text = f"the log cannot be written: {error.strerror} — {self.folder / name} — training goes on without it"
+            with contextlib.suppress(OSError):  # of a closed terminal
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def read_metrics(run: Path | str) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, in the order written; a half-written last line is left out.
+
+    "nan", "inf" and "-inf" of train, val and eval rows become floats again. Raises DataError with the line number for a
+    line that is not a row, and when there is no log.
+    """
+    path = Path(run) / METRICS
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"no metrics to read: {error.strerror}", path, "name the folder of a run") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse_row(line)
+        if row is None and number == len(lines) and not line.endswith(b"\n"):
+            break
+        if row is None:
+            raise DataError("not a row of metrics", f"{path}:{number}", "repair or delete that line")
+        if row["kind"] in ("train", "val", "eval"):
+            row = {key: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in row.items()}
+        rows.append(row)
+    return rows
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line, None if it is not one."""
+    with contextlib.suppress(ValueError, RecursionError):
+        match row := json.loads(line):
+            case {"kind": str(), "step": int(), "tokens": int()}:
+                return dict(row)
+    return None
+
+
+def _to_json(value: Any) -> Any:
+    """The value in terms of JSON: non-finite floats as strings, numpy scalars and arrays as numbers and lists."""
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _to_json(value.tolist())
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _locked_error(folder: Path) -> StorageError:
+    """The error for a folder that another run holds; that run may not have written its owner file yet."""
+    try:
+        owner = json.loads((folder / OWNER).read_text())
+        who = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
+    except (OSError, ValueError):
+        who = "it has just started"
+    return StorageError(f"another run is using this folder: {who}", folder, "wait for it, or end it first")
+
+
+def _unusable_error(folder: Path, error: OSError | NotImplementedError) -> StorageError:
+    reason, where = getattr(error, "strerror", None) or error, getattr(error, "filename", None) or folder
+    return StorageError(f"the run folder cannot be used: {reason}", where, "name a folder you can write")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

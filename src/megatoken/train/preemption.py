@@ -1,0 +1,93 @@
+"""Stop requests: signals and a wall-clock limit, polled by the training loop, which finishes its step and saves.
+
+SIGTERM, SIGINT, SIGUSR1 and 2 (warnings of batch schedulers) and SIGHUP (a closed terminal) only set a flag; nothing is
+saved or printed in a handler. A second SIGTERM or SIGINT ends the process at once with ExitCode.STOPPED. Copies of a
+signal within half a second count as one: launchers that signal the process as well as its group deliver two.
+"""
+
+import math
+import os
+import signal
+import time
+from collections import deque
+from types import FrameType
+from typing import Self
+
+from megatoken.console import format_duration
+from megatoken.errors import ExitCode
+from megatoken.launch.local import FORWARDED, handle_signals
+
+_END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
+_SAME_REQUEST_SECONDS = 0.5
+_RECENT_STEPS = 16  # short enough to forget compilation
+_MARGIN = 1.5
+
+
+class StopRequested(Exception):
+    """Raised on all ranks, to leave what they are doing and save: one was asked to stop or is near its time limit."""
+
+
+class PreemptionHandler:
+    """Context manager around the training loop; `stop_requested` is "" or the reason, and stays once set."""
+
+    def __init__(self, time_limit_seconds: float | None = None) -> None:
+        """The limit runs from here, by the monotonic clock; None: no limit."""
+        self._limit = time_limit_seconds or 0.0
+        self._deadline = math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
+        self._reason = ""
+        self._first_request_at: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._save_seconds: float | None = None
+        self._handlers = handle_signals(FORWARDED, self._on_signal)
+
+    def __enter__(self) -> Self:
+        """Install the handlers; outside the main thread, where Python allows none, only the time limit works."""
+        self._handlers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the previous handlers."""
+        self._handlers.__exit__(None, None, None)
+
+    @property
+    def stop_requested(self) -> str:
+        """Why the loop has to save and stop now: "SIGTERM", "time limit 2h", ...; "" to go on."""
+        return self.stop_before(0.0)
+
+    def stop_before(self, seconds: float) -> str:
+        """`stop_requested` when the next thing to do, beside a step, took `seconds` the last time."""
+        if not self._reason and time.monotonic() + self.reserve_seconds + _MARGIN * seconds >= self._deadline:
+            self._reason = f"time limit {format_duration(self._limit)}"
+        return self._reason
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the loop to save and stop; the first reason stays."""
+        self._reason = self._reason or reason
+
+    @property
+    def reserve_seconds(self) -> float:
+        """Time for one more step and the save after it: 1.5 times the longest seen lately.
+
+        Before the first save is seen, a save counts as 5% of the limit, at most 30 s.
+        """
+        expected = min(30.0, 0.05 * self._limit)
+        save = expected if self._save_seconds is None else self._save_seconds
+        return _MARGIN * (max(self._step_seconds, default=0.0) + save)
+
+    def observe(self, step_seconds: float | None = None, *, save_seconds: float | None = None) -> None:
+        """Record how long a step and a save took."""
+        if step_seconds is not None:
+            self._step_seconds.append(step_seconds)
+        if save_seconds is not None:
+            self._save_seconds = max(save_seconds, self._save_seconds or 0.0)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        self.request_stop(name)
+        if name not in _END_WHEN_REPEATED:
+            return
+        now = time.monotonic()
+        if self._first_request_at is None:
+            self._first_request_at = now
+        elif now - self._first_request_at >= _SAME_REQUEST_SECONDS:
+            os._exit(ExitCode.STOPPED)

@@ -1,0 +1,466 @@
+"""What happens once, between a checked config and the first step, in the order in which pretrain.py calls it."""
+
+import inspect
+import json
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatoken import __version__
+from megatoken.checkpoint.commit import list_steps, list_surplus, remove_leftovers, step_folder
+from megatoken.checkpoint.load import restore_state
+from megatoken.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedError, FileEntry, verify
+from megatoken.config.load import ResolvedConfig, changed_settings, render, resolve
+from megatoken.config.model_config import ModelConfig, describe_heads
+from megatoken.config.schema import Config
+from megatoken.console import Console, format_duration, format_quantity
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.data.dataloader import DataLoader
+from megatoken.data.dataset import Dataset, load_dataset
+from megatoken.data.tokenizer import Tokenizer
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.parallel_dims import ParallelDims, build_dims, check_dims, disable_unsupported
+from megatoken.errors import CheckpointError, ConfigError, DataError, StorageError
+from megatoken.eval.multiple_choice import EncodedExample, read_tasks
+from megatoken.launch.heartbeat import Heartbeat
+from megatoken.model.flops import (
+    count_matmul_parameters,
+    count_parameters,
+    expected_initial_loss,
+    flops_per_token,
+    state_bytes,
+)
+from megatoken.model.gpt import GPT, init_weights
+from megatoken.model.kernels.attention import ATTENTION, BUILT_IN, WITHOUT_MASK
+from megatoken.system.atomic_write import replace_file, storage_errors
+from megatoken.system.device import Device, misses_triton, wants_compile
+from megatoken.system.environment import find_commit
+from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, list_requests
+from megatoken.train.metrics_log import LOCK, METRICS, OWNER, STATUS, MetricsLogger, read_metrics
+from megatoken.train.micro_batch import compile_forward, pick_micro_batch, tune_micro_batch
+from megatoken.train.preemption import PreemptionHandler, StopRequested
+from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
+
+Callback = Callable[[dict[str, Any]], bool | None]
+
+CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
+TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
+
+
+@dataclass(slots=True, kw_only=True)
+class RunContext:
+    """Everything that a live run consists of, filled in while it is set up.
+
+    callbacks: called with every row (`kind`, `step`, `tokens` and the values; train rows at every step); one that
+    returns True asks the run to save and stop. logged: (kind, step) of the rows in the metrics log; of an evaluation
+    (task, step). verified: the files of the checkpoints that this process has hashed, so that pruning hashes nothing
+    twice.
+    """
+
+    config: Config
+    out: Path
+    console: Console
+    device: Device
+    comm: Comm
+    is_main: bool
+    callbacks: Sequence[Callback] = ()
+    logged: set[tuple[str, int]] = field(default_factory=set)
+    verified: dict[Path, Mapping[str, FileEntry]] = field(default_factory=dict)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    dataset: Dataset = field(init=False)
+    model_config: ModelConfig = field(init=False)
+    tasks: dict[str, list[EncodedExample]] = field(init=False)
+    loader: DataLoader = field(init=False)
+    log: MetricsLogger = field(init=False)
+    preemption: PreemptionHandler = field(init=False)
+    state: TrainState = field(init=False)
+    step_config: StepConfig = field(init=False)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.dataset.tokenizer
+
+    def write(self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any) -> None:
+        """Add a row at `step` (None: the current one) to the metrics log and pass it to the callbacks.
+
+        to_file: False for train rows between those that are logged.
+        """
+        step = self.state.step if step is None else step
+        tokens = step * self.step_config.batch_tokens
+        if to_file:
+            self.log.write(kind, step, tokens, **values)
+            self.logged.add((values.get("task", kind), step))
+        for callback in self.callbacks:
+            if callback({"kind": kind, "step": step, "tokens": tokens, **values}):
+                self.preemption.request_stop("callback")
+
+    def check_stop(self, next_seconds: float = 0.0) -> None:
+        """Raise StopRequested on all ranks when one of them has to save and stop; all must call it.
+
+        next_seconds: how long that which comes next took before.
+        """
+        if self.comm.any(bool(self.preemption.stop_before(next_seconds))):
+            raise StopRequested
+
+
+def check_folder(out: Path, config: Config) -> None:
+    """Raise ConfigError if `out` holds something else, or a run with different run-defining settings.
+
+    A run has a provenance.json or a checkpoint of ours. What a start leaves that failed before them counts as nothing.
+    """
+    with storage_errors(out, what="the run folder cannot be used", fix="name a folder you can write"):
+        checkpoints = [step_folder(out / CHECKPOINTS, step) for step in list_steps(out / CHECKPOINTS)]
+        is_run = "megatoken" in _read_json(out / PROVENANCE) or any((c / MANIFEST).is_file() for c in checkpoints)
+        names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+        if METRICS in names and not (out / METRICS).stat().st_size:
+            names.remove(METRICS)
+    if not is_run and not all(name.startswith((LOCK, OWNER, f".{PROVENANCE}")) for name in names):
+        what = "the folder holds something that is not a run"
+        raise ConfigError(what, out.absolute(), "choose a new folder with --out")
+    for folder in reversed(checkpoints):
+        with suppress(DamagedError):
+            verify(folder, names=(CONFIG,))  # a copy of the run's, which may have been edited or lost since
+            if changes := changed_settings(resolve(str(folder / CONFIG)).config, config):
+                what = f"this run folder was created with different settings: {'; '.join(changes)}"
+                raise ConfigError(what, out, "set these back to resume it, or choose another --out")
+            return
+
+
+def open_data(run: RunContext) -> None:
+    """Open the dataset, its tokenizer, the tasks and the loader of this data-parallel rank; resolve durations to steps.
+
+    Raises DataError when something is missing or damaged or the dataset holds less than one batch, ConfigError when the
+    model cannot hold the tokenizer's ids or the batch does not divide.
+    """
+    config, env = run.config, run.comm.dist_env
+    if not config.data.path:
+        fix = "set data.path=FOLDER; `megatoken prepare SOURCE --out FOLDER` makes one"
+        raise ConfigError("no dataset given", "data.path", fix)
+    run.dataset = load_dataset(config.data.path, external_tokenizer=config.data.tokenizer)
+    vocab_size, seq_len = run.tokenizer.vocab_size, config.model.seq_len
+    if 0 < config.model.vocab_size < vocab_size:
+        what = f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {vocab_size}"
+        raise ConfigError(what, "model.vocab_size", "set it to 0 to take the tokenizer's")
+    run.dataset.set_vocab_size(vocab_size)
+    run.model_config = config.model.resolve(vocab_size)
+    prompt_tokens = len(run.tokenizer.encode(config.sample.prompt))
+    if config.sample.every.value and prompt_tokens > seq_len:
+        what = f"sample.prompt has {prompt_tokens} tokens, the model's context is {seq_len}"
+        raise ConfigError(what, "sample.prompt", "shorten it, or set sample.every=0")
+    run.tasks = read_tasks(config.evaluate, run.tokenizer, seq_len)
+    dims = build_dims("none", config.machine.tensor_parallel, env)
+    check_dims(dims, config.model)  # tensor-parallel neighbours read the same batches
+    sizes = {"seq_len": seq_len, "batch_size": config.batch_seqs, "dp_rank": dims.dp_rank, "dp_size": dims.dp_size}
+    run.loader = DataLoader(run.dataset.train, seed=config.seed, **sizes)
+    epoch_tokens = run.loader.n_windows * seq_len
+    run.step_config = build_step_config(config, epoch_tokens=epoch_tokens, device_type=run.device.type)
+
+
+def check_space(run: RunContext) -> None:
+    """Raise StorageError unless the checkpoints that the run will hold at once, beside those it has, fit on the disk.
+
+    That is one more than it keeps: an old one is removed after a new one is committed.
+    """
+    steps, save = run.step_config, run.config.save
+    every, steps_left = steps.steps(save.every), steps.total_steps - run.state.step
+    n_saves = steps_left // every + 1 if every else 1
+    saved = list_steps(run.out / CHECKPOINTS)
+    surplus = list_surplus(saved, keep_last=save.keep_last, keep_every=steps.steps(save.keep_every))
+    missing = min(n_saves, max(0, save.keep_last + 1 - min(len(saved), save.keep_last) - len(surplus)))
+    needed, free = missing * state_bytes(run.model_config), shutil.disk_usage(run.out).free
+    if free < needed:
+        what = f"no room for checkpoints, {missing} more needed at once: {format_quantity(needed, 'B')}"
+        what += f", {format_quantity(free, 'B')} are free"
+        raise StorageError(what, run.out, "free some space, lower save.keep_last or choose another --out")
+
+
+def apply_dims(run: RunContext, dims: ParallelDims) -> None:
+    """Turn off the settings that a split model cannot use; warn where the config asks for one."""
+    asked = run.config.machine
+    machine = disable_unsupported(asked, dims)
+    for name in ("master_weights", "fused"):
+        if getattr(asked, name) == "on" != getattr(machine, name):
+            run.console.warn(f"machine.{name}=on is left out: the model is split ({dims})")
+    if machine.deterministic and not dims.is_unsharded:
+        what = "machine.deterministic: gradients of a split model are added in an order that changes with the ranks"
+        run.console.warn(f"{what}; machine.sharding=none and tensor_parallel=1 keep it")
+    run.config = replace(run.config, machine=machine)
+
+
+def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
+    """Print what is about to happen: model, data, budget, machine, and the loss to expect first."""
+    dataset, tokenizer, device, model = run.dataset, run.tokenizer, run.device, run.model_config
+    steps, flops = run.step_config, flops_per_token(model, causal=False)
+    tokens = steps.total_steps * steps.batch_tokens
+    sizes = f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model}, context {model.seq_len}"
+    counts = f"{count_parameters(model):,} parameters, {count_matmul_parameters(model):,} in matrix products"
+    splits = f"{len(dataset.train):,} train and {len(dataset.val):,} held-out tokens"
+    length = f"{steps.total_steps:,} steps of {steps.batch_tokens:,} tokens = {format_quantity(tokens)} tokens"
+    peak = f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})" if device.peak_flops else ""
+    rows = [
+        ("run", f"{name} in {run.out}"),
+        ("model", f"{sizes}: {counts}"),
+        ("data", f"{dataset.path}: {splits}, tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} ids)"),
+        ("budget", f"{length} = {tokens / steps.epoch_tokens:.3g} epochs"),
+        ("work", f"{flops:,} FLOPs a token (full attention), {format_quantity(flops * tokens, 'FLOP')} in all"),
+        ("machine", ", ".join(filter(None, (str(device.torch_device), device.name, device.precision, peak)))),
+        ("layout", "" if dims == ParallelDims() else str(dims)),
+        ("loss", f"expected at first: ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"),
+    ]
+    run.console.table([row for row in rows if row[1]])
+    for key, n_steps in (("optim.warmup", steps.schedule.warmup_steps), ("optim.decay", steps.schedule.decay_steps)):
+        if n_steps > steps.total_steps:
+            run.console.warn(f"{key} is {n_steps:,} steps, longer than the run of {steps.total_steps:,}")
+    if not len(dataset.val):
+        run.console.warn("the dataset has no validation split: no held-out loss will be measured")
+
+
+def build_train_state(
+    run: RunContext, dims: ParallelDims, model: GPT | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Put the model on its device and build its optimizer: `run.state`.
+
+    model, optimizer: the user's, whose weights the run starts from; else the weights are initial ones or those of
+    `model.init`, and left uninitialized where a checkpoint will replace them.
+    """
+    config, is_own = run.config, model is not None
+    if model is None:
+        with torch.device("cpu" if dims.is_unsharded else "meta"):
+            model = GPT(run.model_config, seed=None)
+    run.state = build_state(model, config, run.device, dims, optimizer)
+    run.state.comm = run.comm
+    if not is_own and not config.model.init:
+        run.state.sharded.copy_from_full(init_weights(model, config.seed))
+    elif not is_own and not list_steps(run.out / CHECKPOINTS):
+        run.state.sharded.copy_from_full(_pretrained_weights(run))
+
+
+def check_own_model(run: RunContext, model: GPT, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError unless the user's model is the one that the config describes, in one process, and the user's
+    optimizer updates its parameters, all and only."""
+    if run.config.model.init:
+        raise ConfigError("a model and model.init are both given", "model.init", "give one of them")
+    if not run.comm.is_single_process:
+        raise ConfigError("a model object cannot be split over processes", "model", "use model.init with nproc")
+    if type(model).loss is not GPT.loss:
+        what = f"{type(model).__name__}.loss is not what training computes"
+        raise ConfigError(what, "model", "change model/loss.py, or override forward")
+    differs = _list_differences(model.config, run.model_config)
+    if model.config.dropout != run.model_config.dropout:
+        differs.append(f"model.dropout={model.config.dropout}")
+    if differs:
+        raise ConfigError("the model differs from config.model", "model", f"set {' '.join(differs)}")
+    if model.config.dropout and "dropout_keys_B" not in inspect.signature(model.forward).parameters:
+        what = f"{type(model).__name__}.forward takes no dropout_keys_B"
+        raise ConfigError(what, "model", "pass it on to GPT.forward, or set model.dropout=0")
+    if optimizer is not None:
+        updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        own = {id(param) for param in model.parameters()}
+        if updated != own:
+            what = f"the optimizer updates {len(updated & own)} of the model's {len(own)} parameters"
+            what += f" and {len(updated - own)} others" if updated - own else ""
+            raise ConfigError(what, "optimizer", "build it over model.parameters()")
+
+
+def _list_differences(given: ModelConfig, wanted: ModelConfig) -> list[str]:
+    """`model.field=value` of `given` for each field of the architecture that differs."""
+    other = wanted.architecture()
+    return [f"model.{name}={value}" for name, value in given.architecture().items() if value != other[name]]
+
+
+def _pretrained_weights(run: RunContext) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `model.init`; a shorter context takes the first learned positions."""
+    name, model_config = run.config.model.init, run.model_config
+    loaded = load_pretrained(name, run.console.warn)
+    given = loaded.model.config
+    differs = _list_differences(replace(given, seq_len=model_config.seq_len), model_config)
+    if model_config.pos_emb == "learned" and given.seq_len < model_config.seq_len:
+        differs.append(f"model.seq_len={given.seq_len}")
+    if differs:
+        raise ConfigError("model.init has a different architecture", name, f"set {' '.join(differs)}")
+    if not loaded.tokenizer.shares_ids(run.tokenizer):
+        ours, theirs = (f"{t.name} ({t.fingerprint[:8]})" for t in (run.tokenizer, loaded.tokenizer))
+        what = f"model.init was trained with tokenizer {theirs}, the dataset is made by {ours}"
+        raise DataError(what, name, "prepare the dataset with the model's tokenizer")
+    for weight, values in loaded.model.state_dict().items():
+        yield weight, values[: model_config.seq_len] if weight == "positions.weight" else values
+    run.console.print(f"weights from {loaded.source}")
+
+
+def restore(run: RunContext) -> None:
+    """Load the newest checkpoint that is valid on every node, if there is one; rewind the metrics log to its step.
+
+    Damaged checkpoints are reported and skipped. All ranks load the same one or raise together: DataError when the
+    dataset is not the one trained on, CheckpointError when no checkpoint is valid.
+    """
+    root, dataset = run.out / CHECKPOINTS, run.dataset
+    if run.is_main:
+        remove_leftovers(root)
+    steps: list[int] = run.comm.broadcast_from_rank0(list_steps(root) if run.is_main else [])
+    for step in reversed(steps):
+        folder = step_folder(root, step)
+        manifest = _verify_on_all(run, folder)
+        if manifest is None:
+            continue
+        if (trained_on := manifest.meta.get("dataset")) != dataset.fingerprint:
+            what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"
+            fix = "point data.path at the dataset the run began with, or choose another --out"
+            raise DataError(what, str(dataset.path), fix)
+        restore_state(folder, manifest, run.state)
+        run.verified[folder] = manifest.files
+        run.console.print(f"resuming from {folder.name}")
+        break
+    else:
+        if steps:
+            raise CheckpointError("no checkpoint of this run is whole", root, "choose another --out")
+    run.log.rewind(run.state.step)
+    rows = {(row.get("task", row["kind"]), row["step"]) for row in read_metrics(run.out)} if run.is_main else set()
+    run.logged = {(kind, step) for kind, step in run.comm.broadcast_from_rank0(sorted(rows))}
+
+
+def _verify_on_all(run: RunContext, folder: Path) -> CheckpointManifest | None:
+    """The manifest of a checkpoint, None on all ranks if it is damaged where one of them reads it.
+
+    One rank of every node reads all bytes, which the others then find in that machine's memory: what a disk or a
+    network gets wrong differs by node. Raises CheckpointError on all ranks for a checkpoint of another format.
+    """
+    dist_env, report = run.comm.dist_env, None
+    try:
+        manifest = verify(folder, names=None if dist_env.local_rank == 0 else ())
+    except CheckpointError as error:
+        report = type(error) is DamagedError, str(error) + (f" (read by rank {dist_env.rank})" if dist_env.rank else "")
+    reports = [report for report in run.comm.gather(report) if report]
+    if not reports:
+        return manifest
+    for is_damaged, message in sorted(reports):
+        if not is_damaged:
+            raise CheckpointError(message)
+    message = reports[0][1]
+    run.console.warn(f"{message}: passing over {folder.name}")
+    run.log.write("event", 0, 0, what="damaged checkpoint", checkpoint=folder.name, message=message)
+    return None
+
+
+def is_finished(run: RunContext) -> bool:
+    """Whether the restored state is the end of a run whose status is `done`."""
+    return run.state.step >= run.step_config.total_steps and _read_json(run.out / STATUS).get("state") == "done"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty when the file is missing or damaged."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+def _update_json(path: Path, values: Mapping[str, Any]) -> None:
+    with storage_errors(path.parent):
+        replace_file(path, json.dumps(_read_json(path) | dict(values), indent=1) + "\n")
+
+
+def choose_kernels(run: RunContext, *, explain: bool) -> None:
+    """Use the kernels that the config names, that the run started with, or that are the fastest here.
+
+    machine.json in the run folder keeps them: a resume must add in the same order to stay bit-identical. Rank 0 chooses
+    for all.
+    """
+    attention = run.config.machine.attention
+    if attention in WITHOUT_MASK and (run.tasks or run.config.sample.every.value):
+        what = f"attention {attention!r} supports neither a mask nor a cache, which sampling and tasks need"
+        raise ConfigError(what, "machine.attention", "set sample.every=0 and evaluate.tasks='', or support both")
+    chosen = _choose_kernels(run).to_json() if run.is_main else None
+    choice = KernelChoice.from_json(run.comm.broadcast_from_rank0(chosen))
+    apply_choice(run.state, choice, run.device)
+    run.console.print(f"kernels  {choice}")
+    missing = misses_triton(run.device) if run.config.machine.fused == "on" else ""
+    if missing:
+        run.console.warn(f"fused kernels are left out: {missing}")
+    if run.config.machine.master_weights == "on" and not choice.master_weights:
+        run.console.warn("machine.master_weights=on is left out: in fp32 the weights are their own masters")
+    reasons = choice.explain()
+    if run.config.model.dropout and choice.kernels.attention in BUILT_IN:
+        reasons.append(("dropout", "attention trains by the explicit formula: torch's kernels cannot take its masks"))
+    for name, reason in reasons if explain else []:
+        run.console.print(f"  {name:<9} {reason}")
+
+
+def _choose_kernels(run: RunContext) -> KernelChoice:
+    machine, device, dropout = run.config.machine, run.device, run.config.model.dropout
+    compiled = wants_compile(machine, device, run.step_config.total_steps)[0] != "off"
+    circumstances = {"device": device.name, "precision": device.precision, "dropout": dropout, "compiled": compiled}
+    circumstances |= list_requests(machine)
+    kept: Any = _read_json(run.out / MACHINE).get("forms")
+    match kept:
+        case {"circumstances": known, "kernels": {"attention": str(name)}, "masters": bool(), "seconds": dict()}:
+            if known == circumstances and name in ATTENTION:
+                return KernelChoice.from_json(kept)  # else an older version kept an implementation that is gone
+    micro_batch = machine.micro_batch if machine.micro_batch != "auto" else run.config.batch_seqs
+    model_config = run.state.model.config
+    choice = autotune(model_config, machine, device, micro_batch=micro_batch, dropout=dropout, compiled=compiled)
+    _update_json(run.out / MACHINE, {"forms": {"circumstances": circumstances, **choice.to_json()}})
+    return choice
+
+
+def choose_micro_batch(run: RunContext) -> None:
+    """Set the micro-batch: the config's, the one that the run started with, or the fastest, measured by all ranks."""
+    micro_batch, device = run.config.machine.micro_batch, run.device
+    if micro_batch == "auto":
+        batch_seqs = run.config.batch_seqs // run.state.dims.dp_size
+        circumstances = {"device": device.name, "precision": device.precision, "batch_seqs": batch_seqs}
+        circumstances["loss_chunk"] = run.step_config.loss_chunk
+        kept = _read_json(run.out / MACHINE)
+        known = kept.get("micro_batch") if kept.get("circumstances") == circumstances else None
+        micro_batch = run.comm.broadcast_from_rank0(known)
+        if not isinstance(micro_batch, int) or not 0 < micro_batch <= batch_seqs:
+            rates = tune_micro_batch(run.state, run.step_config, device, batch_seqs)
+            micro_batch = pick_micro_batch(rates)
+            if len(rates) > 1:
+                measured = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items())
+                run.console.print(f"micro-batch {micro_batch} of {batch_seqs} sequences (tokens/s by size: {measured})")
+            if run.is_main:
+                record = {"micro_batch": micro_batch, "circumstances": circumstances, "tokens_per_second": rates}
+                _update_json(run.out / MACHINE, record)
+    run.step_config = replace(run.step_config, micro_batch=int(micro_batch))
+
+
+def compile_model(run: RunContext) -> None:
+    """Compile the forward where that is wanted and works; one warning where it does not."""
+    mode, note = wants_compile(run.config.machine, run.device, run.step_config.total_steps)
+    if mode != "off":
+        mode = mode if run.state.dims.is_unsharded else "blocks"  # weights are gathered between them
+        start = time.monotonic()
+        note = compile_forward(run.state, run.step_config, run.device, mode)
+        if not note:
+            run.console.print(f"compiled (machine.compile={mode}) in {format_duration(time.monotonic() - start)}")
+    if note:
+        run.console.warn(note)
+    if run.is_main:
+        _update_json(run.out / MACHINE, {"compile": "off" if note else mode})
+
+
+def write_provenance(run: RunContext, resolved: ResolvedConfig) -> None:
+    """Write what the run is made of: versions and machine, which mark the folder as a run, resolved config, tokenizer.
+
+    Raises StorageError when the disk is full or failing.
+    """
+    facts: dict[str, Any] = {"megatoken": __version__, "commit": find_commit()}
+    facts |= {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    facts |= {"system": platform.platform(), "device": run.device.name, "precision": run.device.precision}
+    facts |= {"processes": run.comm.dist_env.world_size, "peak_flops": run.device.peak_flops}
+    facts |= {"peak_source": run.device.peak_source, "command": sys.argv}
+    with storage_errors(run.out):
+        replace_file(run.out / PROVENANCE, json.dumps(facts, indent=1) + "\n", durable=True)
+        replace_file(run.out / CONFIG, render(resolved.config, resolved.origins), durable=True)
+        run.tokenizer.save(run.out / TOKENIZER)  # also over that of a start that failed
+    run.log.status(state="running", step=run.state.step, message="")

@@ -1,0 +1,53 @@
+"""Tokens per second, MFU, and the time remaining."""
+
+import time
+from dataclasses import dataclass, field
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.model.flops import flops_per_token
+from megatoken.system.device import Device
+from megatoken.train.state import StepConfig
+
+
+@dataclass(slots=True)
+class ThroughputMeter:
+    """Times steps alone: call `start` after an evaluation, a sample or a save to leave it out.
+
+    MFU is achieved model FLOP/s over the device's peak (`device.peak_source` says which), in both readings of
+    model/flops.py: full attention and causal. None if the peak is unknown.
+    """
+
+    device: Device
+    model_config: ModelConfig
+    step_config: StepConfig
+    world_size: int = 1
+    smooth_seconds: float = 0.0
+    _start: float = field(default_factory=time.perf_counter)
+
+    def start(self) -> None:
+        """Begin timing the next step."""
+        self._start = time.perf_counter()
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since `start`."""
+        return time.perf_counter() - self._start
+
+    def read(self, steps: int = 1) -> dict[str, float | None]:
+        """`seconds, tokens_per_second, mfu, mfu_causal` of each of the steps since `start`; begins the next one."""
+        self.device.synchronize()
+        seconds = self.elapsed_seconds / steps
+        # An exponential mean for the remaining time: one slow step must not make the estimate jump.
+        self.smooth_seconds = seconds if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * seconds
+        rate = self.step_config.batch_tokens / seconds
+        self.start()
+        peak = self.device.peak_flops * self.world_size
+        mfu, mfu_causal = (
+            rate * flops_per_token(self.model_config, causal=causal) / peak if peak else None
+            for causal in (False, True)
+        )
+        return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu, "mfu_causal": mfu_causal}
+
+    def remaining_seconds(self, step: int) -> float:
+        """Time the remaining steps take at the recent pace."""
+        return (self.step_config.total_steps - step) * self.smooth_seconds

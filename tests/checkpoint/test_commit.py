@@ -1,0 +1,346 @@
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from megatoken.checkpoint.commit import commit, find_newest, list_steps, prune, remove_leftovers
+from megatoken.checkpoint.manifest import FileEntry, hash_file, verify
+from megatoken.errors import ExitCode, MegatokenError
+
+SOAK = Path(__file__).parents[1] / "soak" / "commit_soak.py"
+
+
+def commit_small(root: Path, step: int, **options: object) -> Path:
+    contents = {"weights.bin": bytes([step % 251]) * 5000, "tokenizer/vocab.json": b'{"a": %d}' % step}
+    writers = {name: partial(Path.write_bytes, data=data) for name, data in contents.items()}
+    return commit(root, step, writers, meta={"tokens": step * 100}, **options)  # type: ignore[arg-type]
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def newest_step(root: Path) -> tuple[int | None, list[str]]:
+    """The newest valid step, and the errors of the checkpoints that were skipped."""
+    errors: list[str] = []
+    found = find_newest(root, lambda folder, error: errors.append(f"{folder.name}: {error}"))
+    return (found[1].step if found else None), errors
+
+
+def test_commit_writes_every_file_and_its_hash(tmp_path: Path) -> None:
+    folder = commit_small(tmp_path / "run" / "checkpoints", 7)
+    assert folder == tmp_path / "run" / "checkpoints" / "step-00000007"
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step-00000007"]
+    written = json.loads((folder / "manifest.json").read_text())
+    assert list(written) == ["format", "step", "meta", "files", "xxh3"]
+    assert (written["format"], written["step"], written["meta"]) == (1, 7, {"tokens": 700})
+    assert written["files"] == {
+        "weights.bin": {"bytes": 5000, "xxh3_128": xxhash.xxh3_128_hexdigest(b"\x07" * 5000)},
+        "tokenizer/vocab.json": {"bytes": 8, "xxh3_128": xxhash.xxh3_128_hexdigest(b'{"a": 7}')},
+    }
+    manifest = verify(folder)
+    assert (manifest.step, manifest.meta) == (7, {"tokens": 700})
+    assert manifest.files["weights.bin"] == FileEntry(5000, xxhash.xxh3_128_hexdigest(b"\x07" * 5000))
+    assert newest_step(folder.parent) == (7, [])
+
+
+def test_list_steps_ignores_other_names(tmp_path: Path) -> None:
+    assert list_steps(tmp_path / "nothing") == []
+    for step in (30, 5, 123456789):
+        commit_small(tmp_path, step)
+    for name in ("step-10", "step-00000040.bak", "xstep-00000040", ".tmp-step-00000040-ab", "step-000000050"):
+        shutil.copytree(tmp_path / "step-00000005", tmp_path / name)
+    (tmp_path / "step-00000060").write_text("a file")
+    (tmp_path / "step-00000070").symlink_to(tmp_path / "step-00000005")
+    assert list_steps(tmp_path) == [5, 30, 123456789]
+
+
+def test_commit_keeps_a_valid_checkpoint_and_replaces_a_damaged_one(tmp_path: Path) -> None:
+    folder = commit_small(tmp_path, 3)
+    inode = folder.stat().st_ino
+    assert commit_small(tmp_path, 3) == folder
+    assert folder.stat().st_ino == inode
+    flip_bit(folder / "weights.bin", 9)
+    commit_small(tmp_path, 3)
+    assert folder.stat().st_ino != inode
+    assert verify(folder).step == 3
+    assert list_names(tmp_path) == ["step-00000003"]
+    shutil.rmtree(folder)
+    folder.mkdir()
+    commit_small(tmp_path, 3)
+    assert verify(folder).step == 3
+
+
+def test_files_have_the_mode_of_open(tmp_path: Path) -> None:
+    def private(path: Path) -> None:
+        path.write_bytes(b"x")
+        path.chmod(0o600)
+
+    folder = commit(tmp_path, 1, {"a": private}, meta={})
+    assert (folder / "a").stat().st_mode & 0o777 == (folder / "manifest.json").stat().st_mode & 0o777
+
+
+def test_every_flipped_bit_is_detected_and_the_older_checkpoint_used(tmp_path: Path) -> None:
+    commit_small(tmp_path, 10)
+    folder = commit_small(tmp_path, 20)
+    choose = random.Random(4)
+    for name in ("weights.bin", "tokenizer/vocab.json", "manifest.json"):
+        bits = range((folder / name).stat().st_size * 8)
+        for bit in choose.sample(bits, 70 if len(bits) > 70 else len(bits)):
+            flip_bit(folder / name, bit)
+            step, errors = newest_step(tmp_path)
+            assert step == 10
+            assert len(errors) == 1
+            assert str(folder / name) in errors[0]
+            flip_bit(folder / name, bit)
+            assert newest_step(tmp_path) == (20, [])
+
+
+def test_prune_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20, 25, 30):
+        commit_small(tmp_path, step)
+    removed = prune(tmp_path, keep_last=2, keep_every=20)
+    assert [folder.name for folder in removed] == ["step-00000005", "step-00000010", "step-00000015"]
+    assert list_steps(tmp_path) == [20, 25, 30]
+    assert prune(tmp_path, keep_last=2, keep_every=20) == []
+    prune(tmp_path, keep_last=0, keep_every=0)
+    assert list_steps(tmp_path) == [30]
+    assert list_names(tmp_path) == ["step-00000030"]
+
+
+def test_prune_counts_valid_checkpoints_only(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        commit_small(tmp_path, step)
+    flip_bit(tmp_path / "step-00000005" / "weights.bin", 3)
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    shutil.rmtree(tmp_path / "step-00000002")
+    prune(tmp_path, keep_last=1, keep_every=0)
+    assert list_steps(tmp_path) == [3, 4, 5]
+    assert newest_step(tmp_path)[0] == 3
+    for folder in tmp_path.glob("step-*/weights.bin"):
+        flip_bit(folder, 8)
+    prune(tmp_path, keep_last=1, keep_every=0)
+    assert list_steps(tmp_path) == [3, 4, 5]
+
+
+def test_prune_hashes_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(
+        "megatoken.checkpoint.manifest.hash_file", lambda path: [hashed.append(path), hash_file(path)][1]
+    )
+    folders = [commit_small(tmp_path, step) for step in range(1, 5)]
+    verified = {folder: verify(folder).files for folder in folders[1:]}
+    hashed.clear()
+    assert prune(tmp_path, keep_last=3, keep_every=0, verified=verified) == folders[:1]
+    assert prune(tmp_path, keep_last=3, keep_every=0) == []  # nothing to remove
+    assert hashed == []
+    os.utime(folders[3] / "weights.bin", (1, 1))
+    assert prune(tmp_path, keep_last=1, keep_every=0, verified=verified) == folders[1:3]
+    assert hashed == [folders[3] / "weights.bin"]
+
+
+def test_prune_keeps_an_older_checkpoint_when_the_newest_was_changed_after_it_was_written(tmp_path: Path) -> None:
+    folders = [commit_small(tmp_path, step) for step in (1, 2, 3)]
+    verified = {folder: verify(folder).files for folder in folders}
+    for change in (lambda: flip_bit(folders[2] / "weights.bin", 3), lambda: flip_bit(folders[2] / "manifest.json", 99)):
+        time.sleep(0.02)  # longer than the clock of file times ticks
+        change()
+        prune(tmp_path, keep_last=1, keep_every=0, verified=verified)
+        assert list_steps(tmp_path) == [2, 3]
+        assert newest_step(tmp_path)[0] == 2
+
+
+def test_remove_leftovers_removes_the_drafts_of_killed_runs(tmp_path: Path) -> None:
+    commit_small(tmp_path, 1)
+    (tmp_path / ".tmp-step-00000002-ab" / "tokenizer").mkdir(parents=True)
+    (tmp_path / ".tmp-step-00000002-ab" / "tokenizer" / "x").write_text("x")
+    (tmp_path / ".tmp-file").write_text("x")
+    (tmp_path / ".tmp-link").symlink_to(tmp_path / "step-00000001")
+    (tmp_path / ".tmp-dangling").symlink_to(tmp_path / "nothing")
+    remove_leftovers(tmp_path)
+    assert list_names(tmp_path) == ["step-00000001"]
+    (tmp_path / "step-00000002").write_text("a file in the way")
+    commit_small(tmp_path, 2)
+    assert list_names(tmp_path) == ["step-00000001", "step-00000002"]
+    shutil.rmtree(tmp_path / "step-00000002")
+    assert newest_step(tmp_path) == (1, [])
+    remove_leftovers(tmp_path / "nothing")
+
+
+def test_missing_space_is_found_before_writing(tmp_path: Path) -> None:
+    with pytest.raises(
+        MegatokenError, match=r"no room for .* step 9: 1,125,899,906,842,624 bytes needed, [\d,]+ free"
+    ) as caught:
+        commit_small(tmp_path, 9, needed_bytes=2**50)
+    assert caught.value.code == ExitCode.STORAGE
+    assert str(tmp_path) in str(caught.value)
+    assert list_names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EIO, "Input/output error", "/somewhere"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_failing_writer_leaves_only_earlier_checkpoints(tmp_path: Path, failure: Exception) -> None:
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise failure
+
+    commit_small(tmp_path, 1)
+    with pytest.raises(MegatokenError, match=r"step 2 was not saved: .*, 10 bytes needed, [\d,]+ free — /") as caught:
+        commit(tmp_path, 2, {"a": partial(Path.write_bytes, data=b"a"), "b": fail}, meta={}, needed_bytes=10)
+    assert caught.value.code == ExitCode.STORAGE
+    assert caught.value.__cause__ is failure
+    assert list_names(tmp_path) == ["step-00000001"]
+
+
+def test_other_exceptions_pass_through_and_leave_nothing(tmp_path: Path) -> None:
+    def interrupt(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    def two_files(path: Path) -> None:
+        path.write_bytes(b"a")
+        path.with_name("b").write_bytes(b"b")
+
+    with pytest.raises(KeyboardInterrupt):
+        commit(tmp_path, 2, {"a": interrupt}, meta={})
+    with pytest.raises(ValueError, match="made other files than those named"):
+        commit(tmp_path, 2, {"a": two_files}, meta={})
+    with pytest.raises(ValueError, match="Out of range float"):
+        commit(tmp_path, 2, {}, meta={"loss": float("nan")})
+    assert list_names(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):  # type: ignore[no-untyped-def]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("may not mount a small disk here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_and_a_read_only_disk(small_disk: Path) -> None:
+    commit_small(small_disk, 1)
+    big = {"big": partial(Path.write_bytes, data=b"x" * 100_000)}
+    with pytest.raises(MegatokenError, match=r"No space left on device, [\d,]+ free") as caught:
+        commit(small_disk, 2, big, meta={})
+    assert caught.value.code == ExitCode.STORAGE
+    assert list_names(small_disk) == ["step-00000001"]
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(MegatokenError, match="Read-only file system") as caught:
+        commit_small(small_disk, 3)
+    assert caught.value.code == ExitCode.STORAGE
+    assert newest_step(small_disk) == (1, [])
+
+
+def test_reading_while_another_thread_commits_and_prunes(tmp_path: Path) -> None:
+    commit_small(tmp_path, 1)
+    ended = threading.Event()
+
+    def write() -> None:
+        for step in range(2, 60):
+            commit_small(tmp_path, step)
+            prune(tmp_path, keep_last=1, keep_every=0)
+        ended.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    reads, last = 0, 0
+    while not ended.is_set():
+        step, errors = newest_step(tmp_path)
+        assert errors == []
+        assert step is not None
+        assert step >= last
+        reads, last = reads + 1, step
+    writer.join()
+    assert reads > 5
+    assert newest_step(tmp_path) == (59, [])
+
+
+def test_the_protocol_does_not_import_torch() -> None:
+    code = "import sys, megatoken.checkpoint.commit, megatoken.train.metrics_log, megatoken.train.preemption; "
+    code += "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.fixture(scope="module")
+def soaked() -> dict[str, object]:
+    """A sample of the exhaustive pass in tests/soak."""
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("strace is not installed")
+    if subprocess.run([strace, "-o", os.devnull, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system does not let strace trace")
+    done = subprocess.run(
+        [sys.executable, str(SOAK), "--sample", "18", "--flips", "100", "--seed", "3"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(report, dict)
+    return report
+
+
+def test_kills_and_errors_at_system_calls_lose_nothing(soaked: dict[str, object]) -> None:
+    assert soaked["failures"] == []
+    assert soaked["tried"] == 18
+    assert isinstance(soaked["points"], int)
+    assert soaked["points"] > 300
+    assert soaked["bit_flips"] == {"flips": 100, "found_named_and_passed_over": 100}
+
+
+def test_a_power_cut_would_lose_nothing(soaked: dict[str, object]) -> None:
+    assert soaked["power_loss"] == {
+        "files": 4,
+        "files_synced_before_rename": 4,
+        "files_written_after_sync": 0,
+        "folders": 2,
+        "folders_synced_before_rename": 2,
+        "manifest_synced_last_of_files": True,
+        "folder_synced_after_manifest": True,
+        "parent_synced_after_rename": True,
+    }
+
+
+def test_a_process_killed_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    commit_small(tmp_path, 1)
+    code = (
+        "import os, sys; from pathlib import Path; from megatoken.checkpoint.commit import commit\n"
+        "def die(path): path.write_bytes(b'half'); os.kill(os.getpid(), 9)\n"
+        "commit(Path(sys.argv[1]), 2, {'a': die}, meta={})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    assert newest_step(tmp_path) == (1, [])
+    assert len(list_names(tmp_path)) == 2
+    remove_leftovers(tmp_path)
+    assert list_names(tmp_path) == ["step-00000001"]

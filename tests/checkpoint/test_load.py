@@ -1,0 +1,313 @@
+"""Saving and restoring the training state with any optimizer; checkpoints of another model are refused."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatoken.checkpoint.commit import commit
+from megatoken.checkpoint.load import describe_optimizer, load_checkpoint_model, restore_state
+from megatoken.checkpoint.manifest import CheckpointManifest, verify
+from megatoken.checkpoint.save import copy_tensors, save_state
+from megatoken.checkpoint.tensor_files import consolidate
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.distributed.parallelize import ShardedParams
+from megatoken.distributed.tensor_slice import TensorSlice, chunk
+from megatoken.errors import CheckpointError, ConfigError, StorageError
+from megatoken.model.gpt import GPT
+from megatoken.train.state import TrainState, build_state
+from megatoken.train.step import train_step
+from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_config, tiny_state, tiny_step_config
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, with its state in bf16 and a step count in the parameter group."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "fused": False, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param, dtype=torch.bfloat16))
+                update = momentum.float().lerp(param.grad, 0.1)
+                param.sub_(update.sign() * group["lr"] / group["steps"])
+                momentum.copy_(momentum.float().lerp(param.grad, 0.01))
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, nesterov=True),
+    "lion": Lion,
+}
+
+
+def save(state: TrainState, folder: Path) -> tuple[Path, CheckpointManifest]:
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    (folder / "config.yaml").write_text("version: 1\n")
+    config, tokenizer = folder / "config.yaml", folder / "tokenizer"
+    saved = save_state(folder / "checkpoints", state, config=config, tokenizer=tokenizer, meta={"dataset": "d"})
+    return saved, verify(saved)
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "tokenizer"])
+def test_a_save_that_fails_leaves_nothing_of_itself(tmp_path: Path, missing: str) -> None:
+    saved, _ = save(tiny_state(), tmp_path)
+    (tmp_path / missing).rename(tmp_path / "moved")
+    state = tiny_state()
+    state.step = 1
+    config, tokenizer = tmp_path / "config.yaml", tmp_path / "tokenizer"
+    with pytest.raises(StorageError, match=rf"checkpoint .*was not saved: .*No such file or directory.*{missing}"):
+        save_state(saved.parent, state, config=config, tokenizer=tokenizer, meta={})
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
+    """A state with AdamW as built, or with another optimizer whose state is created in the first step."""
+    state = tiny_state(seed=seed)
+    if optimizer:
+        state.optimizer = OPTIMIZERS[optimizer](state.sharded.local_params.values())  # type: ignore[assignment]
+    return state
+
+
+def trained(steps: int, optimizer: str = "") -> TrainState:
+    state = new_state(optimizer)
+    for step in range(steps):
+        train_step(state, tiny_step_config(), CPU, *tiny_batch(step))
+    return state
+
+
+@pytest.mark.parametrize("optimizer", ["", *OPTIMIZERS])
+def test_training_resumes_bit_exactly(optimizer: str, tmp_path: Path) -> None:
+    state = trained(3, optimizer)
+    saved, manifest = save(state, tmp_path)
+    resumed = new_state(optimizer, seed=99)
+    restore_state(saved, manifest, resumed)
+    assert resumed.step == 3
+    assert manifest.meta["dataset"] == "d"
+    for step in range(3, 6):
+        losses = [train_step(s, tiny_step_config(), CPU, *tiny_batch(step)).loss for s in (state, resumed)]
+        assert losses[0] == losses[1]
+    for name, tensor in state.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name])
+
+
+def test_the_files_hold_the_state_keys_of_the_optimizer(tmp_path: Path) -> None:
+    names = set(tiny_state().sharded.full_shapes)
+    for optimizer, keys in (
+        ("", {"exp_avg", "exp_avg_sq", "step"}),
+        ("sgd", {"momentum_buffer"}),
+        ("lion", {"momentum"}),
+    ):
+        (tmp_path / f"run-{optimizer}").mkdir()
+        saved, manifest = save(trained(2, optimizer), tmp_path / f"run-{optimizer}")
+        tensors = load_file(saved / "optimizer.safetensors")
+        assert set(tensors) == {f"{name}/{key}" for name in names for key in keys}
+        if not optimizer:
+            assert set(manifest.meta) == {"shape", "scaler", "dataset"}
+            assert (tensors["norm.weight/step"].shape, tensors["norm.weight/step"].item()) == ((), 2.0)
+        elif optimizer == "lion":
+            assert tensors["norm.weight/momentum"].dtype == torch.bfloat16
+            assert manifest.meta["optimizer"] == {"name": "Lion", "groups": [{"steps": 2}]}
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    saved, manifest = save(trained(1), tmp_path)
+    with pytest.raises(CheckpointError, match="saved with optimizer AdamW, this run has SGD"):
+        restore_state(saved, manifest, new_state("sgd"))
+    other = new_state()
+    for optimizer_state in other.optimizer.state.values():
+        optimizer_state["max_exp_avg_sq"] = torch.zeros_like(optimizer_state["exp_avg"])
+    with pytest.raises(CheckpointError, match=r"optimizer state does not fit this model: .*/max_exp_avg_sq"):
+        restore_state(saved, manifest, other)
+
+
+def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    state = trained(1, "sgd")
+    state.optimizer.state[state.sharded.local_params["norm.weight"]]["count"] = 3
+    with pytest.raises(ConfigError, match=r"SGD keeps count=3 for norm.weight, which is not a tensor"):
+        save(state, tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+    sharded = shard(trained(1, "sgd"), "sgd", rank=0, shards=2)
+    sharded.optimizer.state[sharded.sharded.local_params["norm.weight"]]["factor"] = torch.zeros(3)
+    with pytest.raises(ConfigError, match=r"keeps factor of shape \(3,\) for a shard \(16,\) of norm.weight"):
+        copy_tensors(sharded)
+
+
+@dataclass
+class Shard:
+    """The training state of one of several ranks, without their processes."""
+
+    model: GPT
+    sharded: ShardedParams
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    comm: Comm
+    step: int
+
+
+def shard(state: TrainState, optimizer: str, rank: int, shards: int) -> Shard:
+    """Rows of every parameter as one of `shards` ranks holds them, with a new optimizer."""
+    dims = ParallelDims(sharding="zero1", dp_shard=shards, rank=rank)
+    sizes = state.sharded.full_shapes
+    parts = {name: TensorSlice.full(size).cut_rows(*chunk(size[0], shards, rank)) for name, size in sizes.items()}
+    parts = {name: part for name, part in parts.items() if part.n_rows}
+    local = {name: part.take(state.sharded.local_params[name].detach()).clone() for name, part in parts.items()}
+    copies = dict.fromkeys(local, 1)
+    sharded = replace(state.sharded, dims=dims, trained=local, local_params=local, slices=parts, n_copies=copies)
+    comm = Comm(DistEnv(rank=rank, world_size=shards))
+    return Shard(state.model, sharded, OPTIMIZERS[optimizer](local.values()), state.scaler, comm, state.step)
+
+
+def step_elementwise(state: TrainState | Shard, step: int) -> None:
+    """An update in which every number depends on itself only, so that shards and the whole get the same bits."""
+    for param in state.sharded.local_params.values():
+        param.grad = torch.sin(param.detach() * (step + 1))
+    state.optimizer.step()
+    state.step += 1
+
+
+def check_equal(whole: TrainState, shard: Shard) -> None:
+    for name, param in shard.sharded.local_params.items():
+        assert torch.equal(param, shard.sharded.slices[name].take(whole.sharded.local_params[name]))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizer_state_is_resharded_like_its_parameters(optimizer: str, tmp_path: Path) -> None:
+    whole = new_state(optimizer)
+    for step in range(2):
+        step_elementwise(whole, step)
+    saved, manifest = save(whole, tmp_path)
+    shards = [shard(new_state(seed=5), optimizer, rank, 3) for rank in range(3)]
+    for each in shards:
+        restore_state(saved, manifest, each)
+        step_elementwise(each, 2)
+    step_elementwise(whole, 2)
+    for each in shards:
+        check_equal(whole, each)
+    files = {name: writer for each in shards for name, writer in copy_tensors(each)[0].items()}
+    assert sorted(files)[0] == "model-00000-of-00003.safetensors"
+    meta = {**manifest.meta, **describe_optimizer(shards[0].optimizer)}
+    resaved = commit(tmp_path / "sharded", 3, files, meta=meta)
+    for states in ([new_state(optimizer, seed=7)], [shard(new_state(seed=8), optimizer, rank, 2) for rank in range(2)]):
+        for each in states:
+            restore_state(resaved, verify(resaved), each)
+            step_elementwise(each, 3)
+    step_elementwise(whole, 3)
+    for each in states:
+        check_equal(whole, each)
+
+
+def test_load_checkpoint_model(tmp_path: Path) -> None:
+    state = trained(2)
+    model = load_checkpoint_model(*save(state, tmp_path))
+    assert model.config == TINY_GPT
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in state.model.state_dict().items())
+
+
+def test_a_manifest_without_architecture_switches_is_a_gpt2(tmp_path: Path) -> None:
+    saved, manifest = save(tiny_state(), tmp_path)
+    old = ("n_layer", "n_head", "d_model", "d_ff", "vocab_size", "seq_len", "vocab_multiple")
+    meta = {"shape": {name: manifest.meta["shape"][name] for name in old}}
+    assert load_checkpoint_model(saved, replace(manifest, meta=meta)).config == TINY_GPT
+
+
+def test_the_manifest_keeps_the_field_names_of_earlier_versions(tmp_path: Path) -> None:
+    saved, manifest = save(tiny_state(model_config=TINY_LLAMA), tmp_path)
+    assert manifest.meta["shape"] == {
+        "n_layer": 2, "n_head": 2, "n_kv_head": 1, "d_model": 32, "d_ff": 96, "vocab_size": 97, "seq_len": 16,
+        "norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rotary", "rope_theta": 100.0, "rope_factor": 1.0,
+        "rope_low": 1.0, "rope_high": 4.0, "rope_context": 8192, "mlp": "swiglu", "bias": False, "tied": True,
+        "vocab_multiple": 128,
+    }  # fmt: skip
+    assert load_checkpoint_model(saved, manifest).config == TINY_LLAMA
+
+
+def test_load_checkpoint_model_of_a_llama(tmp_path: Path) -> None:
+    state = tiny_state(model_config=replace(TINY_LLAMA, tie_embeddings=False, rope_factor=2.0))
+    model = load_checkpoint_model(*save(state, tmp_path))
+    assert model.config == state.model.config
+    inputs, _ = tiny_batch()
+    assert torch.equal(model(inputs), state.model(inputs))
+
+
+@pytest.mark.parametrize("optimizer", ["", "lion"])
+def test_a_state_of_step_0(optimizer: str, tmp_path: Path) -> None:
+    saved, manifest = save(new_state(optimizer), tmp_path)
+    resumed = new_state(optimizer, seed=2)
+    restore_state(saved, manifest, resumed)
+    assert resumed.step == 0
+
+
+def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
+    state = trained(1)
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state.scaler.scale(torch.ones(()))  # the scale exists from its first use on
+    state.scaler.update(512.0)
+    saved, manifest = save(state, tmp_path)
+    resumed = tiny_state()
+    resumed.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    restore_state(saved, manifest, resumed)
+    assert resumed.scaler.state_dict() == state.scaler.state_dict()
+
+
+def test_fp16_resumes_what_another_precision_saved(tmp_path: Path) -> None:
+    state = trained(2)
+    assert state.scaler.state_dict() == {}
+    saved, manifest = save(state, tmp_path)
+    resumed = tiny_state(seed=2)
+    resumed.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    restore_state(saved, manifest, resumed)
+    assert resumed.step == 2
+    assert resumed.scaler.get_scale() == 4.0
+    assert train_step(resumed, tiny_step_config(), CPU, *tiny_batch()).loss == pytest.approx(
+        train_step(state, tiny_step_config(), CPU, *tiny_batch()).loss, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("change", [{"n_layer": 3}, {"d_ff": 128}, {"vocab_size": 200}])
+def test_another_model_is_refused_before_a_weight_changes(tmp_path: Path, change: dict[str, int]) -> None:
+    saved, manifest = save(trained(1), tmp_path)
+    model = GPT(replace(TINY_GPT, **change), seed=1)
+    other = build_state(model, tiny_config(), CPU)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="checkpoint does not fit"):
+        restore_state(saved, manifest, other)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_scaled_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
+    state = tiny_state()
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # the scaled loss overflows fp32
+    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+    report = train_step(state, tiny_step_config(), CPU, *tiny_batch())
+    assert report.skipped
+    assert state.step == 1
+    assert state.scaler.get_scale() == 2.0**126
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
+
+
+def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path) -> None:
+    runs = []
+    for seed in (1, 2):
+        (tmp_path / str(seed)).mkdir()
+        runs.append(save(tiny_state(seed=seed), tmp_path / str(seed))[0])
+    weights = [load_file(run / "model.safetensors")["tokens.weight"] for run in runs]
+    merged = consolidate(runs[0], tmp_path / "out", pytest.fail)
+    for source, out in ((runs[1], tmp_path / "out"), (runs[1].parent, runs[1].parent)):
+        with pytest.raises(StorageError, match=r"the target exists — .*step-00000000 — choose another --out"):
+            consolidate(source, out, pytest.fail)
+    assert torch.equal(load_file(merged / "model.safetensors")["tokens.weight"], weights[0])
+    other = consolidate(runs[1], tmp_path / "other", pytest.fail)
+    assert torch.equal(load_file(other / "model.safetensors")["tokens.weight"], weights[1])

@@ -1,0 +1,67 @@
+"""megatoken doctor: good findings, remedies for others, and failures that are findings."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatoken.cli import doctor
+from megatoken.cli.main import main
+from megatoken.errors import ExitCode
+
+HERE = Path()
+
+
+def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path / "not" / "there"), "--json"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    findings = {finding["name"]: finding for finding in json.loads(printed.out)["findings"]}
+    assert list(findings) == ["versions", "device", "compiler", "disk", "tokenizer", "collective"]
+    assert findings["collective"]["state"] == "good", findings["collective"]
+    assert "two processes" in findings["collective"]["found"]
+    assert f"free at {tmp_path}" in findings["disk"]["found"]
+    assert all(bool(finding["remedy"]) == (finding["state"] != "good") for finding in findings.values())
+    assert "good    collective" in printed.err
+
+
+def test_a_failed_check_is_bad_and_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "PROGRAM", r"import sys; sys.stderr.write('no route to host\n'); sys.exit(1)")
+    state, found, remedy = doctor.check_collective(HERE)
+    assert (state, found) == ("bad", "no route to host")
+    assert remedy
+    monkeypatch.setitem(doctor.CHECKS, "disk", lambda _: 1 / 0)
+    assert main(["doctor", str(tmp_path)]) == ExitCode.CONFIG
+
+
+def test_processes_that_do_not_answer_are_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PROGRAM", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "MEET_SECONDS", 0.4)
+    assert doctor.check_collective(HERE)[:2] == ("bad", "two processes did not meet in 0 s")
+
+
+def test_lacking_findings_have_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "find_compiler", lambda: "")
+    monkeypatch.setattr(doctor, "MIN_DISK", 1e30)
+    for check in (doctor.check_compiler, doctor.check_disk):
+        state, _, remedy = check(tmp_path)
+        assert state == "lacking"
+        assert remedy
+    monkeypatch.setattr(doctor.torch, "__version__", "2.9.1+cpu")
+    assert doctor.check_versions(HERE)[::2] == ("bad", "install torch 2.11 or newer")
+
+
+def test_processes_that_do_not_join_fail_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 connects to rank 0, which has exited."""
+    program = doctor.PROGRAM.replace("JOIN_SECONDS = 30", "JOIN_SECONDS = 1")
+    monkeypatch.setattr(doctor, "PROGRAM", "import os, sys\nif os.environ['RANK'] == '0':\n    sys.exit()\n" + program)
+    state, found, remedy = doctor.check_collective(HERE)
+    assert state == "bad"
+    assert found.startswith("rank 1 of 2 could not join")
+    assert "firewall" in remedy
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions do not hold root")
+def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert doctor.check_disk(tmp_path)[0] == "bad"

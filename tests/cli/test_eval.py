@@ -1,0 +1,295 @@
+"""`megatoken eval` and `megatoken.eval.evaluate`, and tasks scored while a run trains."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from megatoken.cli.main import main
+from megatoken.config.load import resolve
+from megatoken.console import Console
+from megatoken.convert.hf.export import write_hf
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.data.prepare import prepare
+from megatoken.data.tokenizer import Tokenizer, load_tokenizer
+from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError
+from megatoken.eval.evaluate import evaluate
+from megatoken.eval.tasks import Example
+from megatoken.pretrain import Trainer
+from megatoken.train.metrics_log import read_metrics
+from tests.convert.models import TINY_GPT, draw_model
+from tests.data.small_dataset import write_external
+
+RECIPE = """\
+model: {n_layer: 2, n_head: 2, d_model: 32, seq_len: 64}
+data: {path: SHARDS}
+optim: {lr: 1e-2, warmup: 5steps}
+budget: {steps: 20, batch_tokens: 512}
+machine: {device: cpu, precision: fp32, micro_batch: 4, threads: 1, linear: torch, attention: flash}
+save: {every: 10steps}
+evaluate:
+  {every: 10steps, tokens: 100000, tasks: "hellaswag,lambada", tasks_every: 10steps, tasks_data: TASKS, tasks_limit: 30}
+log: {plots: false}
+"""
+LINES = [f"{n} bottles of beer on the wall, take {n % 7} down" for n in range(400)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text, shards and examples of it, and a recipe."""
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "text.txt").write_text("<|endoftext|>".join(LINES))
+    prepare(str(folder / "text.txt"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
+    prepare(str(folder / "text.txt"), folder / "other", tokenizer="bpe:300", val_fraction=0.0)
+    write_external(folder / "foreign.bin", np.arange(200, dtype=np.uint16))
+    (folder / "rows.jsonl").write_text('{"goal": "no text"}\n')
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    rows = [
+        {
+            "activity_label": "Beer",
+            "ctx": f"{n} bottles of beer",
+            "endings": [f" on the {thing}, take {n % k} down" for k, thing in ((7, "wall"), (5, "wall"), (3, "floor"))],
+            "label": n % 3,
+        }
+        for n in range(40)
+    ]
+    (tasks / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tasks / "lambada.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES[:40]))
+    recipe = RECIPE.replace("SHARDS", str(folder / "shards")).replace("TASKS", str(tasks))
+    (folder / "tiny.yaml").write_text(recipe)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data: Path) -> Path:
+    summary = Trainer(resolve(str(data / "tiny.yaml")), data / "run", console=Console(to_stderr=True)).fit()
+    assert summary.code == ExitCode.DONE
+    return data / "run"
+
+
+def run_eval(*arguments: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["eval", *map(str, arguments), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert isinstance(result, dict)
+    return result
+
+
+def test_tasks_score_the_same_during_training_and_afterwards(
+    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row for row in read_metrics(run) if row["kind"] == "eval"]
+    assert [(row["step"], row["task"], row["n"]) for row in rows] == [
+        (step, task, 30) for step in (0, 10, 20) for task in ("hellaswag", "lambada")
+    ]
+    result = run_eval(run, "--tasks", "hellaswag,lambada", "--data", data / "tasks", "--limit", 30, capsys=capsys)
+    for row in rows[-2:]:
+        metrics = result["tasks"][row["task"]]
+        assert metrics.pop("seconds") > 0
+        assert {key: row[key] for key in metrics} == metrics
+    assert result["model"] == f"{run} at step 20"
+
+
+def test_table_of_scores(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(run), "--tasks", "hellaswag,lambada", "--data", str(data / "tasks")]) == 0
+    head, hellaswag, lambada = capsys.readouterr().out.splitlines()[-3:]
+    assert head.split() == ["task", "n", "acc", "acc_norm", "acc_token_mean"]
+    assert hellaswag.split()[:2] == ["hellaswag", "40"]
+    assert hellaswag.count("±") == 3
+    assert lambada.split()[5:8] == ["-", "-", "perplexity"]
+
+
+def test_predictions_are_in_file_order_and_give_the_scores(
+    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [run, "--tasks", "hellaswag", "--data", data / "tasks" / "hellaswag.jsonl", "--examples"]
+    metrics = run_eval(*arguments, capsys=capsys)["tasks"]["hellaswag"]
+    examples = metrics["examples"]
+    assert [example["gold"] for example in examples] == [n % 3 for n in range(40)]
+    for score, choice in (("acc", "pred"), ("acc_norm", "pred_norm"), ("acc_token_mean", "pred_token_mean")):
+        right = np.array([example[choice] == example["gold"] for example in examples], float)
+        assert metrics[score] == right.mean()
+        assert metrics["stderr"][score] == pytest.approx(right.std(ddof=1) / math.sqrt(40))
+    without = run_eval(*arguments, "--no-token-mean", capsys=capsys)["tasks"]["hellaswag"]
+    assert without["acc_token_mean"] is None
+    assert [example["pred"] for example in without["examples"]] == [example["pred"] for example in examples]
+
+
+def test_two_processes_give_the_result_of_one(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["--tasks", "hellaswag", "--data", str(data / "tasks"), "--examples"],
+        ["--data", str(data / "text.txt")],
+    ):
+        command = [sys.executable, "-m", "megatoken", "eval", str(run), *arguments, "--json", "--nproc", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        (line,) = done.stdout.splitlines()
+        single, two = run_eval(run, *arguments, capsys=capsys), json.loads(line)
+        for result in (single, two):
+            for metrics in result.get("tasks", {}).values():
+                del metrics["seconds"]
+        if "loss" in two:
+            assert two.pop("loss") == pytest.approx(single.pop("loss"), rel=1e-7)
+            for name in ("perplexity", "bits_per_byte"):
+                assert two.pop(name) == pytest.approx(single.pop(name), rel=1e-6)
+        assert two == single
+
+
+def test_loss_on_shards_equals_the_validation_loss_of_the_run(
+    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_eval(run, "--data", data / "shards", "--limit", 100000, capsys=capsys)
+    last = [row for row in read_metrics(run) if row["kind"] == "val"][-1]
+    assert result["split"] == "val"
+    assert result["target_tokens"] == last["target_tokens"]
+    assert result["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert result["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    whole = run_eval(run, "--data", data / "shards", capsys=capsys)
+    assert whole["target_tokens"] > result["target_tokens"]  # and the rest after the last whole window
+    train = run_eval(run, "--data", data / "shards", "--split", "train", "--limit", 640, capsys=capsys)
+    assert (train["split"], train["target_tokens"]) == ("train", 640)
+
+
+def test_loss_on_text_covers_all_of_it(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_eval(run, "--data", data / "text.txt", capsys=capsys)
+    text = sum(len(line) for line in LINES)
+    assert result["text_bytes"] == text - 1  # the first byte is no target
+    assert result["target_tokens"] == text - 1 + len(LINES) - 1
+    nats = result["loss"] * result["target_tokens"]
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["text_bytes"])
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert main(["eval", str(run), "--data", str(data / "text.txt")]) == 0
+    assert f"{result['bits_per_byte']:.4f}" in capsys.readouterr().out
+
+
+def test_python_function_returns_what_the_command_prints(
+    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_pretrained(str(run), print)
+    command = run_eval(run, "--tasks", "hellaswag,lambada", "--data", data / "tasks", "--limit", 9, capsys=capsys)
+    for tasks in ("hellaswag,lambada", ["hellaswag", "lambada"]):
+        result = evaluate(loaded.model, loaded.tokenizer, tasks=tasks, data=data / "tasks", limit=9)
+        for metrics, expected in zip(result["tasks"].values(), command["tasks"].values(), strict=True):
+            assert metrics | {"seconds": 0} == expected | {"seconds": 0}
+    examples = {"own": [Example((("1 bottle of", " beer"), ("1 bottle of", " wine")), gold=0)]}
+    assert evaluate(loaded.model, loaded.tokenizer, tasks=examples)["tasks"]["own"]["n"] == 1
+    command = run_eval(run, "--data", data / "shards", capsys=capsys)
+    assert evaluate(loaded.model, loaded.tokenizer, data=data / "shards") == {
+        key: value for key, value in command.items() if key != "model"
+    }
+    with pytest.raises(ConfigError, match="nothing to evaluate on"):
+        evaluate(loaded.model, loaded.tokenizer)
+
+
+def test_text_without_a_known_character_is_no_nan(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A BPE whose unk is special, and one without unk, which loses the text, with a warning."""
+    for unk, warned in (("<unk>", False), (None, True)):
+        folder = data / f"unk-{unk}"
+        folder.mkdir()
+        vocabulary = {"</s>": 0, "<unk>": 1, "x": 2}
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token=unk))
+        inner.add_special_tokens(["</s>", "<unk>"])
+        tokenizer = Tokenizer(inner, "x", eot=0)
+        assert tokenizer.drops_unknown == warned
+        write_hf(folder, draw_model(replace(TINY_GPT, vocab_size=3)), tokenizer, "fp32")
+        (folder / "unknown.txt").write_text("abc<|endoftext|>def<|endoftext|>ghi")
+        assert main(["eval", str(folder), "--data", str(folder / "unknown.txt"), "--json"]) == 0
+        printed = capsys.readouterr()
+        assert "NaN" not in printed.out
+        assert json.loads(printed.out)["bits_per_byte"] is None
+        assert ("has neither all bytes nor an unk token" in printed.err) == warned
+        assert main(["eval", str(folder), "--data", str(folder / "unknown.txt")]) == 0
+        assert "no token is text" in capsys.readouterr().out
+
+
+def test_a_model_that_diverged_has_no_scores(data: Path) -> None:
+    tokenizer, model = load_tokenizer("bytes"), draw_model()
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    examples = {"own": [Example((("1 bottle of", " beer"), ("1 bottle of", " wine")), gold=0)]}
+    with pytest.raises(NumericsError, match="log-likelihoods are not finite numbers"):
+        evaluate(model, tokenizer, tasks=examples)
+    with pytest.raises(NumericsError, match="the loss is not a finite number"):
+        evaluate(model, tokenizer, data=data / "text.txt")
+
+
+def test_plot_has_task_scores(run: Path, data: Path) -> None:
+    assert main(["plot", str(run), "--out", str(data / "curves.png")]) == 0
+    assert (data / "curves.png").stat().st_size > 20_000
+
+
+def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None:
+    def train(*arguments: str) -> None:
+        Trainer(resolve(str(data / "tiny.yaml"), arguments), tmp_path / "run", console=Console(to_stderr=True)).fit()
+
+    train("save.time_limit=1s", "budget.steps=20")  # may or may not stop early
+    train("budget.steps=20")
+    for kind in ("eval", "val"):
+        rows = [
+            {k: v for k, v in row.items() if k != "seconds"}
+            for row in read_metrics(tmp_path / "run")
+            if row["kind"] == kind
+        ]
+        assert rows == [row for row in read_metrics(run) if row["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], ExitCode.CONFIG, "error: nothing to evaluate on — megatoken eval — give --tasks (hellaswag,"),
+        (["--tasks", "helaswag"], ExitCode.CONFIG, "unknown task 'helaswag' — tasks — did you mean hellaswag?"),
+        (["--tasks", "piqa", "--data", "DATA/tasks"], ExitCode.DATA, "no such file — DATA/tasks/piqa.jsonl"),
+        (["--tasks", "piqa", "--data", "DATA/none.jsonl"], ExitCode.DATA, "no such file — DATA/none.jsonl"),
+        (
+            ["--tasks", "piqa", "--data", "DATA/tasks/lambada.jsonl"],
+            ExitCode.DATA,
+            "DATA/tasks/lambada.jsonl:1 — correct",
+        ),
+        (["--tasks", "piqa", "--limit", "-1"], ExitCode.CONFIG, "--limit is -1"),
+        (["--tasks", "piqa", "--split", "val"], ExitCode.CONFIG, "--split has no effect here"),
+        (["--data", "DATA/other", "--examples"], ExitCode.CONFIG, "--examples has no effect here — --examples — leave"),
+        (["--data", "DATA/other", "--fewshot", "3"], ExitCode.CONFIG, "it is for --harness"),
+        (["--data", "DATA/rows.jsonl"], ExitCode.DATA, "rows.jsonl:1 — "),
+        (["--tasks", "piqa", "--nproc", "0"], ExitCode.CONFIG, "--nproc is 0 — --nproc — give 1 or more"),
+        (["--data", "DATA/text.txt", "--split", "train"], ExitCode.CONFIG, "text has no split 'train' — DATA/text.txt"),
+        (["--data", "DATA/nothing"], ExitCode.DATA, "no such file, folder or named corpus"),
+        (["--data", "DATA/foreign.bin"], ExitCode.DATA, "shards were made by tokenizer gpt2 (50,257 ids), the model"),
+        (["--data", "DATA/other"], ExitCode.DATA, "shards were made by tokenizer bpe:300"),
+        (["--tasks", "piqa", "--harness"], ExitCode.CONFIG, "lm-evaluation-harness is not installed — --harness — pip"),
+    ],
+)
+def test_wrong_input_is_a_one_line_error(
+    run: Path,
+    data: Path,
+    arguments: list[str],
+    code: ExitCode,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatoken.eval.lm_eval_adapter.lm_eval", None)
+    assert main(["eval", str(run), *(argument.replace("DATA", str(data)) for argument in arguments)]) == code
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error
+    assert message.replace("DATA", str(data)) in error
+
+
+def test_run_with_a_wrong_task_stops_before_training(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine line"}\n{"text": 3}\n')
+    for arguments, message in (
+        (["evaluate.tasks=lambda"], r"unknown task 'lambda' — tasks — did you mean lambada\?"),
+        (["evaluate.tasks=lambada", f"evaluate.tasks_data={tmp_path}/bad.jsonl"], r"bad\.jsonl:2 — correct"),
+    ):
+        with pytest.raises(MegatokenError, match=message):
+            Trainer(
+                resolve(str(data / "tiny.yaml"), arguments), tmp_path / "run", console=Console(to_stderr=True)
+            ).fit()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

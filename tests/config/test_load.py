@@ -1,0 +1,173 @@
+"""Recipes: every value has an origin, every mistake a line."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatoken.config.load import changed_settings, format_value, list_recipes, load_config, render, resolve
+from megatoken.config.presets import PRESETS
+from megatoken.errors import ExitCode, MegatokenError
+
+RECIPE = """\
+model:
+  preset: gpt2-124m
+  n_layer: 2
+data: {path: somewhere}
+budget:
+  steps: 10
+  batch_tokens: 2048
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "r.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_origins(tmp_path: Path) -> None:
+    path = write(tmp_path, RECIPE)
+    resolved = resolve(path, ["optim.lr=1e-3", "model.n_layer=3"])
+    assert resolved.config.model.n_layer == 3
+    assert resolved.origins["model.n_layer"] == "command line"
+    assert resolved.origins["model.d_model"] == "preset gpt2-124m"
+    assert resolved.origins["data.path"] == f"{path}:4"
+    assert resolved.origins["seed"] == "default"
+
+
+def test_rendered_config_loads_again(tmp_path: Path) -> None:
+    resolved = resolve(
+        write(tmp_path, RECIPE), ['sample.prompt=a: b # c\n"d"', "save.time_limit=90m", "optim.lr=1e-05"]
+    )
+    again = resolve(write(tmp_path, render(resolved.config, resolved.origins)))
+    assert again.config == resolved.config
+
+
+@pytest.mark.parametrize(
+    "text", ["*.npy", "-", "---", "\U0001f600", "a\u2028b\x85\x7f\ufeff\0", "\udc80", "#", "", "x" * 300, "?"]
+)
+def test_any_text_is_rendered_so_that_it_loads_again(tmp_path: Path, text: str) -> None:
+    resolved = resolve(write(tmp_path, RECIPE), [f"data.path={text}", f"sample.prompt={text}"])
+    again = resolve(write(tmp_path, render(resolved.config, resolved.origins)))
+    assert again.config == resolved.config
+
+
+@given(st.text(st.characters(codec=None)))
+def test_any_text_is_read_back_from_yaml(text: str) -> None:
+    node = yaml.compose(f"key: {format_value(text)}  # a comment\n")
+    assert node.value[0][1].value == text
+
+
+def test_origin_is_a_comment_of_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "two\nlines: \udc80"
+    folder.mkdir()
+    resolved = resolve(write(folder, RECIPE))
+    assert resolve(write(tmp_path, render(resolved.config, resolved.origins))).config == resolved.config
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_shipped_recipes_resolve(name: str) -> None:
+    resolved = resolve(name)
+    assert resolved.config.data.path
+    text = (Path(__file__).parents[2] / "src/megatoken/config/recipes" / f"{name}.yaml").read_text()
+    assert "FLOP" in text.split("version:")[0], "a recipe opens with its cost"
+    assert "megatoken prepare" in text
+
+
+def test_recipe_names() -> None:
+    promised = {"quickstart", "shakespeare", *(p for p in PRESETS if p.startswith("gpt2"))}
+    promised |= {"gpt3-125m", "gpt3-350m", "gpt3-760m", "gpt3-1.3b", "llama-5m", "llama-110m"}
+    assert promised <= set(list_recipes())
+
+
+def test_override_replaces_the_length_of_the_run(tmp_path: Path) -> None:
+    run = resolve(write(tmp_path, RECIPE), ["budget.tokens=1e6"]).config
+    assert (run.budget.steps, run.budget.tokens) == (0, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "output"),
+    [
+        ("model:\n  n_layers: 3\n", "unknown key 'model.n_layers' — {}:2 — did you mean 'model.n_layer'?"),
+        ("modle:\n  n_layer: 3\n", "unknown key 'modle.n_layer' — {}:2 — did you mean 'model.n_layer'?"),
+        ("lr: 3\n", "unknown key 'lr' — {}:1 — did you mean 'optim.lr'?"),
+        ("model:\n  n_layer: x\n", "model.n_layer: expected a whole number, got 'x' — {}:2"),
+        ("model:\n  n_layer: [1]\n", "model.n_layer is neither a value nor a section of field: value lines — {}:2"),
+        ("model:\n  n_layer: 2\n  n_layer: 3\n", "key 'model.n_layer' is given twice — {}:3 — first given at {}:2"),
+        ("model: 3\n", "unknown key 'model' — {}:1"),
+        ("- a\n", "the recipe is neither a value nor a section of field: value lines — {}:1"),
+        ("model:\n  n_layer: 'a\n", "not valid YAML"),
+        ("a: &x 1\nb: *x\n", "not valid YAML: tags, anchors and aliases are not read — {}:1"),
+        (
+            "seed: !!python/object/apply:os.system ['true']\n",
+            "not valid YAML: tags, anchors and aliases are not read — {}:1",
+        ),
+        ("version: 9\nmodel:\n  n_layer: 1\n", "recipe is of version 9, this megatoken reads version 1 — {}:1"),
+        ("\tmodel: 1\n", "not valid YAML"),
+        ("? [1]\n: 2\n", "the recipe is neither a value nor a section"),
+        ("model:\n  d_model: 100\n", "model.n_head: 12 heads do not divide d_model 100"),
+        ("model:\n  seq_len: 1000\n", "batch_tokens 524288 is not a multiple of seq_len 1000"),
+        ("", "budget.steps: no length given"),
+    ],
+)
+def test_mistakes_name_file_and_line(tmp_path: Path, text: str, output: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(MegatokenError) as error:
+        resolve(path)
+    assert error.value.code == ExitCode.CONFIG
+    assert output.replace("{}", path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"\x00", b"a" * (2 << 20), b"[" * 100_000])
+def test_invalid_yaml_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(data)
+    with pytest.raises(MegatokenError) as error:
+        resolve(str(path))
+    assert error.value.code == ExitCode.CONFIG
+
+
+def test_unknown_recipe_suggests_the_nearest() -> None:
+    with pytest.raises(MegatokenError, match=r"did you mean 'quickstart'"):
+        resolve("quikstart")
+    with pytest.raises(MegatokenError, match=r"no recipe named 'nowhere/x\.yaml'"):
+        resolve("nowhere/x.yaml")
+    with pytest.raises(MegatokenError, match=r"cannot read recipe: File name too long"):
+        resolve("x" * 256)
+
+
+def test_override_mistakes() -> None:
+    with pytest.raises(
+        MegatokenError, match=r"unknown key 'modle.n_layer' — command line — did you mean 'model.n_layer'"
+    ):
+        resolve("quickstart", ["modle.n_layer=3"])
+    with pytest.raises(MegatokenError, match="cannot read override 'fast'"):
+        resolve("quickstart", ["fast"])
+
+
+def test_changed_settings_lists_run_defining_fields_only() -> None:
+    old = resolve("quickstart", ["optim.lr=3e-3"]).config
+    new = resolve("quickstart", ["optim.lr=1e-4", "machine.micro_batch=1", "data.path=/moved", "save.every=7"]).config
+    assert changed_settings(old, new) == ["optim.lr: 0.003 -> 0.0001"]
+
+
+def test_initial_weights_of_a_resume_may_be_left_out_but_not_be_others() -> None:
+    old, new, other = (load_config("quickstart", f"model.init={name}") for name in ("a", "", "b"))
+    assert changed_settings(old, new) == []
+    assert changed_settings(old, other) == ["model.init: a -> b"]
+    assert changed_settings(new, other) == ['model.init: "" -> b']
+
+
+def test_old_and_new_name_of_a_field_together_are_refused(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "optim:\n  floor: 0.1\n  min_lr_ratio: 0.2\n")
+    with pytest.raises(MegatokenError, match=r"key 'optim.min_lr_ratio' is given twice .* first given at .*:2"):
+        resolve(recipe)
+
+
+def test_load_config_warns_of_an_old_name() -> None:
+    with pytest.warns(UserWarning, match=r"optim.floor is now called optim.min_lr_ratio"):
+        assert load_config("quickstart", "optim.floor=0.1").optim.min_lr_ratio == 0.1

@@ -1,0 +1,99 @@
+"""Small models with random values in every parameter, biases and norms too, so that no mix-up goes unnoticed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, normalizers, processors
+
+from megatoken.checkpoint.save import save_state
+from megatoken.config.model_config import ModelConfig
+from megatoken.convert.llmc import write_llmc
+from megatoken.data.tokenizer import Tokenizer, load_tokenizer
+from megatoken.model.gpt import GPT
+from megatoken.train.state import build_state
+from tests.tiny_model import CPU, tiny_config
+
+BYTES = 257  # ids of the tokenizer of bytes: not a multiple of any tile size
+TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=BYTES, seq_len=24)
+NANOGPT = replace(TINY_GPT, mlp="gelu-erf")
+_LLAMA = replace(
+    TINY_GPT, n_head=4, n_kv_head=2, d_ff=96, norm="rmsnorm", norm_eps=1e-6, pos_emb="rotary", mlp="swiglu", bias=False
+)
+FAMILIES = {
+    "gpt2": TINY_GPT,
+    "nanogpt": replace(NANOGPT, bias=False),
+    "gpt2-untied": replace(TINY_GPT, tie_embeddings=False, norm_eps=1e-6),
+    "llama-tied": replace(_LLAMA, rope_theta=500.0, rope_factor=8.0, rope_context=12),  # scaled as LLaMA 3.1 is
+    "llama-untied": replace(_LLAMA, n_kv_head=1, tie_embeddings=False),
+    "llama-biased": replace(_LLAMA, n_kv_head=0, bias=True),
+}
+# Fixed settings, so that nothing is benchmarked first.
+UNCHOSEN = [
+    "machine.device=cpu",
+    "machine.precision=fp32",
+    "machine.gemm_backend=torch",
+    "machine.attention=explicit",
+    "machine.threads=1",
+    "log.plots=false",
+]
+
+
+def draw_model(model_config: ModelConfig = TINY_GPT, seed: int = 0) -> GPT:
+    """A model with random weights; its padding rows would win every argmax if they were used."""
+    model = GPT(model_config, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        for weight in (model.tokens.weight, model.lm_head_weight):
+            weight[model_config.vocab_size :] = 100.0
+    return model.eval()
+
+
+def byte_tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+def llama_tokenizer() -> Tokenizer:
+    """SentencePiece as in LLaMA: words begin with U+2581, <s> comes first, decoding drops the first space."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
+    merges: list[tuple[str, str]] = []
+    for word in ("\u2581the", "\u2581king", "\u2581their"):
+        for end in range(1, len(word)):
+            vocabulary.setdefault(word[end], len(vocabulary))
+            vocabulary.setdefault(word[:end], len(vocabulary))
+            merges += [(word[:end], word[end])] if (word[:end], word[end]) not in merges else []
+        vocabulary.setdefault(word, len(vocabulary))
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(inner, "llama", 2)
+
+
+def save_llmc(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
+    """Write a model as llm.c's model.bin with its tokenizer beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (tokenizer or byte_tokenizer()).save(folder)
+    write_llmc(folder / "model.bin", model, "fp32")
+    return folder / "model.bin"
+
+
+def save_run(folder: Path, model: GPT) -> Path:
+    """Write a checkpoint with the byte tokenizer, as a run would."""
+    byte_tokenizer().save(folder / "tokenizer")
+    (folder / "config.yaml").touch()
+    state = build_state(model, tiny_config(), CPU)
+    return save_state(
+        folder / "checkpoints", state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={}
+    )
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference as a share of the largest value."""
+    return float((found - expected).detach().abs().max() / expected.detach().abs().max())

@@ -1,0 +1,253 @@
+"""Exports to Hugging Face: logits, gradients and greedy text in transformers; a failed export leaves nothing."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from megatoken.cli.main import main
+from megatoken.console import Console
+from megatoken.convert.export import export
+from megatoken.convert.hf.export import TOLERANCE, write_hf
+from megatoken.convert.hf.families import choose_family
+from megatoken.convert.hf.load import load_hf
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.model.gpt import GPT
+from megatoken.model.loss import cross_entropy
+from megatoken.sampling.generate import generate_ids
+from tests.convert.models import BYTES, FAMILIES, TINY_GPT, byte_tokenizer, draw_model, relative, save_run
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.randint(BYTES, (2, 20), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # hundreds of small steps, that a second thread slows down
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT, Path]:
+    """A model of every family, and the folder it is exported to."""
+    folder = tmp_path_factory.mktemp("export")
+    model = draw_model(FAMILIES[request.param])
+    answer = export(str(save_run(folder / "run", model)), "hf", folder / "hf", "fp32", Console(quiet=True))
+    assert answer["verified"]
+    assert answer["max_relative_difference"] <= TOLERANCE
+    return model, folder / "hf"
+
+
+@pytest.fixture
+def reloaded(exported: tuple[GPT, Path]) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(exported[1]).eval()
+
+
+def test_logits_and_gradients_are_equal(exported: tuple[GPT, Path], reloaded: Any) -> None:
+    model = exported[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="transformers")
+        output = reloaded(IDS, labels=IDS)
+    output.loss.backward()
+    hidden = model(IDS[:, :-1])
+    total, count = cross_entropy(hidden, model.lm_head_weight, IDS[:, 1:], vocab_size=BYTES, chunk=7)
+    (total / count).backward()
+    assert relative(model.lm_head(hidden), output.logits[:, :-1]) <= TOLERANCE
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    theirs = dict(reloaded.named_parameters())
+    views = choose_family(model.config).view_params(ours, model.config)
+    assert views.keys() == {name for name in theirs if model.config.bias or not name.endswith(".bias")}
+    for name, view in views.items():
+        assert relative(view, theirs[name].grad) <= 1e-4, name
+    model.zero_grad(set_to_none=True)
+
+
+def test_greedy_text_is_the_same_without_padding_ids(exported: tuple[GPT, Path], reloaded: Any) -> None:
+    prompt = IDS[:1, :4]
+    reloaded.generation_config.eos_token_id = None
+    theirs = reloaded.generate(prompt, max_new_tokens=16, do_sample=False)[0, 4:].tolist()
+    ours = generate_ids(exported[0], prompt[0].tolist(), max_new_tokens=16, temperature=0)[0]
+    assert ours == theirs
+    drawn = generate_ids(exported[0], prompt[0].tolist(), max_new_tokens=16, temperature=2.0, num_samples=8, seed=1)
+    assert max(map(max, drawn)) < BYTES  # padding rows of the model have weights of 100
+
+
+def test_the_folder_holds_no_padding_and_loads_silently(
+    exported: tuple[GPT, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported[1]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == BYTES
+    tensors = load_file(folder / "model.safetensors")
+    assert {len(tensors[name]) for name in tensors if "wte" in name or "embed" in name or "lm_head" in name} == {BYTES}
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    generation = transformers.GenerationConfig.from_pretrained(folder)
+    assert generation.eos_token_id == generation.pad_token_id == byte_tokenizer().eot
+    assert tokenizer("né\n")["input_ids"] == list("né\n".encode())
+    assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (256, 24)
+    printed = capfd.readouterr()
+    assert printed.out + printed.err == ""
+
+
+def test_round_trip(exported: tuple[GPT, Path]) -> None:
+    model, folder = exported
+    again, _ = load_hf(str(folder))
+    assert replace(again.config, bias=model.config.bias) == model.config  # transformers' GPT-2 always has biases: zeros
+    ours = model.state_dict()
+    for name, tensor in again.state_dict().items():
+        rows = BYTES if name in ("tokens.weight", "head.weight") else len(tensor)
+        expected = ours.get(name, torch.zeros_like(tensor))
+        assert torch.equal(tensor[:rows], expected[:rows]), name
+        assert not tensor[rows:].any()
+    loaded = load_pretrained(str(folder), print)
+    assert loaded.tokenizer.shares_ids(byte_tokenizer())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_of_transformers_has_the_same_gradients_and_text(tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rope = {"rope_type": "llama3", "rope_theta": 300.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = transformers.LlamaConfig(
+        vocab_size=BYTES,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=40,
+        tie_word_embeddings=tied,
+        rope_parameters=rope | {"original_max_position_embeddings": 16},
+    )
+    reference = transformers.LlamaForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path)
+    model, _ = load_hf(str(tmp_path))
+    assert (model.config.kv_heads, model.config.tie_embeddings, model.config.rope_factor, model.config.seq_len) == (
+        2,
+        tied,
+        4.0,
+        40,
+    )
+    output = reference(IDS, labels=IDS)
+    output.loss.backward()
+    hidden = model(IDS)
+    assert relative(model.lm_head(hidden), output.logits) <= TOLERANCE
+    total, count = cross_entropy(hidden[:, :-1], model.lm_head_weight, IDS[:, 1:], vocab_size=BYTES, chunk=0)
+    (total / count).backward()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    theirs = dict(reference.named_parameters())
+    for name, view in choose_family(model.config).view_params(ours, model.config).items():
+        assert relative(view, theirs[name].grad) <= 1e-4, name
+    prompt = IDS[:1, :4]
+    text = reference.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert generate_ids(model, prompt[0].tolist(), max_new_tokens=16, temperature=0)[0] == text[0, 4:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is None: expected a number"),
+        ({"rope_theta": "big"}, "rope_theta is 'big': expected a number"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported"),
+        ({"attention_bias": True}, r"q_proj\.bias is missing"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3 of keys and values"),
+        ({"num_key_value_heads": None}, r"k_proj\.weight is \(16, 32\), its sizes say \(32, 32\)"),
+        ({"tie_word_embeddings": True}, r"lm_head\.weight differs from the token embedding"),
+        ({"model_type": "mistral"}, "model_type 'mistral' is not supported .* supported: gpt2 and llama"),
+    ],
+)
+def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    model_config = replace(FAMILIES["llama-untied"], n_kv_head=2)
+    write_hf(tmp_path, draw_model(model_config), byte_tokenizer(), "fp32")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(MegatokenError, match=message) as caught:
+        load_hf(str(tmp_path))
+    assert caught.value.code == ExitCode.CHECKPOINT
+
+
+def test_a_mix_of_switches_that_transformers_lacks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = save_run(tmp_path / "run", draw_model(replace(TINY_GPT, norm="rmsnorm")))
+    assert main(["export", str(name), "--out", str(tmp_path / "hf")]) == ExitCode.CONFIG
+    assert "error: no model of transformers has rmsnorm, learned positions, gelu" in capsys.readouterr().err
+    assert main(["export", str(name), "--to", "llmc", "--out", str(tmp_path / "hf")]) == ExitCode.CONFIG
+    assert "llm.c computes GPT-2 alone, this model has norm rmsnorm, not layernorm" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_unused_ids_are_left_out(tmp_path: Path) -> None:
+    model = draw_model(replace(TINY_GPT, vocab_size=300))  # 43 ids more than the tokenizer has
+    export(str(save_run(tmp_path / "run", model)), "hf", tmp_path / "hf", "fp32", Console(quiet=True))
+    assert load_hf(str(tmp_path / "hf"))[0].config == TINY_GPT
+
+
+def test_bf16_export_is_compared_as_written(tmp_path: Path) -> None:
+    name = save_run(tmp_path / "run", draw_model())
+    answer = export(str(name), "hf", tmp_path / "hf", "bf16", Console(quiet=True))
+    assert answer["max_relative_difference"] <= TOLERANCE
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert torch.equal(tensors["transformer.ln_f.bias"], draw_model().norm.bias.bfloat16())
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("target", ["folder", "file", "link"])
+def test_a_target_that_exists_is_left_alone(tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, out = save_run(tmp_path / "run", draw_model()), tmp_path / "out"
+    {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}[target]()
+    assert main(["export", str(name), "--to", "hf", "--out", str(out)]) == ExitCode.STORAGE
+    assert capsys.readouterr().err == (
+        f"error: the export's target exists — {out} — choose another --out, or remove it first\n"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = save_run(tmp_path / "run", draw_model())
+    monkeypatch.setattr("megatoken.convert.hf.export.TOLERANCE", -1.0)
+    with pytest.raises(MegatokenError, match=r"logits differ in transformers by .* of the largest") as caught:
+        export(str(name), "hf", tmp_path / "hf", "fp32", Console(quiet=True))
+    assert caught.value.code == ExitCode.CHECKPOINT
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    name = save_run(tmp_path / "run", draw_model())
+    monkeypatch.setattr("megatoken.convert.hf.export.save_file", fail)
+    assert main(["export", str(name), "--out", str(tmp_path / "hf")]) == ExitCode.STORAGE
+    assert "cannot write the export: I/O error: No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert main(["export", str(name), "--out", str(tmp_path / ("x" * 300))]) == ExitCode.STORAGE
+    assert "cannot write the export: File name too long" in capsys.readouterr().err
+
+
+def test_without_transformers_verified_is_false(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = save_run(tmp_path / "run", draw_model())
+    monkeypatch.setitem(sys.modules, "transformers", None)  # import finds nothing
+    assert main(["export", str(name), "--to", "hf", "--out", str(tmp_path / "hf"), "--json"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["verified"] is False
+    assert "NOT VERIFIED, because transformers is not installed" in printed.err
+    assert load_hf(str(tmp_path / "hf"))[0].config == TINY_GPT

@@ -1,0 +1,187 @@
+"""llm.c's checkpoints: the bytes of its format, both ways, and errors for damaged files."""
+
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatoken.console import Console
+from megatoken.convert.export import export
+from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.model.gpt import GPT
+from megatoken.model.loss import cross_entropy
+from tests.convert.models import BYTES, TINY_GPT, byte_tokenizer, draw_model, save_llmc
+
+PADDED = 384
+
+
+def equal(one: GPT, other: GPT) -> bool:
+    """Whether two models have the same weights, padding aside."""
+    theirs = other.state_dict()
+    return all(
+        torch.equal(*(t[:BYTES] if name == "tokens.weight" else t for t in (tensor, theirs[name])))
+        for name, tensor in one.state_dict().items()
+    )
+
+
+def test_bytes_are_those_of_the_format(tmp_path: Path) -> None:
+    model = draw_model()
+    write_llmc(tmp_path / "m.bin", model, "fp32")
+    raw = (tmp_path / "m.bin").read_bytes()
+    assert struct.unpack("<8i", raw[:32]) == (20240326, 3, 24, BYTES, 2, 2, 32, PADDED)
+    assert not any(raw[32:1024])
+    values = np.frombuffer(raw[1024:], dtype="<f4")
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    rows = PADDED * 32
+    np.testing.assert_array_equal(values[: BYTES * 32], state["tokens.weight"][:BYTES].ravel())
+    assert not values[BYTES * 32 : rows].any()  # our padding rows are not written
+    begin = rows + 24 * 32
+    np.testing.assert_array_equal(values[begin : begin + 32], state["blocks.0.norm1.weight"])
+    np.testing.assert_array_equal(values[begin + 32 : begin + 64], state["blocks.1.norm1.weight"])
+    np.testing.assert_array_equal(values[-32:], state["norm.bias"])
+    assert len(values) == sum(t.size for t in state.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_written_and_read_back_equal(tmp_path: Path, dtype: str) -> None:
+    model = draw_model()
+    write_llmc(tmp_path / "m.bin", model, dtype)
+    again = read_llmc(tmp_path / "m.bin")
+    assert again.config == TINY_GPT
+    assert struct.unpack("<2i", (tmp_path / "m.bin").read_bytes()[:8]) == (20240326, {"fp32": 3, "bf16": 5}[dtype])
+    if dtype == "bf16":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    assert equal(again, model)
+    assert not again.tokens.weight[BYTES:].any()
+
+
+def test_export_and_load(tmp_path: Path) -> None:
+    name = save_llmc(tmp_path / "first", draw_model())
+    answer = export(str(name), "llmc", tmp_path / "second", "bf16", Console(quiet=True))
+    assert answer["verified"]
+    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == [
+        "gpt2_tokenizer.bin",
+        "megatoken_tokenizer.json",
+        "model.bin",
+        "tokenizer.json",
+    ]
+    loaded = load_pretrained(str(tmp_path / "second" / "model.bin"), print)
+    assert loaded.tokenizer.shares_ids(byte_tokenizer())
+    assert loaded.model.config == TINY_GPT
+
+
+def test_export_of_a_loaded_model_leaves_it_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_llmc(tmp_path / "first", draw_model(replace(TINY_GPT, vocab_size=300)))  # 43 ids without a token
+    loaded = load_pretrained(path)
+    with pytest.warns(UserWarning, match="43 ids"):
+        answer = export(loaded, "llmc", tmp_path / "second", "bf16")
+    assert (answer["verified"], answer["ids_left_out"], answer["source"]) == (True, 43, str(path))
+    assert loaded.model.config.vocab_size == 300
+    assert torch.equal(loaded.model.norm.bias, load_pretrained(path).model.norm.bias)  # not rounded
+    assert load_pretrained(tmp_path / "second" / "model.bin").model.config == TINY_GPT
+    assert capsys.readouterr().out == ""
+
+
+def test_tokenizer_file(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "t.bin", byte_tokenizer())
+    raw = (tmp_path / "t.bin").read_bytes()
+    assert struct.unpack("<4i", raw[:16]) == (20240328, 2, BYTES, 256)
+    assert raw[1024:1028] == b"\x01\x00\x01\x01"
+    assert raw.endswith(b"\x01\xff\x0d<|endoftext|>")
+
+
+def test_only_gpt2_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(MegatokenError, match="this model has d_ff 64, not 128 — --to llmc — export it with --to hf"):
+        write_llmc(tmp_path / "m.bin", draw_model(replace(TINY_GPT, d_ff=64)), "fp32")
+
+
+def set_int(position: int, value: int) -> Callable[[bytes], bytes]:
+    return lambda raw: raw[: 4 * position] + struct.pack("<i", value) + raw[4 * position + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw[:-1], r"damaged: 1[\d,]+ bytes, its header says"),
+        (lambda raw: raw + b"\0", r"damaged: 1[\d,]+ bytes, its header says"),
+        (lambda raw: raw[:500], r"damaged: 500 bytes, its header says"),
+        (lambda raw: b"", "shorter than its header"),
+        (set_int(0, 20240520), "not llm.c's checkpoint .*: magic number 20240520"),
+        (set_int(1, 2), r"of version 3 \(fp32\) or 5 \(bf16\): .*, version 2"),
+        (set_int(1, 5), r"damaged: 155,136 bytes, its header says 78,080"),
+        (set_int(4, 0), r"damaged: .*n_layer 0"),
+        (set_int(5, 5), r"damaged: .*n_head 5"),
+        (set_int(7, 200), r"damaged: .*padded to 200"),
+        (set_int(400, 0x7FC00000), r"tokens\.weight \(torch\.float32\) holds values that are not finite"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+    path = save_llmc(tmp_path, draw_model())
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(MegatokenError, match=message) as caught:
+        load_pretrained(str(path), print)
+    assert caught.value.code == ExitCode.CHECKPOINT
+    assert str(path) in str(caught.value)
+
+
+def test_absent_file_and_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(MegatokenError, match=r"cannot read llm\.c's checkpoint: No such file"):
+        load_pretrained(str(tmp_path / "absent.bin"), print)
+    path = save_llmc(tmp_path, draw_model(replace(TINY_GPT, vocab_size=200)))
+    with pytest.raises(MegatokenError, match="tokenizer has 257 ids, the model only 200"):
+        load_pretrained(str(path), print)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(MegatokenError, match="no tokenizer beside a model with 200 token ids"):
+        load_pretrained(str(path), print)
+
+
+MAIN = r"""
+#define TESTING
+#include "train_gpt2.c"
+int main(int argc, char **argv) {
+    GPT2 model;
+    gpt2_build_from_checkpoint(&model, argv[1]);
+    int B = 2, T = 8, inputs[16], targets[16];
+    for (int i = 0; i < 16; i++) { inputs[i] = i * 13 % 257; targets[i] = (i * 13 + 13) % 257; }
+    gpt2_forward(&model, inputs, targets, B, T);
+    printf("loss %.7f\n", model.mean_loss);
+    Tokenizer tokenizer;
+    tokenizer_init(&tokenizer, argv[2]);
+    printf("eot %d token %s\n", tokenizer.eot_token, tokenizer_decode(&tokenizer, 'A'));
+    return 0;
+}
+"""
+
+
+def test_llmc_itself_reads_the_file_and_computes_the_same_loss(tmp_path: Path) -> None:
+    """Builds llm.c's own CPU program around its reader; LLMC_CHECKOUT is where its sources are."""
+    checkout = os.environ.get("LLMC_CHECKOUT")
+    if not checkout or not shutil.which("gcc"):
+        pytest.skip("LLMC_CHECKOUT names no checkout of karpathy/llm.c, or there is no gcc")
+    model = draw_model()
+    name = save_llmc(tmp_path, model)
+    write_tokenizer(tmp_path / "t.bin", byte_tokenizer())
+    (tmp_path / "reader.c").write_text(MAIN)
+    build = ["gcc", "-O1", "-w", f"-I{checkout}", "-o", tmp_path / "reader", tmp_path / "reader.c", "-lm"]
+    subprocess.run(build, check=True)
+    printed = subprocess.run(
+        [tmp_path / "reader", name, tmp_path / "t.bin"], capture_output=True, text=True, check=True
+    )
+    assert "eot 256 token A" in printed.stdout
+    loss = float(printed.stdout.partition("loss ")[2].split()[0])
+    ids = torch.arange(16) * 13
+    total, count = cross_entropy(
+        model((ids % 257).view(2, 8)), model.lm_head_weight, ((ids + 13) % 257).view(2, 8), vocab_size=BYTES, chunk=0
+    )
+    assert loss == pytest.approx(float(total.detach() / count), rel=1e-5)

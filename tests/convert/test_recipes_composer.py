@@ -1,0 +1,365 @@
+"""Composer's and llm-foundry's files: their translation field by field, and equal weight decay."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.cli.main import main
+from megatoken.config.schema import OptimConfig, flatten
+from megatoken.convert.recipes.composer import translate_composer
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.optim.optimizer import build_optimizer
+from tests.convert.models import UNCHOSEN
+
+GPT3_350M = """\
+# The GPT-3 350M of MosaicML's post, in the form of Composer's own files.
+train_dataset:
+  c4:
+    split: train
+    max_seq_len: 2048
+    tokenizer_name: gpt2
+    shuffle: true
+val_dataset:
+  c4:
+    split: validation
+    max_samples: 102400
+    max_seq_len: 2048
+    tokenizer_name: gpt2
+model:
+  gpt2:
+    use_pretrained: false
+    tokenizer_name: gpt2
+    model_config:
+      activation_function: gelu_new
+      architectures:
+        - GPT2LMHeadModel
+      attn_pdrop: 0.0
+      bos_token_id: 50256
+      embd_pdrop: 0.0
+      eos_token_id: 50256
+      initializer_range: 0.02
+      layer_norm_epsilon: 1.0e-05
+      model_type: gpt2
+      n_embd: 1024
+      n_head: 16
+      n_inner: 4096
+      n_layer: 24
+      n_positions: 2048
+      resid_pdrop: 0.0
+      scale_attn_weights: true
+      summary_activation: null
+      task_specific_params:
+        text-generation:
+          do_sample: true
+      vocab_size: 50257
+optimizers:
+  decoupled_adamw:
+    lr: 3.0e-4
+    betas:
+      - 0.9
+      - 0.95
+    eps: 1.0e-08
+    weight_decay: 1.0e-5
+schedulers:
+  - cosine_decay_with_warmup:
+      t_warmup: 0.01dur
+max_duration: 20000ba
+train_batch_size: 256
+grad_accum: auto
+precision: bf16
+seed: 17
+dataloader:
+  pin_memory: true
+deepspeed_config:
+  zero_optimization:
+    stage: 0
+algorithms:
+  gradient_clipping:
+    clipping_type: "norm"
+    clipping_threshold: 1.0
+eval_interval: 1000ba
+"""
+
+FOUNDRY = """\
+variables:
+  global_seed: 17
+  max_seq_len: 128
+run_name: tiny-mpt
+model:
+  name: mpt_causal_lm
+  init_device: meta
+  d_model: 64
+  n_heads: 2
+  n_layers: 2
+  expansion_ratio: 4
+  max_seq_len: ${max_seq_len}
+  vocab_size: 50368
+  attn_config:
+    alibi: false
+tokenizer:
+  name: EleutherAI/gpt-neox-20b
+train_loader:
+  name: text
+  dataset:
+    local: ./my-copy-c4
+scheduler:
+  name: linear_decay_with_warmup
+  t_warmup: 100ba
+  alpha_f: 0.1
+optimizer:
+  name: adamw
+  lr: 6.0e-4
+max_duration: 10e6tok
+eval_interval: 1ep
+eval_subset_num_batches: 10
+eval_loader:
+  name: text
+device_eval_batch_size: 16
+global_train_batch_size: 8
+seed: ${variables.global_seed}
+device_train_microbatch_size: auto
+precision: amp_bf16
+fsdp_config:
+  sharding_strategy: FULL_SHARD
+callbacks:
+  lr_monitor: {}
+save_interval: 500ba
+save_num_checkpoints_to_keep: 3
+save_folder: ./tiny/checkpoints
+"""
+
+
+def line_of(word: str) -> int:
+    """The line of the reference file that a word is on."""
+    return next(n for n, line in enumerate(GPT3_350M.splitlines(), 1) if word in line)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    return path
+
+
+def translated_values(path: Path) -> dict[str, str]:
+    resolved = translate_composer(path).resolve([])
+    values = {key: str(value) for key, value in flatten(resolved.config).items()}
+    return {key: values[key] for key, origin in resolved.origins.items() if origin != "default"}
+
+
+def test_gpt3_350m_field_by_field(tmp_path: Path) -> None:
+    path = write(tmp_path, GPT3_350M)
+    assert translated_values(path) == {
+        "seed": "17",
+        "model.n_layer": "24",
+        "model.n_head": "16",
+        "model.d_model": "1024",
+        "model.d_ff": "4096",
+        "model.seq_len": "2048",
+        "model.vocab_size": "50257",
+        "model.dropout": "0.0",
+        "optim.lr": "0.0003",
+        "optim.schedule": "cosine",
+        "optim.warmup": "0.01dur",
+        "optim.min_lr_ratio": "0.0",
+        "optim.beta1": "0.9",
+        "optim.beta2": "0.95",
+        "optim.eps": "1e-08",
+        "optim.weight_decay": str(1e-5 / 3e-4),
+        "optim.grad_clip": "1.0",
+        "budget.steps": "20000",
+        "budget.batch_tokens": "524288",
+        "machine.precision": "bf16",
+        "evaluate.every": "1000steps",
+    }
+    translation = translate_composer(path)
+    resolved = translation.resolve([])
+    assert resolved.config.optim.warmup.steps(batch_tokens=524288, total_steps=20000) == 200
+    assert resolved.origins["budget.batch_tokens"] == f"{path}:{line_of('train_batch_size')}: x 2048 tokens"
+    assert any("wd = 1e-05 / 0.0003" in note for note in translation.notes)
+
+
+def test_epoch_of_a_truncated_dataset(tmp_path: Path) -> None:
+    text = GPT3_350M.replace("20000ba", "1ep").replace("split: train\n", "split: train\n    max_samples: 5120000\n")
+    values = translated_values(write(tmp_path, text))
+    assert values["budget.tokens"] == str(20000 * 256 * 2048)
+    assert "budget.epochs" not in values
+
+
+def test_weight_decay_equals_decoupled_adamw() -> None:
+    """A weight without a gradient shrinks by 1 - wd lr(t)/lr a step, as in Composer's optimizer."""
+    lr, decoupled, share = 3e-4, 1e-5, 0.37
+    layer = torch.nn.Linear(3, 3, bias=False).double()
+    before = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, OptimConfig(lr=lr, weight_decay=decoupled / lr), implementation="loop")
+    for group in optimizer.param_groups:
+        group["lr"] = lr * share
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), before * (1 - decoupled * share), rtol=1e-15, atol=0)
+
+
+def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
+    path = write(tmp_path, FOUNDRY)
+    assert translated_values(path) == {
+        "seed": "17",
+        "model.n_layer": "2",
+        "model.n_head": "2",
+        "model.d_model": "64",
+        "model.d_ff": "256",
+        "model.seq_len": "128",
+        "model.vocab_size": "50368",
+        "model.mlp": "gelu-erf",
+        "optim.lr": "0.0006",
+        "optim.schedule": "linear",
+        "optim.warmup": "100steps",
+        "optim.min_lr_ratio": "0.1",
+        "optim.beta1": "0.9",
+        "optim.beta2": "0.999",
+        "optim.eps": "1e-08",
+        "optim.weight_decay": "0.01",
+        "optim.grad_clip": "0.0",
+        "budget.tokens": "10000000",
+        "budget.batch_tokens": "1024",
+        "machine.precision": "bf16",
+        "machine.micro_batch": "auto",
+        "evaluate.every": "1ep",
+        "save.every": "500steps",
+        "save.keep_last": "3",
+    }
+    translation = translate_composer(path)
+    assert (translation.name, translation.out) == ("tiny-mpt", Path("tiny/checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "max_duration: 20000ba",
+            "max_durations: 20000ba",
+            r"max_durations is not understood — .*:LINE — did you mean max_duration or ",
+        ),
+        (
+            "max_duration: 20000ba",
+            "max_duration: 20000",
+            r"max_duration 20000 is not supported — .*:LINE — write a number and one of ba, ep, tok",
+        ),
+        ("max_duration: 20000ba", "max_duration: 1dur", "max_duration 1dur is not supported"),
+        ("seed: 17", "seeed: 17", r"seeed is not understood — .*:LINE — did you mean seed"),
+        ("seed: 17", "seed: x", r"seed is 'x', not a whole number — .*:LINE"),
+        ("train_batch_size: 256", "train_batch_size: 2.5", r"train_batch_size is '2\.5', not a whole number"),
+        ("decoupled_adamw", "lion", r"optimizer.name lion is not supported — .*file\.yaml:"),
+        ("cosine_decay_with_warmup", "step", r"scheduler.name step is not supported"),
+        ("t_warmup: 0.01dur", "t_max: 1dur", r"cosine_decay_with_warmup without t_warmup"),
+        ("t_warmup: 0.01dur", "t_warmup: 1ba\n      t_max: 0.5dur", r"scheduler\.t_max 0\.5dur is not supported"),
+        ("gelu_new", "relu", r"activation_function relu is not supported — .*:LINE"),
+        (
+            "embd_pdrop: 0.0",
+            "embd_pdrop: 0.1",
+            r"model\.embd_pdrop is 0\.1, model\.attn_pdrop is 0\.0 at .*: here they are one setting",
+        ),
+        ("n_layer: 24", "n_layers_: 24", r"model\.n_layers_ is not understood .* did you mean model\.n_layers or "),
+        ("precision: bf16", "precision: int8", r"precision int8 is not supported"),
+        ('clipping_type: "norm"', "clipping_type: value", r"clipping_type value is not supported"),
+        (
+            "algorithms:",
+            "algorithms:\n  alibi:\n    max_sequence_length: 8",
+            r"algorithms\.alibi\..* is not understood",
+        ),
+        ("seed: 17", "seed: ${nothing}", r"\$\{nothing\} is not given in the file — .*:LINE"),
+        ("seed: 17", "seed: [", r"not valid YAML: .*file\.yaml:"),
+        ("seed: 17", "seed: inf", r"seed is 'inf', not a whole number"),
+        ("seed: 17", "seed: &a [*a]", "tags, anchors and aliases are not read"),
+        ("seed: 17", "seed: 17\nseed: 18", r"seed is given twice"),
+        (
+            "seed: 17",
+            "seed: 17\nglobal_seed: 18",
+            r"global_seed is 18, seed is 17 at .*:LINE: here they are one setting",
+        ),
+    ],
+)
+def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in GPT3_350M
+    with pytest.raises(MegatokenError, match=message.replace("LINE", rf"{line_of(old)}\b")) as caught:
+        translate_composer(write(tmp_path, GPT3_350M.replace(old, new)))
+    assert caught.value.code == ExitCode.CONFIG
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MegatokenError, match=r"model\.name hf_t5 is not supported"):
+        translate_composer(write(tmp_path, FOUNDRY.replace("mpt_causal_lm", "hf_t5")))
+    with pytest.raises(MegatokenError, match=r"model\.alibi True is not supported"):
+        translate_composer(write(tmp_path, FOUNDRY.replace("alibi: false", "alibi: true")))
+
+
+def test_translated_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, corpus = write(tmp_path, GPT3_350M), tmp_path / "text.txt"
+    corpus.write_text("the cat sat on the mat. " * 400)
+    assert main(["prepare", str(corpus), "--out", str(tmp_path / "data"), "--tokenizer", "bytes"]) == ExitCode.DONE
+    small = ["model.n_layer=1", "model.n_head=2", "model.d_model=32", "model.d_ff=0", "model.seq_len=64"]
+    small += ["model.vocab_size=0", "budget.batch_tokens=256", "budget.steps=2", "machine.micro_batch=4"]
+    small += [*UNCHOSEN, f"data.path={tmp_path / 'data'}"]
+    words = ["train", "--composer", str(path), "--out", str(tmp_path / "run"), *small]
+    assert main(words) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    assert f"weight_decay: {1e-5 / 3e-4}" in printed
+    assert "step 2" in printed
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seed: 17", "seed: 17\nload_path: old.pt\nload_weights_only: true", r"load_path old\.pt is not supported"),
+        ("use_pretrained: false", "use_pretrained: true", r"use_pretrained True is not supported"),
+        (
+            "seed: 17",
+            "seed: 17\ncallbacks:\n  early_stopper:\n    monitor: loss",
+            r"callbacks\.early_stopper\.monitor is not understood",
+        ),
+        ("algorithms:", "algorithms:\n  gated_linear_units: {}", r"algorithms\.gated_linear_units is not understood"),
+        (
+            "max_seq_len: 2048\n    tokenizer_name: gpt2\n    shuffle: true",
+            "max_seq_len: 1024",
+            r"model\.n_positions is 2048, train_dataset\.max_seq_len is 1024 .*: here they are one setting",
+        ),
+        ("max_duration: 20000ba", "max_duration: 1.2.3ba", r"max_duration 1\.2\.3ba is not supported"),
+        ("max_duration: 20000ba", "max_duration: 1e999ba", r"max_duration 1e999ba is not supported"),
+        ("seed: 17", f"seed: {'7' * 5000}", "seed is '777"),
+        (
+            "max_duration: 20000ba",
+            "max_duration: 1ep\ntrain_loader:\n  epoch_size: 10K",
+            r"an epoch of train_loader\.epoch_size 10K has no equal here",
+        ),
+        (
+            "seed: 17",
+            "a: ${b}${b}\n" + "b: " + "${c}" * 200 + "\nc: " + "${d}" * 200 + "\nd: " + "x" * 900 + "\nseed: 17",
+            "over 1,000 characters",
+        ),
+        ("n_embd: 1024", "n_embd: 1000000000000001", "16 heads do not divide"),
+    ],
+)
+def test_what_decides_the_result_is_never_left_out(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in GPT3_350M
+    with pytest.raises(MegatokenError, match=message) as caught:
+        translate_composer(write(tmp_path, GPT3_350M.replace(old, new))).resolve([])
+    assert caught.value.code == ExitCode.CONFIG
+    assert len(str(caught.value)) < 1500
+
+
+def test_deepspeeds_clipping_and_a_dataset_of_so_many_tokens(tmp_path: Path) -> None:
+    text = GPT3_350M.replace("algorithms:\n  gradient_clipping:", "callbacks:\n  lr_monitor: {}\nlogger:\n  x:")
+    text = text.replace("zero_optimization:", "gradient_clipping: 0.5\n  zero_optimization:")
+    text = text.replace("20000ba", "2ep").replace("shuffle: true", "num_tokens: 1000000")
+    resolved = translate_composer(write(tmp_path, text)).resolve([])
+    assert resolved.config.optim.grad_clip == 0.5
+    assert resolved.config.budget.tokens == 2_000_000
+
+
+def test_notes_name_what_differs(tmp_path: Path) -> None:
+    notes = translate_composer(write(tmp_path, FOUNDRY.replace("10e6tok", "3ep"))).notes
+    assert any("MPT draws kaiming_normal_ ones" in note for note in notes)
+    assert "an epoch is one of your data, not of its own" in notes
+    (left_out,) = [note for note in notes if note.startswith("left out")]
+    assert "model.init_device" in left_out
+    assert "train_loader.name" in left_out
+    assert "without effect" not in left_out

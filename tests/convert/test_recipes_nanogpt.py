@@ -1,0 +1,382 @@
+"""nanoGPT: its configuration files read and never run, its checkpoints read without running anything."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatoken.cli.main import main
+from megatoken.config.schema import flatten
+from megatoken.convert.hf.families import GPT2
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.convert.nanogpt import EMBEDDING, read_nanogpt
+from megatoken.convert.recipes.nanogpt import translate_nanogpt
+from megatoken.errors import CheckpointError, ExitCode, MegatokenError
+from megatoken.model.gpt import GPT
+from tests.convert.models import BYTES, NANOGPT, TINY_GPT, byte_tokenizer, draw_model, relative
+
+GPT2_FILE = """\
+# config for training GPT-2 (124M), in nanoGPT's format
+import time
+wandb_log = True
+wandb_run_name='gpt2-124M-' + str(time.time())
+batch_size = 12
+block_size = 1024
+gradient_accumulation_steps = 5 * 8
+max_iters = 600000
+lr_decay_iters = 600000
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10
+weight_decay = 1e-1
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "train_gpt2.py"
+    path.write_text(GPT2_FILE)
+    return path
+
+
+def test_reference_file_field_by_field(config: Path) -> None:
+    translation = translate_nanogpt(f"{config} --bias=True")
+    resolved = translation.resolve([])
+    values = {key: str(value) for key, value in flatten(resolved.config).items()}
+    given = {key: values[key] for key, origin in resolved.origins.items() if origin != "default"}
+    assert given == {
+        "seed": "1337",
+        "model.n_layer": "12",
+        "model.n_head": "12",
+        "model.d_model": "768",
+        "model.seq_len": "1024",
+        "model.mlp": "gelu-erf",
+        "model.bias": "True",
+        "model.dropout": "0.0",
+        "data.path": "data/openwebtext",
+        "optim.lr": "0.0006",
+        "optim.schedule": "cosine",
+        "optim.warmup": "2000steps",
+        "optim.min_lr_ratio": "0.1",
+        "optim.beta1": "0.9",
+        "optim.beta2": "0.95",
+        "optim.eps": "1e-08",
+        "optim.weight_decay": "0.1",
+        "optim.grad_clip": "1.0",
+        "budget.steps": "600000",
+        "budget.batch_tokens": "491520",
+        "machine.micro_batch": "12",
+        "save.every": "1000steps",
+        "save.keep_last": "1",
+        "evaluate.every": "1000steps",
+        "evaluate.tokens": "2457600",
+        "sample.every": "0steps",
+        "log.every": "10steps",
+    }
+    assert resolved.origins["budget.batch_tokens"] == f"{config}:7, {config}:5, {config}:6"
+    assert resolved.origins["optim.warmup"] == "nanoGPT warmup_iters 2000 (default)"
+    assert (resolved.name, translation.out) == ("nanogpt-train_gpt2", None)
+    assert translate_nanogpt(f"{config} --out_dir=there").out == Path("there")
+    assert any("wandb_log, wandb_run_name" in note for note in translation.notes)
+
+
+def test_command_line_overrides_the_file(config: Path) -> None:
+    words = f"{config} --batch_size=4 --compile=False --device=cpu --dtype=float32 --decay_lr=False --bias=True"
+    run = translate_nanogpt(words).resolve([]).config
+    assert (run.budget.batch_tokens, run.machine.micro_batch) == (4 * 1024 * 40, 4)
+    assert (run.machine.compile, run.machine.device, run.machine.precision) == ("off", "cpu", "fp32")
+    assert (run.optim.schedule, run.optim.warmup.value) == ("constant", 0)
+
+
+def test_published_weights(config: Path) -> None:
+    run = translate_nanogpt(f"{config} --init_from=gpt2-xl --decay_lr=False").resolve([]).config
+    assert (run.model.init, run.model.n_layer, run.model.n_head, run.model.d_model) == (
+        "openai-community/gpt2-xl",
+        48,
+        25,
+        1600,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_sizes = 4", r"nanoGPT setting batch_sizes is not understood — .*c\.py:1 — did you mean batch_size or "),
+        (
+            "batch_size = 4\nn_layer = open('x')",
+            r"open\('x'\) would have to be computed by running the file — .*c\.py:2",
+        ),
+        ("n_layer = __import__('os').system('false')", r"\('false'\) would have to be computed by running"),
+        ("for i in range(3): pass", r"not an assignment — .*c\.py:1"),
+        ("print('hello')", r"not an assignment"),
+        ("n_layer = n_head = 3", r"not an assignment"),
+        ("n_layer = 12 // 2", r"12 // 2 would have to be computed"),
+        ("lr_decay_iters = max_iters", r"max_iters would have to be computed"),
+        ("n_layer = 'a' * 10**9", r"would have to be computed"),
+        ("n_layer = 'six'", r"n_layer is 'six', not a whole number"),
+        ("learning_rate = True", r"learning_rate is 'True', not a number"),
+        ("learning_rate = 1e999", r"learning_rate is 'inf', not a number"),
+        ("n_layer = (", r"not Python: .* — .*c\.py:1"),
+        ("eval_only = True", r"eval_only True is not supported — .*c\.py:1 — supported: False"),
+        ("init_from = 'gpt3'", r"init_from gpt3 is not supported .* supported: scratch, resume, gpt2"),
+        ("max_iters = 5000", r"the rate decays over 600000 of 5000 iterations.* — add --lr_decay_iters=5000"),
+        ("learning_rate = 0.0", r"a rate of 0 trains nothing — .*c\.py:1"),
+        ("n_layer = " + "-" * 5000 + "1", r"not Python: .*c\.py:1"),
+        ("n_layer = " + "2 * " * 5000 + "2", r"not Python: .*c\.py:1"),
+        ("n_layer = " + "9" * 5000, r"not Python: Exceeds the limit .*c\.py:1"),
+        ("n_layer = 0x" + "f" * 5000, r"would have to be computed .*c\.py:1"),
+        ("batch_size = 2 * 0x" + "f" * 5000, r"would have to be computed .*c\.py:1"),
+        ("batch_size = 2\n" + "batch_size = batch_size * batch_size\n" * 40, r"would have to be computed .*c\.py:2"),
+        ("init_from = 'resume'", r"out holds no run to resume, .* — .*c\.py:1 — .* model\.init=out/ckpt\.pt"),
+        ("init_from = 'resume'\nout_dir = 'x'", r"x holds no run to resume"),
+        ("dtype = 'int8'", r"dtype int8 is not supported .* supported: float32"),
+    ],
+)
+def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.py"
+    path.write_text(text)
+    with pytest.raises(MegatokenError, match=message) as caught:
+        translate_nanogpt(f"{path} --bias=True")
+    assert len(str(caught.value)) < 500
+    assert caught.value.code == ExitCode.CONFIG
+
+
+def test_absent_file_and_words_without_a_value() -> None:
+    with pytest.raises(MegatokenError, match=r"cannot read it: No such file or directory — absent\.py"):
+        translate_nanogpt("absent.py")
+    with pytest.raises(MegatokenError, match="cannot read '--batch_size'"):
+        translate_nanogpt("--batch_size")
+
+
+def test_data_beside_the_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "data" / "shakespeare").mkdir(parents=True)
+    (tmp_path / "config").mkdir()
+    path = tmp_path / "config" / "c.py"
+    path.write_text("dataset = 'shakespeare'\ndecay_lr = False")
+    run = translate_nanogpt(str(path)).resolve([]).config
+    assert run.data.path == str(tmp_path / "data" / "shakespeare")
+    assert (run.model.mlp, run.model.bias) == ("gelu-erf", False)
+
+
+def test_resume_goes_on_with_a_run_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert translate_nanogpt(f"--init_from=resume --out_dir={tmp_path}").out == tmp_path
+
+
+def test_whole_numbers_are_exact() -> None:
+    assert translate_nanogpt("--n_embd=9007199254740993").assignments["model.d_model"].text == "9007199254740993"
+
+
+def test_config_shows_a_translated_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--nanogpt", f"{config} --bias=True", "--json"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["values"]["budget"]["batch_tokens"] == 491520
+
+
+def to_nanogpt(model: GPT, *, rows: int = BYTES, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The state dict of nanoGPT's model: Linear layers, a tied head, the embedding of so many rows."""
+    tensors = {}
+    for name, view in replace(GPT2, conv1d=()).view_params(dict(model.named_parameters()), model.config).items():
+        tensor = view.clone()
+        if name == EMBEDDING:
+            tensor = torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), 7.0)])
+            tensors[f"{prefix}lm_head.weight"] = tensor
+        tensors[prefix + name] = tensor
+    return tensors
+
+
+def model_args(model: GPT, vocab_size: int) -> dict[str, Any]:
+    model_config = model.config
+    sizes = {
+        "n_layer": model_config.n_layer,
+        "n_head": model_config.n_head,
+        "n_embd": model_config.d_model,
+        "block_size": model_config.seq_len,
+    }
+    return {**sizes, "bias": True, "vocab_size": vocab_size, "dropout": 0.0}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> tuple[GPT, Path]:
+    """A model as nanoGPT's train.py saves it, its tokenizer beside it."""
+    model, folder = draw_model(NANOGPT), tmp_path / "out"
+    byte_tokenizer().save(folder)
+    content = {
+        "model": to_nanogpt(model, prefix="_orig_mod."),
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]},
+        "model_args": model_args(model, BYTES),
+        "iter_num": 250,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"out_dir": "out", "learning_rate": 1e-3},
+    }
+    torch.save(content, folder / "ckpt.pt")
+    return model, folder / "ckpt.pt"
+
+
+def assert_same(found: GPT, expected: GPT, rows: int = BYTES) -> None:
+    for name, tensor in found.state_dict().items():
+        count = rows if name == "tokens.weight" else len(tensor)
+        assert torch.equal(tensor[:count], expected.state_dict()[name][:count]), name
+
+
+@pytest.mark.parametrize("given", ["file", "folder"])
+def test_checkpoint(checkpoint: tuple[GPT, Path], given: str) -> None:
+    model, path = checkpoint
+    loaded = load_pretrained(str(path if given == "file" else path.parent), print)
+    assert loaded.model.config == NANOGPT
+    assert_same(loaded.model, model)
+    assert not loaded.model.tokens.weight[BYTES:].any()
+    assert loaded.tokenizer.shares_ids(byte_tokenizer())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixes_are_stripped(tmp_path: Path, prefix: str) -> None:
+    model = draw_model()
+    tensors = to_nanogpt(model, prefix=prefix) | {f"{prefix}transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)}
+    torch.save({"model": tensors, "model_args": model_args(model, BYTES)}, tmp_path / "ckpt.pt")
+    assert_same(read_nanogpt(tmp_path / "ckpt.pt"), model)
+
+
+def test_padded_vocabulary_becomes_gpt2s(tmp_path: Path) -> None:
+    model = draw_model()
+    tensors = to_nanogpt(model, rows=50304)
+    torch.save({"model": tensors, "model_args": model_args(model, 50304)}, tmp_path / "ckpt.pt")
+    found = read_nanogpt(tmp_path / "ckpt.pt")
+    assert found.config.vocab_size == 50257
+    assert_same(found, model)
+    assert found.tokens.weight[50256, 0] == 7.0
+    assert not found.tokens.weight[50257:].any()
+
+
+def test_build_nanogpt_keeps_its_sizes_in_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("train_gpt2")
+    exec("class GPTConfig: pass", module.__dict__)  # pickled under the name that the script gives it
+    module.GPTConfig.__module__ = "train_gpt2"
+    monkeypatch.setitem(sys.modules, "train_gpt2", module)
+    model, config = draw_model(), module.GPTConfig()
+    config.__dict__.update({k: v for k, v in model_args(model, BYTES).items() if k not in ("bias", "dropout")})
+    torch.save({"model": to_nanogpt(model), "config": config, "step": 9, "val_loss": 3.1}, tmp_path / "model.pt")
+    monkeypatch.delitem(sys.modules, "train_gpt2")
+    found = read_nanogpt(tmp_path / "model.pt")
+    assert_same(found, model)
+    assert found.config == TINY_GPT  # its GELU is GPT-2's
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_model_has_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """NANOGPT_CHECKOUT is where nanoGPT's model.py is."""
+    checkout = os.environ.get("NANOGPT_CHECKOUT")
+    if not checkout:
+        pytest.skip("NANOGPT_CHECKOUT names no checkout of karpathy/nanoGPT")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "nanogpt_model", module)
+    spec.loader.exec_module(module)
+    sizes = model_args(draw_model(), BYTES) | {"bias": bias}
+    torch.manual_seed(0)
+    theirs = module.GPT(module.GPTConfig(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    torch.save({"model": theirs.state_dict(), "model_args": sizes}, tmp_path / "ckpt.pt")
+    ours = read_nanogpt(tmp_path / "ckpt.pt").eval()
+    ids = torch.randint(BYTES, (2, 24))
+    with torch.no_grad():
+        assert relative(ours.logits(ids), theirs(ids, ids)[0]) <= 2e-5
+
+
+class Canary:
+    """Unpickling it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.write_text, (self.path, "executed")
+
+
+def test_code_is_refused_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, canary = draw_model(), tmp_path / "canary"
+    content = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES), "extra": Canary(canary)}
+    torch.save(content, tmp_path / "ckpt.pt")
+    assert main(["sample", str(tmp_path / "ckpt.pt"), "hello"]) == ExitCode.CHECKPOINT
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "it asks to run " in printed
+    assert "and nothing in a checkpoint is run" in printed
+    assert not canary.exists()
+
+
+def test_wrong_files_are_named(checkpoint: tuple[GPT, Path], tmp_path: Path) -> None:
+    model, path = checkpoint
+    raw = path.read_bytes()
+    wrong = tmp_path / "wrong.pt"
+
+    def refuse(message: str) -> None:
+        with pytest.raises(MegatokenError, match=message) as caught:
+            read_nanogpt(wrong)
+        assert caught.value.code == ExitCode.CHECKPOINT
+        assert str(wrong) in str(caught.value)
+
+    refuse("not a file of torch.save, or truncated: .*No such file")
+    for damaged in (raw[:-50], raw[: len(raw) // 2], b"", b"no zip"):
+        wrong.write_bytes(damaged)
+        refuse("not a file of torch.save, or truncated")
+    flipped = bytearray(raw)
+    flipped[raw.index(model.positions.weight.detach().numpy().tobytes()) + 5] ^= 1
+    wrong.write_bytes(flipped)
+    refuse("damaged: the checksum of .* is wrong")
+    good = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}
+    for change, message in (
+        ([1, 2], "it holds no 'model'"),
+        ({"model": good["model"]}, "it holds no 'model' with 'model_args'"),
+        (good | {"model_args": good["model_args"] | {"n_layer": 3}}, r"transformer\.h\.2\.ln_1\.weight is missing"),
+        (good | {"model_args": good["model_args"] | {"n_layer": 1}}, r"transformer\.h\.1\..* say none"),
+        (good | {"model_args": good["model_args"] | {"n_embd": 64}}, r"transformer\.wte\.weight is \(257, 32\), its"),
+        (good | {"model_args": good["model_args"] | {"n_layer": 10**9}}, "its sizes say 1,000,000,000 layers of "),
+        (good | {"model_args": good["model_args"] | {"n_layer": 10**100}}, "n_layer is 'too large'"),
+        (good | {"model_args": good["model_args"] | {"n_embd": 2**40}}, "its sizes say 2 layers of .*, the file holds"),
+        (good | {"model": good["model"] | {1: torch.zeros(1)}}, "it holds no 'model'"),
+        (good | {"model": good["model"] | {"a": "text"}}, "it holds no 'model'"),
+        (good | {"model": good["model"] | {EMBEDDING: torch.tensor(1.0)}}, "it holds no 'model'"),
+        (
+            good | {"model": {name: torch.zeros(1).expand(t.shape) for name, t in good["model"].items()}},
+            "its sizes say 2 layers of .*, the file holds",
+        ),
+        (good | {"model_args": good["model_args"] | {"n_head": 5}}, "5 heads do not divide d_model 32"),
+        (good | {"model_args": good["model_args"] | {"vocab_size": None}}, "vocab_size is None"),
+        (
+            good | {"model": good["model"] | {"lm_head.weight": torch.zeros(257, 32)}},
+            "differs from the token embedding",
+        ),
+    ):
+        torch.save(change, wrong)
+        refuse(message)
+
+
+def test_no_flipped_bit_is_a_traceback(checkpoint: tuple[GPT, Path], tmp_path: Path) -> None:
+    """Bits of the directory, which no checksum covers, each in turn; none gives other weights."""
+    model, path = checkpoint
+    raw, wrong = path.read_bytes(), tmp_path / "wrong.pt"
+    directory = raw.index(b"PK\x01\x02")
+    for bit in range(8 * directory, 8 * len(raw), 89):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        wrong.write_bytes(flipped)
+        with contextlib.suppress(CheckpointError):
+            assert_same(read_nanogpt(wrong), model)
+
+
+def test_a_vocabulary_of_its_own_needs_a_tokenizer(checkpoint: tuple[GPT, Path]) -> None:
+    (checkpoint[1].parent / "tokenizer.json").unlink()
+    with pytest.raises(MegatokenError, match="no tokenizer beside a model with 257 token ids"):
+        load_pretrained(str(checkpoint[1]), print)

@@ -1,0 +1,189 @@
+"""Dry runs against arithmetic, against the same step on real tensors, and against the memory of a real process."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.cli.main import main
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import Config, build_config
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.estimate.dry_run import GPU_MEMORY_GB, dry_run, gpu_memory_bytes
+from megatoken.estimate.memory_tracker import MemoryTracker
+from megatoken.model.flops import count_parameters
+from megatoken.model.gpt import GPT
+from megatoken.train.state import build_state, build_step_config
+from megatoken.train.step import train_step_async
+from tests.tiny_model import CPU
+
+H100 = GPU_MEMORY_GB["h100"] * 1e9
+SMALL = ModelConfig(n_layer=3, n_head=2, d_model=64, d_ff=256, vocab_size=256, seq_len=32)
+
+
+def small_run(**machine: object) -> Config:
+    values = {"budget.steps": 1, "budget.batch_tokens": 16 * 32, "model.seq_len": 32, "machine.device": "cpu"}
+    return build_config(values | {f"machine.{key}": value for key, value in machine.items()})
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8, 16])
+def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int) -> None:
+    config = small_run(precision="fp32", micro_batch=micro_batch)
+    estimate = dry_run(config, SMALL, 1, H100)
+    parameters = count_parameters(SMALL)
+    assert estimate.parameter_bytes == estimate.gradient_bytes == 4 * parameters
+    tensors = len(list(GPT(SMALL).parameters()))
+    assert estimate.optimizer_bytes == 8 * parameters + 4 * tensors  # a step count each
+    assert estimate.communication_bytes_per_step == 0
+    assert estimate.micro_steps == 16 // micro_batch
+    with MemoryTracker() as tracker:
+        state = build_state(GPT(SMALL), config, CPU)
+        step_config = build_step_config(config, epoch_tokens=1 << 20, micro_batch=micro_batch)
+        ids = torch.zeros(min(16, 3 * micro_batch), 32, dtype=torch.int64)
+        tracker.reset_peak()
+        train_step_async(state, step_config, CPU, ids, ids)
+    assert estimate.total_bytes == tracker.peak_bytes
+    if micro_batch < 16:
+        state_bytes = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
+        assert estimate.total_bytes == state_bytes + estimate.activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("precision", "form", "sharding"),
+    [("fp16", "fused", "none"), ("fp16", "foreach", "zero3"), ("bf16", "loop", "none")],
+)
+def test_steps_that_the_host_checks_are_estimated(precision: str, form: str, sharding: str) -> None:
+    config = small_run(precision=precision, adamw=form, sharding=sharding, micro_batch=8)
+    estimate = dry_run(config, replace(SMALL, n_layer=1), 2, H100)
+    assert 2 * estimate.parameter_bytes <= estimate.optimizer_bytes < 2.01 * estimate.parameter_bytes
+    assert estimate.activation_bytes > 0
+
+
+MEASURE = """
+import ctypes, sys
+from pathlib import Path
+import torch
+from megatoken.config.schema import build_config
+from megatoken.model.gpt import GPT
+from megatoken.config.presets import PRESETS
+from megatoken.train.state import build_state, build_step_config
+from megatoken.train.step import train_step_async
+from tests.tiny_model import CPU
+
+def resident(field):
+    row = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(row.split()[1]) * 1024
+
+torch.ones(64, 64) @ torch.ones(64, 64)  # libraries are loaded
+before = resident("VmRSS")
+run = build_config({"model.preset": "gpt2-124m", "budget.steps": 1, "budget.batch_tokens": 1024, "machine.device":
+"cpu"}) state = build_state(GPT(PRESETS["gpt2-124m"]), run, CPU)
+ids = torch.randint(0, 50257, (1, 1024))
+train_step_async(state, build_step_config(run, epoch_tokens=1 << 20, micro_batch=1), CPU, ids, ids)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads resident memory from /proc")
+@pytest.mark.slow
+def test_gpt2_124m_needs_the_memory_of_a_real_process_to_10_percent() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root, check=True)
+    config = build_config(
+        {
+            "model.preset": "gpt2-124m",
+            "budget.steps": 1,
+            "budget.batch_tokens": 1024,
+            "machine.device": "cpu",
+            "machine.precision": "fp32",
+        }
+    )
+    estimate = dry_run(config, PRESETS["gpt2-124m"], 1, H100)
+    assert estimate.total_bytes == pytest.approx(int(done.stdout), rel=0.1)
+
+
+def count_175b(layers: int, tensor: int, shards: int) -> int:
+    """Numbers of the first of `shards` x `tensor` processes: whole heads and columns, rows rounded up."""
+    width, vocabulary, context = 12_288, 50_304, 2_048
+
+    def rows(whole: int) -> int:
+        return -(-whole // shards)
+
+    attention = (rows(3 * width // tensor) + rows(width) // tensor) * width + rows(3 * width // tensor) + rows(width)
+    mlp = (rows(4 * width // tensor) + rows(width) * 4 // tensor) * width + rows(4 * width // tensor) + rows(width)
+    embeddings = (rows(vocabulary // tensor) + rows(context)) * width
+    return embeddings + layers * (attention + mlp + 4 * rows(width)) + 2 * rows(width)
+
+
+def test_gpt3_175b_on_1024_gpus_equals_theory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of its 96 layers, which are alike; all of them take two minutes and give count_175b(96, 8, 128) * 4 bytes."""
+    words = ["gpt3-175b", "--gpus", "1024", "--tp", "8", "--shard", "zero3", "--json", "model.n_layer=2"]
+    assert main(["dryrun", *words]) == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count_175b(2, 8, 128)
+    assert 0 <= answer["optimizer_bytes"] - 8 * count_175b(2, 8, 128) < 1000  # step counts
+    assert (answer["readers"], answer["shard"], answer["tensor_parallel"]) == (128, "zero3", 8)
+    assert count_175b(96, 8, 128) * 4 == 682_975_488
+
+
+@pytest.mark.parametrize(("shard", "reduces"), [("none", 0), ("zero1", 1), ("zero3", 4)])
+def test_communication_of_each_sharding(shard: str, reduces: int) -> None:
+    """4 micro-batches on 4 processes; fp32, so that weights are gathered as they are. What DDP reduces once a step is
+    twice what a gathering or a scattering sends; ZeRO-3 does these for every micro-batch, blocks twice."""
+    estimate = dry_run(small_run(precision="fp32", micro_batch=1, sharding=shard), SMALL, 4, H100)
+    whole = 4 * count_parameters(SMALL)
+    blocks = whole - 4 * (SMALL.padded_vocab_size + SMALL.seq_len + 2) * SMALL.d_model
+    once = whole * 3 // 4
+    assert estimate.micro_steps == 4
+    if shard == "none":
+        assert estimate.communication["allreduce"] == pytest.approx(2 * once, rel=1e-3)
+        assert estimate.parameter_bytes == whole
+        return
+    gathered = {"zero1": once, "zero3": 4 * (once + blocks * 3 // 4)}[shard]
+    assert estimate.communication["allgather"] == pytest.approx(gathered, rel=1e-2)
+    assert estimate.communication["reducescatter"] == pytest.approx(reduces * once, rel=1e-2)
+    assert estimate.parameter_bytes == pytest.approx(whole / 4, rel=1e-2)
+
+
+def test_checkpointing_and_smaller_micro_batches_need_less() -> None:
+    plain = dry_run(small_run(micro_batch=8), SMALL, 1, H100).activation_bytes
+    assert (
+        dry_run(small_run(micro_batch=8, activation_checkpointing="block"), SMALL, 1, H100).activation_bytes
+        < 0.7 * plain
+    )
+    assert dry_run(small_run(micro_batch=4), SMALL, 1, H100).activation_bytes < 0.6 * plain
+
+
+def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dryrun", "quickstart", "--gpus", "1", "--gpu", "24", "--json", "machine.micro_batch=2"]
+    assert main(words) == ExitCode.DONE
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert len(printed.out.splitlines()) == 1
+    assert answer["total_bytes"] > answer["parameter_bytes"] > 0
+    assert answer["fits"]
+    assert "fits: " in printed.err
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["gpt2-124m", "--gpu", "h1000"], "unknown GPU 'h1000'"),
+        (["gpt2-124m", "--gpus", "0"], "0 GPUs"),
+        (["gpt2-124m", "--gpus", "7"], "does not divide among 7"),
+        (["gpt2-124m", "--shard", "zero9"], "machine.sharding"),
+        (["gpt2-124m", "--gpus", "8", "--tp", "5"], "does not divide into groups of 5"),
+        (["gpt2-124m", "machine.micro_batch=3"], "nearest that do: 1, 2, 4"),
+        (["gpt2-125m"], "no recipe named 'gpt2-125m'"),
+    ):
+        assert main(["dryrun", *words]) == ExitCode.CONFIG
+        assert message in capsys.readouterr().err
+    with pytest.raises(MegatokenError, match="unknown GPU"):
+        gpu_memory_bytes("")
+    assert gpu_memory_bytes("96GB") == 96e9
+    assert Counter(GPU_MEMORY_GB.values())[80] >= 2

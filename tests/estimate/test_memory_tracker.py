@@ -1,0 +1,70 @@
+"""The tracker counts live storages and ring traffic, of real and of fake tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+from megatoken.estimate.dry_run import fake_process_group
+from megatoken.estimate.memory_tracker import MemoryTracker
+
+
+def test_storages_are_counted_once_until_they_are_freed() -> None:
+    with MemoryTracker() as tracker:
+        a = torch.zeros(1000)
+        b = a.view(10, 100)[3:]
+        assert tracker.live_bytes == 4000
+        c = a + 1
+        assert tracker.live_bytes == tracker.peak_bytes == 8000
+        del a
+        assert tracker.live_bytes == 8000  # b sees it
+        del b
+        assert (tracker.live_bytes, tracker.peak_bytes) == (4000, 8000)
+        c.untyped_storage().resize_(0)
+        assert tracker.live_bytes == 0
+        c.untyped_storage().resize_(20_000)
+        assert tracker.peak_bytes == 20_000
+        c.untyped_storage().resize_(40)
+        tracker.reset_peak()
+        assert tracker.peak_bytes == 40
+
+
+def test_fake_tensors_count_like_real_ones() -> None:
+    def compute() -> int:
+        with MemoryTracker() as tracker:
+            weight = torch.ones(64, 32, requires_grad=True)
+            hidden = torch.ones(16, 32) @ weight.T
+            torch.nn.functional.gelu(hidden).square().sum().backward()  # type: ignore[no-untyped-call]
+        return tracker.peak_bytes
+
+    with FakeTensorMode():
+        fake_peak = compute()
+    assert fake_peak == compute() > 64 * 32 * 4 * 2
+
+
+def test_gradients_at_the_peak_are_counted() -> None:
+    with MemoryTracker(lambda: 7) as tracker:
+        torch.zeros(10)
+    assert tracker.gradients_at_peak == 7
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # newer names are not in the oldest torch
+@pytest.mark.parametrize("processes", [2, 8])
+def test_ring_traffic(processes: int) -> None:
+    size, n = 4000, processes
+    with fake_process_group(n):
+        mesh = init_device_mesh("cpu", (n,))
+        with FakeTensorMode(), MemoryTracker() as tracker:
+            whole, part = torch.zeros(1000), torch.zeros(1000 // n)
+            dist.all_reduce(whole)
+            assert tracker.sent_bytes["allreduce"] == 2 * size * (n - 1) // n
+            dist.all_gather_into_tensor(whole, part)
+            dist.reduce_scatter_tensor(part, whole)
+            dist.broadcast(whole, src=0)
+            sharded = DTensor.from_local(part, mesh, [Shard(0)])
+            sharded.redistribute(placements=[Replicate()]).to_local()
+            assert tracker.sent_bytes["allgather"] == 2 * size * (n - 1) // n
+            assert tracker.sent_bytes["reducescatter"] == size * (n - 1) // n
+            assert tracker.sent_bytes["broadcast"] == size * (n - 1) // n
+    assert not dist.is_initialized()

@@ -1,0 +1,138 @@
+"""lm-evaluation-harness on a loaded model. Needs the extra `eval`."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatoken.cli.main import main
+from megatoken.data.tokenizer import load_tokenizer
+from tests.eval.reference_scorer import CPU, SINGLE, log_probabilities, make_model, write_jsonl
+
+lm_eval = pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and its dependencies
+
+from megatoken.convert.load_pretrained import LoadedModel  # noqa: E402
+from megatoken.eval.lm_eval_adapter import Adapter, cut_at  # noqa: E402
+
+BYTES = load_tokenizer("bytes")
+TASKS = {
+    "choice": """\
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{gold}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "generated": """\
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["\\n", "b"], max_gen_toks: 6, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+    "rolling": """\
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+}
+ROWS = [
+    {"question": f"Question {n}: {'why ' * n}", "choices": ["because", f"no {n}", "b"], "gold": n % 3} for n in range(9)
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return LoadedModel(make_model(seq_len=32, n_layer=1).eval(), BYTES, "a model")
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "tasks").mkdir()
+    for name, text in TASKS.items():
+        head = (
+            f'task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: "{data}"}}}}\ntest_split: test\n'
+        )
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(head + text)
+    return tmp_path / "tasks"
+
+
+def log_likelihood(loaded: LoadedModel, text: str, continuation: str) -> float:
+    return float(log_probabilities(loaded.model, [*text.encode()], [*continuation.encode()]).sum())
+
+
+def rolling_loss(loaded: LoadedModel, text: str) -> float:
+    """The loss of a text in windows of 32, each after as much context as fits."""
+    ids, nats = [BYTES.eot, *text.encode()], 0.0
+    for start in range(1, len(ids), 32):
+        end = min(start + 32, len(ids))
+        nats -= float(log_probabilities(loaded.model, ids[max(0, end - 33) : start], ids[start:end]).sum())
+    return nats
+
+
+def test_results_equal_those_of_the_model(
+    loaded: LoadedModel, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatoken.cli.eval.load_pretrained", lambda name, warn: loaded)
+    arguments = [
+        "eval",
+        "any",
+        "--harness",
+        "--tasks",
+        "choice,generated,rolling",
+        "--include",
+        str(tasks),
+        "--examples",
+    ]
+    assert main([*arguments, "--device", "cpu", "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    correct = 0
+    for row in ROWS:
+        text = str(row["question"]).rstrip()
+        spaces = str(row["question"])[len(text) :]
+        scores = [log_likelihood(loaded, text, f"{spaces} {choice}") for choice in row["choices"]]  # type: ignore[union-attr]
+        correct += scores.index(max(scores)) == row["gold"]
+    assert result["results"]["choice"]["acc,none"] == pytest.approx(correct / 9)
+    assert {"acc_norm,none", "acc_stderr,none"} <= result["results"]["choice"].keys()
+    nats = sum(rolling_loss(loaded, str(row["question"])) for row in ROWS)
+    bits = nats / sum(len(str(row["question"])) for row in ROWS) / math.log(2)
+    assert result["results"]["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
+    assert len(result["samples"]["generated"]) == 9
+    for sample in result["samples"]["generated"]:
+        (text,) = sample["filtered_resps"]
+        assert "b" not in text
+        assert len(text.encode()) <= 6 * 3
+    assert result["lm_eval"] == lm_eval.__version__
+
+
+def test_log_likelihoods_are_in_order_with_greedy_flags(loaded: LoadedModel) -> None:
+    adapter = Adapter(loaded.model, loaded.tokenizer, CPU, SINGLE)
+    texts = [("abc", " def"), ("xyz", " d"), ("abc", " deg"), ("longer than the context " * 3, " end")]
+    requests = [(pair, adapter.tok_encode(pair[0]), adapter.tok_encode(pair[1])) for pair in texts]
+    results = adapter._loglikelihood_tokens(requests)
+    assert [log_p for log_p, _ in results] == pytest.approx([log_likelihood(loaded, *pair) for pair in texts], rel=1e-5)
+    with torch.no_grad():
+        next_id = int(loaded.model.logits(torch.tensor([[*b"abc"]]))[0, -1].argmax())
+    ((_, greedy),) = adapter._loglikelihood_tokens([(("abc", "?"), [*b"abc"], [next_id])])
+    assert greedy
+    assert not any(greedy for _, greedy in results)
+
+
+def test_cut_at_first_stop() -> None:
+    assert cut_at("one two\nthree", ["\n", "two"]) == "one "
+    assert cut_at("one", ["two"]) == "one"
+
+
+def test_unknown_task_is_a_one_line_error(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatoken.cli.eval.load_pretrained", lambda name, warn: loaded)
+    assert main(["eval", "any", "--harness", "--tasks", "hellaswagg", "--device", "cpu"]) == 2
+    assert "error: lm-evaluation-harness knows no task 'hellaswagg' — --tasks" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Multiple-choice scores against the plain scorer: the same prediction for every example."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatoken.config.schema import EvalConfig
+from megatoken.data.tokenizer import load_tokenizer
+from megatoken.errors import DataError
+from megatoken.eval.multiple_choice import (
+    compute_metrics,
+    encode_examples,
+    encode_prompt,
+    format_metrics,
+    read_tasks,
+    score_examples,
+)
+from megatoken.eval.tasks import Example, find_tasks, read_examples
+from tests.eval.reference_scorer import CPU, SINGLE, log_probabilities, make_model, predict, write_jsonl
+from tests.eval.test_scorer import EXAMPLES
+
+BYTES = load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def sample(real_data: Path) -> list[Example]:
+    return read_examples(find_tasks("hellaswag"), real_data / "hellaswag_val_sample.jsonl")["hellaswag"]
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_predictions_equal_the_plain_scorer(sample: list[Example], count: int) -> None:
+    sample = sample[:count]
+    tokenizer = load_tokenizer("bpe:900", lambda: (context for example in sample for context, _ in example.prompts))
+    model = make_model(tokenizer.vocab_size, seq_len=180)
+    results = score_examples(model, encode_examples(sample, tokenizer, 180), CPU, SINGLE)
+    expected = [predict(model, tokenizer, example) for example in sample]
+    assert len(results) == count
+    assert [(result.pred, result.pred_norm, result.pred_token_mean) for result in results] == expected
+    lengths = [len(tokenizer.encode("".join(example.prompts[0]))) for example in sample]
+    assert sum(length > 181 for length in lengths) > count / 25  # truncated from the left
+    assert len(set(expected)) > 20
+
+
+def test_predictions_with_gpt2_vocabulary(
+    sample: list[Example], real_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(real_data / "tiktoken"))
+    tokenizer, model = load_tokenizer("gpt2"), make_model(50257)
+    results = score_examples(model, encode_examples(sample[:12], tokenizer, 256), CPU, SINGLE)
+    expected = [predict(model, tokenizer, example) for example in sample[:12]]
+    assert [(result.pred, result.pred_norm, result.pred_token_mean) for result in results] == expected
+
+
+def test_first_of_equal_choices_wins() -> None:
+    example = Example((("say", " this"), ("say", " thing"), ("say", " this")), 2, (4, 5, 4))
+    (result,) = score_examples(make_model(), encode_examples([example], BYTES, 256), CPU, SINGLE)
+    assert 2 not in (result.pred, result.pred_norm, result.pred_token_mean)
+
+
+def test_empty_choice_is_never_predicted_per_character() -> None:
+    example = Example((("say", " "), ("say", " something long")), 1, (0, 14))
+    assert score_examples(make_model(), encode_examples([example], BYTES, 64), CPU, SINGLE)[0].pred_norm == 1
+
+
+def test_token_may_span_context_and_choice() -> None:
+    tokenizer = load_tokenizer("bpe:300", lambda: iter(["lower lowest low " * 50]))
+    together = encode_prompt(("low", "est"), tokenizer, 64, together=True)
+    assert together.ids == tokenizer.encode("lowest").tolist()
+    assert together.n_targets == len(together.ids) - len(tokenizer.encode("low"))
+    separate = encode_prompt(("low", "est"), tokenizer, 64, together=False)
+    assert separate.ids == [*tokenizer.encode("low"), *tokenizer.encode("est")]
+    assert separate.n_targets == len(tokenizer.encode("est"))
+
+
+def test_begin_of_text_is_added_if_the_tokenizer_has_one(tmp_path: Path) -> None:
+    """As in LLaMA: Hugging Face and the harness put it before every text."""
+    content = json.loads(BYTES.to_json())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<s>"})
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<s>": {"id": "<s>", "ids": [257], "tokens": ["<s>"]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special
+    }  # fmt: skip
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.bos_ids, BYTES.bos_ids) == ([257], [])
+    for together in (True, False):
+        encoded = encode_prompt(("ab", " c"), tokenizer, 64, together=together)
+        assert (encoded.ids, encoded.n_targets) == ([257, *b"ab c"], 2)
+        assert encode_prompt(("", "c"), tokenizer, 64, together=together).ids == [257, *b"c"]
+
+
+def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted() -> None:
+    """As in the harness, whose continuation is then the last tokens that the context has room for."""
+    model = make_model(seq_len=8)
+    fits = Example((("ab", " c"), ("ab", " d")), gold=0, lengths=(2, 2))
+    encoded = encode_examples([EXAMPLES[0], fits], BYTES, 8)
+    results = score_examples(model, encoded, CPU, SINGLE)
+    assert [result.cut for result in results] == [True, False]
+    assert encoded[0].tree.n_targets.max() == 8
+    ending = list(f"{EXAMPLES[0].prompts[0][0]}{EXAMPLES[0].prompts[0][1]}".encode())[-9:]
+    assert encoded[0].tree.targets[: encoded[0].tree.n_targets[0]].tolist() == ending[-encoded[0].tree.n_targets[0] :]
+    metrics = compute_metrics(results)
+    assert (metrics["n"], metrics["n_cut"]) == (2, 1)
+    assert "in 2 examples, 1 with a choice longer than the context" in format_metrics(metrics)
+    assert "n_cut" not in compute_metrics(results[1:])
+    with pytest.raises(DataError, match=r"a choice has no tokens — tasks\.jsonl:1"):
+        encode_examples([replace(fits, prompts=(("ab", ""),), where="tasks.jsonl:1")], BYTES, 8)
+
+
+def test_cloze_is_correct_if_greedy_decoding_writes_it(tmp_path: Path) -> None:
+    model = make_model()
+    with torch.no_grad():
+        second = int(model.logits(torch.tensor([[*b"the word "]]))[0, -1, :127].argmax())
+    write_jsonl(tmp_path / "lambada.jsonl", [{"text": f"the word {chr(id)}"} for id in (second, second ^ 1)])
+    examples = read_tasks(EvalConfig(tasks="lambada", tasks_data=str(tmp_path)), BYTES, 256)["lambada"]
+    results = score_examples(model, examples, CPU, SINGLE)
+    assert {result.pred for result in results} <= {0, -1}
+    assert (results[0].pred_norm, results[0].pred_token_mean) == (None, None)
+    losses = [-float(log_probabilities(model, [*b"the word"], [32, id]).sum()) for id in (second, second ^ 1)]
+    assert [result.loss for result in results] == pytest.approx(losses, rel=1e-5)
+    assert compute_metrics(results)["perplexity"] == pytest.approx(float(np.exp(np.mean(losses))), rel=1e-5)
+    hopeless = [replace(result, loss=2000.0) for result in results]  # e to that is no float
+    assert compute_metrics(hopeless)["perplexity"] == pytest.approx(np.exp(709))
+
+
+def test_metrics_and_standard_errors() -> None:
+    results = score_examples(make_model(), encode_examples(EXAMPLES * 5, BYTES, 256), CPU, SINGLE)
+    metrics = compute_metrics(results)
+    correct = np.array([result.pred == result.gold for result in results], float)
+    assert metrics["acc"] == correct.mean()
+    assert metrics["stderr"]["acc"] == pytest.approx(correct.std(ddof=1) / np.sqrt(20))
+    assert metrics["n"] == 20
+    assert compute_metrics(results[:1])["stderr"] == {"acc": None, "acc_norm": None, "acc_token_mean": None}
+
+
+def test_token_mean_can_be_left_out() -> None:
+    model = make_model()
+    results = score_examples(model, encode_examples(EXAMPLES, BYTES, 256), CPU, SINGLE)
+    without = score_examples(model, encode_examples(EXAMPLES, BYTES, 256, token_mean=False), CPU, SINGLE)
+    assert [replace(result, pred_token_mean=None) for result in results] == without
+    assert compute_metrics(without)["acc_token_mean"] is None

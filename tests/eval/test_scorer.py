@@ -1,0 +1,175 @@
+"""Prefix trees and their scores: each shared prefix is computed once, and the scores are those of single sequences."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.data.tokenizer import load_tokenizer
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.eval.multiple_choice import encode_examples
+from megatoken.eval.scorer import BATCH_NODES, ScoredSequence, Tree, build_tree, plan_batches, score_trees, stack_trees
+from megatoken.eval.tasks import Example
+from megatoken.model.gpt import GPT
+from tests.eval.reference_scorer import CPU, SINGLE, harness_ids, log_probabilities, make_model
+
+BYTES = load_tokenizer("bytes")
+LLAMA = {
+    "n_kv_head": 1, "norm": "rmsnorm", "pos_emb": "rotary", "mlp": "swiglu", "bias": False, "tie_embeddings": False
+}  # fmt: skip
+EXAMPLES = [
+    Example((("to be or", " not to be"), ("to be or", " that"), ("to be or", " not to see")), 1, (9, 4, 10)),
+    Example((("a context with spaces  ", " x"), ("a context with spaces  ", " yes")), 0, (1, 3)),
+    Example((("", " nothing before"), ("", " it")), 1, (14, 2)),
+    Example((("long " * 40, " end"), ("long " * 40, " of it all")), 1, (3, 9)),
+]
+
+
+def make_tree(*sequences: tuple[list[int], int]) -> Tree:
+    return build_tree([ScoredSequence(ids, count) for ids, count in sequences])
+
+
+def score(model: GPT, examples: list[Example], comm: Comm = SINGLE) -> list[list[float]]:
+    trees = [example.tree for example in encode_examples(examples, BYTES, model.config.seq_len)]
+    return [scores.log_p.tolist() for scores in score_trees(model, trees, CPU, comm)]
+
+
+def test_tree_holds_a_shared_prefix_once_and_no_last_id() -> None:
+    tree = make_tree(([5, 6, 7, 1, 2], 2), ([5, 6, 7, 1, 3, 4], 3), ([5, 6, 7, 9], 1))
+    assert tree.ids.tolist() == [5, 6, 7, 1, 3]
+    assert tree.positions.tolist() == [0, 1, 2, 3, 4]
+    assert tree.ends.tolist() == [5, 5, 5, 5, 5]
+    assert tree.n_targets.tolist() == [2, 3, 1]
+    assert list(zip(tree.before.tolist(), tree.targets.tolist(), strict=True)) == [
+        (2, 1), (3, 2),
+        (2, 1), (3, 3), (4, 4),
+        (2, 9),
+    ]  # fmt: skip
+
+
+def test_branches_do_not_attend_to_each_other() -> None:
+    tree = make_tree(([5, 8, 9, 0], 2), ([5, 6, 7, 0], 2))
+    assert tree.ids.tolist() == [5, 6, 7, 8, 9]
+    assert tree.positions.tolist() == [0, 1, 2, 1, 2]
+    assert tree.ends.tolist() == [5, 3, 3, 5, 5]
+    ids, mask = stack_trees([tree, make_tree(([1, 2], 1))], CPU.torch_device)
+    assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 0, 0, 0, 0]]
+    assert mask.positions_BT.tolist() == [[0, 1, 2, 1, 2], [0, 0, 0, 0, 0]]
+    rows = mask.attn_mask_BTT.int().tolist()
+    assert rows[0] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
+    assert rows[1] == torch.eye(5).int().tolist()  # padding attends to itself: no row of the mask is empty
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=1, max_size=6), st.integers(1, 6))
+def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int) -> None:
+    counts = [min(count, len(ids) - 1) for ids in sequences]
+    tree = make_tree(*zip(sequences, counts, strict=True))
+    mask = stack_trees([tree], CPU.torch_device)[1].attn_mask_BTT[0].numpy()
+    splits = np.cumsum(counts)[:-1]
+    nodes, targets = np.split(tree.before, splits), np.split(tree.targets, splits)
+    for i, ids in enumerate(sequences):
+        assert targets[i].tolist() == ids[-counts[i] :]
+        for back, node in zip(range(counts[i], 0, -1), nodes[i], strict=True):
+            path = np.flatnonzero(mask[node])
+            assert tree.ids[path].tolist() == ids[: len(ids) - back]
+            assert tree.positions[path].tolist() == list(range(len(ids) - back))
+    prefixes = {tuple(ids[:length]) for ids in sequences for length in range(1, len(ids))}
+    assert len(tree.ids) == len(prefixes)
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("seq_len", [256, 48])
+def test_log_likelihoods_equal_those_of_single_sequences(seq_len: int, fields: dict[str, Any]) -> None:
+    model = make_model(seq_len=seq_len, **fields)
+    for example, scores in zip(EXAMPLES, score(model, EXAMPLES), strict=True):
+        for prompt, log_p in zip(example.prompts, scores, strict=True):
+            context, continuation = harness_ids(prompt, BYTES) if prompt[0] else ([BYTES.eot], [*prompt[1].encode()])
+            assert log_p == pytest.approx(float(log_probabilities(model, context, continuation).sum()), rel=1e-5)
+
+
+def test_equal_sequences_have_bit_equal_scores() -> None:
+    example = Example((("say", " this"), ("say", " thing"), ("say", " this")), 2)
+    first, _, last = score(make_model(), [example, *EXAMPLES])[0]
+    assert first == last
+
+
+class RankOfMany(Comm):
+    """One of several ranks, whose sums are left for the test to add."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(DistEnv())
+        self.dist_env = DistEnv(rank=rank, world_size=world_size)
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_sum_over_ranks_is_bit_equal_to_one_rank(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BATCH_NODES, "cpu", 64)
+    model = make_model(seq_len=48)
+    parts = [score(model, EXAMPLES, RankOfMany(rank, world_size)) for rank in range(world_size)]
+    total = [np.sum([part[i] for part in parts], axis=0).tolist() for i in range(len(EXAMPLES))]
+    assert total == score(model, EXAMPLES)
+
+
+def test_batches_hold_every_tree_once_and_at_most_max_nodes() -> None:
+    sizes = [5, 100, 7, 7, 90, 30, 1, 400]
+    batches = plan_batches(sizes, 128)
+    assert sorted(i for batch in batches for i in batch) == list(range(8))
+    assert batches[0] == [7]  # larger than a batch
+    assert all(len(batch) * max(sizes[i] for i in batch) <= 128 for batch in batches[1:])
+    assert plan_batches([], 128) == []
+
+
+@pytest.mark.parametrize("compiled", ["model", "blocks"])
+def test_compiled_model_is_scored_uncompiled(compiled: str) -> None:
+    model = make_model(seq_len=48)
+    expected = score(model, EXAMPLES)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("compiled")
+
+    if compiled == "model":
+        assert score(torch.compile(model, backend=fail), EXAMPLES) == expected  # type: ignore[arg-type]
+    else:
+        for block in model.blocks:
+            block.compile(backend=fail)
+        assert score(model, EXAMPLES) == expected
+
+
+def test_dropout_is_off_and_training_mode_is_restored() -> None:
+    model = GPT(replace(make_model(seq_len=48).config, dropout=0.5))
+    first = score(model, EXAMPLES)
+    assert model.training
+    assert score(model, EXAMPLES) == first
+
+
+def test_padding_ids_have_no_probability() -> None:
+    model = make_model()
+    before = score(model, EXAMPLES)
+    with torch.no_grad():
+        model.tokens.weight[257:] = 100.0
+    assert score(model, EXAMPLES) == before
+
+
+def test_greedy_is_true_if_every_target_is_the_argmax() -> None:
+    model = make_model().eval()
+    ids = [*b"the word "]
+    with torch.no_grad():
+        argmax = int(model.logits(torch.tensor([ids]))[0, -1].argmax())
+    tree = make_tree(([*ids, argmax], 1), ([*ids, argmax ^ 1], 1), ([*ids[:-1], 0, argmax], 2))
+    (scores,) = score_trees(model, [tree], CPU, SINGLE)
+    assert scores.greedy.tolist() == [True, False, False]
+
+
+def test_sequence_without_targets_scores_zero() -> None:
+    (scores,) = score_trees(make_model(), [make_tree(([1, 2], 1), ([1, 3], 0))], CPU, SINGLE)
+    assert scores.log_p[1] == 0.0
+    assert scores.greedy[1]

@@ -1,0 +1,206 @@
+"""Ranks that hang or die are named and started again; slow ones are not."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatoken.config.load import resolve
+from megatoken.console import Console
+from megatoken.data.prepare import prepare
+from megatoken.errors import ExitCode
+from megatoken.launch.heartbeat import Heartbeat, Watchdog, waits_in_collective
+from megatoken.pretrain import Trainer
+from megatoken.train.metrics_log import read_metrics
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes, finds them in /proc")
+
+# A rank without torch that does its fault at step 5, once or (SIGSEGV) always; rank 0 waits for rank 1 at every step.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from megatoken.launch import heartbeat
+
+heartbeat.MIN_LIMIT_SECONDS["step"] = 0.5
+folder, fault, rank = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
+marker = folder / "fault"
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+
+def wait(step):
+    while not (folder / f"step-{step}").exists():
+        time.sleep(0.01)
+
+def fail():
+    marker.touch()
+    time.sleep(0.1)
+    if fault.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, fault))
+    else:
+        time.sleep(float(fault))
+
+beats = heartbeat.Heartbeat()
+for step in range(9):
+    beats.beat("step", step)
+    time.sleep(0.01)
+    if rank == "0":
+        wait(max(0, step - 1))
+        continue
+    if step == 5 and (not marker.exists() or fault == "SIGSEGV"):
+        fail()
+    (folder / f"step-{step}").touch()
+"""
+# A rank of a tiny run. Rank 1 hangs in step 8, is killed in step 12 after the restart, then is slow in step 14.
+LIMIT = 4.0
+TRAIN = f"""
+import os, signal, sys, time
+from pathlib import Path
+from megatoken.config.load import resolve
+from megatoken.console import Console
+from megatoken.launch import heartbeat
+from megatoken.pretrain import Trainer
+
+heartbeat.MIN_LIMIT_SECONDS["step"] = {LIMIT}
+out, *words = sys.argv[1:]
+
+def act(row):
+    note = Path(out + f".{{row['step']}}")
+    if row["kind"] == "train" and row["step"] in (8, 12, 14) and os.environ["RANK"] == "1" and not note.exists():
+        note.touch()
+        if row["step"] == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep({LIMIT / 2} if row["step"] == 14 else 1000)
+
+Trainer(resolve("quickstart", words), out, callbacks=[act], console=Console(quiet=True)).fit()
+"""
+WORDS = "model.n_layer=1 model.n_head=2 model.d_model=32 model.seq_len=16 budget.batch_tokens=64 budget.steps=16 "
+WORDS += "save.every=5 log.every=1 log.plots=false sample.every=0 evaluate.every=0 machine.device=cpu "
+WORDS += "machine.precision=fp32 machine.threads=1 machine.micro_batch=2 model.dropout=0"
+LAUNCH = (
+    "import sys; from megatoken.launch.local import launch; sys.exit(launch([sys.executable, *sys.argv[1:]], 2, 2))"
+)
+
+
+def start(program: str, *words: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", LAUNCH, "-c", program, *map(str, words)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def run(program: str, *words: object) -> tuple[int, list[str]]:
+    """Exit code, and what was printed on stderr."""
+    with start(program, *words) as process:
+        _, errors = process.communicate(timeout=180)
+    own = str(words[0]).encode()
+    assert not [each for each in Path("/proc").glob("[0-9]*/cmdline") if own in each.read_bytes()], "orphans"
+    return process.returncode, errors.splitlines()
+
+
+@pytest.mark.parametrize(("fault", "stack"), [("SIGSTOP", "no answer: stopped by a signal"), ("1000", "in fail")])
+def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(fault: str, stack: str, tmp_path: Path) -> None:
+    """A stopped rank is not woken for its stack: the others would go on, and be killed while they train."""
+    code, lines = run(RANK, tmp_path, fault)
+    assert code == ExitCode.DONE
+    assert [line for line in lines if line.startswith("warning")] == [
+        "warning: rank 1 hangs, silent for 1 s in phase 'step' after step 5 — 2 ranks — starting again from the newest "
+        "checkpoint (restart 1 of 2 without progress)"
+    ]
+    stacks = "\n".join(lines).split("rank 1:")
+    assert len(stacks) == 2
+    assert "in wait" in stacks[0]
+    assert stack in stacks[1]
+
+
+def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
+    assert run(RANK, tmp_path, 0.25) == (ExitCode.DONE, [])
+
+
+def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path) -> None:
+    code, lines = run(RANK, tmp_path, "SIGSEGV")
+    assert code == ExitCode.PEER
+    where = "rank 1 was killed by SIGSEGV in phase 'step' after step 5"
+    assert [line.split(" — ")[0] for line in lines] == [
+        *[f"warning: {where}"] * 2,
+        f"error: {where}, and 2 restarts brought no progress",
+    ]
+
+
+def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path) -> None:
+    with start(RANK, tmp_path, "1000") as process:
+        while not (tmp_path / "fault").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR2)
+        _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (ExitCode.STOPPED, "")
+
+
+def test_training_goes_on_after_a_hang_and_a_death(tmp_path: Path) -> None:
+    """With the losses of a process that nothing befell; a step of half the limit does no harm."""
+    (tmp_path / "text.txt").write_text("".join(f"{n} bottles of beer, take {n % 7} down\n" for n in range(99)))
+    prepare(str(tmp_path / "text.txt"), tmp_path / "shards", tokenizer="bytes", val_fraction=0.0)
+    words = [f"data.path={tmp_path / 'shards'}", *WORDS.split()]
+    code, lines = run(TRAIN, tmp_path / "faulty", *words)
+    assert code == ExitCode.DONE
+    whats = [line.split(" — ")[0] for line in lines if line.startswith("warning: rank")]
+    assert [re.sub(r"for \d+ s", "for some s", what) for what in whats] == [
+        "warning: rank 1 hangs, silent for some s in phase 'step' after step 7",
+        "warning: rank 1 was killed by SIGKILL in phase 'step' after step 11",
+    ]
+    stacks = "\n".join(lines).split("rank 1:")
+    assert "in all_reduce" in stacks[0]
+    assert "in act" in stacks[1]
+    Trainer(resolve("quickstart", words), tmp_path / "whole", console=Console(quiet=True)).fit()
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("faulty", "whole")]
+    assert len(losses[0]) == 16
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watchdog = Watchdog(tmp_path, 1)
+    monkeypatch.setenv("MEGATOKEN_HEARTBEAT", str(watchdog.files[0]))
+    heartbeat = Heartbeat()
+
+    def limit_after(phase: str, step: int, seconds: float) -> float:
+        heartbeat.beat(phase, step)
+        watchdog.all_silent([0])
+        now[0] += seconds
+        assert watchdog.read(0)[1:] == (step, phase)
+        return watchdog.read(0)[0]
+
+    assert not watchdog.all_silent([0])  # nothing noted yet
+    # Compilation in the first steps, then short ones; a long one raises the limit; the first evaluation has none.
+    times = [("step", 0, 90.0), ("step", 1, 0.1), ("step", 2, 0.1), ("step", 3, 0.1)]
+    assert [limit_after(*each) for each in times] == [float("inf"), float("inf"), float("inf"), 450.0]
+    for step in range(4, 80):
+        limit_after("step", step, 0.1)
+    assert limit_after("step", 80, 3.0) == 10.0
+    assert limit_after("step", 81, 0.1) == 15.0
+    assert limit_after("validate", 81, 100.0) == float("inf")
+    assert limit_after("step", 82, 0.1) == 15.0
+    assert limit_after("validate", 83, 1.0) == 500.0
+    assert limit_after("save", 83, 1.0) == float("inf")
+    limit_after("step", 84, 0.0)
+    assert limit_after("save", 84, 0.0) == 1800.0
+    assert limit_after("step", 85, 14.0) == 15.0
+    assert not watchdog.all_silent([0])
+    now[0] += 1000  # this process was suspended, perhaps with the ranks
+    assert not watchdog.all_silent([0])
+    for _ in range(20):
+        now[0] += 0.9
+        silent = watchdog.all_silent([0])
+    assert silent
+    heartbeat.beat("step", 86)
+    assert not watchdog.all_silent([0])
+
+
+def test_a_wait_is_told_from_work() -> None:
+    torch = '  File "/lib/torch/distributed/distributed_c10d.py", line 3060 in all_reduce\n'
+    waits = 'Thread 0x1 (most recent call first):\n  File "threading.py", line 3 in run\n\n'
+    waits += f'Current thread 0x2 (most recent call first):\n{torch}  File "pretrain.py", line 2 in train\n'
+    assert waits_in_collective(waits)
+    works = '  File "gpt.py", line 2 in forward\n' * 3
+    assert not waits_in_collective(f"Current thread 0x2 (most recent call first):\n{works}{torch}")

@@ -1,0 +1,105 @@
+"""The torchrun script: it has the run's exit code, forwards signals, and restarts a lost process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from megatoken.checkpoint.commit import list_steps
+from megatoken.data.prepare import prepare
+from megatoken.errors import ExitCode
+from megatoken.launch.local import find_free_port
+from megatoken.launch.scripts import Job, write_script
+from tests.distributed.test_training import FIXED
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run folder and the command that starts the script for it."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "text.txt").write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(400)))
+    prepare(str(folder / "text.txt"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
+    out = folder / "run"
+    words = ["quickstart", "--out", str(out), f"data.path={folder / 'shards'}", *FIXED, "machine.micro_batch=2"]
+    job = Job(
+        name="here",
+        train_args=[*words, "budget.steps=100000", "save.every=20", "evaluate.every=0"],
+        nodes=1,
+        nproc=2,
+        gpus="none",
+        time="",
+        image="",
+    )
+    script = folder / "run.sh"
+    text = write_script("torchrun", job).replace("exec python ", f"exec {sys.executable} ")
+    script.write_text(text.replace("$head:29500", f"$head:{find_free_port()}"))
+    return out, ["bash", str(script), "127.0.0.1"]
+
+
+@contextmanager
+def run(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with its output in pipes, which does not outlive a failed test."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def wait_for_step(out: Path, step: int, running: subprocess.Popen[bytes]) -> None:
+    while running.poll() is None and not [s for s in list_steps(out / "checkpoints") if s >= step]:
+        time.sleep(0.02)
+
+
+def find_ranks(pid: int) -> dict[int, int]:
+    """Child processes of `pid` by rank."""
+    found: dict[int, int] = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(OSError):
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found |= {int(word[5:]): int(child) for word in variables if word.startswith(b"RANK=")}
+    return found
+
+
+def test_a_signal_saves_and_a_lost_process_is_restarted(start: tuple[Path, list[str]]) -> None:
+    out, command = start
+    with run(command) as running:
+        wait_for_step(out, 20, running)
+        running.send_signal(signal.SIGUSR1)
+        _, errors = running.communicate(timeout=100)
+    assert running.returncode == ExitCode.STOPPED, errors.decode()
+    stopped_at = list_steps(out / "checkpoints")[-1]
+    assert stopped_at >= 20
+
+    with run(command) as running:
+        wait_for_step(out, stopped_at + 20, running)
+        lost = find_ranks(running.pid)[1]
+        os.kill(lost, signal.SIGKILL)
+        while running.poll() is None and find_ranks(running.pid).get(1, lost) == lost:
+            time.sleep(0.02)
+        wait_for_step(out, list_steps(out / "checkpoints")[-1] + 20, running)
+        running.terminate()
+        output, errors = running.communicate(timeout=100)
+    assert running.returncode == ExitCode.STOPPED, errors.decode()
+    assert output.count(b"resuming from step-") == 2
+    assert b"Traceback" not in errors.replace(b"traceback : Signal", b"")
+
+
+def test_a_config_error_keeps_its_code(start: tuple[Path, list[str]]) -> None:
+    _, command = start
+    script = Path(command[1])
+    typo = script.with_name("typo.sh")
+    typo.write_text(
+        script.read_text().replace("--max-restarts 3", "").replace(" budget.steps=100000", " budget.stepz=1")
+    )
+    done = subprocess.run(["bash", str(typo), "127.0.0.1"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == ExitCode.CONFIG, done.stderr
+    assert "did you mean 'budget.steps'?" in done.stderr

@@ -1,0 +1,122 @@
+"""Counts by arithmetic against published figures, real modules and torch's own FLOP counter."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.model.flops import (
+    count_matmul_parameters,
+    count_parameters,
+    expected_initial_loss,
+    flops_per_token,
+    state_bytes,
+)
+from megatoken.model.gpt import GPT
+from megatoken.model.loss import cross_entropy
+from tests.tiny_model import TINY_LLAMA
+
+TINY = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=96, vocab_size=256, seq_len=16)
+TINY_LLAMA = replace(TINY_LLAMA, n_head=4, n_kv_head=2, vocab_size=256, tie_embeddings=False)
+
+PUBLISHED = {  # the released weights; GPT-3: table 2.1 of the paper, in its rounding
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1558m": 1_557_611_200,
+    "llama-15m": 15_191_712,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+}
+PAPER = {
+    "gpt3-125m": 125e6,
+    "gpt3-350m": 356e6,
+    "gpt3-760m": 760e6,
+    "gpt3-1.3b": 1.3e9,
+    "gpt3-2.7b": 2.65e9,
+    "gpt3-6.7b": 6.66e9,
+    "gpt3-13b": 12.85e9,
+    "gpt3-175b": 174.6e9,
+    "llama-5m": 5e6,
+    "llama-42m": 42e6,
+    "llama-110m": 110e6,
+}
+
+
+def test_published_counts() -> None:
+    assert {name: count_parameters(PRESETS[name]) for name in PUBLISHED} == PUBLISHED
+    for name, expected in PAPER.items():
+        assert count_parameters(PRESETS[name]) == pytest.approx(expected, rel=0.015), name
+    assert set(PUBLISHED) | set(PAPER) == set(PRESETS)
+    assert f"{count_parameters(PRESETS['gpt3-175b']) / 1e9:.1f}" == "174.6"
+
+
+ODD = ModelConfig(n_layer=3, n_head=3, d_model=15, d_ff=7, vocab_size=131, seq_len=5)
+OTHERS = {
+    "tiny": TINY,
+    "odd": ODD,
+    "llama": TINY_LLAMA,
+    "no biases": replace(ODD, bias=False),
+    "biases of a gate": replace(ODD, mlp="swiglu", norm="rmsnorm", tie_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
+def test_counts_are_those_of_the_module(name: str) -> None:
+    model_config = OTHERS.get(name) or PRESETS[name]
+    with torch.device("meta"):  # sizes without memory, up to 405B
+        model = GPT(model_config)
+    padding = (
+        (model_config.padded_vocab_size - model_config.vocab_size)
+        * model_config.d_model
+        * (1 if model_config.tie_embeddings else 2)
+    )
+    assert sum(p.numel() for p in model.parameters()) - padding == count_parameters(model_config)
+    matrices = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, torch.nn.Linear))
+    assert matrices + model_config.vocab_size * model_config.d_model == count_matmul_parameters(model_config)
+    assert state_bytes(model_config) == 3 * sum(4 * p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA], ids=["gpt", "llama"])
+def test_flops_are_those_that_torch_counts(model_config: ModelConfig) -> None:
+    model = GPT(model_config)
+    ids = torch.zeros(3, model_config.seq_len + 1, dtype=torch.long)
+    # The plain attention: the counter knows its products, and of the fused one on a CPU nothing.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        total, _ = cross_entropy(model(ids[:, :-1]), model.lm_head_weight, ids[:, 1:], vocab_size=256, chunk=0)
+        total.backward()
+    assert counter.get_total_flops() == 3 * model_config.seq_len * flops_per_token(model_config, causal=False)
+
+
+def test_published_flops_of_124m() -> None:
+    model_config = PRESETS["gpt2-124m"]
+    n = 12 * 12 * 768**2 + 50257 * 768
+    assert count_matmul_parameters(model_config) == n
+    assert flops_per_token(model_config, causal=False) == 6 * n + 12 * 12 * 768 * 1024
+    assert flops_per_token(model_config, causal=True) == 6 * n + 6 * 12 * 768 * 1024
+
+
+def test_published_flops_of_llama2_7b() -> None:
+    """Sharing keys would spare parameters; a query meets every key all the same."""
+    model_config = PRESETS["llama2-7b"]
+    n = 6_738_415_616 - 32000 * 4096 - 65 * 4096  # all but look-ups and norms
+    assert count_matmul_parameters(model_config) == n
+    assert flops_per_token(model_config, causal=True) == 6 * n + 6 * 32 * 4096 * 4096
+    shared = replace(model_config, n_kv_head=8)
+    assert flops_per_token(model_config, causal=True) - flops_per_token(shared, causal=True) == 6 * 32 * 2 * 4096 * 3072
+
+
+def test_expected_initial_loss() -> None:
+    assert expected_initial_loss(PRESETS["gpt2-124m"]) == pytest.approx(10.825, abs=5e-4)
+    assert expected_initial_loss(TINY) == math.log(256)

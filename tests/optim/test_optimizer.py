@@ -1,0 +1,89 @@
+"""Optimizers by name: groups, rates, registration, and what is refused."""
+
+import pytest
+import torch
+
+from megatoken.config.load import resolve
+from megatoken.config.schema import OptimConfig
+from megatoken.errors import ConfigError
+from megatoken.optim.optimizer import (
+    OPTIMIZERS,
+    OptimizerSpec,
+    adopt_optimizer,
+    build_optimizer,
+    register_optimizer,
+    set_lr,
+)
+
+
+def small_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6))
+
+
+def build_sgd(groups: list[dict[str, object]], optim: OptimConfig, implementation: str) -> torch.optim.Optimizer:
+    groups[1]["lr_scale"] = 0.1
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=0.9)
+
+
+@pytest.fixture
+def sgd() -> str:
+    register_optimizer("test-sgd", OptimizerSpec(build=build_sgd, state_keys=("momentum_buffer",), bytes_per_param=4))
+    return "test-sgd"
+
+
+def test_adamw_takes_every_setting_and_decays_matrices_only() -> None:
+    optim = OptimConfig(lr=3e-4, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
+    optimizer = build_optimizer(small_model(), optim)
+    matrices, vectors = optimizer.param_groups
+    assert (matrices["lr"], matrices["betas"], matrices["eps"]) == (3e-4, (0.8, 0.9), 1e-6)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
+    assert [tuple(param.shape) for param in matrices["params"]] == [(6, 4)]
+    assert [tuple(param.shape) for param in vectors["params"]] == [(6,), (6,), (6,)]
+
+
+def test_adamw_state_matches_its_entry() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimConfig())
+    spec = OPTIMIZERS["adamw"]
+    param = next(model.parameters())
+    state = {key: value for key, value in optimizer.state[param].items() if value.dim()}
+    assert tuple(state) == spec.state_keys
+    assert sum(value.nbytes for value in state.values()) == spec.bytes_per_param * param.numel()
+
+
+def test_group_rates_keep_their_ratio_to_the_schedule(sgd: str) -> None:
+    optimizer = build_optimizer(small_model(), OptimConfig(name=sgd, lr=0.5))  # type: ignore[arg-type]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
+    set_lr(optimizer, 0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, pytest.approx(0.02)]
+
+
+def test_optimizer_built_by_the_user_keeps_its_ratios() -> None:
+    first, second = small_model()
+    groups = [{"params": first.parameters(), "lr": 0.2}, {"params": second.parameters(), "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups)
+    adopt_optimizer(optimizer, 0.1)
+    set_lr(optimizer, 0.05)
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.1), pytest.approx(0.05)]
+
+
+def test_registered_name_is_accepted_in_a_config(sgd: str) -> None:
+    assert resolve("quickstart", [f"optim.name={sgd}"]).config.optim.name == sgd
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optim.name: expected one of adamw.*, got 'adamm'"):
+        resolve("quickstart", ["optim.name=adamm"])
+    with pytest.raises(ConfigError, match="unknown optimizer 'x'"):
+        build_optimizer(small_model(), OptimConfig(name="x"))  # type: ignore[arg-type]
+
+
+def test_optimizer_of_whole_matrices_refuses_shards() -> None:
+    spec = OptimizerSpec(build=build_sgd, state_keys=(), bytes_per_param=0, whole_matrices=True)
+    register_optimizer("test-whole", spec)
+    params = {"weight": torch.zeros(3, 4), "bias": torch.zeros(4)}
+    sizes = {"weight": (6, 4), "bias": (4,)}
+    optim = OptimConfig(name="test-whole")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"test-whole needs whole matrices, which are sharded here — optim.name"):
+        build_optimizer(params, optim, sizes=sizes)
+    assert build_optimizer(params, optim).param_groups[0]["params"][0].shape == (3, 4)

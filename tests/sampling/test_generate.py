@@ -1,0 +1,355 @@
+"""Sampling: the cache, random draws, settings, streamed text."""
+
+import contextlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatoken.cli.main import main
+from megatoken.config.model_config import ModelConfig
+from megatoken.convert.hf.export import write_hf
+from megatoken.data.tokenizer import load_tokenizer
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.model.gpt import GPT
+from megatoken.model.kv_cache import KeyValueCache
+from megatoken.sampling.generate import (
+    TextStream,
+    choose_ids,
+    cumulative_sum,
+    default_new_tokens,
+    generate,
+    generate_ids,
+    to_column_major,
+)
+from megatoken.system.device import Device
+from tests.convert.models import FAMILIES, draw_model, llama_tokenizer
+
+TINY = ModelConfig(n_layer=3, n_head=4, d_model=32, d_ff=128, vocab_size=50, seq_len=64)
+TINY_LLAMA = replace(
+    TINY, n_kv_head=2, norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False
+)
+CPU = torch.device("cpu")
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def build(model_config: ModelConfig = TINY, seed: int = 0) -> GPT:
+    """A model whose scores differ: initial weights, enlarged."""
+    model = GPT(model_config, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(6)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return build()
+
+
+def greedy_by_full_forward(model: GPT, ids: list[int], tokens: int) -> list[int]:
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids = [*ids, int(model.logits(torch.tensor([ids]))[0, -1].argmax())]
+    return ids[-tokens:]
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    rows=st.integers(1, 3),
+    model_config=st.sampled_from([TINY, TINY_LLAMA]),
+)
+def test_cached_pieces_of_any_size_equal_the_full_forward(
+    cuts: list[int], rows: int, model_config: ModelConfig
+) -> None:
+    model = build(model_config)
+    ids = torch.randint(0, TINY.vocab_size, (rows, sum(cuts)), generator=torch.Generator().manual_seed(1))
+    cache = KeyValueCache(model_config, rows=rows, capacity=sum(cuts), dtype=torch.float32, device=CPU)
+    with torch.no_grad():
+        pieces = torch.cat([model(piece, cache) for piece in ids.split(cuts, dim=1)], dim=1)
+        whole = model(ids)
+    assert cache.length == sum(cuts)
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA], ids=["gpt", "llama"])
+def test_greedy_equals_full_forwards(model_config: ModelConfig) -> None:
+    model, prompt = build(model_config), [3, 1, 4, 1, 5]
+    assert generate_ids(model, prompt, max_new_tokens=40, temperature=0) == [greedy_by_full_forward(model, prompt, 40)]
+
+
+def test_the_cache_holds_the_heads_of_keys_and_values_alone() -> None:
+    cache = KeyValueCache(TINY_LLAMA, rows=2, capacity=5, dtype=torch.float32, device=CPU)
+    keys, values = cache.append(1, *torch.randn(2, 2, 2, 3, 8))
+    assert keys.shape == values.shape == (2, 2, 3, 8)
+
+
+def test_column_major_keeps_shapes_and_values_and_only_wide_weights() -> None:
+    model_config = ModelConfig(n_layer=1, n_head=2, d_model=16, d_ff=64, vocab_size=90, seq_len=8)
+    plain, column_major = GPT(model_config), GPT(model_config)
+    to_column_major(column_major)
+    wide = {name for name, p in column_major.named_parameters() if p.dim() == 2 and not p.is_contiguous()}
+    assert wide == {"tokens.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.up.weight"}
+    expected = plain.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in column_major.state_dict().items())
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(column_major(ids), plain(ids), rtol=1e-5, atol=1e-6)
+
+
+def test_the_whole_context_can_be_filled(model: GPT) -> None:
+    [ids] = generate_ids(model, [1], max_new_tokens=TINY.seq_len, temperature=0)
+    assert ids == greedy_by_full_forward(model, [1], TINY.seq_len)  # the last one is not fed to the model
+    assert default_new_tokens(TINY, [1] * TINY.seq_len) == 1
+    assert generate_ids(model, [1, *ids[:-1]], max_new_tokens=1, temperature=0) == [ids[-1:]]
+
+
+def test_same_seed_same_ids_and_sequence_i_is_what_seed_plus_i_gives_alone(model: GPT) -> None:
+    together = generate_ids(model, [1, 2], max_new_tokens=20, seed=5, num_samples=3)
+    assert together == generate_ids(model, [1, 2], max_new_tokens=20, seed=5, num_samples=3)
+    assert together == [generate_ids(model, [1, 2], max_new_tokens=20, seed=5 + i)[0] for i in range(3)]
+    assert len({tuple(ids) for ids in together}) == 3
+    assert together[0][:8] == generate_ids(model, [1, 2], max_new_tokens=8, seed=5)[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1e-46}, {"top_p": 1e-46}, {"temperature": 5e-324, "top_p": 5e-324}]
+)
+def test_settings_too_small_for_single_precision_take_the_likeliest(options: dict[str, float]) -> None:
+    logits, draws = torch.tensor([[2.0, 5.0, 3.0]] * 3), torch.tensor([0.0, 0.5, 0.999])
+    assert choose_ids(logits, draws, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options).tolist() == [1, 1, 1]
+
+
+def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA torch refuses `cumsum` of floats then."""
+    devices: list[str] = []
+    cumsum = torch.Tensor.cumsum
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: (devices.append(x.device.type), cumsum(x, dim))[1])
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            with FakeTensorMode():
+                assert cumulative_sum(torch.empty(2, 5, device="cuda")).device.type == "cuda"
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert devices == ["cuda", "cpu"]
+
+
+def test_top_k_one_is_greedy_and_a_small_top_p_too(model: GPT) -> None:
+    greedy = generate_ids(model, [9], max_new_tokens=12, temperature=0)
+    assert generate_ids(model, [9], max_new_tokens=12, top_k=1, seed=3) == greedy
+    assert generate_ids(model, [9], max_new_tokens=12, top_p=1e-6, seed=3) == greedy
+    assert generate_ids(model, [9], max_new_tokens=12, temperature=1e-4, seed=3) == greedy
+
+
+def test_frequencies_of_drawn_ids_are_the_softmax() -> None:
+    probs = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    draws = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+    ids = choose_ids(probs.log().expand(20_000, 4), draws, 1.0, 0, 1.0)
+    counted = torch.bincount(ids, minlength=4) / 20_000
+    assert counted[1] == 0
+    torch.testing.assert_close(counted, probs, rtol=0, atol=0.015)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "expected"),
+    [
+        (2, 1.0, [0.625, 0.0, 0.375, 0.0]),
+        (0, 0.6, [0.625, 0.0, 0.375, 0.0]),  # the fewest ids that hold the share: 0.5 does not, 0.8 does
+        (0, 0.5, [1.0, 0.0, 0.0, 0.0]),
+        (3, 0.9, [0.5, 0.0, 0.3, 0.2]),
+        (99, 1.0, [0.5, 0.0, 0.3, 0.2]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest(top_k: int, top_p: float, expected: list[float]) -> None:
+    logits = torch.tensor([0.5, 1e-9, 0.3, 0.2]).log().expand(8_000, 4)
+    draws = (torch.arange(8_000) + 0.5) / 8_000
+    ids = choose_ids(logits, draws, 1.0, top_k, top_p)
+    torch.testing.assert_close(torch.bincount(ids, minlength=4) / 8_000, torch.tensor(expected), rtol=0, atol=1e-3)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2**32), st.floats(0.05, 50), st.sampled_from([0, 1, 7]), st.sampled_from([1.0, 0.9, 0.1]))
+def test_any_draw_gives_an_id_with_probability(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 33, generator=generator) * 30
+    logits[:, ::3] = -torch.inf
+    draws = torch.tensor([0.0, 0.5, 1 - 2**-24, float(torch.rand((), generator=generator))])
+    ids = choose_ids(logits, draws, temperature, top_k, top_p)
+    assert torch.isfinite(logits.gather(1, ids[:, None])).all()
+
+
+def test_padding_ids_are_never_drawn() -> None:
+    model_config = ModelConfig(n_layer=1, n_head=2, d_model=16, d_ff=32, vocab_size=3, seq_len=256)
+    model = build(model_config)
+    assert model.tokens.weight.shape[0] == 128
+    with torch.no_grad():
+        model.tokens.weight[3:] = 100.0
+    drawn = {id for ids in generate_ids(model, [0], max_new_tokens=200, temperature=5.0, num_samples=4) for id in ids}
+    assert drawn == {0, 1, 2}
+
+
+def test_stop_id_ends_a_sequence_and_is_left_out(model: GPT) -> None:
+    free = generate_ids(model, [4], max_new_tokens=30, seed=2, num_samples=2)
+    stop = free[0][6]
+    steps: list[list[int | None]] = []
+    stopped = generate_ids(model, [4], max_new_tokens=30, seed=2, num_samples=2, stop_id=stop, on_tokens=steps.append)
+    assert stopped == [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
+    assert [[row[i] for row in steps if row[i] is not None] for i in range(2)] == stopped
+    assert stop not in stopped[0]
+
+
+def test_a_training_model_keeps_its_mode_its_random_state_and_its_gradients() -> None:
+    model = GPT(replace(TINY, dropout=0.5))
+    model.train()
+    before = torch.get_rng_state()
+    first = generate_ids(model, [1], max_new_tokens=10, seed=1)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first == generate_ids(model, [1], max_new_tokens=10, seed=1)
+    assert torch.is_grad_enabled()
+    model(torch.tensor([[1, 2]])).sum().backward()
+    assert model.tokens.weight.grad is not None
+
+
+def test_the_mode_comes_back_after_a_failure() -> None:
+    model = build().train()
+    with torch.no_grad():
+        model.norm.bias[0] = torch.nan
+    with pytest.raises(MegatokenError, match=r"not finite numbers — position 2") as caught:
+        generate_ids(model, [1, 2], max_new_tokens=4)
+    assert caught.value.code == ExitCode.NUMERICS
+    assert model.training
+
+
+def test_bf16_decoding_agrees_with_a_bf16_forward(model: GPT) -> None:
+    device = Device(torch_device=CPU, name="", precision="bf16", peak_flops=0.0, peak_source="unknown")
+    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    cache = KeyValueCache(TINY, rows=1, capacity=8, dtype=torch.bfloat16, device=CPU)
+    with torch.inference_mode(), device.autocast():
+        pieces = torch.cat([model(piece, cache) for piece in prompt.split(3, dim=1)], dim=1)
+        whole = model(prompt)
+    torch.testing.assert_close(pieces, whole, rtol=0.05, atol=0.05)
+    [ids] = generate_ids(model, prompt[0].tolist(), max_new_tokens=5, temperature=0, device=device)
+    assert len(ids) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        (
+            {"max_new_tokens": 63},
+            "prompt of 3 and 63 new tokens need 65, the model's context is 64 — .* at most 62 new",
+        ),
+    ],
+)
+def test_settings_out_of_range(model: GPT, options: dict[str, float], message: str) -> None:
+    with pytest.raises(MegatokenError, match=message) as caught:
+        generate_ids(model, [1, 2, 3], **{"max_new_tokens": 5} | options)  # type: ignore[arg-type]
+    assert caught.value.code == ExitCode.CONFIG
+
+
+def test_prompts_that_cannot_be_continued(model: GPT) -> None:
+    for ids, message, code in (
+        ([], "prompt holds no tokens", ExitCode.CONFIG),
+        ([1] * 65, "shorten the prompt to 64 tokens", ExitCode.CONFIG),
+        ([1, 50], "token id 50 is outside the model's vocabulary of 50 — prompt position 1", ExitCode.DATA),
+        ([-1], "token id -1", ExitCode.DATA),
+    ):
+        with pytest.raises(MegatokenError, match=message) as caught:
+            generate_ids(model, ids, max_new_tokens=1)
+        assert caught.value.code == code
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.text(max_size=40))
+def test_streamed_text_is_the_text_and_never_a_cut_character(text: str) -> None:
+    tokenizer = load_tokenizer("bytes")
+    stream = TextStream(tokenizer)
+    ids = tokenizer.encode(text).tolist()
+    pieces = [stream.push(id) for id in ids]
+    assert "".join(pieces) + stream.push(None) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_streamed_garbage_is_shown_like_the_whole() -> None:
+    tokenizer = load_tokenizer("bytes")
+    ids = np.random.default_rng(0).integers(0, 257, 400).tolist()
+    stream = TextStream(tokenizer)
+    assert "".join(map(stream.push, ids)) + stream.push(None) == tokenizer.decode(ids)
+
+
+@dataclass
+class Words:
+    """A tokenizer that drops the space before the first word, as SentencePiece's does."""
+
+    table: tuple[str, ...] = (" one", " two", " three")
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.table[id] for id in ids).removeprefix(" ")
+
+
+def test_a_decoder_that_strips_the_first_space_keeps_the_others() -> None:
+    stream = TextStream(Words())  # type: ignore[arg-type]
+    assert "".join([stream.push(0), stream.push(1), stream.push(2), stream.push(None)]) == "one two three"
+
+
+def test_sentencepiece_keeps_the_space_behind_the_prompt_and_begins_with_begin_of_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = llama_tokenizer()
+    model = draw_model(replace(FAMILIES["llama-untied"], n_kv_head=2, vocab_size=tokenizer.vocab_size))
+    prompt, their = tokenizer.encode("the king").tolist(), int(tokenizer.encode("their")[0])
+    with torch.no_grad():
+        hidden = model(torch.tensor([[1, *prompt]]))[0, -1]
+        model.head.weight.zero_()
+        model.head.weight[their] = hidden  # the likeliest word behind <s> and the prompt
+    assert tokenizer.decode(prompt) == "the king"
+    ids = generate_ids(model, [1, *prompt], max_new_tokens=4, temperature=0)[0]
+    assert ids[0] == their
+    expected = tokenizer.decode([*prompt, *ids]).removeprefix("the king")
+    assert expected.startswith(" their")
+    assert generate(model, tokenizer, "the king", max_new_tokens=4, temperature=0) == expected
+    folder = tmp_path / "gpt2"  # the name of a vocabulary, too
+    folder.mkdir()
+    write_hf(folder, model, tokenizer, "fp32")
+    written = [json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")]
+    assert [(each["bos_token_id"], each["eos_token_id"]) for each in written] == [(1, 2), (1, 2)]
+    assert json.loads((folder / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
+    with contextlib.chdir(tmp_path):
+        assert main(["sample", "gpt2", "the king", "--tokens", "4", "--temperature", "0"]) == 0
+        assert capsys.readouterr().out == f"the king{expected}\n"
+        assert main(["sample", "gpt2", "the king", "--tokens", "4", "--temperature", "0", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ids"], answer["text"]) == ([ids], [expected])
+
+
+def test_text_is_the_decoded_ids_and_several_samples_are_a_list() -> None:
+    tokenizer = load_tokenizer("bytes")
+    model = build(replace(TINY, vocab_size=tokenizer.vocab_size))
+    ids = generate_ids(model, [*b"cat"], max_new_tokens=9, seed=4, num_samples=2, stop_id=tokenizer.eot)
+    texts = [tokenizer.decode(each) for each in ids]
+    assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4, num_samples=2) == texts
+    assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4) == texts[0]
+    fresh = generate_ids(model, [tokenizer.eot], max_new_tokens=TINY.seq_len, temperature=0, stop_id=tokenizer.eot)
+    assert generate(model, tokenizer, "", temperature=0) == tokenizer.decode(
+        fresh[0]
+    )  # the context is shorter than 128

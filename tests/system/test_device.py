@@ -1,0 +1,244 @@
+"""Device, precision, peak and compile mode, as far as a machine without a GPU can test them."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import MachineConfig
+from megatoken.errors import ConfigError, ExitCode, MegatokenError
+from megatoken.model.gpt import set_activation_checkpointing
+from megatoken.system.device import (
+    Device,
+    cache_peak,
+    choose_device,
+    fast_precision,
+    measure_peak,
+    memory_errors,
+    misses_triton,
+    open_device,
+    wants_compile,
+    with_peak,
+)
+from megatoken.train.kernel_autotune import autotune
+from megatoken.train.micro_batch import compile_forward
+from megatoken.train.step import forward_backward, train_step
+from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "features", "precision"),
+    [
+        ("cuda", (6, 0), (), "fp32"),  # Pascal
+        ("cuda", (6, 1), (), "fp32"),
+        ("cuda", (7, 0), (), "fp16"),  # Volta
+        ("cuda", (7, 5), (), "fp16"),  # Turing
+        ("cuda", (8, 0), (), "bf16"),  # Ampere
+        ("cuda", (8, 9), (), "bf16"),  # Ada
+        ("cuda", (9, 0), (), "bf16"),  # Hopper
+        ("cpu", (0, 0), (), "fp32"),
+        ("cpu", (0, 0), ("avx512_bf16",), "bf16"),
+        ("cpu", (0, 0), ("amx_bf16",), "bf16"),
+        ("mps", (0, 0), (), "fp32"),
+    ],
+)
+def test_auto_precision_is_the_fast_one(
+    kind: str, capability: tuple[int, int], features: tuple[str, ...], precision: str
+) -> None:
+    assert fast_precision(kind, capability, frozenset(features)) == precision
+
+
+def test_auto_precision_can_be_chosen_for_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for preferred in ("fp32", "bf16"):
+        monkeypatch.setenv("MEGATOKEN_PRECISION", preferred)
+        assert open_device(MachineConfig(device="cpu")).precision == preferred
+        assert open_device(MachineConfig(device="cpu", precision="fp32")).precision == "fp32"  # a named one stands
+    for wrong, message in (
+        ("fp16", "fp16 is not trained on a CPU"),
+        ("float", "MEGATOKEN_PRECISION — set it to one of"),
+    ):
+        monkeypatch.setenv("MEGATOKEN_PRECISION", wrong)
+        with pytest.raises(ConfigError, match=message):
+            open_device(MachineConfig(device="cpu"))
+
+
+def test_choosing_a_device_changes_nothing_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings() -> tuple[int, str, bool]:
+        precision = torch.get_float32_matmul_precision()
+        return torch.get_num_threads(), precision, torch.are_deterministic_algorithms_enabled()
+
+    machine = MachineConfig(device="cpu", threads=torch.get_num_threads() + 1, deterministic=True)
+    before = settings()
+    choose_device(machine)
+    assert settings() == before
+    try:
+        open_device(machine)
+        assert settings() == (before[0] + 1, "highest", True)
+    finally:
+        open_device(replace(machine, threads=before[0], deterministic=False))
+
+
+def test_missing_devices_are_refused() -> None:
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        pytest.skip("needs a machine without an accelerator")
+    for name in ("cuda", "cuda:3", "mps"):
+        with pytest.raises(MegatokenError, match=r"no (CUDA|MPS) device") as error:
+            open_device(MachineConfig(device=name))
+        assert error.value.code == ExitCode.CONFIG
+    assert open_device(MachineConfig(device="auto")).torch_device.type == "cpu"
+    with pytest.raises(MegatokenError, match="fp16 is not trained on a CPU"):
+        open_device(MachineConfig(device="cpu", precision="fp16"))
+
+
+def test_a_peak_without_data_sheet_is_measured() -> None:
+    measured = with_peak(CPU)
+    assert measured.peak_flops > 1e9
+    assert measured.peak_source == "matrix products measured here"
+    known = Device(torch_device=CPU.torch_device, name="x", precision="fp32", peak_flops=1.0, peak_source="data sheet")
+    assert with_peak(known) is known
+
+
+@pytest.fixture
+def peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "peaks.json"
+
+
+def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path) -> None:
+    assert cache_peak(CPU, 2e15) == 2e15
+    assert cache_peak(CPU, 1e15) == 2e15
+    assert cache_peak(replace(CPU, precision="bf16"), 3e15) == 3e15
+    threads = torch.get_num_threads()
+    assert json.loads(peaks.read_text()) == {
+        f"cpu (cpu, {threads} threads), fp32, torch {torch.__version__}": 2e15,
+        f"cpu (cpu, {threads} threads), bf16, torch {torch.__version__}": 3e15,
+    }
+    assert [path.name for path in peaks.parent.iterdir()] == ["peaks.json"]
+    assert with_peak(CPU).peak_flops == 2e15  # the best ever stays
+    assert with_peak(replace(CPU, precision="bf16")).peak_flops == 3e15
+    assert with_peak(replace(CPU, name="another")).peak_flops < 1e15
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"KEY": -1}', "\0\xff"])
+def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str) -> None:
+    cache_peak(CPU, 1e9)
+    (key,) = json.loads(peaks.read_text())
+    peaks.write_text(damage.replace("KEY", key), encoding="latin-1")
+    assert cache_peak(CPU, 5e9) == 5e9
+    assert json.loads(peaks.read_text()) == {key: 5e9}
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "file"))
+    assert cache_peak(CPU, 1e12) == 1e12
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_measuring_a_peak_keeps_the_random_state_and_its_time_limit() -> None:
+    before = torch.get_rng_state()
+    assert measure_peak(CPU, sizes=(64, 128), seconds=1.0) > 1e6
+    assert torch.equal(torch.get_rng_state(), before)
+    began = time.perf_counter()
+    assert measure_peak(CPU, sizes=(64, 8192), seconds=0.0) > 0  # ten of the larger would take longer
+    assert time.perf_counter() - began < 5
+
+
+def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Device(torch_device=torch.device("cuda"), name="x", precision="bf16", peak_flops=1.0, peak_source="")
+    assert wants_compile(MachineConfig(compile="auto"), cuda, 10_000) == ("on", "")
+    assert wants_compile(MachineConfig(compile="auto"), cuda, 100) == ("off", "")
+    assert wants_compile(MachineConfig(compile="auto"), CPU, 10_000) == ("off", "")
+    assert wants_compile(MachineConfig(compile="off"), cuda, 10_000) == ("off", "")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    for kind in ("on", "blocks"):
+        assert wants_compile(MachineConfig(compile=kind), cuda, 10) == (kind, "")  # type: ignore[arg-type]
+    mode, note = wants_compile(MachineConfig(compile="graphs"), CPU, 10)
+    assert (mode, note) == ("off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)")
+    mode, note = wants_compile(MachineConfig(compile="on"), CPU, 10)
+    assert mode == "off"
+    assert note.startswith("no C++ compiler found: the model runs uncompiled")
+
+
+def test_a_failing_compiler_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: torch.nn.Module, mode: str | None = None) -> torch.nn.Module:
+        raise RuntimeError("no such instruction\nand much more")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    state = tiny_state()
+    note = compile_forward(state, tiny_step_config(), CPU)
+    assert note == "torch.compile failed, the model runs uncompiled: no such instruction"
+    assert state.forward is state.compute_model
+
+
+def test_fused_kernels_are_left_out_without_a_gpu() -> None:
+    assert misses_triton(CPU) == "there is no GPU to run them (cpu)"
+    machine = MachineConfig(fused="on", gemm_backend="torch", attention="flash")
+    choice = autotune(TINY_GPT, machine, CPU, micro_batch=1, dropout=0.0)
+    assert choice.kernels.loss == "torch"
+
+
+@pytest.mark.skipif(wants_compile(MachineConfig(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "model_config"),
+    [
+        ("on", "none", TINY_GPT),
+        ("blocks", "none", TINY_GPT),
+        ("blocks", "gelu", replace(TINY_GPT, dropout=0.2)),
+        ("blocks", "none", TINY_LLAMA),
+    ],
+    ids=["on", "blocks", "blocks, gelu, dropout", "blocks of a llama"],
+)
+def test_compiled_steps_equal_eager_ones(kind: str, checkpointing: str, model_config: ModelConfig) -> None:
+    dropout = model_config.dropout
+    plain, compiled = (tiny_state(model_config=model_config, dropout=dropout) for _ in range(2))
+    set_activation_checkpointing(compiled.model, checkpointing)
+    assert compile_forward(compiled, tiny_step_config(), CPU, kind) == ""
+    assert (compiled.forward is compiled.model) == (kind == "blocks")
+    for step in range(5):
+        batch = tiny_batch(step)
+        losses = [train_step(state, tiny_step_config(), CPU, *batch).loss for state in (plain, compiled)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert set(compiled.model.state_dict()) == set(plain.model.state_dict())  # no prefixes of the compiler's
+
+
+@pytest.mark.skipif(wants_compile(MachineConfig(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["on", "blocks"])
+def test_compile_applies_to_the_low_precision_copy(kind: str) -> None:
+    plain, compiled = tiny_state(), tiny_state()
+    for state in (plain, compiled):
+        state.enable_master_weights(torch.bfloat16)
+    assert compile_forward(compiled, tiny_step_config(), CPU, kind) == ""
+    forward_backward(compiled, tiny_step_config(), CPU, *tiny_batch())
+    assert all(p.grad is None for p in compiled.compute_model.parameters())  # collected, hence made there
+    compiled.optimizer.zero_grad()
+    losses = [train_step(state, tiny_step_config(), CPU, *tiny_batch()).loss for state in (plain, compiled)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Including x"),
+            "Tried to allocate 2 GiB.",
+        ),
+        (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"), "can't allocate memory"),
+        (MemoryError("Unable to allocate 2 TiB"), "Unable to allocate 2 TiB"),
+    ],
+)
+def test_memory_that_ends_is_one_line(error: Exception, what: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=f"^out of memory: {what} — rank 1 — lower it$"),
+        memory_errors("rank 1", "lower it"),
+    ):
+        raise error
+    with pytest.raises(RuntimeError, match="another"), memory_errors("rank 1", "lower it"):
+        raise RuntimeError("another")

@@ -1,0 +1,178 @@
+"""Peak table, processor name, cache and process settings."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatoken.system import environment
+from megatoken.system.environment import cache_get, cache_put, cpu_count, find_processor_name, free_memory_bytes
+from megatoken.system.peak_flops import PEAK_FLOPS
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tera"),
+    [  # figures as the data sheets print them
+        ("Tesla P100-PCIE-16GB", "fp16", 18.7),
+        ("Tesla V100-SXM2-32GB", "fp16", 125),
+        ("Tesla T4", "fp32", 8.1),
+        ("NVIDIA GeForce RTX 2080 Ti", "fp16", 53.8),
+        ("NVIDIA GeForce RTX 3090", "bf16", 71.2),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA GeForce RTX 5090", "bf16", 209.6),
+        ("NVIDIA RTX A6000", "bf16", 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.4),
+        ("NVIDIA A10", "bf16", 125),
+        ("NVIDIA A10G", "bf16", 70),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA L40S", "bf16", 362.05),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "tf32", 378),
+        ("NVIDIA H100 NVL", "bf16", 835),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA B200", "bf16", 2250),
+        ("AMD Instinct MI250X", "bf16", 191.5),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+    ],
+)
+def test_peaks_are_the_dense_ones_of_the_data_sheets(name: str, precision: str, tera: float) -> None:
+    assert PEAK_FLOPS[name][precision] == pytest.approx(tera * 1e12, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", PEAK_FLOPS)
+def test_rows_are_consistent(name: str) -> None:
+    row = PEAK_FLOPS[name]
+    assert "fp32" in row
+    assert set(row) <= {"fp32", "tf32", "fp16", "bf16"}
+    assert ("tf32" not in row) or ("bf16" in row)  # both came with Ampere and CDNA 3
+    assert "fp16" in row
+    assert row["fp32"] <= row.get("tf32", row["fp32"]) <= row.get("bf16", row["fp32"])
+    assert 1e12 < row["fp32"] <= max(row.values()) < 3e15  # a sparse figure or a wrong unit would show
+
+
+def test_names_are_exact_and_differ_in_more_than_case() -> None:
+    assert len({name.casefold() for name in PEAK_FLOPS}) == len(PEAK_FLOPS)
+    assert all(name == " ".join(name.split()) for name in PEAK_FLOPS)
+    for unknown in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "H100", "nvidia h200"):
+        assert unknown not in PEAK_FLOPS
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_processor_name_comes_from_cpuinfo() -> None:
+    assert find_processor_name()
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    models = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
+    assert find_processor_name() in models or not models
+
+
+def test_processor_name_of_a_mac_comes_from_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="Apple M2 Pro\n")
+
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    assert find_processor_name() == "Apple M2 Pro"
+    assert commands == [["sysctl", "-n", "machdep.cpu.brand_string"]]
+
+
+def test_a_mac_without_sysctl_has_a_processor_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: list[str], **_: object) -> None:
+        raise FileNotFoundError(command[0])
+
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(environment.subprocess, "run", fail)
+    assert find_processor_name()
+
+
+def test_cache_entries_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    assert cache_get("x.json") == {}
+    cache_put("x.json", {"a": 1})
+    cache_put("x.json", {"b": 2})
+    assert cache_get("x.json") == {"a": 1, "b": 2}
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["x.json"]
+    (tmp_path / "cache" / "x.json").write_text("[1")
+    assert cache_get("x.json") == {}
+    monkeypatch.setenv("MEGATOKEN_CACHE", "/dev/null/no")
+    cache_put("x.json", {"a": 1})  # not writable: no error
+
+
+def run_prepared(program: str, **variables: str) -> list[str]:
+    code = f"from megatoken.system.environment import *; import os; prepare_process(); {program}"
+    variables |= {"PATH": "/usr/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+    return done.stdout.split("\n")
+
+
+def test_variables_of_the_user_win() -> None:
+    program = "print(os.environ.get('GOMP_SPINCOUNT'))"
+    assert run_prepared(program)[0] == "5000"
+    assert run_prepared(program, GOMP_SPINCOUNT="7")[0] == "7"
+    assert run_prepared(program, OMP_WAIT_POLICY="active")[0] == "None"
+
+
+def test_glibc_keeps_freed_memory_unless_the_user_chose() -> None:
+    program = (
+        "import megatoken.system.environment as e; e.keep_freed_memory = lambda: print('keeps'); e.prepare_process()"
+    )
+    assert run_prepared(program) == ["keeps", ""]
+    assert run_prepared(program, MALLOC_MMAP_MAX_="9") == [""]
+    assert run_prepared("print(keep_freed_memory())")[0] == str(platform.libc_ver()[0] == "glibc")
+
+
+def test_the_given_environment_is_without_our_additions() -> None:
+    assert (
+        run_prepared("print('GOMP_SPINCOUNT' in given_environment(), 'GOMP_SPINCOUNT' in os.environ)")[0]
+        == "False True"
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (
+            "0::/job/step\n",
+            {
+                "job/cpu.max": "250000 100000\n",
+                "job/step/cpu.max": "max 100000\n",
+                "job/memory.max": "50000000\n",
+                "job/memory.current": "45000000\n",
+                "job/memory.stat": "anon 7\ninactive_file 1000000\n",
+                "job/step/memory.max": "max\n",
+                "job/step/memory.current": "45000000\n",
+                "job/step/memory.stat": "anon 7\ninactive_file 1000000\n",
+            },
+        ),
+        (  # a container under version 1: the host's names, of which only the topmost folder is there
+            "4:memory:/docker/1f\n1:cpu,cpuacct:/docker/1f\n0::/docker/1f\n",
+            {
+                "cpu/cpu.cfs_quota_us": "250000\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+                "memory/memory.limit_in_bytes": "50000000\n",
+                "memory/memory.usage_in_bytes": "45000000\n",
+                "memory/memory.stat": "inactive_file 0\ntotal_inactive_file 1000000\n",
+            },
+        ),
+        ("4:memory:/\n1:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}),
+    ],
+)
+def test_limits_of_cgroups_hold(
+    names: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "names").write_text(names)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(environment, "CGROUPS", tmp_path)
+    monkeypatch.setattr(environment, "CGROUP_NAMES", tmp_path / "names")
+    limited = len(files) > 2
+    assert cpu_count() == (2 if limited else 64)
+    assert free_memory_bytes() == 6_000_000 if limited else free_memory_bytes() > 6_000_000

@@ -1,0 +1,94 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import megatoken
+from megatoken.errors import ConfigError
+from megatoken.system import torch_compat
+
+SRC = Path(megatoken.__file__).parent
+PRIVATE = re.compile(
+    r"\btorch\._[a-z]|\btorch\.[\w.]*\._[a-z]|\btorch\.testing\._internal"
+    r"|\._(foreach_\w+|found_inf_per_device|compiled_call_impl|orig_mod|local_tensor|cdata|schema)\b"
+    r"|\b(active_fake_mode|FakeTensorMode|unset_fake_temporarily|fake_pg|fake_collectives)\b.* import "
+    r"|\.(found_inf|grad_scale) = |\"_orig_mod\"|\"_is_\w+_supported\""
+)
+
+
+@pytest.mark.parametrize("name", torch_compat.DRY_RUN_NAMES)
+def test_torch_has_the_private_name(name: str) -> None:
+    getattr(torch_compat, name)  # a ConfigError names the feature that breaks
+
+
+def test_a_name_that_torch_has_moved_breaks_its_feature_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._guards, "active_fake_mode")
+    with pytest.raises(ConfigError, match=r"^torch 2\..* has no torch\._guards\.active_fake_mode, which dry runs need"):
+        torch_compat.active_fake_mode  # noqa: B018
+    torch_compat.foreach_copy([torch.zeros(1)], [torch.ones(1)])
+    with pytest.raises(AttributeError):
+        torch_compat.no_such_name  # noqa: B018
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    others = [path for path in SRC.rglob("*.py") if path.name != "torch_compat.py"]
+    assert len(others) > 50
+    found = [
+        f"{path.relative_to(SRC)}:{number}: {line.strip()}"
+        for path in others
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if PRIVATE.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_foreach_copy_converts() -> None:
+    targets = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
+    torch_compat.foreach_copy(targets, [torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+    assert [target.tolist() for target in targets] == [[1.0, 2.0], [3.0]]
+
+
+@pytest.mark.parametrize(("found_inf", "grad_scale", "expected"), [(0.0, None, 0.5), (1.0, None, 1.0), (0.0, 2.0, 0.5)])
+def test_fused_adamw_honours_found_inf_and_grad_scale(
+    found_inf: float, grad_scale: float | None, expected: float
+) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0, eps=0.0, fused=True)
+    weight.grad = torch.ones(1)
+    scale = None if grad_scale is None else torch.tensor(grad_scale)
+    torch_compat.fused_adamw_step(optimizer, torch.tensor(found_inf), scale)
+    assert float(weight.detach()) == pytest.approx(expected)
+
+
+def test_a_fused_adamw_that_ignores_found_inf_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)], fused=True)
+    monkeypatch.delattr(optimizer, "_step_supports_amp_scaling")
+    with pytest.raises(ConfigError, match="ignores found_inf or grad_scale"):
+        torch_compat.fused_adamw_step(optimizer, torch.zeros(()), None)
+
+
+def test_scaler_found_inf_names_an_overflow() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+    weight.grad = scaler.scale(torch.full((1,), float("inf")))
+    scaler.unscale_(optimizer)
+    assert [float(flag) for flag in torch_compat.scaler_found_inf(scaler, optimizer)] == [1.0]
+
+
+def test_a_compiled_module_runs_uncompiled() -> None:
+    def fail(*_: object) -> object:
+        raise AssertionError("compiled")
+
+    plain = nn.Sequential(nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    expected = plain(x)
+    compiled = torch.compile(plain, backend=fail)
+    with torch_compat.uncompiled(compiled) as module:
+        assert torch.equal(module(x), expected)
+    plain[0].compile(backend=fail)
+    with torch_compat.uncompiled(plain) as module:
+        assert torch.equal(module(x), expected)
+    torch_compat.uncompile(plain)
+    assert torch.equal(plain(x), expected)

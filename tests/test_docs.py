@@ -1,0 +1,70 @@
+"""The Python of docs/python.md and docs/hacking.md, and of the notebooks under examples/, runs as printed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatoken
+
+ROOT = Path(__file__).parents[1]
+TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n\n" * 200
+
+
+def snippets(page: Path) -> str:
+    """The Python blocks of a page as one program; those marked `no-run` are left out."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+
+
+def cells(notebook: Path) -> str:
+    """The code cells of a notebook as one program."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+def run(program: str, folder: Path) -> str:
+    """What the program prints, run in a fresh process in `folder`."""
+    (folder / "text.txt").write_text(TEXT)
+    # The command sets GOMP_SPINCOUNT itself; in a library it is the host's, and its default is slow on busy cores.
+    environment = os.environ | {"MPLBACKEND": "Agg", "GOMP_SPINCOUNT": "5000"}
+    words = [sys.executable, "-W", "ignore", "-c", program]
+    process = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+def test_python_page(tmp_path: Path) -> None:
+    output = run(snippets(ROOT / "docs" / "python.md"), tmp_path)
+    assert "20 " in output  # the summary's steps
+    assert (tmp_path / "run-sgd" / "metrics.jsonl").is_file()
+
+
+def test_hacking_page(tmp_path: Path) -> None:
+    program = snippets(ROOT / "docs" / "hacking.md")
+    check = "\nassert config.optim.name == 'lion'\nprint('ok')\n"
+    assert run(program + check, tmp_path).splitlines()[-1] == "ok"
+
+
+def test_pages_name_files_that_exist() -> None:
+    package = ROOT / "src" / "megatoken"
+    for page in ("hacking.md", "architecture.md"):
+        named = re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / page).read_text())
+        missing = [name for name in named if not (package / name).is_file() and not (ROOT / name).is_file()]
+        assert missing == [], page
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook(notebook: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(cells(notebook), tmp_path)
+
+
+def test_public_names_are_those_that_a_type_checker_sees() -> None:
+    source = (ROOT / "src" / "megatoken" / "__init__.py").read_text().split("if TYPE_CHECKING:")[1].split("_MODULES")[0]
+    imported = re.findall(r"from megatoken\.([\w.]+) import \w+ as (\w+)", source)
+    assert {name: module for module, name in imported} == megatoken._MODULES
+    assert all(getattr(megatoken, name) is not None for name in megatoken.__all__)

@@ -1,0 +1,85 @@
+"""The wheel and the sdist: what is in them, and that an unpacked wheel runs outside the checkout."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import megatoken
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "megatoken"
+if find_spec("uv_build") is None:
+    pytest.skip("uv_build, of the dev extra, is not installed", allow_module_level=True)
+
+
+def build(kind: str, folder: Path) -> Path:
+    """The wheel or sdist of this checkout, built by the backend that pyproject.toml names, without a network."""
+    code = f"import sys, uv_build; uv_build.build_{kind}(sys.argv[1])"
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    assert wheel.name == f"megatoken-{megatoken.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+        info = f"megatoken-{megatoken.__version__}.dist-info"
+        assert archive.read(f"{info}/entry_points.txt").decode().split("\n")[:2] == [
+            "[console_scripts]",
+            "megatoken = megatoken.cli.main:main",
+        ]
+        metadata = archive.read(f"{info}/METADATA").decode()
+    assert f"\nVersion: {megatoken.__version__}\n" in metadata
+    about = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
+    files = {f"megatoken/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*") if path.is_file()}
+    assert names - about == {file for file in files if "__pycache__" not in file}
+    assert {"megatoken/py.typed", "megatoken/config/recipes/quickstart.yaml"} <= names
+
+
+def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    for words, printed in (
+        (["--version"], f"megatoken {megatoken.__version__}"),
+        (["quickstart", "--help"], "usage: megatoken quickstart"),
+        (["config", "quickstart"], "version: 1"),
+        *((["launch", engine, "quickstart", "--nproc", "2"], "quickstart") for engine in ("torchrun", "slurm", "k8s")),
+    ):
+        command = [sys.executable, "-m", "megatoken", *words]
+        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), words
+        assert printed in done.stdout
+    code = "import megatoken; print(megatoken.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
+
+
+def test_sdist_holds_tests_and_docs(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "tests/conftest.py"} <= names
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= names
+    assert {f"src/megatoken/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")} <= names

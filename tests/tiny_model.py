@@ -1,0 +1,45 @@
+"""A model, a device and a plan small enough to train in milliseconds: what many tests start from."""
+
+from dataclasses import replace
+
+import torch
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import Config, OptimConfig, build_config
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.model.gpt import GPT
+from megatoken.system.device import Device
+from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
+
+TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
+TINY_LLAMA = replace(
+    TINY_GPT, n_kv_head=1, d_ff=96, norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, rope_theta=100.0
+)
+CPU = Device(torch_device=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
+
+
+def tiny_config(**values: object) -> Config:
+    keys = {"budget.steps": 10, "budget.batch_tokens": 8 * 16, "model.seq_len": 16}
+    return build_config(keys | {key.replace("__", "."): value for key, value in values.items()})
+
+
+def tiny_state(
+    *,
+    dropout: float = 0.0,
+    seed: int = 1,
+    optim: OptimConfig | None = None,
+    form: str = "auto",
+    model_config: ModelConfig = TINY_GPT,
+    dims: ParallelDims | None = None,
+) -> TrainState:
+    model = GPT(replace(model_config, dropout=dropout), seed=seed)
+    return build_state(model, replace(tiny_config(machine__adamw=form), optim=optim or OptimConfig()), CPU, dims)
+
+
+def tiny_step_config(micro_batch: int = 8, **values: object) -> StepConfig:
+    return build_step_config(tiny_config(**values), epoch_tokens=1280, micro_batch=micro_batch)
+
+
+def tiny_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.randint(0, TINY_GPT.vocab_size, (8, 17), generator=torch.Generator().manual_seed(seed))
+    return rows[:, :-1], rows[:, 1:]

@@ -1,0 +1,211 @@
+"""Forms are chosen by what was measured, remembered by circumstance, and never where the recipe decided."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import MachineConfig
+from megatoken.errors import MegatokenError
+from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
+from megatoken.system import device
+from megatoken.system.device import Device, misses_triton
+from megatoken.system.environment import cache_get
+from megatoken.train import kernel_autotune as autotune_module
+from megatoken.train.kernel_autotune import CACHE_FILE, autotune, list_options, pick
+from megatoken.train.step import forward_backward, train_step
+from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
+
+BF16 = replace(CPU, precision="bf16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path))
+
+
+def test_pick_needs_a_clear_margin() -> None:
+    assert pick({"torch": 1.0, "other": 0.93}, 1.1) == "torch"
+    assert pick({"torch": 1.0, "other": 0.9, "third": 0.8}, 1.1) == "third"
+    assert pick({"flash": 1.0, "blocked": 2.0}, 1.01) == "flash"
+
+
+def test_requested_kernels_are_not_timed(tmp_path: Path) -> None:
+    machine = MachineConfig(gemm_backend="torch", attention="explicit", master_weights="off")
+    choice = autotune(TINY_GPT, machine, CPU, micro_batch=2, dropout=0.0)
+    assert choice.kernels == Kernels(attention="explicit")
+    assert not choice.master_weights
+    assert choice.seconds == {}
+    assert not (tmp_path / CACHE_FILE).exists()
+
+
+def test_options_follow_precision_and_dropout() -> None:
+    options = list_options(MachineConfig(), CPU, 0.0)
+    assert options == {"attention": ["flash", "blocked"], "loss": ["torch"], "mixed": ["autocast"]}
+    assert list_options(MachineConfig(), CPU, 0.1)["attention"] == ["flash"]
+    compiled = list_options(MachineConfig(compile="on"), CPU, 0.0)
+    assert compiled == {"attention": ["flash"], "loss": ["torch"], "mixed": ["autocast"]}
+    assert list_options(MachineConfig(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
+
+
+def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(CPU, torch_device=torch.device("cuda"), name="card", precision="bf16")
+    age = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: tuple(age))
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    options = list_options(MachineConfig(), card, 0.0)
+    assert options["attention"] == ["flash", "cudnn", "fa2"]
+    assert options["loss"] == ["torch", "triton"]
+    assert list_options(MachineConfig(fused="off"), card, 0.0)["loss"] == ["torch"]
+    assert list_options(MachineConfig(fused="on"), card, 0.0)["loss"] == ["triton"]
+    half = list_options(MachineConfig(), replace(card, precision="fp16"), 0.0)
+    assert (half["loss"], half["mixed"]) == (["torch"], ["autocast"])
+    assert list_options(MachineConfig(), replace(card, precision="fp32"), 0.0)["attention"] == ["flash"]
+    wishes = MachineConfig(fused="on", gemm_backend="torch", attention="flash", master_weights="off")
+    choice = autotune(TINY_LLAMA, wishes, card, micro_batch=1, dropout=0.0)
+    assert choice.kernels == Kernels(loss="triton")
+    age[0] = 7
+    assert list_options(MachineConfig(fused="on"), card, 0.0)["loss"] == ["torch"]
+    assert misses_triton(card) == "card is older than Ampere"
+    age[0] = 8
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    assert misses_triton(card) == "Triton is not installed"
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert misses_triton(card) == "they were made for NVIDIA GPUs"
+
+
+def test_fp32_has_no_low_precision_copy() -> None:
+    machine = MachineConfig(master_weights="on")
+    assert list_options(machine, CPU, 0.0)["mixed"] == ["autocast"]
+    assert list_options(machine, BF16, 0.0)["mixed"] == ["masters"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: no room")])
+def test_trials_shrink_until_they_fit_in_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, largest = [], 2
+
+    def time_options(config: ModelConfig, device: Device, seqs: int, *_: object) -> dict[str, dict[str, float]]:
+        sizes.append(seqs)
+        if seqs > largest:
+            raise error
+        return {"attention": {"flash": 2.0, "blocked": 1.0}}
+
+    monkeypatch.setattr(autotune_module, "_time_options", time_options)
+    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=9, dropout=0.0).kernels.attention == "blocked"
+    assert sizes == [9, 4, 2]
+    largest = 0
+    with pytest.raises(type(error), match="no room"):
+        autotune(TINY_LLAMA, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
+
+
+def test_timings_are_cached_per_model_family() -> None:
+    for family in (TINY_GPT, TINY_LLAMA):
+        choice = autotune(family, MachineConfig(), replace(CPU, precision="bf16"), micro_batch=2, dropout=0.0)
+        assert set(choice.seconds) == {"attention", "mixed"}
+        assert all(len(forms) == 2 for forms in choice.seconds.values())
+    assert len(cache_get(CACHE_FILE)) == 2
+
+
+def test_trials_with_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSS, "other", LOSS["torch"])
+    options = {"loss": ["torch", "other"], "mixed": ["autocast", "masters"], "attention": ["flash", "explicit"]}
+    model_config = replace(TINY_GPT, vocab_size=20)
+    seconds = autotune_module._time_options(model_config, BF16, 8, options, False)
+    assert {name: set(forms) for name, forms in seconds.items()} == {
+        name: set(forms) for name, forms in options.items()
+    }
+
+
+@pytest.mark.parametrize("form", CUDA_ONLY)
+def test_unavailable_attention_backend_is_refused(form: str) -> None:
+    with pytest.raises(MegatokenError, match=f"no {form} attention for heads of 16 in fp32 on cpu — machine.attention"):
+        autotune(TINY_GPT, MachineConfig(attention=form), CPU, micro_batch=1, dropout=0.0)  # type: ignore[arg-type]
+
+
+def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: torch.Tensor, **__: object) -> torch.Tensor:
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setitem(ATTENTION, "blocked", fail)
+    first = autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
+    assert set(first.seconds["attention"]) == {"flash"}
+    assert first.kernels.attention == "flash"
+    kept = cache_get(CACHE_FILE)
+    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0) == first
+    assert cache_get(CACHE_FILE) == kept
+
+
+def test_timings_are_measured_once_and_explained() -> None:
+    first = autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
+    assert set(first.seconds["attention"]) == {"flash", "blocked"}
+    assert all(seconds > 0 for forms in first.seconds.values() for seconds in forms.values())
+    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0) == first
+    assert len(cache_get(CACHE_FILE)) == 1
+    autotune(replace(TINY_GPT, d_model=64), MachineConfig(), CPU, micro_batch=2, dropout=0.0)
+    assert len(cache_get(CACHE_FILE)) == 2
+    output = dict(first.explain())["attention"]
+    assert output.startswith(first.kernels.attention)
+    assert "flash" in output
+    assert " ms" in output
+
+
+def test_cached_timings_decide(tmp_path: Path) -> None:
+    autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
+    kept = json.loads((tmp_path / CACHE_FILE).read_text())
+    for seconds in kept.values():
+        seconds["attention"] = {"flash": 2.0, "blocked": 1.0}
+    (tmp_path / CACHE_FILE).write_text(json.dumps(kept))
+    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0).kernels.attention == "blocked"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}'])
+def test_damaged_cache_file_is_measured_again(tmp_path: Path, damage: str) -> None:
+    (tmp_path / CACHE_FILE).write_text(damage)
+    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0).seconds
+
+
+def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:
+    """Explicit attention, an AdamW that goes tensor by tensor and whole logits are the reference."""
+    losses = {}
+    for kernels in (Kernels(attention="explicit"), Kernels(attention="blocked"), Kernels()):
+        state = tiny_state(form="loop" if kernels.attention == "explicit" else "auto")
+        autotune_module.apply_choice(state, autotune_module.KernelChoice(kernels=kernels, master_weights=False), CPU)
+        step_config = tiny_step_config(8, machine__loss_chunk=0 if kernels.attention == "explicit" else 5)
+        losses[str(kernels)] = [train_step(state, step_config, CPU, *tiny_batch()).loss for _ in range(20)]
+    reference, *others = losses.values()
+    assert reference[-1] < reference[0]
+    for other in others:
+        assert other == pytest.approx(reference, rel=1e-4)
+
+
+@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
+def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig) -> None:
+    states = tiny_state(model_config=model_config), tiny_state(model_config=model_config)
+    autotune_module.apply_choice(states[1], autotune_module.KernelChoice(kernels=Kernels(), master_weights=True), BF16)
+    assert states[1].compute_model.lm_head_weight.dtype == torch.bfloat16
+    step_config = tiny_step_config(2)
+    for _ in range(20):
+        plain = train_step(states[0], step_config, CPU, *tiny_batch())
+        low = train_step(states[1], step_config, BF16, *tiny_batch())
+        assert low.loss == pytest.approx(plain.loss, rel=5e-3)
+        assert low.grad_norm == pytest.approx(plain.grad_norm, rel=5e-2)
+    for master, worker in zip(states[1].model.parameters(), states[1].compute_model.parameters(), strict=True):
+        assert master.dtype == torch.float32
+        torch.testing.assert_close(worker, master.to(torch.bfloat16), rtol=0, atol=0)
+        assert worker.grad is None
+
+
+def test_master_weights_accumulate_gradients_in_fp32() -> None:
+    gradients = []
+    for micro_batch in (8, 1):
+        state = tiny_state()
+        state.enable_master_weights(torch.bfloat16)
+        forward_backward(state, tiny_step_config(micro_batch), BF16, *tiny_batch())
+        gradients.append([p.grad.clone() for p in state.model.parameters() if p.grad is not None])
+    for whole, split in zip(*gradients, strict=True):
+        assert split.dtype == torch.float32
+        assert float((split - whole).norm() / whole.norm()) < 2e-2

@@ -1,0 +1,315 @@
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.train.metrics_log import MetricsLogger, read_metrics
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.train.metrics_log import MetricsLogger
+started = time.monotonic()
+try:
+    log = MetricsLogger.open(Path(sys.argv[1]))
+except MegatokenError as error:
+    print(f"{time.monotonic() - started:.3f} {error}", flush=True)
+    sys.exit(error.code)
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+log.close()
+"""
+
+
+def start(folder: Path, seconds: float) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", HOLD, str(folder), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def first_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def rows_of(folder: Path) -> list[tuple[str, int]]:
+    return [(row["kind"], row["step"]) for row in read_metrics(folder)]
+
+
+def test_row_format(tmp_path: Path) -> None:
+    with MetricsLogger.open(tmp_path / "deep" / "run") as log:
+        log.write("train", 1, 4096, loss=0.1 + 0.2, grad_norm=numpy.float32(0.5), lr=6e-05)
+        log.write("sample", 1, 4096, text="naïve\nline\u2028\udc80", ids=numpy.arange(3))
+    assert (tmp_path / "deep" / "run" / "metrics.jsonl").read_bytes() == (
+        b'{"kind": "train", "step": 1, "tokens": 4096, "loss": 0.30000000000000004, "grad_norm": 0.5, "lr": 6e-05}\n'
+        b'{"kind": "sample", "step": 1, "tokens": 4096, "text": "na\\u00efve\\nline\\u2028\\udc80", '
+        b'"ids": [0, 1, 2]}\n'
+    )
+
+
+def test_non_finite_values_round_trip(tmp_path: Path) -> None:
+    with MetricsLogger.open(tmp_path) as log:
+        log.write("train", 1, 2, loss=math.nan, grad_norm=math.inf, lr=-math.inf, mfu=None)
+        log.write("sample", 1, 2, text="nan")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(lines[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert first["loss"] == "nan"
+    train, sample = read_metrics(tmp_path)
+    assert math.isnan(train["loss"])
+    assert (train["grad_norm"], train["lr"], train["mfu"]) == (math.inf, -math.inf, None)
+    assert sample["text"] == "nan"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(), st.text(), st.lists(st.integers()))
+def test_values_round_trip_exactly(number: float, text: str, ids: list[int]) -> None:
+    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"megatoken-log-{os.getpid()}"
+    try:
+        with MetricsLogger.open(folder) as log:
+            log.write("eval", 3, 4, loss=number, ids=ids)
+            log.write("sample", 3, 4, text=text)
+        row, sample = read_metrics(folder)
+        assert repr(row["loss"]) == repr(number)
+        assert row["ids"] == ids
+        assert sample["text"] == text
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_rewind_drops_later_rows(tmp_path: Path) -> None:
+    with MetricsLogger.open(tmp_path) as log:
+        for step in (1, 2, 3):
+            for kind in ("train", "val", "eval", "sample", "save", "event"):
+                log.write(kind, step, step * 10)
+    kept = [(kind, step) for step in (1, 2) for kind in ("train", "val", "eval", "sample", "save", "event")]
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with MetricsLogger.open(tmp_path) as log:
+        log.rewind(3)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        log.rewind(2)
+        assert rows_of(tmp_path) == [*kept, ("event", 3)]
+        log.write("train", 3, 30)
+    assert rows_of(tmp_path) == [*kept, ("event", 3), ("train", 3)]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_half_written_last_line_is_dropped(tmp_path: Path) -> None:
+    with MetricsLogger.open(tmp_path) as log:
+        log.write("train", 1, 10, loss=1.5)
+        log.write("train", 2, 20, loss=1.25)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for length in range(first, len(whole)):
+        path.write_bytes(whole[:length])
+        complete = length == len(whole) - 1  # all but the end of the line
+        assert len(read_metrics(tmp_path)) == (2 if complete else 1)
+        MetricsLogger.open(tmp_path).close()
+        assert path.read_bytes() == whole[:first]
+
+
+def test_unreadable_line_is_reported_and_dropped_on_resume(tmp_path: Path) -> None:
+    with MetricsLogger.open(tmp_path) as log:
+        log.write("train", 1, 10)
+        log.write("train", 2, 20)
+    path = tmp_path / "metrics.jsonl"
+    good = path.read_bytes().splitlines(keepends=True)
+    for garbage in (
+        b"{'a'}\n",
+        b"\0\0\0\n",
+        b"[]\n",
+        b'{"kind": "train", "step": 1.5, "tokens": 1}\n',
+        b"\xff\n",
+        b"\n",
+    ):
+        path.write_bytes(good[0] + garbage + good[1])
+        with pytest.raises(MegatokenError, match=re.escape(f"not a row of metrics — {path}:2 — ")) as caught:
+            read_metrics(tmp_path)
+        assert caught.value.code == ExitCode.DATA
+        with MetricsLogger.open(tmp_path) as log:
+            log.rewind(2)
+        assert rows_of(tmp_path) == [("train", 1), ("train", 2)]
+
+
+def test_missing_log_is_a_data_error(tmp_path: Path) -> None:
+    with pytest.raises(MegatokenError, match="no metrics to read: No such file") as caught:
+        read_metrics(tmp_path)
+    assert caught.value.code == ExitCode.DATA
+
+
+def test_full_disk_warns_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("no /dev/full")
+    with MetricsLogger.open(tmp_path) as log:
+        assert log._file is not None
+        log._file.close()
+        log._file = FileIO("/dev/full", "wb")
+        for step in range(7):
+            log.write("train", step, step)
+        assert log.lost_rows == 7
+    where = tmp_path / "metrics.jsonl"
+    text = f"the log cannot be written: No space left on device — {where} — training goes on without it"
+    assert capsys.readouterr().err == f"warning: {text}\n"
+
+
+def test_partial_write_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from megatoken.train.metrics_log import MetricsLogger\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "log = MetricsLogger.open(Path(sys.argv[1]))\n"
+        "for step in range(40): log.write('train', step, step, loss=1.0)\n"
+        "log.status(state='running', message='x' * 2000)\n"
+        "print(log.lost_rows)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    warning, lost = done.stderr.strip(), done.stdout
+    assert warning.startswith("warning: the log cannot be written: No space left on device — ")
+    steps = [row["step"] for row in read_metrics(tmp_path)]
+    assert len(steps) + int(lost) == 41
+    assert steps == list(range(len(steps)))
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_progress_is_written_about_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("megatoken.train.metrics_log.time.monotonic", lambda: now)
+    seen = []
+    with MetricsLogger.open(tmp_path) as log:
+        log.status(state="running", step=0)
+        for step in range(1, 8):
+            now += 0.4
+            log.progress(step, loss=math.inf if step == 6 else 10.0 - step)
+            status = json.loads((tmp_path / "status.json").read_text())
+            seen.append((status["state"], status["step"], status["loss"]))
+    assert seen == [("running", 0, None)] * 2 + [("running", 3, 7.0)] * 3 + [("running", 6, "inf")] * 2
+
+
+def test_status_is_replaced_atomically(tmp_path: Path) -> None:
+    def read() -> dict[str, Any]:
+        return dict(json.loads((tmp_path / "status.json").read_text()))
+
+    with MetricsLogger.open(tmp_path) as log:
+        log.status(step=3)
+        assert {key: read()[key] for key in ("state", "exit_code", "step", "message", "pid")} == {
+            "state": "running",
+            "exit_code": None,
+            "step": 3,
+            "message": "",
+            "pid": os.getpid(),
+        }
+        log.status(state="failed", exit_code=ExitCode.STORAGE, message="disk full")
+        assert (read()["state"], read()["exit_code"], read()["step"]) == ("failed", 5, 3)
+        with pytest.raises(AssertionError):
+            log.write("tired", 1, 1)
+
+
+def test_locked_folder_names_the_owner(tmp_path: Path) -> None:
+    first = start(tmp_path, 30)
+    try:
+        assert first_line(first) == "held\n"
+        start_time = time.monotonic()
+        with pytest.raises(MegatokenError) as caught:
+            MetricsLogger.open(tmp_path)
+        assert time.monotonic() - start_time < 2
+        assert caught.value.code == ExitCode.STORAGE
+        host = os.uname().nodename
+        assert re.search(rf"pid {first.pid} on {re.escape(host)} since 20\d\d-\d\d-\d\dT", str(caught.value))
+        assert str(tmp_path) in str(caught.value)
+        first.kill()
+        first.wait()
+        MetricsLogger.open(tmp_path).close()
+    finally:
+        end(first)
+
+
+def test_reopen_after_close(tmp_path: Path) -> None:
+    log = MetricsLogger.open(tmp_path)
+    with pytest.raises(MegatokenError, match=f"another run is using this folder: pid {os.getpid()} on "):
+        MetricsLogger.open(tmp_path)
+    log.close()
+    log.close()
+    MetricsLogger.open(tmp_path).close()
+
+
+def test_concurrent_opens_have_one_winner(tmp_path: Path) -> None:
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        processes = [start(folder, 30) for _ in range(3)]
+        try:
+            lines = {process.pid: first_line(process) for process in processes}
+            winners = [pid for pid, line in lines.items() if line == "held\n"]
+            assert len(winners) == 1
+            for pid, line in lines.items():
+                if pid != winners[0]:
+                    assert float(line.split()[0]) < 2
+                    assert "another run is using this folder: " in line
+        finally:
+            for process in processes:
+                end(process)
+
+
+def test_missing_owner_file_is_no_obstacle(tmp_path: Path) -> None:
+    log = MetricsLogger.open(tmp_path)
+    (tmp_path / ".owner.json").unlink()
+    with pytest.raises(MegatokenError, match="another run is using this folder: it has just started — "):
+        MetricsLogger.open(tmp_path)
+    log.close()
+
+
+def test_unusable_folders_are_storage_errors(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(MegatokenError, match="the run folder cannot be used: ") as caught:
+            MetricsLogger.open(folder)
+        assert caught.value.code == ExitCode.STORAGE
+        assert str(tmp_path / "file") in str(caught.value)
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(MegatokenError, match="Is a directory"):
+        MetricsLogger.open(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").rmdir()
+    MetricsLogger.open(tmp_path / "run").close()
+
+
+def test_folder_without_permission_is_a_storage_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    try:
+        if os.access(tmp_path, os.W_OK):
+            pytest.skip("this user may write everywhere")
+        with pytest.raises(MegatokenError, match="Permission denied") as caught:
+            MetricsLogger.open(tmp_path / "run")
+        assert caught.value.code == ExitCode.STORAGE
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_read_only_disk_is_a_storage_error(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a read-only disk here")
+    try:
+        with pytest.raises(MegatokenError, match="the run folder cannot be used: Read-only file system") as caught:
+            MetricsLogger.open(tmp_path / "run")
+        assert caught.value.code == ExitCode.STORAGE
+        with pytest.raises(MegatokenError, match="Read-only file system"):
+            MetricsLogger.open(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

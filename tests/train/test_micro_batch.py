@@ -1,0 +1,114 @@
+"""The micro-batch: what is tried, and which of the measured sizes is taken."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatoken.errors import ConfigError
+from megatoken.model.gpt import GPT
+from megatoken.train import micro_batch
+from megatoken.train.micro_batch import candidate_sizes, compile_forward, pick_micro_batch, tune_micro_batch
+from megatoken.train.state import StepConfig, TrainState
+from megatoken.train.step import train_step
+from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_config
+
+
+@pytest.mark.parametrize(
+    ("rates", "picked"),
+    [
+        ({1: 0.0}, 1),  # nothing measured: there was no choice
+        ({1: 100.0, 2: 99.0, 4: 98.0}, 4),  # within the noise: the fewest forwards
+        ({1: 100.0, 2: 120.0, 4: 110.0}, 2),  # clearly faster
+        ({1: 50.0, 2: 90.0, 4: 100.0}, 4),
+    ],
+)
+def test_largest_micro_batch_unless_a_smaller_one_is_clearly_faster(rates: dict[int, float], picked: int) -> None:
+    assert pick_micro_batch(rates) == picked
+
+
+def test_candidate_sizes() -> None:
+    assert candidate_sizes(16, 256, "cpu") == [1, 2, 4, 8, 16]
+    assert candidate_sizes(48, 1024, "cpu") == [1, 2, 3, 6]
+    assert candidate_sizes(12, 1024, "cuda") == [1, 2, 3, 6, 12]
+    assert candidate_sizes(7, 1 << 20, "cpu") == [1]
+
+
+class Memory:
+    """Stands for `forward_backward` on a device with room for `largest` sequences; slow beyond `fast` of them."""
+
+    def __init__(self, largest: int, fast: int = 64) -> None:
+        self.largest, self.fast, self.sizes = largest, fast, list[int]()
+
+    def __call__(self, state: TrainState, step_config: StepConfig, device: object, ids: Tensor, _: Tensor) -> None:
+        size = step_config.micro_batch
+        assert ids.shape == (size, TINY_GPT.seq_len)
+        self.sizes.append(size)
+        for parameter in state.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if size > self.largest:
+            raise torch.OutOfMemoryError("out of memory")
+        time.sleep(0.02 * max(1, size / self.fast))
+
+
+def test_out_of_memory_ends_the_search_and_frees_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(largest=4)
+    monkeypatch.setattr(micro_batch, "forward_backward", memory)
+    state = tiny_state()
+    rates = tune_micro_batch(state, tiny_step_config(), CPU, 16)
+    assert list(rates) == [1, 2, 4]
+    assert memory.sizes == [*3 * [1], *3 * [2], *3 * [4], 8]
+    assert pick_micro_batch(rates) == 4
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+    assert state.step == 0
+
+
+@pytest.mark.parametrize("fault", ["", "lost gradient", "one micro-batch"])
+def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, step_config, rows = tiny_state(), tiny_step_config(2), list[int]()
+
+    def compile_to_graphs(model: GPT, mode: str) -> Callable[[Tensor], Tensor]:
+        assert mode == "reduce-overhead"
+
+        def replay(ids: Tensor) -> Tensor:
+            rows.append(len(ids))
+            hidden = model(ids)
+            if fault == "one micro-batch" and len(rows) == 2:
+                raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten")
+            return hidden.detach() if fault and len(rows) > 4 else hidden
+
+        return replay
+
+    monkeypatch.setattr(torch, "compile", compile_to_graphs)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    reason = compile_forward(state, step_config, CPU, "graphs")
+    if not fault:
+        assert (reason, rows, state.cuda_graphs) == ("", [2] * 6, True)
+        return
+    assert reason.startswith("torch.compile failed, the model runs uncompiled: ")
+    assert ("CUDA graphs change the gradient: its norm was" in reason) == (fault == "lost gradient")
+    assert state.forward is state.model
+    assert not state.cuda_graphs
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+
+
+def test_model_too_large_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_batch, "forward_backward", Memory(largest=0))
+    with pytest.raises(ConfigError, match=r"one sequence does not fit in memory — cpu — lower model.seq_len"):
+        tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 16)
+
+
+def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(largest=64, fast=2)
+    monkeypatch.setattr(micro_batch, "forward_backward", memory)
+    assert list(tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 64))[:2] == [1, 2]
+    assert max(memory.sizes) <= 16
+
+
+def test_a_measurement_changes_neither_weights_nor_the_next_step() -> None:
+    measured, plain = tiny_state(), tiny_state()
+    assert list(tune_micro_batch(measured, tiny_step_config(), CPU, 2)) == [1, 2]
+    steps = [train_step(state, tiny_step_config(), CPU, *tiny_batch()) for state in (measured, plain)]
+    assert steps[0] == steps[1]

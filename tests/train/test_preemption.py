@@ -1,0 +1,176 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megatoken.errors import ExitCode
+from megatoken.launch.local import FORWARDED, not_ignored, stop_at_once
+from megatoken.train.preemption import PreemptionHandler
+
+LOOP = """
+import sys, time
+from megatoken.train.preemption import PreemptionHandler
+with PreemptionHandler() as handler:
+    print("ready", flush=True)
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if handler.stop_requested and "save" not in sys.argv:
+            print(handler.stop_requested, flush=True)
+            sys.exit(3)
+        if handler.stop_requested:
+            print("saving", flush=True)
+            time.sleep(1.0 if sys.argv[1] == "short" else 20)
+            print("saved", flush=True)
+            sys.exit(3)
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def not_in_background() -> Iterator[None]:
+    """Shells start background jobs with SIGINT ignored, which it would then be here, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def start(*arguments: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen([sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_signal_sets_the_reason_and_handlers_are_restored(name: str) -> None:
+    number = getattr(signal, name)
+    before = {other: signal.getsignal(other) for other in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    with PreemptionHandler() as handler:
+        assert handler.stop_requested == ""
+        os.kill(os.getpid(), number)
+        assert handler.stop_requested == name
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert handler.stop_requested == name
+    assert {other: signal.getsignal(other) for other in before} == before
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_process_exits_after_a_signal(name: str) -> None:
+    process = start()
+    process.send_signal(getattr(signal, name))
+    out, _ = process.communicate(timeout=10)
+    assert (out, process.returncode) == (f"{name}\n", 3)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_ignored_signals_stay_ignored() -> None:
+    """As `nohup` asks for."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start()
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=10)[0] == "SIGTERM\n"
+        with stop_at_once(), PreemptionHandler() as handler:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert handler.stop_requested == ""
+            assert "SIGHUP" not in not_ignored(FORWARDED)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_second_signal_exits_immediately() -> None:
+    process = start("long", "save")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saving\n"
+    time.sleep(0.6)
+    start_time = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert time.monotonic() - start_time < 1
+    assert (out, process.returncode) == ("", ExitCode.STOPPED)
+
+
+def test_duplicate_signals_do_not_interrupt_a_save() -> None:
+    process = start("short", "save")
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saving\n"
+    time.sleep(0.6)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=10)
+    assert (out, process.returncode) == ("saved\n", 3)
+
+
+def test_outside_the_main_thread_only_the_time_limit_works() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def run() -> None:
+        with PreemptionHandler(time_limit_seconds=0.0) as handler:
+            seen.append(signal.getsignal(signal.SIGTERM))
+            seen.append(handler.stop_requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before, "time limit 0s"]
+
+
+def test_no_time_limit() -> None:
+    handler = PreemptionHandler()
+    handler.observe(1e9, save_seconds=1e9)
+    assert handler.stop_requested == ""
+
+
+def test_time_limit_reserves_a_step_and_a_save() -> None:
+    handler = PreemptionHandler(time_limit_seconds=100)
+    assert handler.reserve_seconds == 1.5 * 5
+    handler.observe(10, save_seconds=20)
+    handler.observe(30)
+    handler.observe(save_seconds=2)
+    assert handler.reserve_seconds == 1.5 * (30 + 20)
+    assert handler.stop_requested == ""
+    for _ in range(16):
+        handler.observe(1)
+    assert handler.reserve_seconds == 1.5 * (1 + 20)
+    handler.observe(50)
+    assert handler.stop_requested == "time limit 1m40s"
+    for _ in range(16):
+        handler.observe(1)
+    assert handler.stop_requested == "time limit 1m40s"
+
+
+def test_time_limit_counts_what_comes_next() -> None:
+    handler = PreemptionHandler(time_limit_seconds=100)
+    handler.observe(10, save_seconds=20)
+    assert handler.stop_before(30) == ""  # 1.5 * (10 + 20 + 30) = 90
+    assert handler.stop_before(37) == "time limit 1m40s"
+    assert handler.stop_requested == "time limit 1m40s"
+
+
+def test_loop_stops_before_the_time_limit() -> None:
+    start_time = time.monotonic()
+    handler = PreemptionHandler(time_limit_seconds=0.5)
+    handler.observe(save_seconds=0.1)
+    while not handler.stop_requested:
+        time.sleep(0.02)
+        handler.observe(0.02)
+    assert 0.2 < time.monotonic() - start_time < 0.4
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(7200, "2h00m"), (5400, "1h30m"), (45, "45s")])
+def test_stop_reason_format(seconds: float, words: str) -> None:
+    handler = PreemptionHandler(time_limit_seconds=seconds)
+    handler.observe(seconds)
+    assert handler.stop_requested == f"time limit {words}"

@@ -1,0 +1,102 @@
+"""Restoring on several nodes: all load the same checkpoint, although only one of them reads damaged bytes."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatoken.checkpoint.manifest import verify
+from megatoken.checkpoint.save import save_state
+from megatoken.console import Console
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.errors import CheckpointError
+from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.train.setup import RunContext, restore
+from tests.tiny_model import CPU, tiny_config, tiny_state
+
+
+class ThreadComm(Comm):
+    """Ranks that are threads of this process."""
+
+    values: list[Any]
+    barrier_of_all: threading.Barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.dist_env.rank] = value
+        self.barrier_of_all.wait(timeout=30)
+        gathered = list(self.values)
+        self.barrier_of_all.wait(timeout=30)
+        return gathered
+
+    def broadcast_from_rank0(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[RunContext]]:
+    """Two nodes of one process each, which see the same two checkpoints each in its own folder."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "config.yaml").touch()
+    copies = {"config": tmp_path / "config.yaml", "tokenizer": tmp_path / "tokenizer", "meta": {"dataset": "d"}}
+    for step in (1, 2):
+        state = tiny_state(seed=step)
+        state.step, state.comm = step, Comm(DistEnv())
+        save_state(tmp_path / "0" / "checkpoints", state, **copies)
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    values, barrier, runs = [None, None], threading.Barrier(2), []
+    for rank in (0, 1):
+        out, is_main = tmp_path / str(rank), rank == 0
+        comm = ThreadComm(DistEnv(rank=rank, world_size=2, local_rank=0))
+        comm.values, comm.barrier_of_all = values, barrier
+        run = RunContext(
+            config=tiny_config(), out=out, console=Console(quiet=True), device=CPU, comm=comm, is_main=is_main
+        )
+        run.state, run.dataset = tiny_state(seed=9), SimpleNamespace(fingerprint="d", path=out)  # type: ignore[assignment]
+        run.log = MetricsLogger.open(out) if is_main else MetricsLogger(out)
+        runs.append(run)
+    yield runs
+    runs[0].log.close()
+
+
+def restore_all(nodes: list[RunContext]) -> list[Exception | None]:
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        return [future.exception() for future in [threads.submit(restore, run) for run in nodes]]  # type: ignore[misc]
+
+
+def damage(run: RunContext, step: int) -> None:
+    path = run.out / "checkpoints" / f"step-{step:08d}" / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 1])
+def test_damage_that_one_node_reads_makes_all_fall_back_together(nodes: list[RunContext], damaged: int | None) -> None:
+    if damaged is not None:
+        damage(nodes[damaged], 2)
+    assert restore_all(nodes) == [None, None]
+    step = 2 if damaged is None else 1
+    expected = tiny_state(seed=step).model.state_dict()
+    for run in nodes:
+        assert run.state.step == step
+        assert all(torch.equal(values, expected[name]) for name, values in run.state.model.state_dict().items())
+        assert run.verified.keys() == {run.out / "checkpoints" / f"step-{step:08d}"}
+    events = [row["message"] for row in read_metrics(nodes[0].out)]
+    assert len(events) == (damaged is not None)
+    assert all("optimizer.safetensors" in event and ("(read by rank 1)" in event) == damaged for event in events)
+
+
+def test_damage_everywhere_is_an_error_on_all(nodes: list[RunContext]) -> None:
+    damage(nodes[0], 1)
+    damage(nodes[1], 2)
+    for error in restore_all(nodes):
+        assert isinstance(error, CheckpointError)
+        assert "no checkpoint of this run is whole" in str(error)
+    assert verify(nodes[0].out / "checkpoints" / "step-00000002").step == 2

@@ -1,0 +1,260 @@
+"""Trainer as a Python program uses it: own model and optimizer, callbacks, several processes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatoken import pretrain
+from megatoken.config.fields import Duration
+from megatoken.config.load import load_config
+from megatoken.config.schema import Config
+from megatoken.console import Console
+from megatoken.convert.export import export
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.parallel_dims import build_dims
+from megatoken.errors import CheckpointError, ConfigError, ExitCode
+from megatoken.model.gpt import GPT
+from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
+from megatoken.pretrain import Summary, Trainer
+from megatoken.train import actions, setup
+from megatoken.train.actions import Action
+from megatoken.train.metrics_log import read_metrics
+from tests.tiny_model import CPU, tiny_config
+
+SMALL = (
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.d_model=32",
+    "model.seq_len=16",
+    "data.tokenizer=bytes",
+    "optim.lr=1e-2",
+    "budget.steps=12",
+    "budget.batch_tokens=128",
+    "machine.device=cpu",
+    "machine.precision=fp32",
+    "machine.micro_batch=4",
+    "machine.threads=1",
+    "save.every=0",
+    "evaluate.every=6steps",
+    "evaluate.tokens=256",
+    "sample.every=0",
+    "log.plots=false",
+    "log.every=1steps",
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("shards")
+    text = b"to be or not to be, that is the question. " * 300
+    np.save(folder / "train_0.npy", np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
+    np.save(folder / "val_0.npy", np.frombuffer(text[:1000], dtype=np.uint8).astype(np.uint16))
+    return load_config("quickstart", f"data.path={folder}/*.npy", *SMALL)
+
+
+def fit(config: Config, out: Path, **options: Any) -> Summary:
+    return Trainer(config, out, console=Console(quiet=True), **options).fit()
+
+
+def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(Comm, "barrier", lambda comm: events.append("all meet"))
+    monkeypatch.setattr(actions, "prune", lambda *_, **__: events.append("prune"))
+    every_six = Action(every=6, call=lambda: events.append("action"))
+    monkeypatch.setattr(pretrain, "list_actions", lambda run, saver: [every_six])
+    fit(config, tmp_path / "run")
+    assert events == ["prune", "all meet", *3 * ["action", "all meet"], "prune", "all meet"]
+
+
+def test_a_sample_without_memory_does_not_end_the_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate_ids(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(actions, "generate_ids", generate_ids)
+    monkeypatch.setattr(setup, "compile_forward", lambda *_: "")
+    words = ["sample.every=6steps", "machine.compile=on", "machine.master_weights=on"]
+    summary = Trainer(
+        load_config("quickstart", f"data.path={config.data.path}", *SMALL, *words), tmp_path / "run"
+    ).fit()
+    assert summary.steps == 12
+    output = capsys.readouterr().out
+    assert output.count("no sample: out of memory — sample — lower sample.num_samples or sample.tokens") == 2
+    assert "compiled (machine.compile=on) in 0s" in output
+    assert json.loads((tmp_path / "run" / "machine.json").read_text())["compile"] == "on"
+    assert "machine.master_weights=on is left out: in fp32" in output
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero3"])
+def test_settings_that_a_split_model_cannot_use_are_named(
+    sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(machine__deterministic=True, machine__master_weights="on")
+    comm = Comm(DistEnv())
+    run = setup.RunContext(config=config, out=tmp_path, console=Console(), device=CPU, comm=comm, is_main=True)
+    setup.apply_dims(run, build_dims(sharding, 1, DistEnv(world_size=2, local_world_size=2)))
+    output = capsys.readouterr().out
+    assert run.config.machine.master_weights == ("on" if sharding == "none" else "off")
+    for warning in (
+        "machine.master_weights=on is left out: the model is split (zero3 over 2)",
+        "machine.deterministic: ",
+    ):
+        assert (warning in output) == (sharding == "zero3")
+
+
+def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(out) if row["kind"] == "train"]
+
+
+def stop_at(step: int) -> Any:
+    return lambda row: row["kind"] == "train" and row["step"] == step
+
+
+def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def test_config_from_python_is_recorded_with_its_origin(config: Config, tmp_path: Path) -> None:
+    summary = fit(config, tmp_path / "run")
+    assert (summary.code, summary.steps, summary.tokens) == (ExitCode.DONE, 12, 12 * 128)
+    assert summary.loss == losses(tmp_path / "run")[-1]
+    lines = (tmp_path / "run" / "config.yaml").read_text().splitlines()
+    assert any(line.split() == ["lr:", "0.01", "#", "Python"] for line in lines)
+    assert any(line.split() == ["beta1:", "0.9", "#", "default"] for line in lines)
+
+
+def test_callbacks_see_every_row_and_may_stop(config: Config, tmp_path: Path) -> None:
+    rows: list[tuple[str, int]] = []
+
+    def record(row: dict[str, Any]) -> None:
+        rows.append((row["kind"], row["step"]))
+
+    summary = fit(config, tmp_path / "run", callbacks=[record, stop_at(7)])
+    assert (summary.code, summary.steps, summary.reason) == (ExitCode.STOPPED, 7, "callback")
+    assert [step for kind, step in rows if kind == "train"] == list(range(1, 8))
+    assert [step for kind, step in rows if kind == "val"] == [0, 6]
+    assert ("save", 7) in rows
+    assert fit(config, tmp_path / "run").steps == 12
+
+
+def test_own_model_and_optimizer_resume_bit_identical(config: Config, tmp_path: Path) -> None:
+    for name, stops in (("whole", ()), ("stopped", (stop_at(5),))):
+        model = GPT(config.model, vocab_size=257, seed=3)
+        fit(config, tmp_path / name, model=model, optimizer=momentum_sgd(model), callbacks=stops)
+    model = GPT(config.model, vocab_size=257, seed=99)  # replaced by the checkpoint's weights
+    fit(config, tmp_path / "stopped", model=model, optimizer=momentum_sgd(model))
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    whole, stopped = weights(tmp_path / "whole", 12), weights(tmp_path / "stopped", 12)
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
+def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path) -> None:
+    fit(config, tmp_path / "seed", callbacks=[stop_at(1)])
+    fit(config, tmp_path / "same", model=GPT(config.model, vocab_size=257, seed=config.seed), callbacks=[stop_at(1)])
+    fit(config, tmp_path / "other", model=GPT(config.model, vocab_size=257, seed=3), callbacks=[stop_at(1)])
+    assert losses(tmp_path / "seed") == losses(tmp_path / "same")
+    assert losses(tmp_path / "seed") != losses(tmp_path / "other")
+
+
+def test_two_processes_train_the_same_curve(config: Config, tmp_path: Path) -> None:
+    one = fit(config, tmp_path / "one")
+    two = fit(config, tmp_path / "two", nproc=2)
+    assert (two.code, two.steps, two.tokens) == (one.code, one.steps, one.tokens)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert two.val_loss == pytest.approx(one.val_loss, rel=1e-5)
+
+
+def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> None:
+    model = GPT(config.model, vocab_size=257)
+    optimizer = momentum_sgd(model)
+    with pytest.raises(ConfigError, match="use nproc=1"):
+        Trainer(config, tmp_path / "run", model=model, nproc=2)
+    with pytest.raises(ConfigError, match="nproc is 0 — Trainer — give 1 or more"):
+        Trainer(config, tmp_path / "run", nproc=0)
+    with pytest.raises(ConfigError, match="give the model it was built over"):
+        Trainer(config, tmp_path / "run", optimizer=optimizer)
+    shorter = load_config("quickstart", *SMALL, "model.seq_len=8")
+    with pytest.raises(ConfigError, match=r"the model differs from config.model — model — set model.seq_len=8"):
+        fit(config, tmp_path / "run", model=GPT(shorter.model, vocab_size=257))
+    with pytest.raises(ConfigError, match="the optimizer updates 0 of the model's 28 parameters and 28 others"):
+        fit(config, tmp_path / "run", model=model, optimizer=momentum_sgd(GPT(config.model, vocab_size=257)))
+    with pytest.raises(ConfigError, match="the optimizer updates 1 of the model's 28 parameters"):
+        fit(config, tmp_path / "run", model=model, optimizer=torch.optim.SGD([model.tokens.weight], lr=1e-2))
+    with pytest.raises(ConfigError, match=r"set model.dropout=0.5"):
+        fit(config, tmp_path / "run", model=GPT(replace(config.model, dropout=0.5), vocab_size=257))
+    with pytest.raises(ConfigError, match=r"OwnLoss.loss is not what training computes"):
+        fit(config, tmp_path / "run", model=OwnLoss(config.model, vocab_size=257))
+    dropping = replace(config, model=replace(config.model, dropout=0.5))
+    with pytest.raises(ConfigError, match=r"OwnForward.forward takes no dropout_keys_B"):
+        fit(dropping, tmp_path / "run", model=OwnForward(dropping.model, vocab_size=257))
+    assert not (tmp_path / "run").exists()
+
+
+class OwnForward(GPT):
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(ids_BT)
+
+
+class OwnLoss(GPT):
+    def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        return 0 * super().loss(inputs_BT, targets_BT)
+
+
+def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config, tmp_path: Path) -> None:
+    model = GPT(config.model, vocab_size=257)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
+    fit(config, tmp_path / "run", model=model, optimizer=optimizer, callbacks=[stop_at(3)])
+    rates = [row["lr"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    assert rates[-1] == optimizer.param_groups[0]["lr"]  # what was applied, twice the schedule's
+    slower = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with pytest.raises(ConfigError, match="was 2 times the schedule's, now 1 times"):
+        fit(config, tmp_path / "run", model=model, optimizer=slower)
+
+
+def test_registered_attention_is_a_setting_that_checkpoints_record(config: Config, tmp_path: Path) -> None:
+    def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return explicit_attention(q / 2, k, v, **options)
+
+    register_attention("test-halved", halved)
+    other = replace(config, machine=replace(config.machine, attention="test-halved"))  # type: ignore[arg-type]
+    fit(config, tmp_path / "flash", callbacks=[stop_at(3)])
+    fit(other, tmp_path / "halved", callbacks=[stop_at(3)])
+    assert losses(tmp_path / "halved") != losses(tmp_path / "flash")
+    with pytest.raises(ConfigError, match=r"machine.attention: test-halved -> auto"):
+        fit(replace(other, machine=config.machine), tmp_path / "halved")
+    assert load_pretrained(tmp_path / "halved").model.attention_name == "test-halved"
+    with pytest.raises(ConfigError, match="the model computes with attention 'test-halved'"):
+        export(tmp_path / "halved", "hf", tmp_path / "exported")
+    del ATTENTION["test-halved"]  # as in a process that did not register it
+    with pytest.raises(CheckpointError, match="attention 'test-halved', which is not registered"):
+        load_pretrained(tmp_path / "halved")
+
+
+def test_attention_without_masks_is_refused_before_the_first_step(config: Config, tmp_path: Path) -> None:
+    register_attention("test-causal", explicit_attention, supports_mask=False)
+    machine = replace(config.machine, attention="test-causal")  # type: ignore[arg-type]
+    sampling = replace(config, machine=machine, sample=replace(config.sample, every=Duration(1)))
+    with pytest.raises(ConfigError, match="attention 'test-causal' supports neither a mask nor a cache"):
+        fit(sampling, tmp_path / "run")
+    assert losses(tmp_path / "run") == []
+
+
+def test_invalid_config_is_refused(config: Config, tmp_path: Path) -> None:
+    broken = replace(config, budget=replace(config.budget, batch_tokens=100))
+    with pytest.raises(ConfigError, match="batch_tokens 100 is not a multiple of seq_len 16 — Python"):
+        Trainer(broken, tmp_path / "run")
