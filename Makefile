@@ -13,7 +13,7 @@ endif
 # What machine.precision=auto stands for in tests, where a test does not choose: make test PRECISION=fp32
 export MEGATOKEN_PRECISION := $(PRECISION)
 
-.PHONY: quickstart test test-fast check soak bench bench-gpu harness clean
+.PHONY: quickstart test test-fast faults check soak bench bench-gpu harness clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken quickstart
@@ -30,6 +30,10 @@ FAST = tests/config tests/model tests/optim tests/train tests/checkpoint tests/d
 
 test-fast: $(VENV)/.dev
 	$(BIN)pytest -n 2 $(FAST)
+
+# Every row of docs/faults.md: kills, full disks, damaged files, hung ranks, ...
+faults: $(VENV)/.dev
+	$(BIN)pytest -n 2 -m "fault and not slow"
 
 check: $(VENV)/.dev
 	$(BIN)ruff format --check .

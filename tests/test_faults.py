@@ -1,0 +1,24 @@
+"""docs/faults.md and the tests that show its rows: `make faults` runs those marked with the number of a row."""
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+FAULTS = TESTS.parent / "docs" / "faults.md"
+
+
+def marked_faults() -> set[int]:
+    """Numbers in `@pytest.mark.fault(...)` of all test files."""
+    numbers: set[int] = set()
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
+                numbers |= {ast.literal_eval(argument) for argument in node.args}
+    return numbers
+
+
+def test_every_fault_has_a_test() -> None:
+    rows = [int(number) for number in re.findall(r"^\| (\d+) \|", FAULTS.read_text(), re.MULTILINE)]
+    assert rows == list(range(1, 57))
+    assert marked_faults() <= set(rows)
