@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ import os, signal, sys, time
 from pathlib import Path
 from megatoken.launch import heartbeat
 
-heartbeat.MIN_LIMIT_SECONDS["step"] = 0.5
+heartbeat.MIN_LIMIT_SECONDS["step"] = 2.0
 folder, fault, rank = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
 marker = folder / "fault"
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
@@ -54,7 +55,7 @@ for step in range(9):
     (folder / f"step-{step}").touch()
 """
 # A rank of a tiny run. Rank 1 hangs in step 8, is killed in step 12 after the restart, then is slow in step 14.
-LIMIT = 4.0
+LIMIT = 5.0
 TRAIN = f"""
 import os, signal, sys, time
 from pathlib import Path
@@ -93,9 +94,17 @@ def run(program: str, *words: object) -> tuple[int, list[str]]:
     """Exit code, and what was printed on stderr."""
     with start(program, *words) as process:
         _, errors = process.communicate(timeout=180)
-    own = str(words[0]).encode()
-    assert not [each for each in Path("/proc").glob("[0-9]*/cmdline") if own in each.read_bytes()], "orphans"
+    assert not find_processes(str(words[0])), "orphans"
     return process.returncode, errors.splitlines()
+
+
+def find_processes(word: str) -> list[int]:
+    """Processes whose command line contains a word."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # of a process that has just ended
+            found += [int(file.parent.name)] if word.encode() in file.read_bytes() else []
+    return found
 
 
 @pytest.mark.parametrize(("fault", "stack"), [("SIGSTOP", "no answer: stopped by a signal"), ("1000", "in fail")])
@@ -103,9 +112,9 @@ def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(fault: str, stack:
     """A stopped rank is not woken for its stack: the others would go on, and be killed while they train."""
     code, lines = run(RANK, tmp_path, fault)
     assert code == ExitCode.DONE
-    assert [line for line in lines if line.startswith("warning")] == [
-        "warning: rank 1 hangs, silent for 1 s in phase 'step' after step 5 — 2 ranks — starting again from the newest "
-        "checkpoint (restart 1 of 2 without progress)"
+    assert [re.sub(r"for \d+ s", "for some s", line) for line in lines if line.startswith("warning")] == [
+        "warning: rank 1 hangs, silent for some s in phase 'step' after step 5 — 2 ranks — starting again from the "
+        "newest checkpoint (restart 1 of 2 without progress)"
     ]
     stacks = "\n".join(lines).split("rank 1:")
     assert len(stacks) == 2
@@ -114,7 +123,7 @@ def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(fault: str, stack:
 
 
 def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
-    assert run(RANK, tmp_path, 0.25) == (ExitCode.DONE, [])
+    assert run(RANK, tmp_path, 0.5) == (ExitCode.DONE, [])
 
 
 def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path) -> None:
@@ -132,7 +141,7 @@ def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path) -> None:
         while not (tmp_path / "fault").exists():
             time.sleep(0.01)
         process.send_signal(signal.SIGUSR2)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (ExitCode.STOPPED, "")
 
 
@@ -194,6 +203,7 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         silent = watchdog.all_silent([0])
     assert silent
     heartbeat.beat("step", 86)
+    assert watchdog.describe(0) == " in phase 'step' after step 86"  # of a rank that died after the last look
     assert not watchdog.all_silent([0])
 
 

@@ -60,7 +60,10 @@ class Watchdog:
         self._clock, self._looked_at = 0.0, time.monotonic()
 
     def read(self, rank: int) -> tuple[float, int, str]:
-        """(seconds of silence allowed, step, phase) of a rank."""
+        """(seconds of silence allowed, step, phase) of a rank, running or dead, by its last heartbeat."""
+        line = self.files[rank].read_text() if self.files[rank].exists() else ""
+        if line != self._seen[rank][0]:
+            self._seen[rank] = line, self._clock
         limit, step, phase = (self._seen[rank][0] or "inf 0 start").split()
         return float(limit), int(step), phase
 
@@ -69,11 +72,8 @@ class Watchdog:
         now = time.monotonic()
         self._clock += min(now - self._looked_at, MAX_POLL_GAP)
         self._looked_at = now
-        for rank in ranks:
-            line = self.files[rank].read_text() if self.files[rank].exists() else ""
-            if line != self._seen[rank][0]:
-                self._seen[rank] = line, self._clock
-        return all(self.silent_seconds(rank) > self.read(rank)[0] for rank in ranks)
+        limits = {rank: self.read(rank)[0] for rank in ranks}
+        return all(self.silent_seconds(rank) > limit for rank, limit in limits.items())
 
     def describe(self, rank: int) -> str:
         """Phase and step of a rank by its last heartbeat; "" before the first."""
