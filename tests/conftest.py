@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+# Before torch is loaded: threads that wait for work spin for milliseconds, which takes the cores from the other tests.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "10")
+
 import torch
 
 if TYPE_CHECKING:
@@ -35,6 +40,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests measure is not what this user's runs believe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATOKEN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements() -> Iterator[None]:
+    """A run in this process measures the machine and its kernels for milliseconds, not for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatoken.system.device.PEAK_SIZES", {"cpu": (64, 128)})
+        patch.setattr("megatoken.train.kernel_autotune.TRIAL", {"repeats": 5, "longest": 0.05, "fewest": 2})
         yield
 
 
