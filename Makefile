@@ -47,6 +47,7 @@ soak: $(VENV)/.dev
 	$(BIN)pytest -m slow
 	$(RECORD) commit-soak -- $(BIN)python tests/soak/commit_soak.py
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
+	$(RECORD) flips -- $(BIN)python -m tests.soak.flip_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
 	$(RECORD) ranks-kills -- $(BIN)python -m tests.soak.ranks_soak kills
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory

@@ -66,7 +66,7 @@ def test_a_dataset_knows_its_tokenizer(tmp_path: Path) -> None:
     assert dataset.vocab_size == 257
     assert dataset.tokenizer.decode(dataset.train.read(0, 9)) == "some text"
     load_tokenizer("bpe:257", lambda: iter(["a"])).save(tmp_path / "out" / "tokenizer")
-    with pytest.raises(MegatokenError, match=r"shards were made by tokenizer .*, the folder holds"):
+    with pytest.raises(MegatokenError, match=r"shards were made with tokenizer .*, the folder's tokenizer has"):
         _ = load_dataset(tmp_path / "out").tokenizer
     write_external(tmp_path / "train.bin", np.arange(100, dtype=np.uint16))
     external = load_dataset(tmp_path / "train.bin", external_tokenizer="bytes")

@@ -1,6 +1,7 @@
 """Restoring the training state, or the model alone, from a checkpoint, on any number of ranks."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatoken.checkpoint.manifest import CheckpointManifest, decode_model_config
-from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, Shape, TensorReader
+from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, Shape, TensorReader, malformed
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallelize import ShardedParams
 from megatoken.errors import CheckpointError, ConfigError
@@ -36,7 +37,8 @@ def restore_state(folder: Path, manifest: CheckpointManifest, state: TrainingSta
     weights, saved = (TensorReader(folder, manifest, name) for name in (MODEL, OPTIMIZER))
     sharded, optimizer = state.sharded, state.optimizer
     check_shapes(weights.shapes, sharded.full_shapes, folder)
-    _check_optimizer(saved.shapes, manifest, state, folder)
+    with malformed(folder):
+        _check_optimizer(saved.shapes, manifest, state, folder)
     groups = optimizer.param_groups
     on_device = {param for g in groups if g.get("fused") or g.get("capturable") for param in g["params"]}
     with torch.no_grad():
@@ -60,19 +62,20 @@ def restore_state(folder: Path, manifest: CheckpointManifest, state: TrainingSta
             raise ConfigError(what, "optimizer", "build the optimizer as before, or train in another folder")
         group.update(numbers)
     if manifest.meta["scaler"]:  # empty after bf16 or fp32, which have no loss scale: fp16 then begins with its first
-        state.scaler.load_state_dict(manifest.meta["scaler"])
+        with malformed(folder):
+            state.scaler.load_state_dict(manifest.meta["scaler"])
     state.step = manifest.step
 
 
 def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
     """The plain model of a verified checkpoint, on the CPU in fp32. Raises CheckpointError."""
     model_config = decode_model_config(manifest.meta.get("shape"), folder)
-    with torch.device("meta"):
-        model = GPT(model_config)
     weights = TensorReader(folder, manifest, MODEL)
+    with torch.device("meta"), malformed(folder):
+        model = GPT(replace(model_config, n_layer=min(model_config.n_layer, len(weights.shapes))))
     check_shapes(weights.shapes, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, folder)
-    model.load_state_dict({name: weights.read(name) for name in weights.shapes}, assign=True)
-    if attention := manifest.meta.get("attention"):
+    model.load_state_dict({name: weights.read(name).float() for name in weights.shapes}, assign=True)
+    if attention := str(manifest.meta.get("attention", "")):
         if attention not in ATTENTION:
             what = f"checkpoint was trained with attention {attention!r}, which is not registered"
             raise CheckpointError(what, str(folder), "call megatoken.register_attention first")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 
 import xxhash
 
-from megatoken.config.model_config import ModelConfig
+from megatoken.config.fields import list_fields, parse_value
+from megatoken.config.model_config import ModelConfig, validate_model
 from megatoken.errors import CheckpointError
+from megatoken.system.atomic_write import read_small_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")  # always with fullmatch: step-10.bak is no checkpoint
+_SEAL = b',\n "xxh3": "'
 _SAVED_NAMES = {"pos_emb": "positions", "tie_embeddings": "tied"}  # fields that had these names in the first version
 
 
@@ -62,6 +66,9 @@ def verify(
     try:
         manifest = read_manifest(folder)
         found, files = list_files(folder), dict(manifest.files)
+        for name, status in found.items():
+            if not stat.S_ISREG(status.st_mode):
+                raise _damaged(folder / name, "it is a link or a device, not a file")
         found.pop(MANIFEST, None)
         for name in sorted({*found, *files}):
             if name not in files:
@@ -88,9 +95,13 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise _damaged(path, "it is missing, so this was never committed")
-    raw = path.read_bytes()
-    if raw != _seal(raw.rpartition(b",\n")[0]):
+    raw = read_small_file(path)
+    body, _, ending = raw.rpartition(_SEAL)
+    expected = ending.removesuffix(b'"\n}\n').decode("ascii", "backslashreplace")
+    if len(expected) != 32:
         raise _damaged(path, "it does not end with its own hash")
+    if raw != _seal(body):
+        raise _damaged(path, f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(body)}, expected {expected}")
     try:
         content = json.loads(raw)
         if content["format"] != FORMAT:
@@ -98,7 +109,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise CheckpointError(what, str(folder), "use the megatoken that wrote it, or move the folder away")
         files = {name: FileEntry(int(entry["bytes"]), entry["xxh3_128"]) for name, entry in content["files"].items()}
         manifest = CheckpointManifest(int(content["step"]), dict(content["meta"]), files)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _damaged(path, f"it is malformed: {type(error).__name__}: {error}") from error
     folder_step = STEP.fullmatch(folder.name)
     if folder_step and int(folder_step[1]) != manifest.step:
@@ -114,7 +125,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
 
 
 def _seal(body: bytes) -> bytes:
-    return body + f',\n "xxh3": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
+    return body + _SEAL + f'{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
 
 
 def encode_model_config(config: ModelConfig) -> dict[str, Any]:
@@ -126,15 +137,21 @@ def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
     """The architecture in `meta.shape` of a manifest; missing fields are GPT-2's. Raises CheckpointError."""
     names = {saved: name for name, saved in _SAVED_NAMES.items()}
     try:
-        return ModelConfig(**{names.get(name, name): value for name, value in shape.items()})
-    except (AttributeError, TypeError):
-        raise CheckpointError("manifest.json does not describe the model", str(folder)) from None
+        config = ModelConfig(**{names.get(name, name): value for name, value in shape.items()})
+        values = {spec.key: parse_value(spec, str(getattr(config, spec.key))) for spec in list_fields(config)}
+        config = replace(config, **values)
+        problems = [what for _, what, _ in validate_model(config)]
+    except (AttributeError, TypeError, ValueError) as error:
+        problems = [str(error)]
+    if problems:
+        raise CheckpointError(f"manifest.json does not describe the model: {problems[0]:.200}", str(folder))
+    return config
 
 
 def list_files(folder: Path) -> dict[str, os.stat_result]:
-    """Size and times of every file below a folder, by name. Raises OSError."""
-    files = [path for path in folder.rglob("*") if not path.is_dir()]
-    return {path.relative_to(folder).as_posix(): path.stat() for path in files}
+    """Size, times and type of all files and links below a folder, by name; no link is followed. Raises OSError."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return {path.relative_to(folder).as_posix(): path.lstat() for path in files}
 
 
 def hash_file(path: Path) -> str:

@@ -9,13 +9,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -60,16 +62,27 @@ class TensorReader:
             what = f"checkpoint holds no {tensor_file_name(name)}"
             raise CheckpointError(what, str(folder), "use another checkpoint")
         for file in files:
-            opened: Any = safe_open(folder / file, framework="pt")
-            header = opened.metadata() or {}
-            ranges, shapes = json.loads(header.get("parts", "{}")), json.loads(header.get("sizes", "{}"))
-            for tensor in opened.keys():  # noqa: SIM118  # it is no mapping
-                self.shapes[tensor] = shape = tuple(shapes.get(tensor) or opened.get_slice(tensor).get_shape())
-                stored = TensorSlice.full(shape)
-                if tensor in ranges:
-                    rows, columns = ranges[tensor]
-                    stored = TensorSlice(tuple(map(tuple, rows)), tuple(columns) if columns else None)
-                self._parts.setdefault(tensor, []).append((opened, stored))
+            with malformed(folder / file):
+                self._open(folder / file)
+        for tensor, parts in self._parts.items():  # memory is taken only for what the files hold
+            self._refuse_missing(tensor, prod(self.shapes[tensor]) - sum(prod(stored.shape) for _, stored in parts))
+
+    def _open(self, path: Path) -> None:
+        """Add a file's tensors. Raises what its values raise when they are of other types or contradict each other."""
+        opened: Any = safe_open(path, framework="pt")
+        header = opened.metadata() or {}
+        ranges, shapes = json.loads(header.get("parts", "{}")), json.loads(header.get("sizes", "{}"))
+        for tensor in opened.keys():  # noqa: SIM118  # it is no mapping
+            shape_in_file = tuple(opened.get_slice(tensor).get_shape())
+            self.shapes[tensor] = shape = tuple(map(int, shapes.get(tensor) or shape_in_file))
+            stored = TensorSlice.full(shape)
+            if tensor in ranges:
+                rows, columns = ranges[tensor]
+                rows = tuple((int(start), int(end)) for start, end in rows)
+                stored = TensorSlice(rows, (int(columns[0]), int(columns[1])) if columns else None)
+            if shape_in_file != (stored.shape if shape else ()) and len(shape) < 3:
+                raise ValueError(f"{tensor} has shape {shape_in_file}, its slice {stored.shape}")
+            self._parts.setdefault(tensor, []).append((opened, stored))
 
     def read(self, name: str, wanted: TensorSlice | None = None) -> Tensor:
         """A tensor, or a slice of it, on the CPU in its saved dtype. Raises CheckpointError if a part is in no file."""
@@ -79,9 +92,9 @@ class TensorReader:
         if not shape or wanted == stored:
             tensor: Tensor = file.get_tensor(name)
             return tensor
-        start, stop = wanted.columns or (0, 1)
-        missing = wanted.n_rows * (stop - start)
-        result = torch.empty((wanted.n_rows, stop - start)[: len(shape)], dtype=file.get_slice(name)[:0].dtype)
+        start, _ = wanted.columns or (0, 1)
+        missing = prod(wanted.shape)
+        result = torch.empty(wanted.shape, dtype=file.get_slice(name)[:0].dtype)
         for file, stored in parts:
             for row, stored_row, n_rows, (first, end) in wanted.overlaps(stored):
                 values, target = file.get_slice(name)[stored_row : stored_row + n_rows], result[row : row + n_rows]
@@ -90,10 +103,31 @@ class TensorReader:
                     values = values[:, first - stored.columns[0] : end - stored.columns[0]]
                 target.copy_(values)
                 missing -= n_rows * (end - first)
-        if missing:
+        self._refuse_missing(name, missing)
+        return result
+
+    def _refuse_missing(self, name: str, missing: int) -> None:
+        if missing > 0:
             what = f"{missing:,} numbers of {name} are in no file"
             raise CheckpointError(what, str(self._folder), "use another checkpoint")
-        return result
+
+
+@contextmanager
+def malformed(where: Path) -> Iterator[None]:
+    """Turn what a value of another type or size raises inside into a CheckpointError: hashes prove no authorship."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        SafetensorError,
+    ) as error:
+        what = f"checkpoint is malformed: {type(error).__name__}: {error!s:.200}"
+        raise CheckpointError(what, str(where), "use another checkpoint") from error
 
 
 def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:

@@ -185,9 +185,11 @@ def compose_yaml(path: Path) -> yaml.Node | None:
     Raises ConfigError naming file:line for what is not YAML, larger than 1 MiB, or has tags, anchors or aliases.
     """
     try:
-        if path.stat().st_size > LARGEST_BYTES:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_BYTES + 1)
+        if len(text) > LARGEST_BYTES:
             raise ConfigError("recipe is larger than 1 MiB", path, "is this the right file?")
-        return yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+        return yaml.compose(text.decode(), Loader=_Loader)
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"cannot read recipe: {error}", path, "check the file") from None
     except yaml.YAMLError as error:

@@ -40,6 +40,7 @@ _PERMISSIONS = "check the path and its permissions"
 # (vocabulary size, id between documents) of the tokenizers whose shards are published; llm.c's LLaMA-3 writer puts
 # begin-of-text there. Other shards are checked against the range of their dtype until `set_vocab_size` is called.
 _PUBLISHED_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
+_TOKENIZER_FACTS = {"fingerprint": "tokenizer", "eot": "end of text", "vocab_size": "a vocabulary of", "name": "name"}
 _SAMPLED_BLOCKS = 18  # of each external shard, for the fingerprint: first, last and 16 between
 _HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files: uint16 ids without a header
 _VAL = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # a word of a shard's name, so not in "interval"
@@ -192,14 +193,13 @@ class Dataset:
         """
         saved = self.path / "tokenizer"
         tokenizer = load_saved_tokenizer(saved) if saved.is_dir() else load_tokenizer(self.external_tokenizer)
-        expected = self.manifest.tokenizer
-        if expected["fingerprint"] and expected["fingerprint"] != tokenizer.fingerprint:
-            made_by, found = expected["fingerprint"][:12], tokenizer.fingerprint[:12]
-            what = f"shards were made by tokenizer {made_by}, the folder holds {found}"
-            raise DataError(what, self.path, "prepare the dataset again")
-        if expected["fingerprint"] and expected["eot"] != tokenizer.eot:
-            what = f"shards were made with end of text {expected['eot']}, the folder's tokenizer has {tokenizer.eot}"
-            raise DataError(what, saved, "restore the folder's tokenizer from a copy")
+        found, expected = tokenizer.describe(), self.manifest.tokenizer
+        if expected["fingerprint"]:
+            for key, noun in _TOKENIZER_FACTS.items():
+                if found[key] != expected[key]:
+                    made_with = f"{noun} {expected[key]!s:.64}"
+                    what = f"shards were made with {made_with}, the folder's tokenizer has {found[key]}"
+                    raise DataError(what, saved, "restore the folder's tokenizer, or prepare the dataset again")
         return tokenizer
 
     def set_vocab_size(self, vocab_size: int) -> None:
@@ -376,8 +376,8 @@ def _read_layout(path: Path) -> tuple[Header, int, bytes]:
 def _read_npy_header(path: Path) -> tuple[Header, int]:
     try:
         array = np.lib.format.open_memmap(path, mode="r")
-    except ValueError as error:
-        raise DataError(f"not a plain .npy file: {error}", path, RESTORE) from error
+    except Exception as error:  # what numpy parses may raise any type
+        raise DataError(f"not a plain .npy file: {error!s:.200}", path, RESTORE) from error
     if array.dtype.str not in _NPY_DTYPES or array.ndim != 1:
         what = f".npy file holds {array.dtype.str} of shape {array.shape}, not a row of token ids"
         raise DataError(what, path, "save a one-dimensional uint16, uint32 or int32 array with numpy.save")

@@ -35,7 +35,7 @@ from megatoken.data.shard_writer import ShardWriter
 from megatoken.data.sources import Source, find_source
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, parse_bpe
 from megatoken.errors import ConfigError, DataError, StorageError
-from megatoken.system.atomic_write import local_path, replace_file, storage_errors
+from megatoken.system.atomic_write import local_path, read_json, replace_file, storage_errors
 from megatoken.system.environment import cpu_count
 
 LOCK_NAME = ".lock"
@@ -303,7 +303,7 @@ def _find_finished(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifes
     prepared_at = (out / MANIFEST_NAME).stat().st_mtime_ns
     newer = [file.path for file in corpus.files if file.changed > prepared_at]
     inputs = out / INPUTS_NAME  # older versions wrote none
-    if inputs.read_text() != corpus.digest(times=True) + "\n" if inputs.exists() else newer:
+    if inputs.read_bytes() != f"{corpus.digest(times=True)}\n".encode() if inputs.exists() else newer:
         where = newer[0] if newer else corpus.name
         raise DataError("an input changed after it was prepared", where, f"choose another --out or delete {out}")
     load_dataset(out)  # checks headers and sizes of the shards
@@ -345,9 +345,13 @@ def _load_state(out: Path) -> ResumeState | None:
     if not path.exists():
         return None
     try:
-        row = json.loads(path.read_bytes())
-        return ResumeState(**row | {"position": ReadPosition(*row["position"]), "counts": Counter(row["counts"])})
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        row = read_json(path)
+        state = ResumeState(**row | {"position": ReadPosition(*row["position"]), "counts": Counter(row["counts"])})
+        numbers = (*state.position[:3], *state.counts.values(), *(state.tokens[split] for split in SPLITS))
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError("a count is impossible")
+        return state
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         fix = "delete the output folder and prepare again"
         raise DataError(f"cannot read how far the preparation was: {error}", path, fix) from error
 

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from megatoken.errors import DataError
-from megatoken.system.atomic_write import replace_file
+from megatoken.system.atomic_write import read_small_file, replace_file
 
 HEADER_BYTES = 1024
 BLOCK_BYTES = 1 << 18  # unit of hashing; blocks are counted over token bytes, after the header
@@ -25,6 +25,7 @@ PROGRESS_NAME = "progress.json"  # of a preparation that has not finished
 INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text with the times of its files
 DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: name, vocab_size, eot, fingerprint
 FORMAT_VERSION = 1
+LARGEST_MANIFEST = 1 << 28  # bytes: of 2e12 tokens
 
 # dtype -> (magic, version) of llm.c: dev/data/data_common.py writes GPT-2 and LLaMA-3 shards with these.
 MAGICS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
@@ -137,7 +138,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
-        data = path.read_bytes()
+        data = read_small_file(path, LARGEST_MANIFEST)
     except OSError as error:
         what = f"cannot read the manifest: {error.strerror}"
         raise DataError(what, path, "finish the preparation or correct the folder's name") from error
@@ -187,7 +188,7 @@ def _decode_manifest(body: bytes, path: Path) -> Manifest:
             source=content["source"],
         )
         _check_types(manifest)
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"manifest makes no sense: {error!r}", path, RESTORE) from error
     return manifest
 

@@ -23,11 +23,12 @@ from megatoken.data.bpe_cache import BpeCache
 from megatoken.data.gpt2_vocab import Merges, byte_characters, find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.errors import ConfigError, DataError, StorageError
-from megatoken.system.atomic_write import replace_file
+from megatoken.system.atomic_write import read_json, read_small_file, replace_file
 
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>")
 LARGEST_VOCABULARY = 1 << 24  # tables have a row for each id, used or not
+LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; that of 256k ids has 33 MB
 LARGEST_TRAINED = 1_000_000  # the trainer takes memory for all of them at once, or aborts the process
 
 Ids = NDArray[np.uint32]
@@ -48,7 +49,10 @@ class Tokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         self.name, self.eot = name, eot
-        self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 0 <= eot < self.vocab_size:
+            what = f"end of text {eot} is none of the tokenizer's {self.vocab_size:,} ids"
+            raise DataError(what, name, "restore the tokenizer's files")
         if self.vocab_size > LARGEST_VOCABULARY:
             what = f"a token has id {self.vocab_size - 1:,}, ids below {LARGEST_VOCABULARY:,} are supported"
             raise DataError(what, name, "is it the tokenizer.json of this model?")
@@ -192,9 +196,9 @@ def load_saved_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `save` wrote to `folder`. Raises DataError when it is missing, damaged or changed since."""
     path = folder / DESCRIPTION_NAME
     try:
-        row = json.loads(path.read_bytes())
+        row = read_json(path)
         name, eot, expected = str(row["name"]), int(row["eot"]), str(row["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
         fix = "copy the folder again or prepare the dataset again"
         raise DataError(f"cannot read the tokenizer's description: {error}", path, fix) from error
     tokenizer = Tokenizer(_read_inner(folder / "tokenizer.json"), name, eot)
@@ -252,8 +256,8 @@ def _train_bpe(name: str, vocab_size: int, texts: Iterator[str]) -> Tokenizer:
 def _load_vocabulary(folder: Path) -> Tokenizer:
     """GPT-2's older pair of files: vocab.json (token to id) and merges.txt (one merge a line, best first)."""
     try:
-        vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+        vocabulary = read_json(folder / "vocab.json")
+        lines = read_small_file(folder / "merges.txt").decode().split("\n")
         pairs = (line.partition(" ")[::2] for line in lines)
         merges = [(left, right) for left, right in pairs if right and left != "#version:"]
         return _assemble(folder.name, vocabulary, merges)
@@ -273,7 +277,7 @@ def _load_file(path: Path, name: str) -> Tokenizer:
 
 def _read_inner(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return tokenizers.Tokenizer.from_str(read_small_file(path, LARGEST_FILE).decode())
     except OSError as error:
         raise DataError(f"cannot read the tokenizer: {error.strerror}", path, "check name and permissions") from error
     except Exception as error:  # the Rust side raises bare Exceptions

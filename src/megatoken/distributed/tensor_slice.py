@@ -25,6 +25,11 @@ class TensorSlice:
     def n_rows(self) -> int:
         return sum(end - start for start, end in self.rows)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what it holds; a scalar has one row."""
+        return (self.n_rows, self.columns[1] - self.columns[0]) if self.columns else (self.n_rows,)
+
     def cut_rows(self, first: int, last: int) -> "TensorSlice":
         """The stored rows from `first` to before `last`."""
         rows, before = [], 0

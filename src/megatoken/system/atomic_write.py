@@ -1,14 +1,22 @@
-"""Atomic file replacement, fsync and errors of the disk: every file that must be whole or absent is written here."""
+"""Small files read, files replaced atomically, fsync and errors of the disk.
+
+Every file that must be whole or absent is written here.
+"""
 
 import errno
+import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megatoken.errors import ConfigError, StorageError
+
+LARGEST_BYTES = 8 << 20  # of files that are read as a whole; parsed JSON takes up to 20 times its size
 
 
 def local_path(text: str | Path) -> Path:
@@ -18,6 +26,23 @@ def local_path(text: str | Path) -> Path:
     if not str(text):
         raise ConfigError("a path is empty", "", "name a file or folder; . is the current one")
     return Path(text)
+
+
+def read_small_file(path: Path, limit: int = LARGEST_BYTES) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises OSError for another one, before it is read."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
+        number = errno.EFBIG if stat.S_ISREG(status.st_mode) else errno.EINVAL
+        raise OSError(number, os.strerror(number), str(path))
+    return path.read_bytes()
+
+
+def read_json(path: Path, limit: int = LARGEST_BYTES) -> Any:
+    """The value in a small file of JSON. Raises OSError, and ValueError for what is not JSON or nested too deeply."""
+    try:
+        return json.loads(read_small_file(path, limit))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:

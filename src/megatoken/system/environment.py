@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatoken.system.atomic_write import replace_file
+from megatoken.system.atomic_write import read_json, replace_file
 
 HEARTBEAT = "MEGATOKEN_HEARTBEAT"
 CGROUPS, CGROUP_NAMES = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -54,7 +54,7 @@ def preferred_precision() -> str:
 def cache_get(file: str) -> dict[str, Any]:
     """The measurements in a file of the cache; empty if it is missing or damaged."""
     try:
-        content = json.loads((megatoken_cache() / file).read_text())
+        content = read_json(megatoken_cache() / file)
     except (OSError, ValueError, RuntimeError):  # RuntimeError: a user without a home
         return {}
     return content if isinstance(content, dict) else {}

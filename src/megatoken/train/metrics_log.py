@@ -20,7 +20,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from megatoken.errors import DataError, StorageError
-from megatoken.system.atomic_write import replace_file
+from megatoken.system.atomic_write import read_json, replace_file
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
@@ -209,9 +209,9 @@ def _to_json(value: Any) -> Any:
 def _locked_error(folder: Path) -> StorageError:
     """The error for a folder that another run holds; that run may not have written its owner file yet."""
     try:
-        owner = json.loads((folder / OWNER).read_text())
+        owner = read_json(folder / OWNER)
         who = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, LookupError):
         who = "it has just started"
     return StorageError(f"another run is using this folder: {who}", folder, "wait for it, or end it first")
 

@@ -42,7 +42,7 @@ from megatoken.model.flops import (
 )
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.model.kernels.attention import ATTENTION, BUILT_IN, WITHOUT_MASK
-from megatoken.system.atomic_write import replace_file, storage_errors
+from megatoken.system.atomic_write import read_json, replace_file, storage_errors
 from megatoken.system.device import Device, misses_triton, wants_compile
 from megatoken.system.environment import find_commit
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, list_requests
@@ -359,8 +359,8 @@ def is_finished(run: RunContext) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty when the file is missing or damaged."""
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError):
         return {}
 
 

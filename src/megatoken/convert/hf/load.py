@@ -1,6 +1,5 @@
 """Loads GPT-2 and LLaMA from a Hugging Face folder or hub name. Weights are read from safetensors only."""
 
-import json
 import re
 from pathlib import Path
 
@@ -12,12 +11,12 @@ from megatoken.convert.fill_model import HEAD, fill_model
 from megatoken.convert.hf.families import Family, find_family
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
+from megatoken.system.atomic_write import read_json
 from megatoken.system.environment import huggingface_cache
 
 WEIGHTS, SHARDS, CONFIG = "model.safetensors", "model-*-of-*.safetensors", "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-LARGEST_CONFIG = 1 << 20
 AGAIN, SAVE_PRETRAINED = "copy or download it again", "give a folder written by save_pretrained"
 
 
@@ -31,10 +30,9 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     folder = find_folder(name_or_folder)
     where = str(folder / CONFIG)
     try:
-        with (folder / CONFIG).open("rb") as file:
-            config = json.loads(file.read(LARGEST_CONFIG))
+        config = read_json(folder / CONFIG)
         family = find_family(config, where)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"cannot read {CONFIG}: {error}", where, SAVE_PRETRAINED) from None
     model_config = family.read_config(config, where)
     return fill_model(model_config, _list_tensors(folder, family), family.view_params, str(folder)), folder

@@ -1,0 +1,165 @@
+"""Single bits flipped in checkpoints and in a dataset: each must be found. Prints one JSON line at the end.
+
+    python -m tests.soak.flip_soak --flips 10000 --clean 1000
+
+Two runs with two checkpoints each, one with whole tensors and one with the slices of three ranks, and a prepared
+dataset with its tokenizer, in one process. A flip takes a random file and a random bit of it. Found means: the error
+names that file and both hashes (of the 1,024-byte header of a shard: what it says and what is expected), and of a
+checkpoint the one before is chosen. A flip in a dataset's tokenizer is refused, or decides neither ids nor text. Clean
+loads verify and load the same files; none may raise or warn.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from megatoken.checkpoint.commit import commit, find_newest, step_folder
+from megatoken.checkpoint.load import load_checkpoint_model
+from megatoken.checkpoint.manifest import MANIFEST, verify
+from megatoken.checkpoint.save import copy_tensors, save_state
+from megatoken.cli.verify import verify_folder
+from megatoken.data.dataset import load_dataset
+from megatoken.data.prepare import prepare
+from megatoken.data.shard_format import HEADER_BYTES, INPUTS_NAME
+from megatoken.data.tokenizer import load_tokenizer
+from megatoken.errors import MegatokenError
+from tests.checkpoint.test_load import shard, trained
+
+STEPS = (1, 2)
+RANKS = 3
+
+
+def write_runs(folder: Path) -> dict[str, Path]:
+    """Two folders of checkpoints: with whole tensors, and with a pair of files for each of three ranks."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.save(folder / "tokenizer")
+    (folder / "config.yaml").write_text("version: 1\n")
+    files = {"config": folder / "config.yaml", "tokenizer": folder / "tokenizer"}
+    roots = {name: folder / name / "checkpoints" for name in ("whole", "sharded")}
+    for steps in STEPS:
+        saved = save_state(roots["whole"], trained(steps), **files, meta={"tokenizer": tokenizer.fingerprint})
+        ranks = [shard(trained(steps, "adamw"), "adamw", rank, RANKS) for rank in range(RANKS)]
+        for rank in ranks:  # an optimizer of its own: one step gives it its state
+            for parameter in rank.sharded.local_params.values():
+                parameter.grad = parameter.detach() * 0.1
+            rank.optimizer.step()
+        writers = {name: writer for rank in ranks for name, writer in copy_tensors(rank)[0].items()}
+        names = [name for name in verify(saved).files if not name.endswith(".safetensors")]
+        writers |= {name: partial(shutil.copyfile, saved / name) for name in names}
+        commit(roots["sharded"], steps, writers, meta=verify(saved).meta)
+    return roots
+
+
+def write_data(folder: Path) -> Path:
+    """A prepared dataset of several shards and a trained tokenizer."""
+    (folder / "corpus.txt").write_text("".join(f"the {n} cats sat on mat {n * n}. " for n in range(30_000)))
+    prepare(folder / "corpus.txt", folder / "data", tokenizer="bpe:300", workers=1, shard_tokens=150_000)
+    return folder / "data"
+
+
+def flip(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def flip_bits(folder: Path, flips: int, rng: random.Random, find: Callable[[Path, int], str]) -> dict[str, int]:
+    """Flip one random bit of a random file below a folder at a time, and restore it; count what `find` answers."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != INPUTS_NAME)
+    found: Counter[str] = Counter()
+    for _ in range(flips):
+        path = rng.choice(files)
+        bit = rng.randrange(path.stat().st_size * 8)
+        flip(path, bit)
+        try:
+            found[find(path, bit)] += 1
+        finally:
+            flip(path, bit)
+    return {"flips": flips, **dict(sorted(found.items()))}
+
+
+def find_in_checkpoint(root: Path, expected: dict[Path, str], path: Path) -> str:
+    """`found` when the file and its hashes are named, and the checkpoint before is the one to use."""
+    errors: list[str] = []
+    valid = find_newest(root, lambda folder, error: errors.append(str(error)))
+    if valid is None or valid[0] != step_folder(root, STEPS[0]) or len(errors) != 1 or str(path) not in errors[0]:
+        return "missed"
+    if path.name == MANIFEST:  # its hash is in itself, and may be what was flipped
+        return "found" if "expected" in errors[0] or "it does not end with its own hash" in errors[0] else "missed"
+    hashes = f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(path.read_bytes())}, expected {expected[path]}"
+    return "found" if hashes in errors[0] else "missed"
+
+
+def find_in_data(data: Path, sound: str, path: Path, bit: int) -> str:
+    """`found` when the file is named, with its hashes where tokens changed; `without_effect` on a sound tokenizer."""
+    errors = [str(error) for error in verify_folder(data).errors]
+    if path.parent.name == "tokenizer":
+        if not errors:
+            return "without_effect" if load_dataset(data).tokenizer.fingerprint == sound else "missed"
+        return "found" if str(path.parent) in errors[0] else "missed"
+    named = len(errors) == 1 and str(path) in errors[0]
+    if path.suffix == ".bin" and bit >= HEADER_BYTES * 8:
+        named = named and "has hash" in errors[0] and "expected" in errors[0]
+    return "found" if named else "missed"
+
+
+def load_clean(roots: dict[str, Path], data: Path, loads: int) -> dict[str, int]:
+    """Verify and load undamaged files, checkpoints and data in turn; count what is reported."""
+    alarms = 0
+
+    def alarm(folder: Path, error: MegatokenError) -> None:
+        nonlocal alarms
+        alarms += 1
+
+    for number in range(loads):
+        if number % (len(roots) + 1) == 0:
+            alarms += len(verify_folder(data).errors)
+            load_dataset(data).train.read(0, 1000)
+        else:
+            valid = find_newest([*roots.values()][number % (len(roots) + 1) - 1], alarm)
+            assert valid is not None
+            load_checkpoint_model(*valid)
+    return {"loads": loads, "false_alarms": alarms}
+
+
+def soak(folder: Path, flips: int, clean: int, seed: int) -> dict[str, dict[str, int]]:
+    """Flips over three places, a third each, and clean loads; the record."""
+    rng, roots, data = random.Random(seed), write_runs(folder), write_data(folder)
+    sound, answer = load_dataset(data).tokenizer.fingerprint, dict[str, dict[str, int]]()
+    for name, root in roots.items():
+        newest = step_folder(root, STEPS[-1])
+        expected = {path: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in newest.rglob("*") if path.is_file()}
+
+        def find(path: Path, bit: int, root: Path = root, expected: dict[Path, str] = expected) -> str:
+            return find_in_checkpoint(root, expected, path)
+
+        answer[name] = flip_bits(newest, flips // 3, rng, find)
+    rest = flips - len(roots) * (flips // 3)
+    answer["data"] = flip_bits(data, rest, rng, partial(find_in_data, data, sound))
+    answer["clean"] = load_clean(roots, data, clean)
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flips", type=int, default=10_000)
+    parser.add_argument("--clean", type=int, default=1_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        answer = soak(Path(name), options.flips, options.clean, options.seed)
+    print(json.dumps({"soak": "flip", **answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
