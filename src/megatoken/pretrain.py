@@ -67,11 +67,13 @@ class Trainer:
         nproc: int = 1,
         console: Console | None = None,
         explain: bool = False,
+        allow_changes: bool = False,
     ) -> None:
         """model: a GPT of `config.model`'s architecture, to start from its weights. optimizer: built over that model's
         parameters; its groups' learning rates keep their ratio to `optim.lr`. callbacks: called with every row of
         metrics; one that returns True stops the run. nproc: processes on this machine. explain: print what was measured
-        for every automatic choice. Raises ConfigError for arguments that cannot be combined.
+        for every automatic choice. allow_changes: resume with other values of guarded fields, or other data. Raises
+        ConfigError for arguments that cannot be combined.
         """
         if nproc < 1:
             raise ConfigError(f"nproc is {nproc}", "Trainer", "give 1 or more")
@@ -84,6 +86,7 @@ class Trainer:
         self.out = local_path(out)
         self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
         self.nproc, self.console, self.explain = nproc, console or Console(), explain
+        self.allow_changes = allow_changes
 
     def fit(self) -> Summary:
         """Train to the end of the budget, or until a signal, the time limit or a callback asks to stop.
@@ -117,12 +120,18 @@ class Trainer:
     def _fit(self, device: Device, comm: Comm) -> tuple[ExitCode, int, str]:
         """Set up the run, resume it and train: how it ended, at which step, and why it stopped."""
         config, out, is_main = self.resolved.config, self.out, comm.dist_env.is_main_process
-        if is_main:
-            setup.check_folder(out, config)
-        console = self.console if is_main else Console(quiet=True)
         run = RunContext(
-            config=config, out=out, console=console, device=device, comm=comm, is_main=is_main, callbacks=self.callbacks
+            config=config,
+            out=out,
+            console=self.console if is_main else Console(quiet=True),
+            device=device,
+            comm=comm,
+            is_main=is_main,
+            callbacks=self.callbacks,
+            allow_changes=self.allow_changes,
         )
+        if is_main:
+            run.changes = setup.check_folder(out, config, allow_changes=self.allow_changes)
         setup.open_data(run)
         if self.model is not None:
             setup.check_own_model(run, self.model, self.optimizer)
@@ -144,6 +153,7 @@ class Trainer:
             if is_main:
                 setup.check_space(run)
                 setup.write_provenance(run, self.resolved)
+                setup.record_changes(run)
             # The order matters: kernels may replace the compute model; its micro-batch is then measured; it is compiled
             # for that size; the hooks that reduce gradients go on its final parameters.
             setup.choose_kernels(run, explain=self.explain)
@@ -158,7 +168,8 @@ class Trainer:
             recipe = Path(folder) / f"{self.resolved.name}.yaml"
             recipe.write_text(render(self.resolved.config, self.resolved.origins), encoding="utf-8")
             command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
-            code = launch([*command, *(["--explain"] if self.explain else [])], self.nproc, RESTARTS)
+            flags = {"--explain": self.explain, "--allow-changes": self.allow_changes}
+            code = launch([*command, *(flag for flag in flags if flags[flag])], self.nproc, RESTARTS)
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
             raise error_from_code(code, f"training in {self.nproc} processes failed, see their output — {self.out}")
         steps = max((row["step"] for row in read_metrics(self.out) if row["kind"] == "save"), default=0)

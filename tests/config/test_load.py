@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.config.load import changed_settings, format_value, list_recipes, load_config, render, resolve
+from megatoken.config.load import format_value, list_changes, list_recipes, load_config, render, resolve
 from megatoken.config.presets import PRESETS
 from megatoken.errors import ExitCode, MegatokenError
 
@@ -149,17 +149,22 @@ def test_override_mistakes() -> None:
         resolve("quickstart", ["fast"])
 
 
-def test_changed_settings_lists_run_defining_fields_only() -> None:
+def test_changes_are_listed_with_what_a_resume_may_do() -> None:
     old = resolve("quickstart", ["optim.lr=3e-3"]).config
-    new = resolve("quickstart", ["optim.lr=1e-4", "machine.micro_batch=1", "data.path=/moved", "save.every=7"]).config
-    assert changed_settings(old, new) == ["optim.lr: 0.003 -> 0.0001"]
+    new = resolve("quickstart", ["optim.lr=1e-4", "data.path=/moved", "machine.micro_batch=1", "seed=1"]).config
+    assert [(str(change), change.resume) for change in list_changes(old, new)] == [
+        ("seed: 1337 -> 1", "fatal"),
+        ("data.path: data/python -> /moved", "free"),  # the same data may lie elsewhere
+        ("optim.lr: 0.003 -> 0.0001", "guarded"),
+        ("machine.micro_batch: auto -> 1", "free"),
+    ]
 
 
 def test_initial_weights_of_a_resume_may_be_left_out_but_not_be_others() -> None:
     old, new, other = (load_config("quickstart", f"model.init={name}") for name in ("a", "", "b"))
-    assert changed_settings(old, new) == []
-    assert changed_settings(old, other) == ["model.init: a -> b"]
-    assert changed_settings(new, other) == ['model.init: "" -> b']
+    assert list_changes(old, new) == []
+    assert [str(change) for change in list_changes(old, other)] == ["model.init: a -> b"]
+    assert [str(change) for change in list_changes(new, other)] == ['model.init: "" -> b']
 
 
 def test_old_and_new_name_of_a_field_together_are_refused(tmp_path: Path) -> None:

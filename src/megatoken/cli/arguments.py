@@ -10,7 +10,7 @@ from megatoken import __version__
 from megatoken.bench.arguments import add_benches
 from megatoken.config.load import format_value, list_recipes
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import FIELDS, RUN_DEFINING
+from megatoken.config.schema import FIELDS
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.eval.tasks import TASKS
@@ -115,7 +115,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     """train, config, launch, describe, dryrun: commands that take a recipe."""
     recipe_doc = f"a .yaml file, or a built-in recipe: {', '.join(list_recipes())}"
     preset_doc = f"{', '.join(PRESETS)}, or a recipe"
-    usage = f"{RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--restarts N] [--explain]"
+    usage = f"{RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--restarts N] [--explain] [--allow-changes]"
     train = add("train", "train a recipe, or resume it", usage=usage, epilog=describe_fields())
     config = add("config", "print the resolved values of a recipe and where each comes from", usage=RECIPE)
     for p in (train, config):
@@ -129,6 +129,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--nproc", type=int, default=1, metavar="N", help="processes on this machine, one per GPU (default 1)")
     doc = f"of --nproc's processes in a row without progress, when one hangs or is lost (default {RESTARTS})"
     arg("--restarts", type=int, default=RESTARTS, metavar="N", help=doc)
+    arg("--allow-changes", action="store_true", help="resume with other values of guarded fields, or other data")
     arg("--ending", type=local_path, help=argparse.SUPPRESS)  # where a stop is noted (launch/local.py)
     arg("--explain", action="store_true", help="print the measurements behind every setting left at auto")
     usage = "ENGINE RECIPE [--nodes N] [--nproc N] [--write FILE] ..."
@@ -215,14 +216,17 @@ def check_eval(options: argparse.Namespace) -> None:
 
 
 def describe_fields() -> str:
-    """The help of every config field, section by section: key, default, meaning, unit, choices."""
-    lines, section = ["fields (section.field=value), as in a recipe:"], ""
+    """The help of every config field by section: key, default, class on a resume, meaning, unit, choices."""
+    head = (
+        "fields (section.field=value), as in a recipe; a resume may change free ones, guarded ones by --allow-changes"
+    )
+    lines, section = [f"{head}:"], ""
     for key, spec in FIELDS.items():
         head = key.rpartition(".")[0]
         if head and head != section:
             section = head
-            lines.append(f"\n {section} ({'run-defining: changes the result' if head in RUN_DEFINING else 'runtime'})")
+            lines.append(f"\n {section}")
         unit = f" [{spec.unit}]" if spec.unit else ""
         choices = f" {{{spec.expects.removeprefix('one of ')}}}" if spec.expects.startswith("one of") else ""
-        lines.append(f"  {key + '=' + format_value(spec.default):<28} {spec.doc}{unit}{choices}")
+        lines.append(f"  {key + '=' + format_value(spec.default):<28} {spec.resume:<7} {spec.doc}{unit}{choices}")
     return "\n".join(lines)

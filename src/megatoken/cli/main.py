@@ -111,7 +111,8 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         from megatoken.pretrain import Trainer
 
         out = options.out or named_out or Path("runs") / resolved.name
-        summary = Trainer(resolved, out, console=options.console, explain=options.explain).fit()
+        fields = _pick(options, "console", "explain", "allow_changes")
+        summary = Trainer(resolved, out, **fields).fit()
         answer = dataclasses.asdict(summary) if is_main else None
         return write_stop_marker(options.ending) if summary.code == ExitCode.STOPPED else summary.code, answer
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 NUMBER = re.compile(r"([-+]?[\d._]+(?:[eE][-+]?\d+)?)\s*([kKMBT]?)\s*(steps?|tok|tokens|ep|epochs?|dur)?")
+Resume = Literal["free", "guarded", "fatal"]  # may change on a resume; only by --allow-changes; never
 UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -34,11 +35,13 @@ class Duration:
 class ConfigField:
     """A field: its default, one line of help, its unit and the range it must lie in (open_low: above `low`).
 
-    alias: the name that earlier versions gave it, still accepted; alias_values: what its values were called then.
+    resume: whether a resume may change it. alias: the name that earlier versions gave it, still accepted; alias_values:
+    what its values were called then.
     """
 
     default: Any
     doc: str
+    resume: Resume
     unit: str = ""
     low: float = -math.inf
     high: float = math.inf
@@ -67,9 +70,13 @@ class ConfigField:
         return words.get(self.type, "a whole number or auto")
 
 
-def config_field(default: Any, doc: str, unit: str = "", *, compare: bool = True, **options: Any) -> Any:
+def config_field(
+    default: Any, doc: str, resume: Resume, unit: str = "", *, compare: bool = True, **options: Any
+) -> Any:
     """A field of a section. options: of `ConfigField`."""
-    return field(default=default, metadata={"spec": ConfigField(default, doc, unit, **options)}, compare=compare)
+    return field(
+        default=default, metadata={"spec": ConfigField(default, doc, resume, unit, **options)}, compare=compare
+    )
 
 
 _REGISTERED: dict[str, list[str]] = {}  # names that Python code added to a field's choices

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from megatoken.config.fields import parse_value
+from megatoken.config.fields import Resume, parse_value
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import ALIASES, FIELDS, RUN_DEFINING, Config, build_config, flatten, validate
+from megatoken.config.schema import ALIASES, FIELDS, Config, build_config, flatten, validate
 from megatoken.errors import ConfigError
 
 VERSION = 1
@@ -31,6 +31,7 @@ PREPARE = {
 }
 # A resume compares what these stand for (dataset fingerprint, sizes): a folder may move, a preset be renamed.
 BY_CONTENT = ("data.path", "model.preset")
+OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
 # Setting one of these in a later layer unsets the others.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
 
@@ -250,25 +251,42 @@ def render(config: Config, origins: dict[str, str], *, given_only: bool = False)
         head, _, name = key.rpartition(".")
         if head != section:
             section = head
-            lines.append(f"{head}:  # {'run-defining' if head in RUN_DEFINING else 'runtime'}")
+            lines.append(f"{head}:")
         written = f"{'  ' if head else ''}{name}: {format_value(value)}"
         origin = origins[key]
         lines.append(f"{written:<44}  # {origin if origin.isprintable() else ascii(origin)}")
     return "\n".join(lines) + "\n"
 
 
-def changed_settings(old: Config, new: Config) -> list[str]:
-    """`key: old -> new` for every run-defining field that differs: such a run cannot be resumed.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that differs between two starts of a run, and whether a resume may change it."""
 
-    A runtime setting counts where one of its values was registered from Python: it may compute something else. A resume
-    may leave out model.init, which it does not read.
+    key: str
+    old: str
+    new: str
+    resume: Resume
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} -> {self.new}"
+
+
+def list_changes(old: Config, new: Config) -> list[Change]:
+    """Every setting that differs, as a resume judges it.
+
+    It may leave out model.init, which it does not read. A free setting is guarded where one of its values was
+    registered from Python: it may compute something else. The numbers of an optimizer registered from Python come from
+    its checkpoint.
     """
     before, after = flatten(old), flatten(new)
     after["model.init"] = after["model.init"] or before["model.init"]
-    return [
-        f"{key}: {format_value(before[key])} -> {format_value(after[key])}"
-        for key, spec in FIELDS.items()
-        if before[key] != after[key]
-        and key not in BY_CONTENT
-        and (key.split(".")[0] in RUN_DEFINING or spec.is_registered(before[key]) or spec.is_registered(after[key]))
-    ]
+    changes = []
+    for key, spec in FIELDS.items():
+        resume: Resume = "free" if key in BY_CONTENT else spec.resume
+        if resume == "free" and (spec.is_registered(before[key]) or spec.is_registered(after[key])):
+            resume = "guarded"
+        if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].is_registered(new.optim.name):
+            resume = "fatal"
+        if before[key] != after[key]:
+            changes.append(Change(key, format_value(before[key]), format_value(after[key]), resume))
+    return changes

@@ -20,7 +20,7 @@ from megatoken import __version__
 from megatoken.checkpoint.commit import list_steps, list_surplus, remove_leftovers, step_folder
 from megatoken.checkpoint.load import restore_state
 from megatoken.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedError, FileEntry, verify
-from megatoken.config.load import ResolvedConfig, changed_settings, render, resolve
+from megatoken.config.load import Change, ResolvedConfig, list_changes, render, resolve
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.schema import Config
 from megatoken.console import Console, format_duration, format_quantity
@@ -64,7 +64,7 @@ class RunContext:
     callbacks: called with every row (`kind`, `step`, `tokens` and the values; train rows at every step); one that
     returns True asks the run to save and stop. logged: (kind, step) of the rows in the metrics log; of an evaluation
     (task, step). verified: the files of the checkpoints that this process has hashed, so that pruning hashes nothing
-    twice.
+    twice. changes: what differs from the run's last start (all of it on rank 0 only).
     """
 
     config: Config
@@ -74,6 +74,8 @@ class RunContext:
     comm: Comm
     is_main: bool
     callbacks: Sequence[Callback] = ()
+    allow_changes: bool = False
+    changes: list[Change] = field(default_factory=list)
     logged: set[tuple[str, int]] = field(default_factory=set)
     verified: dict[Path, Mapping[str, FileEntry]] = field(default_factory=dict)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -113,10 +115,11 @@ class RunContext:
             raise StopRequested
 
 
-def check_folder(out: Path, config: Config) -> None:
-    """Raise ConfigError if `out` holds something else, or a run with different run-defining settings.
+def check_folder(out: Path, config: Config, *, allow_changes: bool = False) -> list[Change]:
+    """The settings that differ from those of the run in `out`.
 
-    A run has a provenance.json or a checkpoint of ours. What a start leaves that failed before them counts as nothing.
+    Raises ConfigError if it holds something else, or a change is fatal, or guarded and not allowed. A run has a
+    provenance.json or a checkpoint of ours. What a start leaves that failed before them counts as nothing.
     """
     with storage_errors(out, what="the run folder cannot be used", fix="name a folder you can write"):
         checkpoints = [step_folder(out / CHECKPOINTS, step) for step in list_steps(out / CHECKPOINTS)]
@@ -130,10 +133,16 @@ def check_folder(out: Path, config: Config) -> None:
     for folder in reversed(checkpoints):
         with suppress(DamagedError):
             verify(folder, names=(CONFIG,))  # a copy of the run's, which may have been edited or lost since
-            if changes := changed_settings(resolve(str(folder / CONFIG)).config, config):
-                what = f"this run folder was created with different settings: {'; '.join(changes)}"
-                raise ConfigError(what, out, "set these back to resume it, or choose another --out")
-            return
+            changes = list_changes(resolve(str(folder / CONFIG)).config, config)
+            fatal = [change.key for change in changes if change.resume == "fatal"]
+            refused = ["fatal"] if allow_changes else ["fatal", "guarded"]
+            if differs := [str(change) for change in changes if change.resume in refused]:
+                fix = "set these back, or go on with them by --allow-changes"
+                if fatal:
+                    fix = f"{', '.join(fatal)} cannot change in a run: set back, or choose another --out"
+                raise ConfigError(f"this run has other settings: {'; '.join(differs)}", out, fix)
+            return changes
+    return []
 
 
 def open_data(run: RunContext) -> None:
@@ -312,10 +321,14 @@ def restore(run: RunContext) -> None:
         manifest = _verify_on_all(run, folder)
         if manifest is None:
             continue
-        if (trained_on := manifest.meta.get("dataset")) != dataset.fingerprint:
-            what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"
-            fix = "point data.path at the dataset the run began with, or choose another --out"
-            raise DataError(what, str(dataset.path), fix)
+        if (trained_on := str(manifest.meta.get("dataset"))) != dataset.fingerprint:
+            same_ids = manifest.meta.get("tokenizer") == run.tokenizer.fingerprint
+            if not (same_ids and run.allow_changes):
+                what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"
+                fix = "point data.path at the dataset the run began with, or choose another --out"
+                fix += ", or go on with this one by --allow-changes" if same_ids else ": its tokens are others"
+                raise DataError(what, str(dataset.path), fix)
+            run.changes.append(Change("dataset", trained_on, dataset.fingerprint, "guarded"))
         restore_state(folder, manifest, run.state)
         run.verified[folder] = manifest.files
         run.console.print(f"resuming from {folder.name}")
@@ -349,6 +362,14 @@ def _verify_on_all(run: RunContext, folder: Path) -> CheckpointManifest | None:
     run.console.warn(f"{message}: passing over {folder.name}")
     run.log.write("event", 0, 0, what="damaged checkpoint", checkpoint=folder.name, message=message)
     return None
+
+
+def record_changes(run: RunContext) -> None:
+    """Show and log what a resume changes: one event row each."""
+    for change in run.changes:
+        run.console.print(f"changed  {change}")
+        message = str(change)
+        run.write("event", what="setting changed", key=change.key, old=change.old, new=change.new, message=message)
 
 
 def is_finished(run: RunContext) -> bool:
