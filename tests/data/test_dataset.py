@@ -1,12 +1,16 @@
 """A dataset opens whole or not at all; damage is found at the latest when it is first touched."""
 
+import errno
 import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatoken.cli.verify import verify_folder
-from megatoken.data.dataset import Dataset, load_dataset, verify_dataset
+from megatoken.data.dataset import Dataset, Tokens, load_dataset, verify_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
@@ -130,6 +134,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     assert list(verify_dataset(tmp_path)) == []
 
 
+@pytest.mark.fault(30)
 def test_damage_names_block_hashes_and_offset(tmp_path: Path) -> None:
     write_dataset(tmp_path, {"train": [3 * BLOCK]})
     good = load_dataset(tmp_path).manifest.shards[0].blocks[1]
@@ -145,29 +150,93 @@ def test_damage_names_block_hashes_and_offset(tmp_path: Path) -> None:
     assert re.search(pattern, str(caught.value))
 
 
-def test_each_block_is_checked_once_a_process(tmp_path: Path) -> None:
-    """Damage done after a block's first touch is not looked for again; a new opening finds it."""
+def rewrite(path: Path, bits: list[int]) -> None:
+    """Flip bits in place, as some time after the file was opened."""
+    for bit in bits:
+        flip(path, bit)
+    later = path.stat().st_mtime_ns + 10**9
+    os.utime(path, ns=(later, later))
+
+
+@pytest.mark.fault(33)
+def test_a_shard_written_to_in_use_is_verified_again(tmp_path: Path) -> None:
     ids = write_dataset(tmp_path, {"train": [2 * BLOCK, 10]})["train"]
-    tokens = load_dataset(tmp_path).train
+    tokens, shard = load_dataset(tmp_path).train, tmp_path / "train_000000.bin"
     assert np.array_equal(tokens.gather(np.array([5, 2 * BLOCK - 1]), 4)[1], ids[2 * BLOCK - 1 : 2 * BLOCK + 3])
-    for offset in (0, BLOCK_BYTES, 2 * BLOCK_BYTES - 2):  # a bit of the touched block 0, two of block 1
-        flip(tmp_path / "train_000000.bin", 8 * (HEADER_BYTES + offset))
-    assert tokens.read(0, BLOCK)[0] == ids[0] ^ 1
-    assert tokens.read(BLOCK, BLOCK)[0] == ids[BLOCK] ^ 1
+    rewrite(shard, [])  # touched, but the same
+    assert np.array_equal(tokens.read(0, len(ids)), ids)
+    rewrite(shard, [8 * (HEADER_BYTES + BLOCK_BYTES)])
+    assert np.array_equal(tokens.read(0, BLOCK), ids[:BLOCK])
+    for _ in range(2):
+        with pytest.raises(MegatokenError, match="block 1 has hash"):
+            tokens.read(BLOCK, 1)
+
+
+def test_a_shard_written_to_between_check_and_copy_is_verified_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_dataset(tmp_path, {"train": [BLOCK, 10]})
+    tokens, copy = load_dataset(tmp_path).train, Tokens._copy
+
+    def damage_first(self: Tokens, *arguments: Any) -> None:
+        monkeypatch.undo()
+        rewrite(tmp_path / "train_000000.bin", [8 * HEADER_BYTES])
+        copy(self, *arguments)
+
+    monkeypatch.setattr(Tokens, "_copy", damage_first)
     with pytest.raises(MegatokenError, match="block 0 has hash"):
-        load_dataset(tmp_path).train.read(0, 1)
-    with pytest.raises(MegatokenError, match="block 1 has hash"):
-        load_dataset(tmp_path).train.read(2 * BLOCK - 1, 1)
+        tokens.read(0, BLOCK + 1)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("suffix", [".bin", ".npy"])
+def test_a_disk_that_fails_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    path = tmp_path / f"train{suffix}"
+    write_external(path, np.arange(1000, dtype=np.uint16))
+    tokens = load_dataset(path).train
+    tokens.read(0, 1000)
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    where = f"{path}, byte offset {HEADER_BYTES + 20 if suffix == '.bin' else 148:,}"
+    with pytest.raises(MegatokenError, match=f"cannot read the shard: Input/output error — {where}"):
+        tokens.read(10, 5)
+
+
+def test_reads_in_parts_and_without_preadv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = write_dataset(tmp_path, {"train": [300, 40, 5]})["train"]
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda file, buffers, at: preadv(file, [memoryview(buffers[0]).cast("B")[:7]], at)
+    )
+    assert np.array_equal(load_dataset(tmp_path).train.read(0, 345), ids)
+    monkeypatch.delattr(os, "preadv")
+    assert np.array_equal(load_dataset(tmp_path).train.read(0, 345), ids)
+
+
+def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
+    """llm.c's FineWeb has 1,030 shards; many systems let a process open 1,024 files."""
+    write_dataset(tmp_path, {"train": [3] * 300})
+    program = (
+        "import resource, sys; from megatoken.data.dataset import load_dataset\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "print(len(load_dataset(sys.argv[1]).train.read(0, 900)))"
+    )
+    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "900\n"
 
 
 def truncate(path: Path, size: int) -> None:
     os.truncate(path, size)
 
 
+@pytest.mark.fault(30)
 @pytest.mark.parametrize("sizes", [[3 * BLOCK], [BLOCK, BLOCK, BLOCK]])
 @pytest.mark.parametrize("touched", [False, True])
 def test_a_shard_truncated_in_use_is_an_error(tmp_path: Path, sizes: list[int], touched: bool) -> None:
-    """Without the check the system ends the process: pages beyond the end of a file cannot be read."""
+    """A mapped file would end the process: pages beyond the end of a file cannot be read."""
     write_dataset(tmp_path, {"train": sizes})
     tokens = load_dataset(tmp_path).train
     if touched:
@@ -182,7 +251,7 @@ def test_a_shard_truncated_in_use_is_an_error(tmp_path: Path, sizes: list[int], 
     assert words.partition(" — ")[0] in str(next(tokens.verify()))
     shard.write_bytes(whole)
     if touched:
-        shard.unlink()  # what is mapped stays
+        shard.unlink()  # what is open stays
         assert np.array_equal(tokens.read(0, len(tokens)), read)
 
 
@@ -253,6 +322,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
+@pytest.mark.fault(30, 33)
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[words[:40] for _, words in DAMAGES])
 def test_damaged_shard_is_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
     write_dataset(tmp_path, {"train": [700, 500, 500], "val": [64]})
@@ -320,6 +390,7 @@ def test_a_manifest_that_makes_no_sense_is_one_error(tmp_path: Path, part: str, 
     refuse(tmp_path, "manifest makes no sense", "manifest.json")
 
 
+@pytest.mark.fault(31)
 def test_id_outside_the_vocabulary_with_right_hashes(tmp_path: Path) -> None:
     write_dataset(tmp_path, {"train": [BLOCK + 500]})
     manifest = read_manifest(tmp_path)
@@ -388,6 +459,7 @@ def test_external_int32_and_other_tokenizers(tmp_path: Path) -> None:
     refuse(tmp_path, "token id 4294967295 is outside", "train.npy", external_tokenizer="my.json")
 
 
+@pytest.mark.fault(31)
 @pytest.mark.parametrize("suffix", [".bin", ".npy"])
 def test_external_id_outside_the_vocabulary_is_located(tmp_path: Path, suffix: str) -> None:
     ids = np.zeros(BLOCK + 500, dtype=np.uint16)

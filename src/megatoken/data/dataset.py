@@ -1,15 +1,18 @@
 """Open a dataset: a prepared folder, .bin shards of llm.c or nanoGPT, .npy shards of build-nanogpt.
 
 File sizes and headers are checked when it is opened; block hashes and token ids when a block is first read, or all at
-once by `verify_dataset`. No file can run code: .npy files are mapped, never unpickled.
+once by `verify_dataset`. No file can run code: the header of a .npy file is a literal, and nothing is unpickled.
 """
 
+import os
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -35,6 +38,7 @@ from megatoken.data.shard_format import (
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import DataError, MegatokenError
 from megatoken.system.atomic_write import local_path
+from megatoken.system.environment import allow_open_files
 
 _PERMISSIONS = "check the path and its permissions"
 # (vocabulary size, id between documents) of the tokenizers whose shards are published; llm.c's LLaMA-3 writer puts
@@ -44,35 +48,81 @@ _TOKENIZER_FACTS = {"fingerprint": "tokenizer", "eot": "end of text", "vocab_siz
 _SAMPLED_BLOCKS = 18  # of each external shard, for the fingerprint: first, last and 16 between
 _HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files: uint16 ids without a header
 _VAL = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # a word of a shard's name, so not in "interval"
+_SEEK_LOCK = threading.Lock()
 _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}  # a negative id reads as one outside any vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class MappedShard:
-    """A memory-mapped shard."""
+class ShardFile:
+    """An open shard, read by position: a mapped file that is truncated, or whose disk fails, ends the process (SIGBUS).
 
-    shard: Shard  # its row of the manifest
-    path: Path
-    offset: int  # bytes before the first token
-    ids: Ids  # (tokens,)
+    What was opened stays readable when the file is removed or replaced by a rename.
+    """
 
-    def check_size(self) -> None:
-        """Raise DataError if the file was truncated: the system ends a process that reads beyond its end (SIGBUS)."""
-        with suppress(FileNotFoundError):  # what is mapped stays readable
-            if (size := self.path.stat().st_size) < (expected := self.offset + self.ids.nbytes):
-                what = f"shard was truncated while it was in use: {size:,} bytes, expected {expected:,}"
-                raise DataError(what, self.path, RESTORE)
+    def __init__(self, shard: Shard, path: Path, dtype: str, offset: int) -> None:
+        """shard: its row of the manifest; offset: bytes before the first token. Raises OSError."""
+        self.shard, self.path, self.offset = shard, path, offset
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._item_bytes = self.dtype.itemsize
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._stamp = self._read_stamp()
+
+    @property
+    def size(self) -> int:
+        """Bytes that the file must have."""
+        return self.offset + self.shard.tokens * self.dtype.itemsize
+
+    def read(self, start: int, out: Ids) -> None:
+        """Fill `out` (n,) from token `start` on. Raises DataError when the file ends before, or the disk fails."""
+        at, size, done = self.offset + start * self._item_bytes, out.nbytes, 0
+        try:
+            while done < size:
+                part = out.data.cast("B")[done:] if done else out  # a file system may give less at once
+                if not (count := _read_at(self._descriptor, part, at + done)):
+                    what = f"shard was truncated while it was in use: {self._read_stamp()[0]:,} bytes"
+                    raise DataError(f"{what}, expected {self.size:,}", self.path, RESTORE)
+                done += count
+        except OSError as error:
+            where = f"{self.path}, byte offset {at + done:,}"
+            raise DataError(f"cannot read the shard: {error.strerror}", where, RESTORE) from error
+
+    def read_block(self, number: int) -> Ids:
+        """The ids of block `number`, the unit of hashing. Raises as `read`."""
+        per_block = BLOCK_BYTES // self.dtype.itemsize
+        ids = np.empty(min(per_block, self.shard.tokens - number * per_block), self.dtype)
+        self.read(number * per_block, ids)
+        return ids
+
+    def has_changed(self) -> bool:
+        """Whether the file was written to since it was opened or since this was last asked."""
+        before, self._stamp = self._stamp, self._read_stamp()
+        return before != self._stamp
+
+    def _read_stamp(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+
+def _read_at(descriptor: int, out: Any, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, (out,), offset)
+    with _SEEK_LOCK, open(descriptor, "rb", buffering=0, closefd=False) as file:  # Windows has no preadv
+        file.seek(offset)
+        return file.readinto(out)
 
 
 class Tokens:
-    """The token ids of one split: its shards joined end to end, each block verified when it is first read."""
+    """The token ids of one split: its shards joined end to end, each block verified when it is first read.
 
-    def __init__(self, shards: list[MappedShard], dtype: str, vocab_size: int) -> None:
-        self.dtype = np.dtype(dtype)
+    A shard that was written to since is verified again.
+    """
+
+    def __init__(self, shards: list[ShardFile], dtype: str, vocab_size: int) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
         self.vocab_size = vocab_size
         self._shards = shards
         self._block_tokens = BLOCK_BYTES // self.dtype.itemsize
-        sizes = np.array([0, *(len(mapped.ids) for mapped in shards)], dtype=np.int64)
+        sizes = np.array([0, *(file.shard.tokens for file in shards)], dtype=np.int64)
         self._starts = np.cumsum(sizes)  # of the shards, and the end
         self._first_block = np.cumsum(-(-sizes // self._block_tokens))  # of the shards, and the end
         self._verified = np.zeros(self._first_block[-1], dtype=np.bool_)
@@ -94,26 +144,29 @@ class Tokens:
     def gather(self, starts: NDArray[np.int64], length: int) -> Ids:
         """Windows of `length` tokens at `starts` (n,), copied into (n, length), in the shards' dtype.
 
-        Raises DataError when a shard was truncated, when a block read for the first time is damaged, or holds an id
-        outside the vocabulary.
+        Raises DataError when a shard cannot be read, or when a block that is read for the first time, or of a shard
+        that was written to, is damaged or holds an id outside the vocabulary.
         """
         out = np.empty((len(starts), length), dtype=self.dtype)
         if not out.size:
             return out
         assert starts.min() >= 0
         assert starts.max() + length <= len(self)
-        if not self._all_verified:
-            self._verify_windows(starts, length)
-        if len(self._shards) == 1:
-            self._shards[0].check_size()
-            return _view_windows(self._shards[0].ids, length)[starts]
-        shard_of = np.searchsorted(self._starts, starts, side="right") - 1
-        for index in set(shard_of.tolist()):
-            self._shards[index].check_size()
-        local = starts - self._starts[shard_of]
-        for row, index, start in zip(out, shard_of.tolist(), local.tolist(), strict=True):
-            self._copy(index, start, row)
-        return out
+        first, last = self._find_shards(starts), self._find_shards(starts + length - 1)
+        spans = set(zip(first.tolist(), last.tolist(), strict=True))
+        touched = {index for start, end in spans for index in range(start, end + 1)}
+        local = starts - self._starts[first]
+        while True:
+            if not self._all_verified:
+                self._verify_windows(starts, length)
+            for row, index, end, start in zip(out, first.tolist(), last.tolist(), local.tolist(), strict=True):
+                if index == end:
+                    self._shards[index].read(start, row)
+                else:
+                    self._copy(index, start, row)
+            # After copying: what was written between the verification and the copy is noticed, too.
+            if not self._distrust_changed(touched):
+                return out
 
     def verify(self) -> Iterator[MegatokenError]:
         """Verify every block and yield one DataError for each bad one."""
@@ -126,14 +179,24 @@ class Tokens:
     def _copy(self, index: int, start: int, out: Ids) -> None:
         """Fill `out` from token `start` of shard `index`, going on in the shards after it."""
         while len(out):
-            ids = self._shards[index].ids[start : start + len(out)]
-            out[: len(ids)] = ids
-            out, index, start = out[len(ids) :], index + 1, 0
-            if len(out):
-                self._shards[index].check_size()
+            file = self._shards[index]
+            count = min(len(out), file.shard.tokens - start)
+            file.read(start, out[:count])
+            out, index, start = out[count:], index + 1, 0
+
+    def _distrust_changed(self, shards: Iterable[int]) -> bool:
+        """Whether any of these shards was written to; all of its blocks will be verified again."""
+        changed = [index for index in shards if self._shards[index].has_changed()]
+        for index in changed:
+            self._verified[self._first_block[index] : self._first_block[index + 1]] = False
+            self._all_verified = False
+        return bool(changed)
+
+    def _find_shards(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._starts, positions, side="right") - 1
 
     def _find_blocks(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        index = np.searchsorted(self._starts, positions, side="right") - 1
+        index = self._find_shards(positions)
         return self._first_block[index] + (positions - self._starts[index]) // self._block_tokens
 
     def _verify_windows(self, starts: NDArray[np.int64], length: int) -> None:
@@ -148,25 +211,18 @@ class Tokens:
 
     def _verify_block(self, number: int) -> None:
         index = int(np.searchsorted(self._first_block, number, side="right")) - 1
-        mapped, local = self._shards[index], number - int(self._first_block[index])
-        mapped.check_size()
-        start = local * self._block_tokens
-        ids = mapped.ids[start : start + self._block_tokens]
-        offset = mapped.offset + local * BLOCK_BYTES
-        if mapped.shard.blocks and (actual := hash_block(ids)) != (expected := mapped.shard.blocks[local]):
+        file, local = self._shards[index], number - int(self._first_block[index])
+        start, ids = local * self._block_tokens, file.read_block(local)
+        offset = file.offset + local * BLOCK_BYTES
+        if file.shard.blocks and (actual := hash_block(ids)) != (expected := file.shard.blocks[local]):
             what = f"shard is damaged: block {local} has hash {actual}, expected {expected}"
-            where = f"{mapped.path}, {ids.nbytes:,} bytes from offset {offset:,} (token {start:,})"
+            where = f"{file.path}, {ids.nbytes:,} bytes from offset {offset:,} (token {start:,})"
             raise DataError(what, where, RESTORE)
         if int(ids.max()) >= self.vocab_size:
             at = int(np.argmax(ids >= self.vocab_size))
             what = f"token id {int(ids[at])} is outside the vocabulary of {self.vocab_size:,}"
-            where = f"{mapped.path}, byte offset {offset + at * ids.itemsize:,} (token {start + at:,})"
+            where = f"{file.path}, byte offset {offset + at * ids.itemsize:,} (token {start + at:,})"
             raise DataError(what, where, "these shards belong to another tokenizer, or are damaged")
-
-
-def _view_windows(ids: Ids, length: int) -> Ids:
-    """All windows of `length` as rows, without a copy: sliding_window_view without its 10 microseconds."""
-    return np.ndarray((len(ids) - length + 1, length), ids.dtype, ids, 0, (ids.itemsize, ids.itemsize))
 
 
 @dataclass(frozen=True)
@@ -177,7 +233,7 @@ class Dataset:
     manifest: Manifest
     train: Tokens
     val: Tokens
-    shards: tuple[MappedShard, ...]
+    shards: tuple[ShardFile, ...]
     external_tokenizer: str  # loaded where no tokenizer was saved beside the shards
 
     @property
@@ -214,18 +270,16 @@ class Dataset:
         Prepared: over the manifest, hence over every token. External: over names, sizes, headers and up to 18 blocks
         (256 KiB each) of every shard.
         """
-        if all(mapped.shard.blocks for mapped in self.shards if mapped.shard.tokens):
+        if all(file.shard.blocks for file in self.shards if file.shard.tokens):
             return self.manifest.fingerprint
         hasher = xxhash.xxh3_128()
-        for mapped in self.shards:
-            size = mapped.offset + mapped.ids.nbytes
-            hasher.update(f"{mapped.shard.file}\n{mapped.shard.split}\n{size}\n".encode())
-            with mapped.path.open("rb") as file:
-                hasher.update(file.read(mapped.offset))
-            per_block = BLOCK_BYTES // mapped.ids.itemsize
-            n_blocks = -(-len(mapped.ids) // per_block)
+        for file in self.shards:
+            hasher.update(f"{file.shard.file}\n{file.shard.split}\n{file.size}\n".encode())
+            with file.path.open("rb") as header:
+                hasher.update(header.read(file.offset))
+            n_blocks = -(-(file.size - file.offset) // BLOCK_BYTES)
             for block in sorted({at * (n_blocks - 1) // (_SAMPLED_BLOCKS - 1) for at in range(_SAMPLED_BLOCKS)}):
-                hasher.update(mapped.ids[block * per_block : (block + 1) * per_block].data)
+                hasher.update(file.read_block(block).data)
         return str(hasher.hexdigest())
 
 
@@ -236,12 +290,13 @@ def load_dataset(path: str | Path, *, external_tokenizer: str = "gpt2") -> Datas
     missing, truncated, of another tokenizer or not a token shard.
     """
     manifest, files = _list_shards(local_path(path), external_tokenizer)
-    mapped = tuple(_map_shard(file, shard, manifest) for file, shard in zip(files, manifest.shards, strict=True))
+    allow_open_files(len(files))
+    opened = tuple(_open_shard(file, shard, manifest) for file, shard in zip(files, manifest.shards, strict=True))
     train, val = (
-        Tokens([one for one in mapped if one.shard.split == split], manifest.dtype, manifest.tokenizer["vocab_size"])
+        Tokens([one for one in opened if one.shard.split == split], manifest.dtype, manifest.tokenizer["vocab_size"])
         for split in SPLITS
     )
-    return Dataset(Path(path), manifest, train, val, mapped, external_tokenizer)
+    return Dataset(Path(path), manifest, train, val, opened, external_tokenizer)
 
 
 def verify_dataset(path: str | Path, *, external_tokenizer: str = "gpt2") -> Iterator[MegatokenError]:
@@ -256,11 +311,11 @@ def verify_dataset(path: str | Path, *, external_tokenizer: str = "gpt2") -> Ite
         return
     for file, shard in zip(files, manifest.shards, strict=True):
         try:
-            mapped = _map_shard(file, shard, manifest)
+            opened = _open_shard(file, shard, manifest)
         except MegatokenError as error:
             yield error
         else:
-            yield from Tokens([mapped], manifest.dtype, manifest.tokenizer["vocab_size"]).verify()
+            yield from Tokens([opened], manifest.dtype, manifest.tokenizer["vocab_size"]).verify()
 
 
 def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Path]]:
@@ -325,8 +380,8 @@ def _list_external(path: Path) -> list[Path]:
     return files
 
 
-def _map_shard(path: Path, shard: Shard, manifest: Manifest) -> MappedShard:
-    """Map a shard after checking its header against its row of the manifest."""
+def _open_shard(path: Path, shard: Shard, manifest: Manifest) -> ShardFile:
+    """Open a shard after checking its header against its row of the manifest."""
     header, offset, raw = _read_layout(path)
     expectations = {
         "token type": (header.dtype, manifest.dtype),
@@ -341,9 +396,10 @@ def _map_shard(path: Path, shard: Shard, manifest: Manifest) -> MappedShard:
         if actual != expected:
             what = f"shard does not fit its manifest: {noun} is {actual}, expected {expected}"
             raise DataError(what, path, RESTORE)
-    dtype = np.dtype(header.dtype).newbyteorder("<")
-    ids = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(header.tokens,))
-    return MappedShard(shard=shard, path=path, offset=offset, ids=np.asarray(ids))
+    try:
+        return ShardFile(shard, path, header.dtype, offset)
+    except OSError as error:
+        raise DataError(f"cannot read the shard: {error.strerror}", path, _PERMISSIONS) from error
 
 
 def _read_layout(path: Path) -> tuple[Header, int, bytes]:

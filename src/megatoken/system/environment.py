@@ -115,6 +115,17 @@ def peak_resident_bytes() -> int:
     return kilobytes if platform.system() == "Darwin" else kilobytes * 1024
 
 
+def allow_open_files(count: int) -> None:
+    """Let this process have `count` files open beside its others, as far as the system permits."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource  # absent on Windows
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = count + 512 if hard == resource.RLIM_INFINITY else min(count + 512, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def free_memory_bytes() -> int:
     """Memory available to new processes without swapping, and within the limits of the cgroups; 0 if unknown."""
     try:
