@@ -118,6 +118,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["verify", "/no/such/folder"], 3, "/no/such/folder"),
         (["plot", "/no/such/run"], 3, "/no/such/run"),
         (["frobnicate"], 2, "invalid choice"),
+        (["trian", "quickstart"], 2, "did you mean train?"),
         (["train", "quickstart", "machine.threads=100000"], 2, "at most 1024"),
         ([], 2, "COMMAND"),
         (["prepare", "python", "--out", ""], 2, "a path is empty"),

@@ -97,7 +97,7 @@ def test_override_replaces_the_length_of_the_run(tmp_path: Path) -> None:
         ("model:\n  n_layer: x\n", "model.n_layer: expected a whole number, got 'x' — {}:2"),
         ("model:\n  n_layer: [1]\n", "model.n_layer is neither a value nor a section of field: value lines — {}:2"),
         ("model:\n  n_layer: 2\n  n_layer: 3\n", "key 'model.n_layer' is given twice — {}:3 — first given at {}:2"),
-        ("model: 3\n", "unknown key 'model' — {}:1"),
+        ("model: 3\n", "model is a section, got '3' — {}:1 — write `field: value` lines below it"),
         ("- a\n", "the recipe is neither a value nor a section of field: value lines — {}:1"),
         ("model:\n  n_layer: 'a\n", "not valid YAML"),
         ("a: &x 1\nb: *x\n", "not valid YAML: tags, anchors and aliases are not read — {}:1"),

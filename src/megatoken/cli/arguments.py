@@ -1,6 +1,7 @@
 """Parses the command line: every subcommand, its arguments and their help. No torch."""
 
 import argparse
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, NoReturn
 
 from megatoken import __version__
 from megatoken.bench.arguments import add_benches
-from megatoken.config.load import format_value, list_recipes
+from megatoken.config.load import format_value, list_recipes, nearest_key
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
@@ -37,6 +38,9 @@ class Parser(argparse.ArgumentParser):
         fix = f"see `{self.prog} --help`"
         if "expected one argument" in message:
             fix = "write a value that begins with - as --option='-value'"
+        if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1, cutoff=0.0)
+            fix = f"did you mean {near[0]}? {fix}"
         raise ConfigError(message, self.prog, fix)
 
 
@@ -51,8 +55,11 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
         words = others
     options, unknown = build_parser(commands).parse_known_args(words)
     if unknown:
-        command = f"megatoken {options.command}"
-        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}", command, f"see `{command} --help`")
+        command, (name, equals, value) = f"megatoken {options.command}", unknown[0].partition("=")
+        fix = f"see `{command} --help`"
+        if options.command in TAKE_OVERRIDES and (equals or ("." in name and "/" not in name)):
+            fix = f"settings are section.field=value, without --: {nearest_key(name.lstrip('-'))}={value}"
+        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}", command, fix)
     options.words, options.overrides = given, overrides
     options.console = Console(to_stderr=options.json)
     return options

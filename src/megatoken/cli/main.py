@@ -37,9 +37,9 @@ Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json pri
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    prepare_process()
     prepare_streams()
     try:
+        prepare_process()
         options = parse(words, COMMANDS)
         code, answer = options.call(options)
         if options.json and answer is not None:
@@ -120,6 +120,8 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
 def launch_ranks(options: argparse.Namespace, restarts: int = 0) -> int | None:
     """Run this command in `--nproc` processes; their exit code, or None in a process that must run it itself."""
     world_size = read_dist_env().world_size
+    if restarts < 0:
+        raise ConfigError(f"--restarts is {restarts}", "--restarts", "give 0 or more")
     if options.nproc > 1 and world_size == 1:
         return launch([*COMMAND, *options.words], options.nproc, restarts)
     if options.nproc < 1:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 NUMBER = re.compile(r"([-+]?[\d._]+(?:[eE][-+]?\d+)?)\s*([kKMBT]?)\s*(steps?|tok|tokens|ep|epochs?|dur)?")
 Resume = Literal["free", "guarded", "fatal"]  # may change on a resume; only by --allow-changes; never
+LARGEST = 1e15  # of any number: beyond every run, and exact as a float
 UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -43,8 +44,8 @@ class ConfigField:
     doc: str
     resume: Resume
     unit: str = ""
-    low: float = -math.inf
-    high: float = math.inf
+    low: float = -LARGEST
+    high: float = LARGEST
     open_low: bool = False
     alias: str = ""
     alias_values: Mapping[str, str] | None = None
@@ -105,12 +106,12 @@ def parse_value(spec: ConfigField, text: str) -> Any:
     try:
         value = _parse(spec, text)
     except (ValueError, OverflowError, KeyError):
-        raise ValueError(f"expected {spec.expects}, got {text!r}") from None
+        raise ValueError(f"expected {spec.expects}, got {text!r:.80}") from None
     number = value.value if isinstance(value, Duration) else value
     if isinstance(number, str) or (spec.low <= number <= spec.high and not (spec.open_low and number == spec.low)):
         return value
     low = f"above {spec.low:g}" if spec.open_low else f"at least {spec.low:g}"
-    high = "" if spec.high == math.inf else f" and at most {spec.high:g}"
+    high = "" if spec.high == LARGEST >= number else f" and at most {spec.high:g}"
     raise ValueError(f"must be {low}{high}, got {number:g}")
 
 

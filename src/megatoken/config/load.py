@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megatoken.config.fields import Resume, parse_value
-from megatoken.config.presets import PRESETS
+from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.config.schema import ALIASES, FIELDS, Config, build_config, flatten, validate
 from megatoken.errors import ConfigError
 
@@ -32,6 +32,31 @@ PREPARE = {
 # A resume compares what these stand for (dataset fingerprint, sizes): a folder may move, a preset be renamed.
 BY_CONTENT = ("data.path", "model.preset")
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
+# What nanoGPT, llm.c, Composer, transformers and others call our fields, as far as the words are not alike.
+OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),
+    **dict.fromkeys(("betas", "adam_beta1"), "optim.beta1"),
+    **dict.fromkeys(("min_lr", "alpha_f", "final_lr_frac"), "optim.min_lr_ratio"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "grad_clip_norm"), "optim.grad_clip"),
+    **dict.fromkeys(("warmup_iters", "warmup_steps", "t_warmup"), "optim.warmup"),
+    **{"wd": "optim.weight_decay", "lr_scheduler": "optim.schedule", "optimizer": "optim.name"},
+    **dict.fromkeys(("n_embd", "hidden_size", "dim", "embed_dim", "d_embed"), "model.d_model"),
+    **dict.fromkeys(("block_size", "context_length", "n_positions", "max_seq_len", "n_ctx"), "model.seq_len"),
+    **dict.fromkeys(("num_layers", "num_hidden_layers", "depth"), "model.n_layer"),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), "model.n_head"),
+    **{"num_key_value_heads": "model.n_kv_head", "n_query_groups": "model.n_kv_head"},
+    **{"intermediate_size": "model.d_ff", "n_inner": "model.d_ff", "activation_function": "model.mlp"},
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), "model.dropout"),
+    **{"init_from": "model.init", "tie_word_embeddings": "model.tie_embeddings", "dataset": "data.path"},
+    **dict.fromkeys(("max_iters", "max_steps", "num_iterations"), "budget.steps"),
+    **{"max_tokens": "budget.tokens", "num_train_epochs": "budget.epochs"},
+    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "budget.batch_tokens"),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "machine.micro_batch"),
+    **{"dtype": "machine.precision", "fsdp": "machine.sharding", "tp": "machine.tensor_parallel"},
+    **{"gradient_checkpointing": "machine.activation_checkpointing", "save_interval": "save.every"},
+    **{"save_steps": "save.every", "save_total_limit": "save.keep_last", "eval_interval": "evaluate.every"},
+    **{"eval_steps": "evaluate.every", "eval_iters": "evaluate.tokens", "log_interval": "log.every"},
+}
 # Setting one of these in a later layer unsets the others.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
 
@@ -128,8 +153,10 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
             key = ALIASES[key]
             text = (FIELDS[key].alias_values or {}).get(text, text)
             notes.append(f"{assignment.key} is now called {key}" + (f"={text}" if text != assignment.text else ""))
+        if any(known.startswith(f"{key}.") for known in FIELDS):
+            raise ConfigError(f"{key} is a section, got {text!r:.80}", where, "write `field: value` lines below it")
         if key not in FIELDS:
-            raise ConfigError(f"unknown key '{key}'", where, _suggest(key))
+            raise ConfigError(f"unknown key '{key:.200}'", where, f"did you mean '{nearest_key(key)}'?")
         spec = FIELDS[key]
         try:
             values[key] = parse_value(spec, text)
@@ -140,13 +167,15 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
     return notes
 
 
-def _suggest(key: str) -> str:
-    """The nearest valid key: by whole key, else by field name in any section."""
+def nearest_key(key: str) -> str:
+    """The nearest valid key: what another program's word stands for, else by whole key, else by name in any section."""
+    key = key[:200].lower().replace("-", "_").replace("/", ".").strip(".")
+    name = key.rpartition(".")[2]
+    names = {known.rpartition(".")[2]: known for known in FIELDS}
+    if other := OTHER_NAMES.get(name):
+        return other
     near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.7)
-    if not near:
-        names = {known.rpartition(".")[2]: known for known in FIELDS}
-        near = [names[difflib.get_close_matches(key.rpartition(".")[2], names, n=1, cutoff=0.0)[0]]]
-    return f"did you mean '{near[0]}'?"
+    return near[0] if near else names[difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]]
 
 
 def _split_override(word: str) -> Assignment:
@@ -165,7 +194,8 @@ def _find_recipe(recipe: str) -> Path:
         raise ConfigError(f"cannot read recipe: {error.strerror}", recipe, "check the path") from None
     if recipe in known:
         return SHIPPED / f"{recipe}.yaml"
-    near = difflib.get_close_matches(recipe, known, n=1, cutoff=0.0)[0]
+    word = recipe.lower()
+    near = PUBLISHED.get(word) or difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
     fix = f"did you mean '{near}'? known: {', '.join(known)}, or the path of a .yaml file"
     raise ConfigError(f"no recipe named '{recipe}'", fix=fix)
 
@@ -192,7 +222,8 @@ def compose_yaml(path: Path) -> yaml.Node | None:
             raise ConfigError("recipe is larger than 1 MiB", path, "is this the right file?")
         return yaml.compose(text.decode(), Loader=_Loader)
     except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"cannot read recipe: {error}", path, "check the file") from None
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"cannot read recipe: {reason}", path, "check the file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or "unreadable"

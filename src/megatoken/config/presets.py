@@ -30,6 +30,7 @@ def _llama(
     return ModelConfig(**sizes, **kind | others, vocab_size=vocab_size, seq_len=seq_len)
 
 
+PUBLISHED = {"gpt2": "gpt2-124m", "gpt2-medium": "gpt2-355m", "gpt2-large": "gpt2-774m", "gpt2-xl": "gpt2-1558m"}
 _V2, _V3 = 32000, 128256  # vocabularies of LLaMA 2 and 3
 _ROPE3 = 500000.0  # LLaMA 3's base; what it scales by, but for the factor, are the defaults of ModelConfig
 PRESETS: dict[str, ModelConfig] = {

@@ -3,6 +3,7 @@ beside distributed/env.py."""
 
 import contextlib
 import ctypes
+import difflib
 import json
 import os
 import platform
@@ -13,9 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatoken.errors import ConfigError
 from megatoken.system.atomic_write import read_json, replace_file
 
 HEARTBEAT = "MEGATOKEN_HEARTBEAT"
+OWN_VARIABLES = ("MEGATOKEN_CACHE", "MEGATOKEN_PRECISION", HEARTBEAT)
 CGROUPS, CGROUP_NAMES = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -180,8 +183,14 @@ def prepare_process() -> None:
 
     GNU's OpenMP runtime spins for milliseconds while a thread waits, which loses a time slice at every parallel region
     when another program wants a core; with too short a spin an idle machine loses a quarter (LOG.md). OpenBLAS, numpy's
-    library, spins for 2^26 cycles.
+    library, spins for 2^26 cycles. Raises ConfigError for a variable that looks like one of ours and is not.
     """
+    for name in os.environ:
+        if name.startswith("MEGATOKEN_") and name not in OWN_VARIABLES:
+            near = difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"unknown variable {name}", "environment", f"did you mean {near}? settings go into a recipe"
+            )
     defaults = {
         "OPENBLAS_THREAD_TIMEOUT": "10",  # a power of two, in cycles
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns about a late process with a page of C++ frames

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.config.load import LARGEST_BYTES, Assignment
-from megatoken.config.presets import PRESETS
-from megatoken.convert.recipes.translation import PUBLISHED, STEPS, Row, Translation, only, split_words
+from megatoken.config.presets import PRESETS, PUBLISHED
+from megatoken.convert.recipes.translation import STEPS, Row, Translation, only, split_words
 from megatoken.errors import ConfigError
 
 TABLE: dict[str, Row] = {

@@ -16,7 +16,6 @@ from typing import Any
 from megatoken.config.load import Assignment, ResolvedConfig, resolve_assignments
 from megatoken.errors import ConfigError
 
-PUBLISHED = {"gpt2": "gpt2-124m", "gpt2-medium": "gpt2-355m", "gpt2-large": "gpt2-774m", "gpt2-xl": "gpt2-1558m"}
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 STEPS = "{}steps".format  # a number of optimizer steps as a duration
 
