@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import GradBucketReducer, fill_buckets
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.train.step import forward_backward
+from tests.ranks import run_ranks
 from tests.tiny_model import CPU, tiny_batch, tiny_state, tiny_step_config
 
 
@@ -55,7 +55,7 @@ def test_one_all_reduce_gives_the_gradient_of_the_whole_batch(tmp_path: Path) ->
     for master_weights in (False, True):
         folder = tmp_path / str(master_weights)
         folder.mkdir()
-        mp.spawn(work, args=(2, str(folder), master_weights), nprocs=2)
+        run_ranks(work, 2, str(folder), master_weights, nprocs=2)
         found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
         single = tiny_state()
         if master_weights:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -36,9 +35,10 @@ from megatoken.model.gpt import GPT, init_weights
 from megatoken.system.device import Device
 from megatoken.train.state import StepConfig, TrainState, build_state, gather_model
 from megatoken.train.step import forward_backward, train_step
+from tests.ranks import run_ranks
 from tests.tiny_model import CPU, tiny_config, tiny_step_config
 
-WORLD, STEPS, ROWS = 4, 20, 24
+WORLD, STEPS, ROWS = 4, 8, 24
 TINY_GPT = ModelConfig(n_layer=2, n_head=4, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
 TINY_LLAMA = replace(
     TINY_GPT,
@@ -283,7 +283,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Results:
     found = {
         family: run_single_process(model_config_of(family), folder / f"{family}.pt") for family in ("gpt2", "llama")
     }
-    mp.spawn(work, args=(str(folder),), nprocs=WORLD)
+    run_ranks(work, str(folder), nprocs=WORLD)
     return folder, found
 
 

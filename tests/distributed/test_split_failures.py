@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from megatoken.distributed.comm import Comm, join_process_group
@@ -23,6 +22,7 @@ from megatoken.train import micro_batch
 from megatoken.train.micro_batch import compile_forward, tune_micro_batch
 from megatoken.train.state import StepConfig, TrainState, build_state
 from megatoken.train.step import train_step
+from tests.ranks import run_ranks
 from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_config, tiny_step_config
 
 WORLD = 2
@@ -93,12 +93,13 @@ class Memory:
         return FailingBackward.apply(output, error)
 
 
-def work(rank: int, ports: list[int], folder: str) -> None:
+def work(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    dist_env = DistEnv(rank=rank, world_size=WORLD, local_rank=rank, local_world_size=WORLD, port=ports[0])
+    dist_env = DistEnv(rank=rank, world_size=WORLD, local_rank=rank, local_world_size=WORLD, port=port)
     found: dict[str, Any] = {}
     with join_process_group(dist_env, "cpu") as comm:
+        port = comm.broadcast_from_rank0(find_free_port())
         for layout in LAYOUTS:
             found[layout] = {"untouched": train(build(layout, comm), comm)}
             state = build(layout, comm)
@@ -112,7 +113,7 @@ def work(rank: int, ports: list[int], folder: str) -> None:
                 patch.setattr(nn.Module, "compile", compile_badly)
                 note = compile_forward(state, tiny_step_config(2), CPU, "blocks")
                 found[layout] |= {"note": note, "compiled": train(state, comm)}
-    dist_env, start = replace(dist_env, port=ports[1]), time.monotonic()
+    dist_env, start = replace(dist_env, port=port), time.monotonic()
     try:
         with (
             join_process_group(dist_env, "cpu") as comm,
@@ -130,7 +131,7 @@ def work(rank: int, ports: list[int], folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank wrote."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=([find_free_port(), find_free_port()], str(folder)), nprocs=WORLD)
+    run_ranks(work, find_free_port(), str(folder), nprocs=WORLD)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
@@ -155,4 +156,4 @@ def test_memory_that_ends_in_a_split_model_ends_the_run_at_once(found: list[dict
     assert failed[:2] == ["out of memory: Tried to allocate 2.00 GiB. — rank 1 — lower it", 2]
     assert whole[0].startswith("rank 0 lost another rank: ")
     assert whole[1] == 7
-    assert max(whole[2], failed[2]) < 20
+    assert max(whole[2], failed[2]) < 100  # not after the timeout of a collective

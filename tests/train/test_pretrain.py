@@ -4,15 +4,18 @@ import errno
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from megatoken.plots import draw_weights
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train.metrics_log import read_metrics
 from megatoken.train.setup import RunContext
+from tests.ranks import FORKS, start_process
 
 RECIPE = """\
 model: {n_layer: 2, n_head: 2, d_model: 32, seq_len: 16, dropout: 0.1}
@@ -151,30 +155,37 @@ def test_damaged_checkpoint_is_reported_and_skipped(recipe: Path, tmp_path: Path
     assert any("model.safetensors" in row["message"] for row in events if row["what"] == "damaged checkpoint")
 
 
-def launch(recipe: Path, out: Path, *overrides: str) -> "subprocess.Popen[bytes]":
-    words = [sys.executable, "-m", "megatoken", "train", str(recipe), "--out", str(out), *overrides]
-    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def train_and_hold(recipe: Path, out: Path, step: int, held: Event, go: Event) -> None:
+    """Train, and wait at a step for a word of the test."""
+
+    def hold(row: dict[str, Any]) -> None:
+        if row["kind"] == "train" and row["step"] >= step and not go.is_set():
+            held.set()
+            go.wait()
+
+    sys.exit(Trainer(resolve(str(recipe)), out, console=Console(quiet=True), callbacks=[hold]).fit().code)
 
 
-def wait_for_step(out: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        if (out / "metrics.jsonl").exists() and f'"step": {step},' in (out / "metrics.jsonl").read_text():
-            return
-        time.sleep(0.005)
-    assert process.poll() is not None, "no such step within a minute"
+@contextmanager
+def held_process(recipe: Path, out: Path, step: int) -> Iterator[tuple[ForkServerProcess, Event]]:
+    """A process that has trained to `step` and waits there for the event; killed in the end."""
+    held, go = FORKS.Event(), FORKS.Event()
+    process = start_process(train_and_hold, recipe, out, step, held, go)
+    try:
+        assert held.wait(200)
+        yield process, go
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_killed_runs_resume_bit_identical(recipe: Path, tmp_path: Path, clean: Path) -> None:
-    rng = random.Random(0)
     out = tmp_path / "run"
-    kills = 0
-    for _ in range(3):
-        process = launch(recipe, out)
-        wait_for_step(out, rng.randrange(3, 35), process)
-        process.kill()
-        kills += process.wait() == -signal.SIGKILL
-    assert kills >= 2
+    for step in (5, 15, 29):  # before the first checkpoint; while that of the step before is perhaps being written
+        with held_process(recipe, out, step) as (process, _):
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
     assert train(recipe, out).code == ExitCode.DONE
     assert fingerprint(out) == fingerprint(clean)
 
@@ -182,12 +193,13 @@ def test_killed_runs_resume_bit_identical(recipe: Path, tmp_path: Path, clean: P
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
 def test_sigterm_saves_and_loses_no_step(recipe: Path, tmp_path: Path, clean: Path) -> None:
     out = tmp_path / "run"
-    process = launch(recipe, out)
-    wait_for_step(out, 9, process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == ExitCode.STOPPED
+    with held_process(recipe, out, 9) as (process, go):
+        process.terminate()
+        go.set()
+        process.join(200)
+        assert process.exitcode == ExitCode.STOPPED
     last = max(row["step"] for row in read_metrics(out) if row["kind"] == "train")
-    assert list_steps(out / "checkpoints")[-1] == last
+    assert list_steps(out / "checkpoints")[-1] == last == 9
     assert json.loads((out / "status.json").read_text())["state"] == "stopped"
     assert train(recipe, out).code == ExitCode.DONE
     both = fingerprint(out), fingerprint(clean)
@@ -196,26 +208,19 @@ def test_sigterm_saves_and_loses_no_step(recipe: Path, tmp_path: Path, clean: Pa
 
 
 def test_time_limit_saves_and_stops(recipe: Path, tmp_path: Path) -> None:
-    summary = train(recipe, tmp_path / "run", "save.time_limit=6s", "budget.steps=100000", "sample.every=0")
+    summary = train(recipe, tmp_path / "run", "save.time_limit=1s", "budget.steps=100000", "sample.every=0")
     assert summary.code == ExitCode.STOPPED
-    assert summary.reason == "time limit 6s"
+    assert summary.reason == "time limit 1s"
     assert summary.steps < 100000  # on a slow machine perhaps not even one
     assert list_steps(tmp_path / "run" / "checkpoints")[-1] == summary.steps
 
 
 def test_second_run_in_the_same_folder_is_refused(recipe: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = launch(recipe, out, "budget.steps=100000", "sample.every=0", "save.every=0")
-    try:
-        wait_for_step(out, 1, process)
-        began = time.monotonic()
+    with held_process(recipe, tmp_path / "run", 1) as (process, _):
         with pytest.raises(MegatokenError, match=f"pid {process.pid} on") as error:
-            train(recipe, out)
+            train(recipe, tmp_path / "run")
         assert error.value.code == ExitCode.STORAGE
-        assert time.monotonic() - began < 2
-    finally:
-        process.kill()
-        process.wait()
+        assert process.is_alive()
 
 
 def test_init_from_the_weights_of_a_run(clean: Path, recipe: Path, tmp_path: Path) -> None:
@@ -456,7 +461,7 @@ def test_closed_stdout_does_not_stop_training(recipe: Path, tmp_path: Path) -> N
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=120) == ExitCode.DONE
+        assert process.wait(timeout=250) == ExitCode.DONE
     assert list_steps(out / "checkpoints")[-1] == 40
 
 
@@ -468,8 +473,10 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
 
     def stop_at(step: int) -> Callable[[RunContext, float], None]:
         def check_stop(run: RunContext, seconds: float = 0.0) -> None:
+            for thread in threading.enumerate():  # an evaluation takes longer than to write a checkpoint
+                if run.state.step == 40 and thread.name == "megatoken-save":
+                    thread.join()
             seen.append((run.state.step, list_steps(out / "checkpoints")[-1:]))
-            time.sleep(0.1 * (run.state.step == 40))  # an evaluation that takes longer than to write a checkpoint
             if [at for at, _ in seen].count(step) == 5 and run.state.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
             original(run, seconds)
@@ -578,7 +585,7 @@ def test_a_closed_terminal_saves_and_stops_or_is_ignored(is_ignored: bool, recip
     while b"/%d |" % steps not in shown:
         shown += os.read(master, 1 << 16)
     os.close(master)
-    assert process.wait(timeout=60) == (ExitCode.DONE if is_ignored else ExitCode.STOPPED)
+    assert process.wait(timeout=250) == (ExitCode.DONE if is_ignored else ExitCode.STOPPED)
     status = json.loads((out / "status.json").read_text())
     assert status["message"] == ("" if is_ignored else "SIGHUP")
     assert list_steps(out / "checkpoints")[-1] == status["step"] > 0
