@@ -49,6 +49,7 @@ soak: $(VENV)/.dev
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
 	$(RECORD) flips -- $(BIN)python -m tests.soak.flip_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
+	$(RECORD) config-soak -- $(BIN)python -m tests.soak.config_soak
 	$(RECORD) ranks-kills -- $(BIN)python -m tests.soak.ranks_soak kills
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json

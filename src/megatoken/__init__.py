@@ -67,6 +67,7 @@ def __dir__() -> list[str]:
 
 
 LAYERS = (
+    "redact",  # secrets are hidden in text that leaves the program
     "errors",  # one kind of error, with its exit code
     "console",  # terminal output
     "config",  # every setting of a run, presets, recipes

@@ -8,6 +8,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import ClassVar
 
+from megatoken.redact import redact
+
 
 class ExitCode(IntEnum):
     """Exit codes that schedulers and scripts rely on."""
@@ -31,7 +33,7 @@ class MegatokenError(Exception):
     code: ClassVar[ExitCode]
 
     def __init__(self, what: str, where: str | Path = "", fix: str = "") -> None:
-        super().__init__(" — ".join(" ".join(str(part).split()) for part in (what, where, fix) if part))
+        super().__init__(redact(" — ".join(" ".join(str(part).split()) for part in (what, where, fix) if part)))
 
 
 class ConfigError(MegatokenError):

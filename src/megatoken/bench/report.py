@@ -20,6 +20,7 @@ from typing import Any
 from megatoken.console import Console, format_quantity
 from megatoken.errors import DataError, MegatokenError, StorageError
 from megatoken.plots import load_pyplot
+from megatoken.redact import redact
 from megatoken.system.device import Device
 from megatoken.system.environment import cpu_count, find_commit
 
@@ -41,7 +42,7 @@ def write_record(folder: Path, name: str, answer: dict[str, Any], device: Device
     record = {
         "name": name,
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(command),
+        "command": redact(shlex.join(command)),
         "commit": find_commit(),
         "hardware": {"device": device.name, "cores": cpu_count(), "system": platform.machine()},
         "versions": versions,

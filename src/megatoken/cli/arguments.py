@@ -55,10 +55,10 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
         words = others
     options, unknown = build_parser(commands).parse_known_args(words)
     if unknown:
-        command, (name, equals, value) = f"megatoken {options.command}", unknown[0].partition("=")
+        command, (name, equals, _) = f"megatoken {options.command}", unknown[0].partition("=")
         fix = f"see `{command} --help`"
         if options.command in TAKE_OVERRIDES and (equals or ("." in name and "/" not in name)):
-            fix = f"settings are section.field=value, without --: {nearest_key(name.lstrip('-'))}={value}"
+            fix = f"settings are section.field=value, without --: {nearest_key(name.lstrip('-'))}=..."
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}", command, fix)
     options.words, options.overrides = given, overrides
     options.console = Console(to_stderr=options.json)

@@ -28,6 +28,7 @@ from megatoken.eval.tasks import find_tasks
 from megatoken.launch.local import COMMAND, launch, stop_at_once, write_stop_marker
 from megatoken.launch.scripts import Job, check_job, name_job, write_script
 from megatoken.model import flops
+from megatoken.redact import RedactedStream, redact
 from megatoken.system.environment import prepare_process
 from megatoken.train.metrics_log import METRICS
 
@@ -60,12 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare_streams() -> None:
-    """Empty streams for those that this process was started without; what stdout cannot encode becomes ?."""
+    """Empty streams for those that this process was started without; what stdout cannot encode becomes ?, and secrets
+    become ***."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open to the end)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    for name in ("stdout", "stderr"):
+        if not isinstance(stream := getattr(sys, name), RedactedStream):
+            setattr(sys, name, RedactedStream(stream))
 
 
 def name_system_error(error: OSError) -> MegatokenError:
@@ -162,7 +167,7 @@ def run_launch(options: argparse.Namespace) -> Result:
     script = write_script(options.engine, job)
     if options.write:
         try:
-            options.write.write_text(script)
+            options.write.write_text(redact(script))
         except OSError as error:
             raise StorageError(f"cannot write: {error.strerror}", str(options.write), "choose another file") from None
     elif not options.json:

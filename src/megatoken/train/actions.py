@@ -14,6 +14,7 @@ from megatoken.distributed.env import DistEnv
 from megatoken.errors import CheckpointError, MegatokenError, NumericsError, StorageError
 from megatoken.eval.multiple_choice import compute_metrics, format_metrics, score_examples
 from megatoken.eval.val_loss import validation_loss
+from megatoken.redact import redact
 from megatoken.sampling.generate import generate_ids
 from megatoken.system.device import is_out_of_memory
 from megatoken.train.setup import CHECKPOINTS, CONFIG, TOKENIZER, RunContext
@@ -157,7 +158,7 @@ def sample(run: RunContext) -> None:
     file = run.out / "samples" / f"step-{step:08d}.txt"
     try:
         file.parent.mkdir(exist_ok=True)
-        file.write_text(RULE.join(texts) + "\n", encoding="utf-8", errors="backslashreplace")
+        file.write_text(redact(RULE.join(texts)) + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         run.console.warn(f"sample not kept: {error.strerror} — {file}")
     run.write("sample", text=texts)

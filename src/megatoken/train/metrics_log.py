@@ -20,6 +20,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from megatoken.errors import DataError, StorageError
+from megatoken.redact import redact
 from megatoken.system.atomic_write import read_json, replace_file
 
 METRICS = "metrics.jsonl"
@@ -196,7 +197,10 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def _to_json(value: Any) -> Any:
-    """The value in terms of JSON: non-finite floats as strings, numpy scalars and arrays as numbers and lists."""
+    """The value in terms of JSON: non-finite floats as strings, numpy scalars and arrays as numbers and lists; without
+    secrets."""
+    if isinstance(value, str):
+        return redact(value)
     if isinstance(value, dict):
         return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

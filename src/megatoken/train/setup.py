@@ -42,6 +42,7 @@ from megatoken.model.flops import (
 )
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.model.kernels.attention import ATTENTION, BUILT_IN, WITHOUT_MASK
+from megatoken.redact import redact
 from megatoken.system.atomic_write import read_json, replace_file, storage_errors
 from megatoken.system.device import Device, misses_triton, wants_compile
 from megatoken.system.environment import find_commit
@@ -479,9 +480,9 @@ def write_provenance(run: RunContext, resolved: ResolvedConfig) -> None:
     facts |= {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
     facts |= {"system": platform.platform(), "device": run.device.name, "precision": run.device.precision}
     facts |= {"processes": run.comm.dist_env.world_size, "peak_flops": run.device.peak_flops}
-    facts |= {"peak_source": run.device.peak_source, "command": sys.argv}
+    facts |= {"peak_source": run.device.peak_source, "command": [redact(word) for word in sys.argv]}
     with storage_errors(run.out):
         replace_file(run.out / PROVENANCE, json.dumps(facts, indent=1) + "\n", durable=True)
-        replace_file(run.out / CONFIG, render(resolved.config, resolved.origins), durable=True)
+        replace_file(run.out / CONFIG, redact(render(resolved.config, resolved.origins)), durable=True)
         run.tokenizer.save(run.out / TOKENIZER)  # also over that of a start that failed
     run.log.status(state="running", step=run.state.step, message="")

@@ -1,0 +1,46 @@
+"""Hides secrets in text that leaves the program: output, errors, logs, provenance, scripts."""
+
+import json
+import os
+import re
+from typing import Any, TextIO
+
+SHORTEST = 6  # characters of a variable's value; shorter ones occur by chance
+# Variables that hold a secret: HF_TOKEN, AWS_ACCESS_KEY_ID, WANDB_API_KEY, ...
+SECRET_NAME = re.compile(r"(TOKEN|KEY|KEY_ID|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
+PASSWORD = re.compile(r"://[^\s/:@]*:(?!\d{1,5}/)([^\s@]+)@")
+RULES = (
+    # https://user:password@host and https://token@host, also where a Path has lost the second slash; not host:8080/a@b
+    (re.compile(r"""(\w\w:/{1,2})(?:[^\s/:@'"]*:(?!\d{1,5}/)[^\s@'"]+|[^\s/@'"]+)@"""), r"\1***@"),
+    (re.compile(r"""([?&][\w-]*(?:token|key|sig|signature|secret|password|credential)=)[^&\s'"]+""", re.I), r"\1***"),
+    (re.compile(r"""(--[\w-]*(?:token|secret|password|api[-_]?key)['"]?[ =,]\s*['"]?)[^\s,'"]+""", re.I), r"\1***"),
+    (re.compile(r"(\bbearer\s+)[\w.~+/-]{8,}", re.I), r"\1***"),
+    (re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AIza)[\w-]{16,}"), "***"),
+    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), "***"),
+)
+
+
+def redact(text: str) -> str:
+    """The text without values of variables that hold secrets, passwords in addresses, and keys of a known form."""
+    found: set[str] = set()
+    for name, value in os.environ.items():
+        found.update(PASSWORD.findall(value), [value] if SECRET_NAME.search(name) else [])
+    for secret in sorted(found, key=len, reverse=True):
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
+    for rule, replacement in RULES:
+        text = rule.sub(replacement, text)
+    return text
+
+
+class RedactedStream:
+    """A text stream whose writes are redacted; everything else is that of the stream inside."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(redact(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

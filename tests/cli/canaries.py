@@ -1,0 +1,127 @@
+"""Twenty secrets in the environment, in recipes, addresses and arguments, and commands that run or fail beside them."""
+
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatoken.launch.local import COMMAND
+
+VARIABLES = {
+    "HF_TOKEN": "canary01-hub-token",
+    "HUGGING_FACE_HUB_TOKEN": "canary02-old-hub-token",
+    "WANDB_API_KEY": "canary03aaaabbbbccccdddd",
+    "AWS_ACCESS_KEY_ID": "canary04ACCESS",
+    "AWS_SECRET_ACCESS_KEY": 'canary05/sec+ret"quoted',
+    "AWS_SESSION_TOKEN": "canary06-session//token==",
+    "GITHUB_TOKEN": "canary07-github",
+    "OPENAI_API_KEY": "canary08-openai",
+    "ANTHROPIC_API_KEY": "canary09-anthropic",
+    "AZURE_CLIENT_SECRET": "canary10-azure",
+    "DB_PASSWORD": "canary11-password",
+    "HTTPS_PROXY": "http://user:canary12-proxy@127.0.0.1:9",
+    "HF_ENDPOINT": "http://user:canary13-mirror@127.0.0.1:9",
+}
+# In words and files, known by their form alone.
+WRITTEN = {
+    "address": "https://user:canary14-pass@host/data",
+    "bucket": "s3://KEYID:canary15/sec/ret@bucket/data",
+    "token address": "https://canary16-token@host/x",
+    "signed": "https://host/x?X-Amz-Signature=canary17abcdef&y=1",
+    "hub": "hf_canary18abcdefghijklmnop",
+    "github": "ghp_canary19abcdefghijklmnop",
+    "key": "sk-canary20-abcdefghijklmnop",
+}
+CANARIES = [f"canary{number:02d}" for number in range(1, 21)]
+RECIPE = """\
+model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 128}
+data: {path: DATA}
+budget: {steps: 2, batch_tokens: 256}
+machine: {device: cpu, precision: fp32, micro_batch: 2, threads: 1}
+evaluate: {every: 0, tokens: 64}
+sample: {every: 2steps, tokens: 2, prompt: "PROMPT"}
+log: {plots: false}
+"""
+COMPOSER = """\
+max_duration: 1ba
+train_batch_size: 4
+max_seq_len: 64
+model: {name: gpt2, n_layer: 1, n_head: 2, n_embd: 16}
+optimizers: {adamw: {lr: 1e-3}}
+schedulers: {constant: {}}
+loggers: {wandb: {init_kwargs: {api_key: KEY}}}
+train_dataset: {remote: BUCKET}
+load_path: BUCKET
+"""
+
+
+def write_inputs(folder: Path) -> None:
+    """A text, and recipes that hold secrets."""
+    (folder / "in").mkdir()
+    (folder / "in" / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    prompt = f"to {WRITTEN['hub']} {VARIABLES['OPENAI_API_KEY']} {WRITTEN['token address']}"
+    (folder / "in" / "tiny.yaml").write_text(RECIPE.replace("DATA", "data").replace("PROMPT", prompt))
+    composer = COMPOSER.replace("KEY", WRITTEN["key"]).replace("BUCKET", WRITTEN["bucket"])
+    (folder / "in" / "composer.yaml").write_text(composer)
+
+
+def list_commands(*, short: bool) -> list[list[str]]:
+    """Commands in an order in which each finds what it needs; every kind of word that may hold a secret is in one."""
+    address, signed = WRITTEN["address"], WRITTEN["signed"]
+    train = ["train", "in/tiny.yaml", "--out", "run"]
+    works = [
+        ["prepare", "in/text.txt", "--out", "data", "--tokenizer", "bytes", "--workers", "1", "--val-fraction", "0"],
+        [*train, "--explain", "sample.num_samples=2", "evaluate.tasks_data=" + signed],
+        ["config", "in/tiny.yaml", f"evaluate.tasks_data={address}", "--json"],
+        ["sample", "run", f"to {WRITTEN['github']}", "--tokens", "1", "--json"],
+        ["eval", "run", "--data", "in/text.txt", "--limit", "32", "--json"],
+        ["export", "run", "--out", "export"],
+        ["launch", "slurm", "in/tiny.yaml", "--nproc", "1", "--write", "job.sh", f"sample.prompt={address} {signed}"],
+        ["launch", "k8s", "in/tiny.yaml", "--nproc", "1", f"sample.prompt={WRITTEN['key']}"],
+        ["verify", "run"],
+    ]
+    fails = [
+        [*train, "model.n_layer=2", f"model.init={address}"],
+        [*train, f"data.path={address}"],
+        ["train", "in/tiny.yaml", "--out", "new", f"model.init={signed}"],
+        ["train", "in/tiny.yaml", "--out", WRITTEN["bucket"]],
+        ["train", "--composer", "in/composer.yaml"],
+        ["train", "--llmc", f"-e d12 -i {WRITTEN['bucket']}/t.bin -j {WRITTEN['bucket']}/val.bin"],
+        ["train", "--nanogpt", f"--wandb_log={WRITTEN['key']} --dataset={WRITTEN['token address']}"],
+        [*train, "--hf-token", "canary18-on-the-line"],
+        [*train, "--api_key=canary20-on-the-line"],
+        [*train, f"optim.lr={VARIABLES['HF_TOKEN']}"],
+        ["prepare", address, "--out", "other"],
+        ["sample", WRITTEN["token address"], "x"],
+        ["export", signed, "--out", "other"],
+        ["plot", VARIABLES["WANDB_API_KEY"], "--debug"],
+    ]
+    if short:
+        return [*works, *fails]
+    more = [["doctor"], [*train, "--nproc", "2", "budget.steps=4", "--allow-changes"], ["sample", "no/such-model", "x"]]
+    return [*works, *more, *([*command, "--debug"] for command in fails)]
+
+
+def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:
+    """`canary: place` for each secret in the outputs or in a file below `folder` (but its inputs)."""
+    places = {f"output {number}": text.encode() for number, text in enumerate(texts)}
+    for path in folder.rglob("*"):
+        if path.is_file() and "in" not in path.relative_to(folder).parts[:1]:
+            places[str(path.relative_to(folder))] = path.read_bytes()
+    return [f"{name}: {place}" for place, data in places.items() for name in CANARIES if name.encode() in data]
+
+
+def run_matrix(folder: Path) -> tuple[int, int, list[str]]:
+    """Run all commands, each in a process; return the numbers of canaries and commands, and where one was found."""
+    write_inputs(folder)
+    outputs = [run_command(command, folder) for command in list_commands(short=False)]
+    return len(CANARIES), len(outputs), find_canaries(outputs, folder)
+
+
+def run_command(command: Sequence[str], folder: Path) -> str:
+    """What the command writes to stdout and stderr."""
+    environment = os.environ | VARIABLES | {"MEGATOKEN_CACHE": str(folder / "cache")}
+    done = subprocess.run(
+        [*COMMAND, *command], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
+    )
+    return f"exit {done.returncode}\n{done.stdout}{done.stderr}"

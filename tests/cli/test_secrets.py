@@ -1,0 +1,69 @@
+"""Secrets of the environment, recipes, addresses and arguments are in no output and no file."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatoken.cli.main import main
+from megatoken.errors import DataError, ExitCode
+from megatoken.redact import RedactedStream, redact
+from tests.cli.canaries import VARIABLES, WRITTEN, find_canaries, list_commands, write_inputs
+
+
+@pytest.mark.fault(53)
+def test_no_secret_is_in_any_output_or_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    outputs, codes = [], []
+    for command in list_commands(short=True):
+        monkeypatch.setattr(sys, "argv", ["megatoken", *command])
+        codes.append(main(command))
+        outputs.append("".join(capsys.readouterr()))
+    assert find_canaries(outputs, tmp_path) == []
+    failed = {number: outputs[number] for number, code in enumerate(codes) if code != ExitCode.DONE}
+    assert list(failed) == list(range(9, len(codes))), failed
+    facts = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert "evaluate.tasks_data=https://host/x?X-Amz-Signature=***&y=1" in facts["command"]
+    assert "***" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "***" in (tmp_path / "job.sh").read_text()
+
+
+@pytest.mark.parametrize("text", WRITTEN.values())
+def test_known_forms_are_hidden(text: str) -> None:
+    assert "canary" not in redact(f"cannot read {text!r}: gone")
+    assert redact(f"a {text} b").startswith("a ")
+    assert redact(f"a {text} b").endswith(" b")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token 5: budget.tokens=1000, data.tokenizer=gpt2, 10,000 tokens/s",
+        "unknown key 'optim.lrr' — /home/me@work/r.yaml:3 — did you mean 'optim.lr'?",
+        "https://huggingface.co/gpt2/resolve/main/config.json?download=true",
+        "prepare x --text-key content --tokenizer bpe:4096",
+        "http://127.0.0.1:8080/a@b",
+        "self.token = tokenizer.next()",
+    ],
+)
+def test_other_text_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", 'a"b\\c/d')
+    monkeypatch.setenv("OTHER_TOKEN", "yes")  # too short to be one
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
+    assert redact(json.dumps(['a"b\\c/d', 'x a"b\\c/d', "yes", "parallel"])) == '["***", "x ***", "yes", "parallel"]'
+    assert str(DataError("no file", 'a"b\\c/d')) == "no file — ***"
+    stream = io.StringIO()
+    print('a"b\\c/d', file=RedactedStream(stream), flush=True)
+    assert stream.getvalue() == "***\n"
