@@ -42,15 +42,17 @@ check: $(VENV)/.dev
 
 RECORD = $(BIN)python tests/soak/record.py
 
-# Minutes each: kills, damage, memory. Every line ends in a JSON line that is kept in records/.
+# Kills, faults for an hour, damage, memory: CONTRIBUTING.md says how long each takes. Every line ends in a JSON line that
+# is kept in records/.
 soak: $(VENV)/.dev
 	$(BIN)pytest -m slow
 	$(RECORD) commit-soak -- $(BIN)python tests/soak/commit_soak.py
+	$(RECORD) kills -- $(BIN)python -m tests.soak.kill_soak --state runs/kills.json
+	$(RECORD) chaos -- $(BIN)python -m tests.soak.chaos_soak --work runs/chaos
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
 	$(RECORD) flips -- $(BIN)python -m tests.soak.flip_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
 	$(RECORD) config-soak -- $(BIN)python -m tests.soak.config_soak
-	$(RECORD) ranks-kills -- $(BIN)python -m tests.soak.ranks_soak kills
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json
 

@@ -68,7 +68,7 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("nproc", "micro_batch"), [(2, 2), (3, 4)])
+@pytest.mark.parametrize(("nproc", "micro_batch"), [pytest.param(2, 2, marks=pytest.mark.fault(40)), (3, 4)])
 def test_the_curve_does_not_depend_on_the_number_of_processes(
     nproc: int, micro_batch: int, shards: Path, alone: Path, tmp_path: Path
 ) -> None:

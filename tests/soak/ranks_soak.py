@@ -1,20 +1,15 @@
-"""Soaks of several processes: `python -m tests.soak.ranks_soak overlap|curves|kills`. Each ends in one JSON line.
+"""Soaks of several processes: `python -m tests.soak.ranks_soak overlap|curves`. Each ends in one JSON line.
 
 overlap [--trace FILE]   gradients are reduced during the backward: a chrome trace of a step on two processes
 curves [--out FILE]      1, 2, 3 and 4 processes, micro-batches 4, 1, 2 and 1: their curves in one picture; 1, 2, 4 in
                          deterministic mode: their bits
-kills [--kills 12]       a run with sharded checkpoints, saved at every step, loses a random rank again and again
 """
 
 import argparse
 import json
-import os
-import random
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +19,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
-from megatoken.checkpoint.commit import find_newest
 from megatoken.config.model_config import ModelConfig
 from megatoken.console import format_count
 from megatoken.distributed.comm import Comm
@@ -36,7 +30,7 @@ from megatoken.system.device import Device
 from megatoken.train.metrics_log import read_metrics
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step
-from tests.distributed.test_training import FIXED, children
+from tests.distributed.test_training import FIXED
 from tests.soak.ranks_race import write_data
 from tests.tiny_model import tiny_config
 
@@ -131,50 +125,15 @@ def run_curves(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_kills(options: argparse.Namespace) -> dict[str, Any]:
-    """Every start loses one rank; the curve is compared with an undisturbed run."""
-    rng, starts, lost = random.Random(options.seed), 0, 0
-    words = [f"budget.steps={options.steps}", "machine.micro_batch=2", "save.every=1", "machine.sharding=zero3"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data, out = write_data(folder), folder / "killed"
-        subprocess.run(command(folder / "clean", data, 3, *words), check=True, stdout=subprocess.DEVNULL)
-        newest = 0
-        while starts < options.kills:
-            running = subprocess.Popen(command(out, data, 3, *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            while running.poll() is None and newest_step(out) <= newest:
-                time.sleep(0.01)
-            time.sleep(rng.uniform(0, 0.2))
-            if victims := [] if running.poll() is not None else children(running.pid):
-                os.kill(rng.choice(victims), signal.SIGKILL)
-                starts += 1
-            running.communicate()
-            lost += newest_step(out) < newest
-            newest = newest_step(out)
-            if running.returncode == 0:
-                break
-        subprocess.run(command(out, data, 3, *words), check=True, stdout=subprocess.DEVNULL)
-        ends = [[row["loss"] for row in read_metrics(run) if row["kind"] == "train"] for run in (out, folder / "clean")]
-    return {"soak": "ranks-kills", "kills": starts, "checkpoints_lost": lost, "same_curve": ends[0] == ends[1]}
-
-
-def newest_step(out: Path) -> int:
-    """Step of the newest valid checkpoint; 0 if there is none."""
-    found = find_newest(out / "checkpoints", lambda *_: None)
-    return found[1].step if found else 0
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["overlap", "curves", "kills"])
+    parser.add_argument("what", choices=["overlap", "curves"])
     parser.add_argument("--trace", type=Path, help="file of the trace, for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--out", type=Path, default=Path("records/ranks-curves.png"))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=1e-3, help="at 1e-2 the last bits grow to 1e-5 within 100 steps")
-    parser.add_argument("--kills", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    calls = {"overlap": run_overlap, "curves": run_curves, "kills": run_kills}
+    calls = {"overlap": run_overlap, "curves": run_curves}
     print(json.dumps(calls[options.what](options)))
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -69,13 +70,13 @@ def train(recipe: Path, out: Path, *overrides: str) -> Summary:
     return Trainer(resolve(str(recipe), overrides), out, console=Console(to_stderr=True)).fit()
 
 
-def fingerprint(out: Path) -> dict[str, object]:
+def fingerprint(out: Path) -> dict[str, Any]:
     """Everything that must be equal bit for bit: newest weights and moments, and the log of losses."""
     newest = out / "checkpoints" / f"step-{list_steps(out / 'checkpoints')[-1]:08d}"
-    tensors = {**load_file(newest / "model.safetensors"), **load_file(newest / "optimizer.safetensors")}
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].numpy().tobytes())
+    for path in sorted(newest.glob("*.safetensors")):  # of sharded models a pair for each rank
+        for name, tensor in sorted(load_file(path).items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
     keys = ("kind", "step", "tokens", "loss", "grad_norm", "lr", "text", "target_tokens")
     rows = [{k: row[k] for k in keys if k in row} for row in read_metrics(out) if row["kind"] != "event"]
     rows.sort(key=lambda row: (row["step"], row["kind"]))  # a save is logged when it is committed
@@ -118,6 +119,7 @@ def test_finished_run_is_not_touched(clean: Path, recipe: Path) -> None:
     assert fingerprint(clean) == before
 
 
+@pytest.mark.fault(41)
 @pytest.mark.parametrize("machine", ["machine.micro_batch=1", "machine.loss_chunk=0", "machine.micro_batch=auto"])
 def test_runtime_settings_do_not_change_the_loss_curve(recipe: Path, tmp_path: Path, machine: str) -> None:
     losses = []
@@ -179,15 +181,36 @@ def held_process(recipe: Path, out: Path, step: int) -> Iterator[tuple[ForkServe
         process.join()
 
 
+def train_and_die(recipe: Path, out: Path, number: int) -> None:
+    """Train, and die when a checkpoint, the `number`-th, is written but not published."""
+    saves, publish = count(1), save.publish
+
+    def publish_or_die(*arguments: Any, **others: Any) -> None:
+        if next(saves) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(*arguments, **others)
+
+    save.publish = publish_or_die
+    Trainer(resolve(str(recipe)), out, console=Console(quiet=True)).fit()
+
+
+@pytest.mark.fault(1, 2)
 def test_killed_runs_resume_bit_identical(recipe: Path, tmp_path: Path, clean: Path) -> None:
     out = tmp_path / "run"
-    for step in (5, 15, 29):  # before the first checkpoint; while that of the step before is perhaps being written
-        with held_process(recipe, out, step) as (process, _):
-            process.kill()
-            process.join()
-            assert process.exitcode == -signal.SIGKILL
+    for step in (5, 0, 29):  # before the first checkpoint; in the second; while the fourth is perhaps being written
+        if step:
+            with held_process(recipe, out, step) as (process, _):
+                process.kill()
+        else:
+            process = start_process(train_and_die, recipe, out, 2)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        if not step:
+            assert list_steps(out / "checkpoints") == [7]
+            assert [*(out / "checkpoints").glob(".tmp-step-00000014-*")]
     assert train(recipe, out).code == ExitCode.DONE
     assert fingerprint(out) == fingerprint(clean)
+    assert not [*(out / "checkpoints").glob(".tmp-*")]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
@@ -204,7 +227,7 @@ def test_sigterm_saves_and_loses_no_step(recipe: Path, tmp_path: Path, clean: Pa
     assert train(recipe, out).code == ExitCode.DONE
     both = fingerprint(out), fingerprint(clean)
     assert both[0]["tensors"] == both[1]["tensors"]
-    assert [r for r in both[0]["rows"] if r["kind"] != "save"] == [r for r in both[1]["rows"] if r["kind"] != "save"]  # type: ignore[attr-defined]
+    assert [r for r in both[0]["rows"] if r["kind"] != "save"] == [r for r in both[1]["rows"] if r["kind"] != "save"]
 
 
 def test_time_limit_saves_and_stops(recipe: Path, tmp_path: Path) -> None:
@@ -493,7 +516,7 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     assert (40, [40]) in seen[:-1]  # committed while the evaluation went on
     monkeypatch.undo()
     assert train(recipe, out, "save.every=0").code == ExitCode.DONE
-    both = [[row for row in fingerprint(run)["rows"] if row["kind"] != "save"] for run in (out, clean)]  # type: ignore[attr-defined]
+    both = [[row for row in fingerprint(run)["rows"] if row["kind"] != "save"] for run in (out, clean)]
     assert both[0] == both[1]
     assert fingerprint(out)["tensors"] == fingerprint(clean)["tensors"]
 

@@ -1,0 +1,454 @@
+"""An hour of faults at random, and nobody who mends anything: the same command is started again. Linux.
+
+    python -m tests.soak.chaos_soak --minutes 60 --work runs/chaos
+
+A job of two processes trains until the time is over, then it is stopped by SIGTERM. Between faults it has to commit a
+checkpoint. Every kind of fault comes before one comes again, in an order that --seed decides. At the end weights,
+moments and logged rows must equal those of an undisturbed run of one process that stops at the same step, bit for bit;
+only rows of the moments when the disk was full may be missing. Checked as well: every exit code is one that the fault
+may cause, every failure is one line that names what, where and the fix, nothing prints a traceback, no process is left.
+
+The run folder is on a small file system in memory where this user may mount one; without, the faults of full and
+read-only disks are left out. With --work the same command goes on after an interruption. Prints one JSON line; exits 1
+and keeps the folder when something is wrong.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatoken.checkpoint.commit import list_steps, step_folder
+from megatoken.config.load import resolve
+from megatoken.console import Console
+from megatoken.errors import ExitCode
+from megatoken.pretrain import Trainer
+from megatoken.system.atomic_write import replace_file
+from megatoken.train.metrics_log import read_metrics
+from tests.distributed.test_training import children
+from tests.soak.tiny_job import (
+    Layout,
+    Process,
+    command,
+    drafts,
+    group_members,
+    kill_group,
+    newest_step,
+    start,
+    wait_for,
+    write_recipe,
+)
+from tests.train.test_pretrain import fingerprint
+
+WORDS = ["budget.steps=1000000", "save.every=20", "log.every=5", "evaluate.every=100", "sample.every=200"]
+DISK_BYTES, LEFT_BYTES = 32 << 20, 64 << 10
+ERROR = re.compile(r"^(\[rank \d+\] )?error: .+ — .+", re.MULTILINE)
+FORBIDDEN = ("Traceback", "Exception ignored", "terminate called", "Fatal Python error", "leaked")
+FILES = ("config.yaml", "machine.json", "provenance.json", "status.json", ".owner.json")
+MAX_STARTS = 20  # without a checkpoint
+
+
+class Problem(Exception):
+    """Something that must not happen; the soak ends."""
+
+
+class Chaos:
+    """The job, what was done to it, and how its starts ended."""
+
+    def __init__(self, work: Path, layout: Layout, seed: int, words: Sequence[str] = WORDS, disk: bool = True) -> None:
+        """words: of the command. disk: whether to mount one for the run folder."""
+        self.work, self.layout, self.words = work, layout, words
+        self.disk, self.state_file = work / "disk", work / "state.json"
+        self.out = self.disk / "run"
+        self.state: dict[str, Any] = {"faults": {}, "exits": {}, "starts": 0, "seconds": 0.0, "full": [], "damaged": []}
+        if self.state_file.exists():
+            self.state = json.loads(self.state_file.read_text())
+        else:
+            subprocess.run(["umount", str(self.disk)], stderr=subprocess.DEVNULL)  # of one that has failed
+            shutil.rmtree(work, ignore_errors=True)
+            write_recipe(work / "data")
+        self.recipe = work / "data" / "tiny.yaml"
+        self.rng = random.Random(f"{seed} {self.state['starts']}")
+        self.expected: set[int] = set()  # exit codes that the last fault may cause
+        self.disk.mkdir(exist_ok=True)
+        self.has_disk = disk and (self.disk.is_mount() or mount(self.disk))
+        self.process: Process
+        self.log: Path | None = None
+
+    def start(self) -> None:
+        """Start the command, the same one every time."""
+        self.check_end()
+        self.state["starts"] += 1
+        self.log = self.work / f"start-{self.state['starts']:04d}.log"
+        self.process = start(self.recipe, self.out, self.layout, self.log, self.words)
+
+    def ranks(self) -> list[int]:
+        return children(self.process.pid) if self.layout.nproc > 1 else [self.process.pid]
+
+    def kill(self) -> None:
+        """SIGKILL launcher and ranks."""
+        self.expected.add(-signal.SIGKILL)
+        kill_group(self.process)
+
+    def end(self, *codes: int) -> None:
+        """Wait until the process has ended, which the fault makes it do with one of these codes."""
+        self.expected.update(codes)
+        wait_for(lambda: self.process.poll() is not None, self.process)
+
+    def printed(self) -> str:
+        """What the last start has printed so far."""
+        return self.log.read_text(errors="replace") if self.log else ""
+
+    def check_end(self) -> None:
+        """Check exit code and output of the last start, which has ended."""
+        if self.log is None:
+            return
+        code, text = self.process.returncode, self.printed()
+        exits = self.state["exits"]
+        exits[str(code)] = exits.get(str(code), 0) + 1
+        if code not in self.expected:
+            raise Problem(f"exit code {code}, expected {sorted(self.expected)}: {self.log}")
+        for word in FORBIDDEN:
+            if word in text:
+                raise Problem(f"{word!r} in {self.log}")
+        if 0 < code < ExitCode.STOPPED and not ERROR.search(text):
+            raise Problem(f"exit code {code} without an error line: {self.log}")
+        if code != -signal.SIGKILL:  # the launcher is not there to wait for its ranks
+            wait_for(lambda: not group_members(self.process.pid), self.process)
+
+    def train_on(self) -> None:
+        """Until the next checkpoint is committed, start the command again whenever it has ended."""
+        newest = newest_step(self.out)
+        starts = 0
+        while not wait_for(lambda: newest_step(self.out) > newest, self.process, or_end=True):
+            if (starts := starts + 1) > MAX_STARTS:
+                raise Problem(f"{MAX_STARTS} starts brought no checkpoint: {self.log}")
+            self.start()
+        self.expected.clear()
+
+    def disturb(self, seconds: float, number: int, pause: float, names: list[str]) -> None:
+        """Faults, one after another, for some time in all and up to a number in all."""
+        began, before, bag = time.monotonic(), self.state["seconds"], list[str]()
+        self.start()
+        while True:
+            self.train_on()
+            self.state["seconds"] = before + time.monotonic() - began
+            replace_file(self.state_file, json.dumps(self.state) + "\n")
+            if self.state["seconds"] > seconds or sum(self.state["faults"].values()) >= number:
+                break
+            time.sleep(self.rng.uniform(0, 2 * pause))
+            bag = bag or self.rng.sample(names, len(names))
+            name = bag.pop()
+            print(f"{self.state['seconds']:.0f} s, step {newest_step(self.out)}: {name}", file=sys.stderr, flush=True)
+            FAULTS[name](self)
+            self.state["faults"][name] = self.state["faults"].get(name, 0) + 1
+        self.process.terminate()
+        self.end(ExitCode.STOPPED)
+        self.check_end()
+
+    def compare(self) -> dict[str, Any]:
+        """Run undisturbed to the same step, in one process; what differs."""
+        last, clean = newest_step(self.out), self.work / "clean"
+        shutil.rmtree(clean, ignore_errors=True)
+        layout = Layout(1, "none", self.layout.micro_batch)
+        config = resolve(str(self.recipe), [*self.words, *layout.words])
+        Trainer(config, clean, callbacks=[lambda row: row["step"] == last], console=Console(quiet=True)).fit()
+        found, expected = (
+            {(row["kind"], row["step"]): row for row in fingerprint(run)["rows"] if is_compared(row, last)}
+            for run in (self.out, clean)
+        )
+        missing = sorted(step for _, step in expected.keys() - found.keys())
+        seconds = [row["seconds"] for row in read_metrics(self.out) if row["kind"] == "train"]
+        trained = last * sum(seconds) / len(seconds)
+        return {
+            "steps": last,
+            "same_weights_and_moments": fingerprint(self.out)["tensors"] == fingerprint(clean)["tensors"],
+            "same_rows": all(row == expected.get(key) for key, row in found.items()),
+            "rows": len(found),
+            "rows_lost_on_a_full_disk": len(missing),
+            "rows_lost_otherwise": sum(not any(a <= s <= b for a, b in self.state["full"]) for s in missing),
+            "effective_training_time": trained / self.state["seconds"],
+        }
+
+
+def is_compared(row: dict[str, Any], last: int) -> bool:
+    """Saves come more often; a stop leaves out evaluations and samples of its step."""
+    return row["kind"] == "train" or (row["kind"] in ("val", "sample") and row["step"] < last)
+
+
+def mount(folder: Path) -> bool:
+    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
+    return subprocess.run(["mount", *options], stderr=subprocess.DEVNULL).returncode == 0
+
+
+def kill_all(chaos: Chaos) -> None:
+    chaos.kill()
+
+
+def kill_in_save(chaos: Chaos) -> None:
+    before = drafts(chaos.out)
+    wait_for(lambda: bool(drafts(chaos.out) - before), chaos.process, or_end=True)
+    chaos.kill()
+
+
+def kill_rank(chaos: Chaos) -> None:
+    """The launcher starts all again."""
+    chaos.expected.add(ExitCode.PEER)
+    os.kill(chaos.rng.choice(chaos.ranks()), signal.SIGKILL)
+
+
+def kill_launcher(chaos: Chaos, *, and_rank: bool = False) -> None:
+    """The ranks save and end; the next start may come while they do."""
+    old, ranks = chaos.process, chaos.ranks()
+    old.kill()
+    if and_rank:
+        os.kill(ranks[0], signal.SIGKILL)  # which holds the lock
+    chaos.end(-signal.SIGKILL)
+    if chaos.rng.random() < 0.5:
+        chaos.start()
+        chaos.expected.add(ExitCode.STORAGE)  # another run is using this folder
+    wait_for(lambda: not group_members(old.pid), old)
+
+
+def stop(chaos: Chaos, name: str) -> None:
+    chaos.process.send_signal(getattr(signal, name))
+    chaos.end(ExitCode.STOPPED)
+
+
+def stop_twice(chaos: Chaos) -> None:
+    chaos.process.send_signal(signal.SIGTERM)
+    time.sleep(chaos.rng.uniform(0, 1))
+    chaos.process.send_signal(signal.SIGTERM)
+    chaos.end(ExitCode.STOPPED)
+
+
+def stop_group(chaos: Chaos) -> None:
+    os.killpg(chaos.process.pid, signal.SIGTERM)
+    chaos.end(ExitCode.STOPPED)
+
+
+def stop_rank(chaos: Chaos) -> None:
+    os.kill(chaos.rng.choice(chaos.ranks()), signal.SIGTERM)
+    chaos.end(ExitCode.STOPPED)
+
+
+def stop_at_start(chaos: Chaos) -> None:
+    chaos.kill()
+    chaos.start()
+    time.sleep(chaos.rng.uniform(0, 5))
+    chaos.process.send_signal(signal.SIGTERM)
+    chaos.end(ExitCode.STOPPED, -signal.SIGTERM)
+
+
+def hang_rank(chaos: Chaos) -> None:
+    chaos.expected.add(ExitCode.PEER)
+    os.kill(chaos.rng.choice(chaos.ranks()), signal.SIGSTOP)
+
+
+def pause_all(chaos: Chaos) -> None:
+    os.killpg(chaos.process.pid, signal.SIGSTOP)
+    time.sleep(chaos.rng.uniform(0, 5))
+    os.killpg(chaos.process.pid, signal.SIGCONT)
+
+
+def fill_disk(chaos: Chaos) -> Path:
+    filler = chaos.disk / "filler"
+    with filler.open("wb") as file, suppress(OSError):
+        os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(chaos.disk).free - LEFT_BYTES))
+    return filler
+
+
+def last_logged(chaos: Chaos) -> int:
+    return max((row["step"] for row in read_metrics(chaos.out)), default=0)
+
+
+def full_disk(chaos: Chaos) -> None:
+    """Full from the middle of a save, until a save has failed."""
+    before = drafts(chaos.out)
+    wait_for(lambda: bool(drafts(chaos.out) - before), chaos.process, or_end=True)
+    first, filler = last_logged(chaos), fill_disk(chaos)
+    failed = chaos.printed().count("not saved")
+    wait_for(lambda: chaos.printed().count("not saved") > failed, chaos.process, or_end=True)
+    filler.unlink()
+    wait_for(lambda: last_logged(chaos) > first, chaos.process, or_end=True)
+    chaos.state["full"].append([first, last_logged(chaos)])
+
+
+def full_disk_at_start(chaos: Chaos) -> None:
+    chaos.kill()
+    filler = fill_disk(chaos)
+    chaos.start()
+    chaos.end(ExitCode.STORAGE)
+    filler.unlink()
+
+
+def read_only_disk(chaos: Chaos) -> None:
+    chaos.kill()
+    subprocess.run(["mount", "-o", "remount,ro", str(chaos.disk)], check=True)
+    chaos.start()
+    chaos.end(ExitCode.STORAGE)
+    subprocess.run(["mount", "-o", "remount,rw", str(chaos.disk)], check=True)
+
+
+def missing_data(chaos: Chaos) -> None:
+    chaos.kill()
+    hidden = chaos.recipe.with_name("hidden.npy")
+    chaos.recipe.with_name("train_0.npy").rename(hidden)
+    chaos.start()
+    chaos.end(ExitCode.DATA)
+    hidden.rename(chaos.recipe.with_name("train_0.npy"))
+
+
+def damaged(chaos: Chaos) -> list[Path]:
+    return [chaos.out / "checkpoints" / name for name in chaos.state["damaged"]]
+
+
+def two_checkpoints(chaos: Chaos) -> Path:
+    """Train until there are two that nobody has damaged; the newest."""
+    root = chaos.out / "checkpoints"
+    while len([s for s in list_steps(root) if step_folder(root, s) not in damaged(chaos)]) < 2:
+        chaos.train_on()
+    return step_folder(root, newest_step(chaos.out))
+
+
+def flip_bit(chaos: Chaos) -> None:
+    newest = two_checkpoints(chaos)
+    chaos.kill()
+    path = chaos.rng.choice([path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size])
+    data = bytearray(path.read_bytes())
+    bit = chaos.rng.randrange(len(data) * 8)
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    chaos.state["damaged"].append(newest.name)
+
+
+def delete_checkpoint(chaos: Chaos) -> None:
+    shutil.rmtree(two_checkpoints(chaos))
+
+
+def half_line(chaos: Chaos) -> None:
+    chaos.kill()
+    with (chaos.out / "metrics.jsonl").open("ab") as file:
+        file.write(chaos.rng.choice([b'{"kind": "train", "st', b"\0" * 100, b"\xff junk\n"]))
+
+
+def damage_file(chaos: Chaos) -> None:
+    chaos.kill()
+    path = chaos.out / chaos.rng.choice(FILES)
+    content = path.read_bytes()
+    path.write_bytes(chaos.rng.choice([b"", content[: len(content) // 2], b"\0" * len(content)]))
+    if chaos.rng.random() < 0.3:
+        path.unlink()
+
+
+def run_beside(chaos: Chaos, words: list[str], *codes: int) -> str:
+    """Run another command while the job trains; what it printed."""
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode not in codes or any(word in done.stdout for word in FORBIDDEN):
+        raise Problem(f"{' '.join(words[2:])}: exit code {done.returncode}, expected {codes}: {done.stdout}")
+    return done.stdout
+
+
+def second_start(chaos: Chaos) -> None:
+    words = command(chaos.recipe, chaos.out, chaos.layout, chaos.words)
+    printed = run_beside(chaos, words, ExitCode.STORAGE)
+    if "another run is using this folder" not in printed or len(ERROR.findall(printed)) != 1:
+        raise Problem(f"a second start printed {printed!r}")
+
+
+def verify_beside(chaos: Chaos) -> None:
+    codes = [ExitCode.DONE, *([ExitCode.CHECKPOINT] if any(path.exists() for path in damaged(chaos)) else [])]
+    run_beside(chaos, [sys.executable, "-P", "-m", "megatoken", "verify", str(chaos.out)], *codes)
+
+
+def sample_beside(chaos: Chaos) -> None:
+    words = ["sample", str(chaos.out), "bottles", "--tokens", "4"]
+    run_beside(chaos, [sys.executable, "-P", "-m", "megatoken", *words], ExitCode.DONE)
+
+
+Fault = Callable[[Chaos], None]
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+STOPS: dict[str, Fault] = {name: partial(stop, name=name) for name in SIGNALS}
+FAULTS: dict[str, Fault] = {
+    "SIGKILL to all": kill_all,
+    "SIGKILL to all in a save": kill_in_save,
+    **STOPS,
+    "SIGTERM twice": stop_twice,
+    "SIGTERM to the process group": stop_group,
+    "SIGTERM during a start": stop_at_start,
+    "processes suspended, then continued": pause_all,
+    "bit flipped in the newest checkpoint": flip_bit,
+    "newest checkpoint deleted": delete_checkpoint,
+    "log ends in half a line or junk": half_line,
+    "config.yaml or another file damaged or removed": damage_file,
+    "second start in the folder": second_start,
+    "verify beside training": verify_beside,
+    "sample beside training": sample_beside,
+    "data missing at a start": missing_data,
+}
+OF_RANKS: dict[str, Fault] = {
+    "SIGKILL to a rank": kill_rank,
+    "SIGKILL to the launcher": kill_launcher,
+    "SIGKILL to launcher and lock owner": partial(kill_launcher, and_rank=True),
+    "SIGTERM to a rank": stop_rank,
+    "a rank hangs": hang_rank,
+}
+OF_DISKS: dict[str, Fault] = {
+    "disk full in a save": full_disk,
+    "disk full at a start": full_disk_at_start,
+    "disk read-only at a start": read_only_disk,
+}
+FAULTS |= OF_RANKS | OF_DISKS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--faults", type=int, default=10_000, help="stop after this many")
+    parser.add_argument("--pause", type=float, default=15.0, help="mean seconds of training between faults")
+    parser.add_argument("--work", type=Path, help="folder for everything; the same command goes on")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--only", default="", metavar="NAME;...", help=f"of: {'; '.join(FAULTS)}")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    work = options.work or Path(tempfile.mkdtemp(prefix="megatoken-chaos-"))
+    chaos = Chaos(work.absolute(), Layout(options.nproc, "none"), options.seed)
+    left_out = {*(OF_RANKS if options.nproc == 1 else ()), *(() if chaos.has_disk else OF_DISKS)}
+    names = options.only.split(";") if options.only else [name for name in FAULTS if name not in left_out]
+    problem, answer = "", dict[str, Any]()
+    try:
+        chaos.disturb(60 * options.minutes, options.faults, options.pause, names)
+        answer = chaos.compare()
+    except (Problem, TimeoutError) as error:
+        problem = str(error)
+    finally:
+        kill_group(chaos.process)
+    is_good = not problem and answer["same_weights_and_moments"] and answer["same_rows"]
+    is_good = is_good and not answer["rows_lost_otherwise"]
+    chaos.state_file.unlink(missing_ok=True)  # the next start begins anew
+    if is_good:
+        subprocess.run(["umount", str(chaos.disk)], stderr=subprocess.DEVNULL)
+        shutil.rmtree(work)
+    state = chaos.state
+    summary = {"soak": "chaos", "minutes": state["seconds"] / 60, "faults": sum(state["faults"].values())}
+    summary |= {"manual_steps": 0, "starts": state["starts"], **answer, "exit_codes": state["exits"]}
+    summary |= {"by_fault": state["faults"], "problem": problem or ("" if is_good else f"see {work}")}
+    summary["machine"] = f"{options.nproc} processes on {os.cpu_count()} cores: a small-machine figure"
+    print(json.dumps(summary), flush=True)
+    return not is_good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

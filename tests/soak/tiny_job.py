@@ -1,0 +1,124 @@
+"""The job that the soaks disturb: 2 layers, width 64, 512 ids, context 64, dropout, fp32, one thread a process.
+
+A step takes some tens of milliseconds, a checkpoint 1.5 MB, a start some seconds.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from megatoken.checkpoint.commit import list_steps
+from megatoken.launch.local import PR_SET_PDEATHSIG
+
+RECIPE = """\
+model: {n_layer: 2, n_head: 2, d_model: 64, seq_len: 64, vocab_size: 512, dropout: 0.1}
+data: {path: DATA, tokenizer: bytes}
+optim: {lr: 1e-3, warmup: 5steps}
+budget: {steps: 100, batch_tokens: 768}
+machine: {device: cpu, precision: fp32, micro_batch: 3, threads: 1, gemm_backend: torch, attention: flash}
+save: {every: 4steps, keep_last: 3}
+evaluate: {every: 25steps, tokens: 1536}
+sample: {every: 50steps, tokens: 8}
+log: {plots: false}
+"""
+STUCK_SECONDS = 240.0  # without what must come: the soak has found a hang
+
+Process = subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Processes, and what they split."""
+
+    nproc: int
+    sharding: str
+    micro_batch: int = 3
+
+    def __str__(self) -> str:
+        return f"{self.nproc} x {self.sharding}"
+
+    @property
+    def words(self) -> list[str]:
+        exact = ["machine.deterministic=true"] if self.sharding == "none" else []
+        return [f"machine.sharding={self.sharding}", f"machine.micro_batch={self.micro_batch}", *exact]
+
+
+def write_recipe(folder: Path) -> Path:
+    """Write the recipe and its data into a new folder."""
+    folder.mkdir(parents=True)
+    text = b"".join(b"%d bottles of beer on the wall, take %d down\n" % (n, n % 7) for n in range(20_000))
+    ids = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+    np.save(folder / "train_0.npy", ids[:-10_000])
+    np.save(folder / "val_0.npy", ids[-10_000:])
+    (folder / "tiny.yaml").write_text(RECIPE.replace("DATA", str(folder / "*.npy")))
+    return folder / "tiny.yaml"
+
+
+def command(recipe: Path, out: Path, layout: Layout, words: Sequence[str] = ()) -> list[str]:
+    program = [sys.executable, "-P", "-m", "megatoken", "train", str(recipe), "--out", str(out)]
+    return [*program, "--nproc", str(layout.nproc), *layout.words, *words]
+
+
+def start(recipe: Path, out: Path, layout: Layout, log: Path, words: Sequence[str] = ()) -> Process:
+    """Start in a process group of its own; what it prints is added to `log`. It does not outlive the soak."""
+    on_start = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command(recipe, out, layout, words), stdout=file, stderr=file, start_new_session=True, preexec_fn=on_start
+        )
+
+
+def kill_group(process: Process) -> None:
+    """SIGKILL the process and all ranks at once."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: not group_members(process.pid), process)
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group that still run."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, owner, *_ = path.read_text().rpartition(")")[2].split()
+            if int(owner) == group and state != "Z":
+                members.append(int(path.parent.name))
+    return members
+
+
+def newest_step(out: Path) -> int:
+    """Step of the newest committed checkpoint, unverified; 0 if there is none."""
+    return max(list_steps(out / "checkpoints"), default=0)
+
+
+def drafts(out: Path) -> set[str]:
+    """Names of the checkpoints that are being written, or were when a run was killed."""
+    return {path.name for path in (out / "checkpoints").glob(".tmp-step-*")}
+
+
+def wait_for(condition: Callable[[], bool], process: Process, *, or_end: bool = False) -> bool:
+    """Poll until the condition holds, or the process has ended (or_end); return whether it holds.
+
+    Raises TimeoutError after STUCK_SECONDS, having killed the process group.
+    """
+    deadline = time.monotonic() + STUCK_SECONDS
+    while not condition():
+        if or_end and process.poll() is not None:
+            return condition()
+        if time.monotonic() > deadline:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise TimeoutError(f"no progress within {STUCK_SECONDS:.0f} s: {process.args!r}")
+        time.sleep(0.001)
+    return True
