@@ -265,8 +265,9 @@ def pause_all(chaos: Chaos) -> None:
 
 def fill_disk(chaos: Chaos) -> Path:
     filler = chaos.disk / "filler"
-    with filler.open("wb") as file, suppress(OSError):
-        os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(chaos.disk).free - LEFT_BYTES))
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while (free := shutil.disk_usage(chaos.disk).free) > LEFT_BYTES:
+            file.write(bytes(free - LEFT_BYTES))
     return filler
 
 
