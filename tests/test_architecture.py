@@ -10,6 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 import megatoken
 from megatoken.config.schema import FIELDS
 
@@ -153,6 +155,13 @@ def test_only_named_modules_read_the_environment() -> None:
 def test_processes_are_started_without_the_current_folder() -> None:
     """Python is started by system/environment.py's python_command only."""
     check([file for file in FILES.keys() - {"system/environment.py"} if "sys.executable" in FILES[file].read_text()])
+
+
+@pytest.mark.fault(52)
+def test_the_date_is_only_written() -> None:
+    """Durations are those of monotonic clocks: the date may jump."""
+    dates = re.compile(r"time\.time\(|from time import|datetime\.(now|utcnow)|\.today\(")
+    check([file for file in FILES.keys() - {"bench/report.py"} if dates.search(FILES[file].read_text())])
 
 
 def test_no_file_is_unpickled() -> None:

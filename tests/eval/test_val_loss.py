@@ -2,7 +2,10 @@
 
 import json
 import math
+import pickle
+import queue
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from megatoken.data.tokenizer import load_tokenizer
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.errors import DataError
+from megatoken.eval.evaluate import open_tokens
 from megatoken.eval.val_loss import loss_metrics, validation_loss
 from tests.eval.reference_scorer import CPU, SINGLE, make_model
 
@@ -68,3 +75,30 @@ def test_byte_lengths_of_sentencepiece(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
     assert load_tokenizer(str(path)).byte_lengths.tolist() == [0, 0, 1, 4, 3, 1]
+
+
+class MailboxComm(Comm):
+    """One of two ranks that run one after another; `mailbox` holds what rank 0 has sent."""
+
+    def __init__(self, rank: int, mailbox: "queue.Queue[bytes]") -> None:
+        super().__init__(DistEnv(rank=rank, world_size=2))
+        self.mailbox = mailbox
+
+    def broadcast_from_rank0(self, value: Any) -> Any:
+        if self.dist_env.is_main_process:
+            self.mailbox.put(pickle.dumps(value))
+            return value
+        return pickle.loads(self.mailbox.get_nowait())
+
+
+def test_text_that_rank_0_cannot_prepare_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    """The others waited for rank 0."""
+    mailbox: queue.Queue[bytes] = queue.Queue()
+    messages = []
+    for rank in (0, 1):
+        comm = MailboxComm(rank, mailbox)
+        with pytest.raises(DataError) as error, open_tokens(tmp_path / "nowhere.txt", BYTES, None, comm):
+            pass
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert "nowhere.txt" in messages[0]

@@ -141,6 +141,11 @@ def test_the_launch_command_checks_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert "#SBATCH --nodes=2" in text
     assert "megatoken train gpt2-124m --out runs/gpt2-124m optim.lr=1e-3" in text
     assert main(["launch", "slurm", "gpt2-124m", "--nproc", "7"]) == ExitCode.CONFIG
-    assert "does not divide among 7 processes" in capsys.readouterr().err
+    expected = (
+        "does not divide among 7 data-parallel processes — --nodes, --nproc — change them, or budget.batch_tokens "
+    )
+    assert expected + "to 523264 or 530432" in capsys.readouterr().err
+    assert main(["launch", "slurm", "gpt2-124m", "--nproc", "6", "machine.tensor_parallel=3"]) == ExitCode.DONE
+    capsys.readouterr()
     assert main(["launch", "slurm", "gpt2-124m", "optim.lrr=1"]) == ExitCode.CONFIG
     assert "did you mean 'optim.lr'" in capsys.readouterr().err

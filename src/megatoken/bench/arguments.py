@@ -68,8 +68,14 @@ def _bench(add: Add, name: str, doc: str, *, device: bool = True) -> argparse.Ar
         parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
     parser.add_argument("--repeats", type=_count, default=5, help="timed repeats of each thing (default 5)")
     parser.add_argument("--out", type=local_path, default=Path("runs/bench"), help="folder (default runs/bench)")
-    parser.add_argument("--name", help="name of the record (default the bench's)")
+    parser.add_argument("--name", type=_record_name, help="name of the record (default the bench's)")
     return parser
+
+
+def _record_name(text: str) -> str:
+    if Path(text).name != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name; --out names the folder")
+    return text
 
 
 def _count(text: str) -> int:

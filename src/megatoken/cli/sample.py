@@ -7,8 +7,10 @@ from typing import Any
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.sampling.generate import TextStream, default_new_tokens, generate_ids, to_column_major
+from megatoken.sampling.generate import TextStream, check_settings, default_new_tokens, generate_ids, to_column_major
 from megatoken.system.device import memory_errors, open_device
+
+FLAGS = ("--tokens", "--temperature", "--top-k", "--top-p", "--n")
 
 
 @memory_errors("sample", "use --precision bf16 or --device cpu, or lower --n and --tokens")
@@ -17,6 +19,8 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
 
     Raises ConfigError for numbers out of range or a prompt longer than the context.
     """
+    tokens = 1 if options.tokens is None else options.tokens
+    check_settings(tokens, options.temperature, options.top_k, options.top_p, options.n, FLAGS)
     loaded = load_pretrained(options.model, Console(to_stderr=True).warn)
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
     model, tokenizer = loaded.model.to(device.torch_device), loaded.tokenizer

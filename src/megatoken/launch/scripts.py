@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
 
-from megatoken.config.schema import Config
+from megatoken.config.schema import Config, nearest_multiples
 from megatoken.distributed.env import PORT, DistEnv
 from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import ConfigError, ExitCode
@@ -48,10 +48,12 @@ def check_job(job: Job, config: Config) -> None:
             raise ConfigError(f"{flag} is {number}", flag, "give 1 or more")
     machine, world_size = config.machine, job.nodes * job.nproc
     dist_env = DistEnv(world_size=world_size, local_world_size=job.nproc)
-    build_dims(machine.sharding, machine.tensor_parallel, dist_env)
-    if config.batch_seqs % world_size:
-        what = f"a batch of {config.batch_seqs:,} sequences does not divide among {world_size} processes"
-        raise ConfigError(what, "--nodes, --nproc", "change them, or budget.batch_tokens")
+    dp_size = build_dims(machine.sharding, machine.tensor_parallel, dist_env).dp_size  # a group reads the same batch
+    if config.batch_seqs % dp_size:
+        what = f"a batch of {config.batch_seqs:,} sequences does not divide among {dp_size} data-parallel processes"
+        near = nearest_multiples(config.budget.batch_tokens, dp_size * config.model.seq_len)
+        fix = f"change them, or budget.batch_tokens to {' or '.join(map(str, near))}"
+        raise ConfigError(what, "--nodes, --nproc", fix)
 
 
 def name_job(recipe: str) -> str:

@@ -88,7 +88,7 @@ def generate_ids(
     Raises ConfigError for settings out of range or a prompt that does not fit the context with its continuation,
     DataError for ids outside the vocabulary, NumericsError when logits are not finite.
     """
-    _check_settings(max_new_tokens, temperature, top_k, top_p, num_samples)
+    check_settings(max_new_tokens, temperature, top_k, top_p, num_samples)
     _check_prompt(model.config, prompt_ids, max_new_tokens)
     weight = model.lm_head_weight
     dtype = device.dtype if device is not None else weight.dtype
@@ -154,15 +154,23 @@ def cumulative_sum(probs_NK: Tensor) -> Tensor:
     return probs_NK.cumsum(-1)
 
 
-def _check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: float, num_samples: int) -> None:
+def check_settings(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    num_samples: int,
+    names: Sequence[str] = ("max_new_tokens", "temperature", "top_k", "top_p", "num_samples"),
+) -> None:
+    """Raise ConfigError for a setting out of range. names: what the caller calls each."""
     rules = (
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "1 or more"),
-        ("temperature", temperature, 0 <= temperature < math.inf, "0 (greedy) or more"),
-        ("top_k", top_k, top_k >= 0, "0 (all) or more"),
-        ("top_p", top_p, 0 < top_p <= 1, "above 0, up to 1 (all)"),
-        ("num_samples", num_samples, num_samples >= 1, "1 or more"),
+        (max_new_tokens, max_new_tokens >= 1, "1 or more"),
+        (temperature, 0 <= temperature < math.inf, "0 (greedy) or more"),
+        (top_k, top_k >= 0, "0 (all) or more"),
+        (top_p, 0 < top_p <= 1, "above 0, up to 1 (all)"),
+        (num_samples, num_samples >= 1, "1 or more"),
     )
-    for name, value, valid, expected in rules:
+    for name, (value, valid, expected) in zip(names, rules, strict=True):
         if not valid:
             raise ConfigError(f"{name} is {value}", "sampling", f"give {expected}")
 
