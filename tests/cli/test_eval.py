@@ -129,7 +129,7 @@ def test_two_processes_give_the_result_of_one(run: Path, data: Path, capsys: pyt
         ["--data", str(data / "text.txt")],
     ):
         command = [sys.executable, "-m", "megatoken", "eval", str(run), *arguments, "--json", "--nproc", "2"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr
         (line,) = done.stdout.splitlines()
         single, two = run_eval(run, *arguments, capsys=capsys), json.loads(line)

@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -177,10 +176,11 @@ def test_errors_are_one_line_and_an_exit_code(
 
 def test_a_typo_costs_no_time(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "megatoken", "train", "quickstart", "optim.lrr=1"]
-    start = time.monotonic()
+    before = os.times()
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == ExitCode.CONFIG
-    assert time.monotonic() - start < 2
+    after = os.times()  # of the processor: a busy machine may take longer
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 1
     assert not list(tmp_path.iterdir())
 
 

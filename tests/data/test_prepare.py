@@ -317,14 +317,19 @@ def catch_error(*arguments: Any, **settings: Any) -> MegatokenError | None:
 
 
 KILLED = """
-import sys
+import sys, time
 from pathlib import Path
 from megatoken.data import documents, corpus_reader as reader
 from megatoken.data import prepare as preparation
 reader.CHUNK_BYTES = documents.CHUNK_BYTES = 5000
 preparation.WORKER_BYTES = 1
+def wait(progress):
+    if "wait" in sys.argv and progress.tokens > 2_000:
+        print("written", flush=True)
+        time.sleep(1000)
 preparation.prepare(
-    sys.argv[1], Path(sys.argv[2]), tokenizer="bpe:300", workers=2, shard_tokens=20_000, val_fraction=0.1
+    sys.argv[1], Path(sys.argv[2]), tokenizer="bpe:300", workers=2, shard_tokens=20_000, val_fraction=0.1,
+    on_progress=wait,
 )
 assert "torch" not in sys.modules and "multiprocessing" not in sys.modules
 """
@@ -359,7 +364,7 @@ def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path) -> None:
 
 def wait_for_group(group: int) -> None:
     """Returns when no process of the group runs any more; the dead that nobody has reaped do not count."""
-    for _ in range(500):
+    for _ in range(12_000):
         if not any(runs_in(path, group) for path in Path("/proc").glob("[0-9]*/stat")):
             return
         time.sleep(0.01)
@@ -377,17 +382,16 @@ def runs_in(path: Path, group: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: signal.Signals) -> None:
     source = make_corpus(tmp_path / "corpus")
-    write(source / "more.txt", "some more words " * 10**6)
     child = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")],
+        [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "wait"],
         start_new_session=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # A shell starts what runs in its background with SIGINT ignored, and that is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    while not (tmp_path / "out" / "train_000000.bin").exists():
-        time.sleep(0.01)
-        assert child.poll() is None
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"written\n"
     os.killpg(child.pid, number)
     child.communicate()
     assert child.returncode in (-number, 1)
@@ -396,16 +400,16 @@ def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: sig
 
 def test_a_lost_process_is_one_error(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
-    threads = threading.active_count()
+    threads, others = threading.active_count(), list_children()
 
     def kill_children(progress: Progress) -> None:
-        for child in list_children():
+        for child in list_children() - others:
             with suppress(ProcessLookupError):  # it was killed before and reaped since
                 os.kill(child, signal.SIGKILL)
 
     message = refuse(ExitCode.PEER, source, tmp_path / "out", workers=2, on_progress=kill_children)
     assert "ended (signal 9)" in message
-    assert list_children() == []
+    assert list_children() == others
     assert threading.active_count() == threads
     prepare(str(source), tmp_path / "out", tokenizer="bytes", workers=1)
 
@@ -413,14 +417,16 @@ def test_a_lost_process_is_one_error(tmp_path: Path, small_chunks: None) -> None
 def test_errors_cross_from_the_processes(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
     bad = write(source / "zz.jsonl", '{"text": "fine"}\n{"txt": "not"}\n')
+    others = list_children()
     message = refuse(ExitCode.DATA, source, tmp_path / "out", workers=2)
     assert f"{bad}:2" in message
-    assert list_children() == []
+    assert list_children() == others
 
 
-def list_children() -> list[int]:
+def list_children() -> set[int]:
+    """Of this process, which may have others from before: those that start the ranks of other tests."""
     tasks = Path("/proc/self/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    return {int(child) for task in tasks for child in task.read_text().split()}
 
 
 # --- what is in the way ---------------------------------------------------------------------------

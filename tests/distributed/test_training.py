@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatoken.checkpoint.commit import list_steps
+from megatoken.config.load import resolve
+from megatoken.console import Console
 from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
 from megatoken.launch.local import launch
+from megatoken.pretrain import Summary, Trainer
 from megatoken.train.metrics_log import read_metrics
 
 STEPS = 12
@@ -56,6 +59,12 @@ def train(shards: Path, out: Path, nproc: int, *words: str) -> subprocess.Comple
     )
 
 
+def train_here(shards: Path, out: Path, *words: str) -> Summary:
+    """By this process, which saves the seconds that a command takes to start."""
+    config = resolve("quickstart", [f"data.path={shards}", *FIXED, *words])
+    return Trainer(config, out, console=Console(quiet=True)).fit()
+
+
 def curve(out: Path, kind: str = "train") -> list[float]:
     return [row["loss"] for row in read_metrics(out) if row["kind"] == kind]
 
@@ -63,16 +72,13 @@ def curve(out: Path, kind: str = "train") -> list[float]:
 @pytest.fixture(scope="module")
 def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
-    done = train(shards, out, 1, "machine.micro_batch=12", "log.every=1")
-    assert done.returncode == 0, done.stderr
+    assert train_here(shards, out, "machine.micro_batch=12", "log.every=1").code == ExitCode.DONE
     return out
 
 
-@pytest.mark.parametrize(("nproc", "micro_batch"), [pytest.param(2, 2, marks=pytest.mark.fault(40)), (3, 4)])
-def test_the_curve_does_not_depend_on_the_number_of_processes(
-    nproc: int, micro_batch: int, shards: Path, alone: Path, tmp_path: Path
-) -> None:
-    done = train(shards, tmp_path / "run", nproc, f"machine.micro_batch={micro_batch}", "log.every=1", "--json")
+@pytest.mark.fault(40)
+def test_the_curve_of_three_processes_is_that_of_one(shards: Path, alone: Path, tmp_path: Path) -> None:
+    done = train(shards, tmp_path / "run", 3, "machine.micro_batch=4", "log.every=1", "--json")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1  # only rank 0 prints
     assert json.loads(done.stdout)["steps"] == STEPS
@@ -83,16 +89,12 @@ def test_the_curve_does_not_depend_on_the_number_of_processes(
     ]
     assert counts[0] == counts[1]
     facts = json.loads((tmp_path / "run" / "provenance.json").read_text())
-    assert facts["processes"] == nproc
+    assert facts["processes"] == 3
 
 
 def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    attempts = (
-        (3, 2, "machine.sharding=zero3", 4),
-        (2, 3, "machine.tensor_parallel=2", 8),
-        (1, 12, "log.every=1", STEPS),
-    )
+    attempts = ((3, 2, "machine.sharding=zero3", 4), (2, 3, "machine.tensor_parallel=2", 8))
     for nproc, micro_batch, override, until in attempts:
         words = [f"machine.micro_batch={micro_batch}", "log.every=1", "sample.every=4", "sample.tokens=3", override]
         stopping = subprocess.Popen(
@@ -112,26 +114,30 @@ def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_p
             ],
             stderr=subprocess.PIPE,
         )
-        if until < STEPS:
-            while stopping.poll() is None and not [s for s in list_steps(out / "checkpoints") if s >= until]:
-                time.sleep(0.02)
-            if stopping.poll() is None:
-                stopping.send_signal(signal.SIGTERM)
-        _, errors = stopping.communicate(timeout=120)
+        while stopping.poll() is None and not [s for s in list_steps(out / "checkpoints") if s >= until]:
+            time.sleep(0.02)
+        if stopping.poll() is None:
+            stopping.send_signal(signal.SIGTERM)
+        _, errors = stopping.communicate(timeout=250)
         assert stopping.returncode in (ExitCode.DONE, ExitCode.STOPPED), errors.decode()
+    words = ["machine.micro_batch=12", "log.every=1", "sample.every=4", "sample.tokens=3"]
+    assert train_here(shards, out, *words).code == ExitCode.DONE
     assert curve(out) == pytest.approx(curve(alone), rel=1e-6)
 
 
-def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(shards: Path, alone: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
+    shards: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that starts from given weights and is stopped before its first step has them in that checkpoint only."""
-    words = [f"model.init={alone}", "log.every=1", "evaluate.every=0", "budget.steps=1", "save.every=0"]
-    stopped = train(shards, tmp_path / "2", 1, *words, "save.time_limit=1s")
-    assert stopped.returncode == ExitCode.STOPPED, stopped.stderr
+    words = [f"model.init={alone}", "log.every=1", "budget.steps=1", "save.every=0"]
+    with monkeypatch.context() as patch:
+        patch.setattr("megatoken.pretrain.parse_time", lambda _: 1e-9)  # a time limit that is over
+        assert train_here(shards, tmp_path / "2", *words).code == ExitCode.STOPPED
     assert list_steps(tmp_path / "2" / "checkpoints") == [0]
     shutil.copytree(tmp_path / "2", tmp_path / "1")
-    for nproc in (1, 2):
-        done = train(shards, tmp_path / str(nproc), nproc, *words)
-        assert done.returncode == 0, done.stderr
+    assert train_here(shards, tmp_path / "1", *words).code == ExitCode.DONE
+    done = train(shards, tmp_path / "2", 2, *words)
+    assert done.returncode == 0, done.stderr
     assert curve(tmp_path / "2") == pytest.approx(curve(tmp_path / "1"), rel=1e-6)
     assert curve(tmp_path / "2")[0] < curve(alone)[0] - 1
 
@@ -139,7 +145,7 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(shards: Path, alone: Pat
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
 def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["machine.micro_batch=2", "log.every=1", "budget.steps=2000", "save.every=2", "machine.sharding=zero1"]
+    words = ["machine.micro_batch=2", "log.every=1", "budget.steps=100000", "save.every=2", "machine.sharding=zero1"]
     command = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", "2"]
     command += ["--restarts", "0"]
     running = subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE)
@@ -148,14 +154,14 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, alone: 
     pids = [pid for pid in children(running.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     assert len(pids) == 1
     os.kill(pids[0], signal.SIGKILL)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=250)
     assert running.returncode == ExitCode.PEER
     assert b"rank 0 lost another rank" in errors
     assert b"error: rank 1 was killed by SIGKILL" in errors
     assert b"Traceback" not in errors
     kept = list_steps(out / "checkpoints")[-1]
     assert kept >= 4
-    done = train(shards, out, 2, *words, "save.time_limit=3s")
+    done = train(shards, out, 2, *words, "save.time_limit=1s")
     assert done.returncode == ExitCode.STOPPED, done.stderr
     assert f"resuming from step-{kept:08d}" in done.stdout
 
@@ -163,7 +169,7 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, alone: 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["machine.micro_batch=2", "budget.steps=2000", "save.every=0"]
+    words = ["machine.micro_batch=2", "budget.steps=100000", "save.every=0"]
     command = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", "2"]
     running = subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.DEVNULL)
     log = out / "metrics.jsonl"
@@ -171,7 +177,7 @@ def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_pat
         time.sleep(0.02)  # before its first step a rank has nothing to save and ends at once
     running.kill()
     running.wait()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 250
     while time.monotonic() < until and not list_steps(out / "checkpoints"):
         time.sleep(0.05)
     assert list_steps(out / "checkpoints")
@@ -184,17 +190,10 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_batch_that_does_not_divide_is_one_line(shards: Path, tmp_path: Path) -> None:
-    done = train(shards, tmp_path / "run", 2, "budget.batch_tokens=208")
-    assert done.returncode == ExitCode.CONFIG
-    assert "a batch of 13 sequences does not divide among 2 ranks" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_a_refusal_is_printed_once(shards: Path, alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(alone, out)
-    done = train(shards, out, 3, "machine.micro_batch=4", "log.every=1", "optim.lr=0.1")
+    done = train(shards, out, 2, "machine.micro_batch=4", "log.every=1", "optim.lr=0.1")
     assert done.returncode == ExitCode.CONFIG, done.stderr
     assert "optim.lr" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -205,8 +204,8 @@ def test_the_error_of_one_rank_is_printed(tmp_path: Path, capfd: pytest.CaptureF
     program.write_text(
         "import os, sys\n"
         "rank = int(os.environ['RANK'])\n"
-        "print(f'[rank {rank}] note', file=sys.stderr)\n"
-        "print(f'[rank {rank}] error: ' + ('disk full' if rank == 2 else 'lost a peer'), file=sys.stderr)\n"
+        "error = 'disk full' if rank == 2 else 'lost a peer'\n"
+        "sys.stderr.write(f'[rank {rank}] note\\n[rank {rank}] error: {error}\\n')\n"  # at once: others write, too
         "sys.exit(5 if rank == 2 else 7)\n"
     )
     assert launch([sys.executable, str(program)], 4) == ExitCode.STORAGE

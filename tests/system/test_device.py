@@ -144,9 +144,9 @@ def test_measuring_a_peak_keeps_the_random_state_and_its_time_limit() -> None:
     before = torch.get_rng_state()
     assert measure_peak(CPU, sizes=(64, 128), seconds=1.0) > 1e6
     assert torch.equal(torch.get_rng_state(), before)
-    began = time.perf_counter()
+    began = time.process_time()
     assert measure_peak(CPU, sizes=(64, 8192), seconds=0.0) > 0  # ten of the larger would take longer
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+import tempfile
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,18 @@ import sys, time
 from pathlib import Path
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.train.metrics_log import MetricsLogger
-started = time.monotonic()
 try:
     log = MetricsLogger.open(Path(sys.argv[1]))
 except MegatokenError as error:
-    print(f"{time.monotonic() - started:.3f} {error}", flush=True)
+    print(error, flush=True)
     sys.exit(error.code)
 print("held", flush=True)
-time.sleep(float(sys.argv[2]))
-log.close()
+time.sleep(1000)  # until it is killed: who waited for it would wait as long
 """
 
 
-def start(folder: Path, seconds: float) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", HOLD, str(folder), str(seconds)]
+def start(folder: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", HOLD, str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -81,7 +79,7 @@ def test_non_finite_values_round_trip(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.floats(), st.text(), st.lists(st.integers()))
 def test_values_round_trip_exactly(number: float, text: str, ids: list[int]) -> None:
-    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"megatoken-log-{os.getpid()}"
+    folder = Path(tempfile.gettempdir()) / f"megatoken-log-{os.getpid()}"
     try:
         with MetricsLogger.open(folder) as log:
             log.write("eval", 3, 4, loss=number, ids=ids)
@@ -223,13 +221,11 @@ def test_status_is_replaced_atomically(tmp_path: Path) -> None:
 
 
 def test_locked_folder_names_the_owner(tmp_path: Path) -> None:
-    first = start(tmp_path, 30)
+    first = start(tmp_path)
     try:
         assert first_line(first) == "held\n"
-        start_time = time.monotonic()
         with pytest.raises(MegatokenError) as caught:
             MetricsLogger.open(tmp_path)
-        assert time.monotonic() - start_time < 2
         assert caught.value.code == ExitCode.STORAGE
         host = os.uname().nodename
         assert re.search(rf"pid {first.pid} on {re.escape(host)} since 20\d\d-\d\d-\d\dT", str(caught.value))
@@ -253,14 +249,13 @@ def test_reopen_after_close(tmp_path: Path) -> None:
 def test_concurrent_opens_have_one_winner(tmp_path: Path) -> None:
     for attempt in range(3):
         folder = tmp_path / str(attempt)
-        processes = [start(folder, 30) for _ in range(3)]
+        processes = [start(folder) for _ in range(3)]
         try:
             lines = {process.pid: first_line(process) for process in processes}
             winners = [pid for pid, line in lines.items() if line == "held\n"]
             assert len(winners) == 1
             for pid, line in lines.items():
                 if pid != winners[0]:
-                    assert float(line.split()[0]) < 2
                     assert "another run is using this folder: " in line
         finally:
             for process in processes:

@@ -30,9 +30,9 @@ class ThreadComm(Comm):
 
     def gather(self, value: Any) -> list[Any]:
         self.values[self.dist_env.rank] = value
-        self.barrier_of_all.wait(timeout=30)
+        self.barrier_of_all.wait(timeout=200)
         gathered = list(self.values)
-        self.barrier_of_all.wait(timeout=30)
+        self.barrier_of_all.wait(timeout=200)
         return gathered
 
     def broadcast_from_rank0(self, value: Any) -> Any:
