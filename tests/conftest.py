@@ -45,10 +45,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> Iterator[None]:
-    """A run in this process measures the machine and its kernels for milliseconds, not for seconds."""
+    """In this process; processes of tests/ranks.py do the same."""
+    from tests.ranks import SHORT_MEASUREMENTS  # after TRITON_INTERPRET
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatoken.system.device.PEAK_SIZES", {"cpu": (64, 128)})
-        patch.setattr("megatoken.train.kernel_autotune.TRIAL", {"repeats": 5, "longest": 0.05, "fewest": 2})
+        for name, value in SHORT_MEASUREMENTS.items():
+            patch.setattr(name, value)
         yield
 
 

@@ -5,10 +5,18 @@ import os
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerProcess
 
+import pytest
 import torch.multiprocessing
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["megatoken.pretrain", "megatoken.distributed.parallelize"])
+
+
+# A run in a test measures the machine's peak and its kernels for milliseconds, not for seconds.
+SHORT_MEASUREMENTS = {
+    "megatoken.system.device.PEAK_SIZES": {"cpu": (64, 128)},
+    "megatoken.train.kernel_autotune.TRIAL": {"repeats": 5, "longest": 0.05, "fewest": 2},
+}
 
 
 def start_process(work: Callable[..., None], *args: object) -> ForkServerProcess:
@@ -29,6 +37,8 @@ def run_ranks(work: Callable[..., None], *args: object, nprocs: int) -> None:
 def _work(environment: Mapping[str, str], work: Callable[..., None], *args: object) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    for name, value in SHORT_MEASUREMENTS.items():
+        pytest.MonkeyPatch().setattr(name, value)
     work(*args)
 
 

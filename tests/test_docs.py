@@ -3,13 +3,15 @@
 import json
 import os
 import re
-import subprocess
-import sys
+import traceback
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 import megatoken
+from tests.ranks import start_process
 
 ROOT = Path(__file__).parents[1]
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n\n" * 200
@@ -27,14 +29,25 @@ def cells(notebook: Path) -> str:
 
 
 def run(program: str, folder: Path) -> str:
-    """What the program prints, run in a fresh process in `folder`."""
+    """What the program prints, run in a process of its own in `folder`."""
     (folder / "text.txt").write_text(TEXT)
-    # The command sets GOMP_SPINCOUNT itself; in a library it is the host's, and its default is slow on busy cores.
-    environment = os.environ | {"MPLBACKEND": "Agg", "GOMP_SPINCOUNT": "5000"}
-    words = [sys.executable, "-W", "ignore", "-c", program]
-    process = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-    assert process.returncode == 0, process.stderr[-3000:]
-    return process.stdout
+    process = start_process(run_program, program, folder)
+    process.join(280)
+    output = (folder / "output").read_text()
+    assert process.exitcode == 0, output[-3000:]
+    return output
+
+
+def run_program(program: str, folder: Path) -> None:
+    os.chdir(folder)
+    os.environ["MPLBACKEND"] = "Agg"
+    warnings.simplefilter("ignore")
+    with open("output", "w", encoding="utf-8") as output, redirect_stdout(output), redirect_stderr(output):
+        try:
+            exec(program, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            raise
 
 
 def test_python_page(tmp_path: Path) -> None:
