@@ -53,6 +53,7 @@ soak: $(VENV)/.dev
 	$(RECORD) flips -- $(BIN)python -m tests.soak.flip_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
 	$(RECORD) config-soak -- $(BIN)python -m tests.soak.config_soak
+	$(RECORD) launch-soak -- $(BIN)python -m tests.soak.launch_soak
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json
 

@@ -142,6 +142,7 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
     assert curve(tmp_path / "2")[0] < curve(alone)[0] - 1
 
 
+@pytest.mark.fault(6)
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
 def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -151,12 +152,9 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, alone: 
     running = subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE)
     while running.poll() is None and len(list_steps(out / "checkpoints")) < 2:  # the next one is on its way
         time.sleep(0.02)
-    pids = [pid for pid in children(running.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
-    assert len(pids) == 1
-    os.kill(pids[0], signal.SIGKILL)
+    os.kill(find_rank(running.pid, 1), signal.SIGKILL)
     _, errors = running.communicate(timeout=250)
     assert running.returncode == ExitCode.PEER
-    assert b"rank 0 lost another rank" in errors
     assert b"error: rank 1 was killed by SIGKILL" in errors
     assert b"Traceback" not in errors
     kept = list_steps(out / "checkpoints")[-1]
@@ -166,15 +164,41 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, alone: 
     assert f"resuming from step-{kept:08d}" in done.stdout
 
 
+@pytest.mark.fault(13)
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["machine.micro_batch=2", "budget.steps=100000", "save.every=0", "machine.sharding=zero1", "log.every=1"]
+    command = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", "2"]
+    with subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE) as running:
+        wait_for_training(out, running)
+        os.kill(find_rank(running.pid, 1), signal.SIGTERM)
+        _, errors = running.communicate(timeout=180)
+    assert (running.returncode, errors) == (ExitCode.STOPPED, b"")
+    assert list_steps(out / "checkpoints") == [max(row["step"] for row in read_metrics(out) if row["kind"] == "train")]
+
+
+def wait_for_training(out: Path, running: "subprocess.Popen[bytes]") -> None:
+    """Before its first step a rank has nothing to save and ends at once."""
+    log = out / "metrics.jsonl"
+    while running.poll() is None and not (log.is_file() and '"train"' in log.read_text()):
+        time.sleep(0.02)
+
+
+def find_rank(pid: int, rank: int) -> int:
+    """The process of a rank, a child of `pid`."""
+    own = f"\0RANK={rank}\0".encode()
+    return next(child for child in children(pid) if own in Path(f"/proc/{child}/environ").read_bytes())
+
+
+@pytest.mark.fault(9)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ["machine.micro_batch=2", "budget.steps=100000", "save.every=0"]
     command = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", "2"]
     running = subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.DEVNULL)
-    log = out / "metrics.jsonl"
-    while running.poll() is None and not (log.is_file() and '"train"' in log.read_text()):
-        time.sleep(0.02)  # before its first step a rank has nothing to save and ends at once
+    wait_for_training(out, running)
     running.kill()
     running.wait()
     until = time.monotonic() + 250
@@ -199,6 +223,7 @@ def test_a_refusal_is_printed_once(shards: Path, alone: Path, tmp_path: Path) ->
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.fault(7)
 def test_the_error_of_one_rank_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -14,7 +14,8 @@ from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
-from megatoken.launch.heartbeat import Heartbeat, Watchdog, waits_in_collective
+from megatoken.launch import heartbeat
+from megatoken.launch.heartbeat import Heartbeat, Watchdog, stacks_file, waits_in_collective
 from megatoken.pretrain import Trainer
 from megatoken.train.metrics_log import read_metrics
 
@@ -81,7 +82,8 @@ WORDS = "model.n_layer=1 model.n_head=2 model.d_model=32 model.seq_len=16 budget
 WORDS += "save.every=5 log.every=1 log.plots=false sample.every=0 evaluate.every=0 machine.device=cpu "
 WORDS += "machine.precision=fp32 machine.threads=1 machine.micro_batch=2 model.dropout=0"
 LAUNCH = (
-    "import sys; from megatoken.launch.local import launch; sys.exit(launch([sys.executable, *sys.argv[1:]], 2, 2))"
+    "import sys; from megatoken.launch import local; local.LOST_SECONDS = 0.2; "
+    "sys.exit(local.launch([sys.executable, *sys.argv[1:]], 2, 2))"
 )
 
 
@@ -93,7 +95,7 @@ def start(program: str, *words: object) -> "subprocess.Popen[str]":
 def run(program: str, *words: object) -> tuple[int, list[str]]:
     """Exit code, and what was printed on stderr."""
     with start(program, *words) as process:
-        _, errors = process.communicate(timeout=180)
+        _, errors = process.communicate(timeout=600)
     assert not find_processes(str(words[0])), "orphans"
     return process.returncode, errors.splitlines()
 
@@ -107,6 +109,7 @@ def find_processes(word: str) -> list[int]:
     return found
 
 
+@pytest.mark.fault(47)
 @pytest.mark.parametrize(("fault", "stack"), [("SIGSTOP", "no answer: stopped by a signal"), ("1000", "in fail")])
 def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(fault: str, stack: str, tmp_path: Path) -> None:
     """A stopped rank is not woken for its stack: the others would go on, and be killed while they train."""
@@ -122,10 +125,12 @@ def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(fault: str, stack:
     assert stack in stacks[1]
 
 
+@pytest.mark.fault(48)
 def test_a_slow_step_is_no_hang(tmp_path: Path) -> None:
     assert run(RANK, tmp_path, 0.5) == (ExitCode.DONE, [])
 
 
+@pytest.mark.fault(8, 10)
 def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path) -> None:
     code, lines = run(RANK, tmp_path, "SIGSEGV")
     assert code == ExitCode.PEER
@@ -136,6 +141,7 @@ def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.fault(12)
 def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path) -> None:
     with start(RANK, tmp_path, "1000") as process:
         while not (tmp_path / "fault").exists():
@@ -166,15 +172,16 @@ def test_training_goes_on_after_a_hang_and_a_death(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.fault(48)
 def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watchdog = Watchdog(tmp_path, 1)
+    watchdog = Watchdog(tmp_path, [0], 1)
     monkeypatch.setenv("MEGATOKEN_HEARTBEAT", str(watchdog.files[0]))
-    heartbeat = Heartbeat()
+    beats = Heartbeat()
 
     def limit_after(phase: str, step: int, seconds: float) -> float:
-        heartbeat.beat(phase, step)
+        beats.beat(phase, step)
         watchdog.all_silent([0])
         now[0] += seconds
         assert watchdog.read(0)[1:] == (step, phase)
@@ -186,7 +193,7 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert [limit_after(*each) for each in times] == [float("inf"), float("inf"), float("inf"), 450.0]
     for step in range(4, 80):
         limit_after("step", step, 0.1)
-    assert limit_after("step", 80, 3.0) == 10.0
+    assert limit_after("step", 80, 3.0) == 8.0
     assert limit_after("step", 81, 0.1) == 15.0
     assert limit_after("validate", 81, 100.0) == float("inf")
     assert limit_after("step", 82, 0.1) == 15.0
@@ -202,13 +209,47 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         now[0] += 0.9
         silent = watchdog.all_silent([0])
     assert silent
-    heartbeat.beat("step", 86)
+    beats.beat("step", 86)
     assert watchdog.describe(0) == " in phase 'step' after step 86"  # of a rank that died after the last look
     assert not watchdog.all_silent([0])
 
 
+TORCH = '  File "/lib/torch/distributed/distributed_c10d.py", line 3060 in all_reduce\n'
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "named"),
+    [
+        ({0: "train", 1: "validate", 2: "train"}, 3, "rank 1 hangs, silent for 0 s in phase 'step' after step 7"),
+        ({2: "train", 3: "train"}, 4, "all ranks of this machine wait, perhaps for another machine's; rank 2 is, "),
+    ],
+)
+def test_a_collective_that_others_do_not_join_is_named(
+    ranks: dict[int, str], world_size: int, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait in a collective; one in another than the rest, or all in one with the ranks of another machine."""
+
+    class Process:
+        def __init__(self, rank: int) -> None:
+            self.file = stacks_file(watchdog.files[rank])
+            self.stack = f'Current thread 0x{rank} (most recent call first):\n{TORCH}  File "a.py" in {ranks[rank]}\n'
+            self.file.touch()
+
+        def send_signal(self, number: int) -> None:
+            assert number == signal.SIGQUIT
+            self.file.write_text(self.stack)
+
+    monkeypatch.setattr(heartbeat, "DUMP_SECONDS", 0)
+    watchdog = Watchdog(tmp_path, list(ranks), world_size)
+    for file in watchdog.files.values():
+        file.write_text("8.0 7 step")
+    what, stacks = watchdog.find_hung({rank: Process(rank) for rank in ranks})  # type: ignore[misc]
+    assert what.startswith(named)
+    assert re.findall(r"rank (\d):\n.*\n.*\n.*in (\w+)", stacks) == [(str(rank), name) for rank, name in ranks.items()]
+
+
 def test_a_wait_is_told_from_work() -> None:
-    torch = '  File "/lib/torch/distributed/distributed_c10d.py", line 3060 in all_reduce\n'
+    torch = TORCH
     waits = 'Thread 0x1 (most recent call first):\n  File "threading.py", line 3 in run\n\n'
     waits += f'Current thread 0x2 (most recent call first):\n{torch}  File "pretrain.py", line 2 in train\n'
     assert waits_in_collective(waits)

@@ -1,14 +1,19 @@
-"""A signal before training starts ends the process as stopped."""
+"""Signals to the process that starts the ranks: before training, to its group, twice; ranks of several machines."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode
-from megatoken.launch.local import stop_at_once
+from megatoken.launch.local import launch, stop_at_once
 
 PROGRAM = """
 import sys, time
@@ -18,8 +23,87 @@ with stop_at_once(*map(Path, sys.argv[1:])):
     print("ready", flush=True)
     time.sleep(20)
 """
+# A rank that is asked to stop, computes something, and saves.
+RANK = """
+import os, sys, time
+from pathlib import Path
+from megatoken.train.preemption import PreemptionHandler
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+with PreemptionHandler() as handler:
+    (folder / f"ready-{rank}").touch()
+    while not handler.stop_requested:
+        time.sleep(0.01)
+    (folder / f"asked-{rank}").touch()
+    exec(sys.argv[2])
+    (folder / f"saved-{rank}").touch()
+    sys.exit(75)
+"""
+LAUNCH = (
+    "import sys; from megatoken.launch.local import launch; sys.exit(launch([sys.executable, *sys.argv[1:]], 2, 2))"
+)
 
 
+@contextmanager
+def start(folder: Path, work: str) -> "Iterator[subprocess.Popen[bytes]]":
+    """Two ranks and the process that starts them, in a process group of their own, when both handle signals."""
+    command = [sys.executable, "-c", LAUNCH, "-c", RANK, str(folder), work]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            wait_for(folder, "ready")
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(folder: Path, word: str) -> None:
+    deadline = time.monotonic() + 120
+    while not all((folder / f"{word}-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.fault(15)
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups")
+def test_a_signal_to_the_group_is_one_request(tmp_path: Path) -> None:
+    """Every rank receives it twice; while one call computes, Python runs the second handler much later."""
+    with start(tmp_path, "sum(range(3 * 10**7))") as process:
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=120) == ExitCode.STOPPED
+    wait_for(tmp_path, "saved")
+
+
+@pytest.mark.fault(14)
+def test_a_second_signal_kills_the_ranks(tmp_path: Path) -> None:
+    with start(tmp_path, "time.sleep(1000)") as process:
+        process.send_signal(signal.SIGTERM)
+        wait_for(tmp_path, "asked")
+        time.sleep(0.6)  # sooner, it counts as a copy
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == ExitCode.STOPPED
+    assert not list(tmp_path.glob("saved-*"))
+
+
+@pytest.mark.fault(6, 8)
+def test_a_lost_rank_of_one_machine_is_named_and_not_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun or Slurm starts all machines again."""
+    program = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'x').write(str(sorted(os.environ.items()))); "
+    program += "os.environ['RANK'] == '3' and os.abort()"
+    machine = DistEnv(rank=1, world_size=2, local_rank=0, local_world_size=1, address="head", port=1234)
+    assert launch([sys.executable, "-c", program, f"{tmp_path}/"], 2, 3, machine) == ExitCode.PEER
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    variables = dict(eval((tmp_path / "3").read_text()))
+    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+    assert {name: variables[name] for name in expected} == expected
+    error = capfd.readouterr().err
+    assert error.startswith(
+        "error: rank 3 was killed by SIGABRT — 4 ranks — if memory ran out, set machine.micro_batch"
+    )
+    assert error.count("\n") == 1
+
+
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("with_marker", [False, True])
 def test_an_early_signal_is_a_stop(with_marker: bool, tmp_path: Path) -> None:
     marker = tmp_path / "ending"

@@ -62,7 +62,7 @@ def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
     )
     assert done.returncode == ExitCode.STOPPED
     arguments = done.stdout.splitlines()
-    assert arguments[-3:] == ["train", "gpt2-124m", 'sample.prompt=it\'s "so"']
+    assert arguments[-5:] == ["train", "--nproc", "4", "gpt2-124m", 'sample.prompt=it\'s "so"']
     assert arguments[arguments.index("--rdzv-endpoint") + 1] == "head-0:29500"
     assert subprocess.run(["bash", str(script)], capture_output=True).returncode == 1  # no address
 
@@ -74,7 +74,7 @@ def test_yaml_has_the_numbers_of_the_job(engine: str) -> None:
         (task,) = documents
         assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [75, 7]}
         assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "A100:4")
-        assert "train gpt2-124m" in task["run"]
+        assert "train --nproc 4 gpt2-124m" in task["run"]
         return
     service, job = documents
     assert service["spec"]["clusterIP"] == "None"
@@ -139,7 +139,7 @@ def test_the_launch_command_checks_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert text == answer["script"]
     assert answer["processes"] == 16
     assert "#SBATCH --nodes=2" in text
-    assert "megatoken train gpt2-124m --out runs/gpt2-124m optim.lr=1e-3" in text
+    assert "megatoken train --nproc 8 gpt2-124m --out runs/gpt2-124m optim.lr=1e-3" in text
     assert main(["launch", "slurm", "gpt2-124m", "--nproc", "7"]) == ExitCode.CONFIG
     expected = (
         "does not divide among 7 data-parallel processes — --nodes, --nproc — change them, or budget.batch_tokens "

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,7 @@ def test_signal_sets_the_reason_and_handlers_are_restored(name: str) -> None:
     assert {other: signal.getsignal(other) for other in before} == before
 
 
+@pytest.mark.fault(12, 16)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
 def test_process_exits_after_a_signal(name: str) -> None:
     process = start()
@@ -87,6 +89,7 @@ def test_ignored_signals_stay_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.fault(14)
 def test_second_signal_exits_immediately() -> None:
     process = start("save")
     process.send_signal(signal.SIGTERM)
@@ -105,6 +108,20 @@ def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]) -> None:
             now[0] += seconds
         os.kill(os.getpid(), signal.SIGUSR1)
         assert handler.stop_requested == "SIGUSR1"
+
+
+@pytest.mark.fault(15)
+def test_a_rank_leaves_the_second_signal_to_its_launcher(
+    now: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What arrives as a copy of the first may be handled after a call of seconds."""
+    monkeypatch.setenv("MEGATOKEN_HEARTBEAT", str(tmp_path / "rank-0"))
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
+    with PreemptionHandler() as handler:
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] += 3.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handler.stop_requested == "SIGTERM"
 
 
 def test_outside_the_main_thread_only_the_time_limit_works() -> None:

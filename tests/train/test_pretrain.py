@@ -213,6 +213,7 @@ def test_killed_runs_resume_bit_identical(recipe: Path, tmp_path: Path, clean: P
     assert not [*(out / "checkpoints").glob(".tmp-*")]
 
 
+@pytest.mark.fault(11)
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
 def test_sigterm_saves_and_loses_no_step(recipe: Path, tmp_path: Path, clean: Path) -> None:
     out = tmp_path / "run"
@@ -488,6 +489,7 @@ def test_closed_stdout_does_not_stop_training(recipe: Path, tmp_path: Path) -> N
     assert list_steps(out / "checkpoints")[-1] == 40
 
 
+@pytest.mark.fault(14)
 def test_the_last_step_is_saved_before_the_last_evaluation(
     recipe: Path, tmp_path: Path, clean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,6 +561,7 @@ def test_a_checkpoint_that_fails_does_not_keep_the_next_from_being_saved(
     assert events == ["save failed"]
 
 
+@pytest.mark.fault(14)
 def test_a_save_that_failed_is_tried_again_when_the_run_stops_there(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -25,11 +26,11 @@ from megatoken.config.schema import Config
 from megatoken.distributed.env import read_dist_env
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.eval.tasks import find_tasks
-from megatoken.launch.local import COMMAND, launch, stop_at_once, write_stop_marker
+from megatoken.launch.local import COMMAND, at_parent_death, launch, stop_at_once, write_stop_marker
 from megatoken.launch.scripts import Job, check_job, name_job, write_script
 from megatoken.model import flops
 from megatoken.redact import RedactedStream, redact
-from megatoken.system.environment import prepare_process
+from megatoken.system.environment import heartbeat_file, prepare_process
 from megatoken.train.metrics_log import METRICS
 
 Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
@@ -105,8 +106,10 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     options.overrides += [f"model.init={options.init}"] if options.init else []
     with stop_at_once(options.ending):
         resolved, named_out = find_recipe(options)
+        if options.ending and heartbeat_file() is None and (ask := at_parent_death(signal.SIGTERM)):
+            ask()  # torchrun is the parent
         if (code := launch_ranks(options, options.restarts)) is not None:
-            return code, None
+            return write_stop_marker(options.ending) if code == ExitCode.STOPPED else code, None
         is_main = read_dist_env().is_main_process
         if is_main and options.recipe:
             for note in resolved.notes:
@@ -124,16 +127,16 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
 
 def launch_ranks(options: argparse.Namespace, restarts: int = 0) -> int | None:
     """Run this command in `--nproc` processes; their exit code, or None in a process that must run it itself."""
-    world_size = read_dist_env().world_size
+    dist_env = read_dist_env()
     if restarts < 0:
         raise ConfigError(f"--restarts is {restarts}", "--restarts", "give 0 or more")
-    if options.nproc > 1 and world_size == 1:
-        return launch([*COMMAND, *options.words], options.nproc, restarts)
+    if options.nproc > 1 and dist_env.local_world_size == 1:
+        return launch([*COMMAND, *options.words], options.nproc, restarts, dist_env)
     if options.nproc < 1:
         raise ConfigError(f"--nproc is {options.nproc}", "--nproc", "give 1 or more")
-    if options.nproc not in (1, world_size):
-        what = f"--nproc {options.nproc} within a world size of {world_size}"
-        raise ConfigError(what, "--nproc", "leave it to torchrun or srun, or to --nproc")
+    if options.nproc not in (1, dist_env.local_world_size):
+        what = f"--nproc {options.nproc} in one of {dist_env.local_world_size} processes of this machine"
+        raise ConfigError(what, "--nproc", "let torchrun or srun start one process on each machine, or leave it out")
     return None
 
 

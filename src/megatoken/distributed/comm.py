@@ -4,7 +4,10 @@ Device tensors go by NCCL between CUDA devices and by gloo otherwise; flags and 
 wait for a device. A process that has died is noticed by the others within the time limit.
 """
 
+import os
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatoken.distributed.env import DistEnv
-from megatoken.errors import PeerError
+from megatoken.errors import ExitCode, PeerError
 from megatoken.system.torch_compat import abort_nccl
 
 JOIN_SECONDS = 120  # for all processes to join the group, and for any to take part in a step: all are at work
+ANSWER_SECONDS = 400  # for what accepts connections at the address; torch waits for its answer without a limit
 WAIT_SECONDS = 1800  # for flags and objects: rank 0 may be choosing kernels, sampling or pruning meanwhile
 PEER_LOST = re.compile("gloo|NCCL|closed by peer|timed out", re.IGNORECASE)  # in torch's errors about a lost process
 
@@ -98,6 +102,15 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
         yield Comm(dist_env)
         return
     address = f"{dist_env.address}:{dist_env.port}"
+
+    def fail() -> None:
+        what = f"rank {dist_env.rank} of {dist_env.world_size} could not join within {ANSWER_SECONDS} s"
+        sys.stderr.write(f"error: {PeerError(what, address, 'check that rank 0 listens there, not another program')}\n")
+        os._exit(ExitCode.PEER)
+
+    timer = threading.Timer(ANSWER_SECONDS, fail)
+    timer.daemon = True
+    timer.start()
     try:
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
@@ -111,6 +124,8 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
     except (RuntimeError, ValueError) as error:
         what = f"rank {dist_env.rank} of {dist_env.world_size} could not join: {str(error).splitlines()[0]}"
         raise PeerError(what, address, "check that all ranks were started and reach this address") from None
+    finally:
+        timer.cancel()
     try:
         with ignore_view_warning(), peer_errors(dist_env):
             yield comm

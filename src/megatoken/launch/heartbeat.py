@@ -1,7 +1,7 @@
 """Finds ranks that hang: each rank writes its phase and step to a file, which the process that started the ranks reads.
 
 A rank that waits for another writes as little as one that hangs. So a run hangs when every rank has written nothing for
-longer than its limit; the stacks then show which rank is not waiting in a collective.
+longer than its limit; the stacks then show which rank is not waiting in a collective, or waits in another one.
 """
 
 import faulthandler
@@ -10,14 +10,14 @@ import re
 import signal
 import subprocess
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megatoken.system.environment import heartbeat_file
 
 # Seconds without a heartbeat that every phase may take. A storage may stall, and a save may wait for the one before it.
-MIN_LIMIT_SECONDS = defaultdict(lambda: 300.0, step=10.0, save=1800.0)
+MIN_LIMIT_SECONDS = defaultdict(lambda: 300.0, step=8.0, save=1800.0)
 LIMIT_FACTOR = 5.0  # times the longest of the last RECENT ones
 RECENT = 64
 MEASURED_FIRST = 3  # the first steps compile and allocate
@@ -52,11 +52,12 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Reads the heartbeats of all ranks, in the process that started them; `folder` holds a file for each."""
+    """Reads the heartbeats of a machine's ranks, in the process that started them; `folder` holds a file for each."""
 
-    def __init__(self, folder: Path, nproc: int) -> None:
-        self.files = [folder / f"rank-{rank}" for rank in range(nproc)]
-        self._seen = [("", 0.0)] * nproc  # heartbeat, and when it came by `_clock`
+    def __init__(self, folder: Path, ranks: Collection[int], world_size: int) -> None:
+        self.files = {rank: folder / f"rank-{rank}" for rank in ranks}
+        self._seen = dict.fromkeys(ranks, ("", 0.0))  # heartbeat, and when it came by `_clock`
+        self._has_others = len(ranks) < world_size
         self._clock, self._looked_at = 0.0, time.monotonic()
 
     def read(self, rank: int) -> tuple[float, int, str]:
@@ -84,22 +85,33 @@ class Watchdog:
         """How long ago the last heartbeat of a rank came."""
         return self._clock - self._seen[rank][1]
 
-    def find_hung(self, processes: Mapping[int, "subprocess.Popen[str]"]) -> tuple[int, str]:
-        """The rank that the others wait for, and the stacks of all, of the processes by rank.
+    def find_hung(self, processes: Mapping[int, "subprocess.Popen[str]"]) -> tuple[str, str]:
+        """What is said about the rank that the others wait for, and the stacks of all, of the processes by rank.
 
-        It is one that does not answer, else one outside a collective, else the one at the earliest step.
+        It is one that does not answer, else one outside a collective, else one with another stack than most, else the
+        one at the earliest step. When all wait in collectives it may be on another machine, whose watchdog names it.
         """
         files = {rank: file for rank in processes if (file := stacks_file(self.files[rank])).exists()}
         for rank in files:
             processes[rank].send_signal(signal.SIGQUIT)
         time.sleep(DUMP_SECONDS if files else 0)
-        answers = {rank: file.read_text() for rank, file in files.items()}
+        answers = {rank: files[rank].read_text() if rank in files else "" for rank in processes}
+        places = {rank: split_threads(stacks)[-1] for rank, stacks in answers.items()}  # the main thread is the last
+        count = Counter(places.values())
 
-        def order(rank: int) -> tuple[bool, bool, int]:
-            return bool(answers.get(rank)), waits_in_collective(answers.get(rank, "")), self.read(rank)[1]
+        def order(rank: int) -> tuple[bool, bool, int, int]:
+            stacks = answers[rank]
+            return bool(stacks), waits_in_collective(stacks), count[places[rank]], self.read(rank)[1]
 
+        rank = min(processes, key=order)
+        what = f"rank {rank} hangs"
+        if self._has_others and waits_in_collective(answers[rank]):
+            what = f"all ranks of this machine wait, perhaps for another machine's; rank {rank} is"
         silent = "no answer: stopped by a signal, or in a system call that does not end\n"
-        return min(processes, key=order), "".join(f"rank {rank}:\n{text or silent}\n" for rank, text in answers.items())
+        return (
+            f"{what}, silent for {self.silent_seconds(rank):.0f} s{self.describe(rank)}",
+            "".join(f"rank {rank}:\n{stacks or silent}\n" for rank, stacks in answers.items()),
+        )
 
 
 def stacks_file(heartbeat: Path) -> Path:
@@ -109,5 +121,9 @@ def stacks_file(heartbeat: Path) -> Path:
 
 def waits_in_collective(stacks: str) -> bool:
     """Whether one of the threads' innermost calls belongs to torch.distributed or to this package's distributed."""
-    threads = re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)
-    return any("/distributed/" in "".join(thread.strip().splitlines()[:3]) for thread in threads)
+    return any("/distributed/" in "".join(thread.splitlines()[:3]) for thread in split_threads(stacks))
+
+
+def split_threads(stacks: str) -> list[str]:
+    """The stack of each thread, innermost call first, without its address."""
+    return [thread.strip() for thread in re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)]

@@ -1,7 +1,7 @@
 """Starts a command several times on this machine, each process with its rank in the environment; handles signals.
 
-Used by `--nproc` and `Trainer(nproc=...)` in place of torchrun: it starts at once, returns the run's own exit code and
-prints an error shared by all ranks once.
+Used by `--nproc` and `Trainer(nproc=...)`, alone or once on each of several machines (torchrun, srun): it finds ranks
+that hang, returns the run's own exit code and prints an error shared by all ranks once.
 """
 
 import ctypes
@@ -13,9 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,6 +33,8 @@ RESTARTS = 3  # in a row without progress
 GRACE_SECONDS = 10.0  # for the others after one has failed, and again after SIGTERM
 LOST_SECONDS = 2.0  # for the others after one was killed
 DRAIN_SECONDS = 1.0  # to read the rest of a rank's messages
+END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
+SAME_REQUEST_SECONDS = 0.5  # copies of a signal, from launchers that signal a process as well as its group
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 Process = subprocess.Popen[str]
@@ -58,6 +60,21 @@ def handle_signals(names: Sequence[str], handler: Callable[[int, FrameType | Non
             signal.signal(number, signal.SIG_DFL if old_handler is None else old_handler)
 
 
+class RepeatedSignal:
+    """Tells a second SIGTERM or SIGINT, which ends a process at once, from copies of the first."""
+
+    def __init__(self) -> None:
+        self._first_at: float | None = None
+
+    def is_repeated(self, number: int) -> bool:
+        """Note a signal; return whether it is a second one."""
+        if signal.Signals(number).name not in END_WHEN_REPEATED:
+            return False
+        now = time.monotonic()
+        self._first_at = now if self._first_at is None else self._first_at
+        return now - self._first_at >= SAME_REQUEST_SECONDS
+
+
 @contextmanager
 def stop_at_once(marker: Path | None = None) -> Iterator[None]:
     """Until train/preemption.py handles these signals, end the process as stopped: there is nothing to save yet."""
@@ -79,25 +96,37 @@ def write_stop_marker(marker: Path | None) -> ExitCode:
     return ExitCode.DONE
 
 
-def launch(command: Sequence[str], nproc: int, restarts: int = 0) -> int:
+def at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
+    """A call by which a process asks for a signal when the one that started it dies, however it does; Linux only."""
+    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, number) if sys.platform == "linux" else None
+
+
+def launch(command: Sequence[str], nproc: int, restarts: int = 0, machine: DistEnv | None = None) -> int:
     """Run `command` in `nproc` processes; return 0, or the exit code of the first that failed.
 
-    Signals are forwarded to all processes. When a process was killed, hangs (heartbeat.py) or lost another, all are
-    ended and started again, at most `restarts` times without progress in between. When this process is killed, the
-    others get SIGTERM, stop and save (Linux).
+    Signals are forwarded to all processes; a second SIGTERM or SIGINT kills them. When a process was killed, hangs
+    (heartbeat.py) or lost another, all are ended and started again, at most `restarts` times without progress in
+    between. When this process is killed, the others get SIGTERM, stop and save (Linux).
+
+    machine: the rank of this process where several machines run one each. Then a lost process ends the others of the
+    machine with code 7, for torchrun or Slurm to start all machines again.
     """
-    processes: list[Process] = []
+    machine = machine or DistEnv()
+    if machine.world_size > 1:
+        restarts = 0
+    processes: dict[int, Process] = {}
     forwarded: list[int] = []
-    furthest, failures = -1, 0
+    furthest, failures, repeated = -1, 0, RepeatedSignal()
+    where = f"{nproc * machine.world_size} ranks"
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        forwarded.append(number)
-        for process in processes:
-            process.send_signal(number)
+        forwarded.append(signal.SIGKILL if repeated.is_repeated(number) else number)
+        for process in list(processes.values()):
+            process.send_signal(forwarded[-1])
 
     with handle_signals(FORWARDED, forward):
         while True:
-            result = run_ranks(command, nproc, processes, forwarded)
+            result = run_ranks(command, nproc, machine, processes, forwarded)
             if not result.lost and not (restarts and result.code == ExitCode.PEER):
                 return result.code
             if -result.code in forwarded:
@@ -108,11 +137,11 @@ def launch(command: Sequence[str], nproc: int, restarts: int = 0) -> int:
             if failures > restarts or forwarded:
                 break
             fix = f"starting again from the newest checkpoint (restart {failures} of {restarts} without progress)"
-            _print(f"warning: {PeerError(what, f'{nproc} ranks', fix)}\n")
+            _print(f"warning: {PeerError(what, where, fix)}\n")
             processes.clear()
     what += f", and {restarts} restarts brought no progress" if failures > restarts > 0 else ""
-    fix = "check whether memory ran out; the same command goes on from the newest checkpoint"
-    _print(f"error: {PeerError(what, f'{nproc} ranks', fix)}\n")
+    fix = "if memory ran out, set machine.micro_batch to a smaller number"
+    _print(f"error: {PeerError(what, where, f'{fix}; the same command goes on from the newest checkpoint')}\n")
     return ExitCode.PEER
 
 
@@ -126,47 +155,51 @@ class LaunchResult:
     step: int
 
 
-def run_ranks(command: Sequence[str], nproc: int, processes: list[Process], forwarded: Sequence[int]) -> LaunchResult:
-    """Start the ranks, adding them to `processes`, relay what they print, and wait for all.
+def run_ranks(
+    command: Sequence[str], nproc: int, machine: DistEnv, processes: dict[int, Process], forwarded: Sequence[int]
+) -> LaunchResult:
+    """Start the ranks of a machine, adding them to `processes`, relay what they print, and wait for all.
 
     forwarded: signals that came while a rank was not there yet.
     """
-    port = find_free_port()
-    # A process asks for SIGTERM when this one dies.
-    on_start = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM) if sys.platform == "linux" else None
+    world_size, first = nproc * machine.world_size, nproc * machine.rank
+    shared = replace(machine, world_size=world_size, local_world_size=nproc)
+    if machine.world_size == 1:
+        shared = replace(shared, port=find_free_port())
+    # torchrun kills this process when it waits for a rank for too long: no rank may be left then.
+    on_start = at_parent_death(signal.SIGTERM if machine.world_size == 1 else signal.SIGKILL)
     errors: list[list[str]] = [[] for _ in range(nproc)]
     with tempfile.TemporaryDirectory(prefix="megatoken-", ignore_cleanup_errors=True) as folder:
-        watchdog = Watchdog(Path(folder), nproc)
+        watchdog = Watchdog(Path(folder), range(first, first + nproc), world_size)
         try:
-            for rank in range(nproc):
-                dist_env = DistEnv(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc, port=port)
+            for rank in watchdog.files:
+                dist_env = replace(shared, rank=rank, local_rank=rank - first)
                 environment = given_environment() | dist_env.variables()
                 if hasattr(signal, "SIGQUIT"):  # not on Windows
                     environment[HEARTBEAT] = str(watchdog.files[rank])
                 process = subprocess.Popen(
                     command,
                     env=environment,
-                    stderr=subprocess.PIPE if rank else None,  # rank 0 may draw on the terminal
+                    stderr=subprocess.PIPE if rank > first else None,  # rank 0 may draw on the terminal
                     text=True,
                     errors="replace",
                     preexec_fn=on_start,
                 )
-                processes.append(process)
-            for number, process in product(set(forwarded), processes):
+                processes[rank] = process
+            for number, process in product(set(forwarded), processes.values()):
                 process.send_signal(number)
-            relays = [
-                threading.Thread(target=relay, args=pair, daemon=True) for pair in zip(processes, errors, strict=True)
-            ]
+            pairs = zip(processes.values(), errors, strict=True)
+            relays = [threading.Thread(target=relay, args=pair, daemon=True) for pair in pairs]
             for thread in relays:
                 thread.start()
             code, lost = wait_for_all(processes, watchdog)
             for thread in relays:
                 thread.join(DRAIN_SECONDS)
-            print_errors([process.returncode for process in processes], errors)
+            print_errors([process.returncode for process in processes.values()], errors)
         finally:
-            for process in processes:
+            for process in processes.values():
                 process.kill()
-        return LaunchResult(code=code, lost=lost, step=max(watchdog.read(rank)[1] for rank in range(nproc)))
+        return LaunchResult(code=code, lost=lost, step=max(watchdog.read(rank)[1] for rank in processes))
 
 
 def relay(process: Process, errors: list[str]) -> None:
@@ -198,7 +231,7 @@ def _print(text: str) -> None:
         print(text, end="", file=sys.stderr, flush=True)
 
 
-def wait_for_all(processes: Sequence[Process], watchdog: Watchdog) -> tuple[int, str]:
+def wait_for_all(processes: Mapping[int, Process], watchdog: Watchdog) -> tuple[int, str]:
     """Wait for all processes, and end them when one has failed or hangs.
 
     After a failure the others get GRACE_SECONDS, and again after SIGTERM. Without a rank that was killed or hangs they
@@ -207,22 +240,21 @@ def wait_for_all(processes: Sequence[Process], watchdog: Watchdog) -> tuple[int,
     """
     deadline, first, terminated, lost = float("inf"), -1, False, ""
     while True:
-        codes = [process.poll() for process in processes]
-        failed = sorted((code == ExitCode.PEER, rank) for rank, code in enumerate(codes) if code)
+        codes = {rank: process.poll() for rank, process in processes.items()}
+        failed = sorted((code == ExitCode.PEER, rank) for rank, code in codes.items() if code)
         if failed and not terminated and (first < 0 or codes[first] == ExitCode.PEER):
             first = failed[0][1]
             code = codes[first] or 0
             deadline = min(deadline, time.monotonic() + (GRACE_SECONDS if code > 0 else LOST_SECONDS))
             if code < 0:
                 lost = f"rank {first} was killed by {signal.Signals(-code).name}{watchdog.describe(first)}"
-        running = {rank: processes[rank] for rank, code in enumerate(codes) if code is None}
+        running = {rank: processes[rank] for rank, code in codes.items() if code is None}
         if not running:
             break
         hangs = watchdog.all_silent(running) and first < 0
         if hangs or time.monotonic() > deadline:
             if not terminated and (hangs or codes[first] == ExitCode.PEER):
-                rank, stacks = watchdog.find_hung(running)
-                lost = f"rank {rank} hangs, silent for {watchdog.silent_seconds(rank):.0f} s{watchdog.describe(rank)}"
+                lost, stacks = watchdog.find_hung(running)
                 _print(stacks)
             can_save = not lost and not terminated
             for process in running.values():

@@ -1,7 +1,8 @@
 """Scripts that start a run on many machines by torchrun, Slurm, Kubernetes or SkyPilot, from files in templates/.
 
-A script starts the same command in every process, forwards the scheduler's warning signal, and restarts the run when it
-ended with 75 (stopped, resumable). The run folder and the dataset have to be on a shared file system.
+A script starts the same command once on every machine, which starts and watches its ranks (local.py), forwards the
+scheduler's warning signal, and restarts the run when it ended with 75 (stopped, resumable) or 7 (a rank lost). The run
+folder and the dataset have to be on a shared file system.
 """
 
 import json
@@ -18,6 +19,7 @@ from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import ConfigError, ExitCode
 
 ENGINES = {"torchrun": "torchrun.sh", "slurm": "slurm.sh", "k8s": "k8s.yaml", "skypilot": "skypilot.yaml"}
+MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit: for the current step and the save
 RESTARTED = ExitCode.DONE, ExitCode.STOPPED, ExitCode.PEER  # after any other code a restart is useless
 
@@ -68,14 +70,15 @@ def write_script(engine: str, job: Job) -> str:
     has_gpus = job.gpus != "none"
     if not has_gpus:
         template = re.sub(r".*%{n_gpus}.*\n", "", template)
-    train = shlex.join(["train", *job.train_args])
+    train = shlex.join(["train", "--nproc", str(job.nproc), *job.train_args])
     values = (
         asdict(job)
         | {
             "n_gpus": job.nproc,
             "machine": f"accelerators: {job.gpus}:{job.nproc}" if has_gpus else f"cpus: {job.nproc}+",
             "port": PORT,
-            "torchrun": f"python -P -m megatoken.launch.torchrun --nnodes {job.nodes} --nproc-per-node {job.nproc}",
+            "torchrun": f"python -P -m megatoken.launch.torchrun --nnodes {job.nodes} --nproc-per-node 1",
+            "max_restarts": MAX_RESTARTS if job.nodes > 1 else 0,  # on one machine --nproc starts ranks again
             "train": train.replace("\n", "\n  ")
             if engine == "skypilot"
             else train,  # the indentation of its YAML block
@@ -84,6 +87,7 @@ def write_script(engine: str, job: Job) -> str:
             "backoff_limit": 20 * job.nodes,
             "fatal": [int(code) for code in ExitCode if code not in RESTARTED],
             "stopped": int(ExitCode.STOPPED),
+            "attempts": " ".join(str(number + 1) for number in range(MAX_RESTARTS if job.nodes > 1 else 0)),
             "peer_lost": int(ExitCode.PEER),
         }
     )

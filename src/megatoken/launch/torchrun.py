@@ -1,7 +1,8 @@
 """torchrun with the run's exit code: launch scripts start `python -m megatoken.launch.torchrun` on every machine.
 
-torchrun alone ends with 1 for any failure and treats a stopped, saved run (75) as one. So a stopped run writes its code
-to a marker file and ends with 0 (`megatoken train --ending`).
+It starts one process on each, `megatoken train --nproc N`, which starts and watches the ranks (local.py); all of these
+start again when one has lost a rank. torchrun alone ends with 1 for any failure and treats a stopped, saved run (75) as
+one. So a stopped run writes its code to a marker file and ends with 0 (`megatoken train --ending`).
 """
 
 import signal
@@ -21,17 +22,22 @@ SAVE_SECONDS = 300  # from a signal until processes that have not ended are kill
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun; return 0, the code in the marker file, that of the first process that failed, or 128 + a signal."""
+    """Run torchrun; return 0, the code in the marker file, that of the process that failed, or 128 + a signal."""
     prepare_torchrun()
+    script = list(arguments).index("-m") + 2
     options = ["--signals_to_handle", ",".join(not_ignored(FORWARDED)), "--shutdown-timeout", str(SAVE_SECONDS)]
     with stop_at_once(), tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
         marker, code = Path(folder) / "ending", 0
         try:
-            run(parse_args([*options, *arguments, "--ending", str(marker)]))  # type: ignore[no-untyped-call]
+            parsed = parse_args([*options, *arguments[:script]])  # type: ignore[no-untyped-call]
+            # Not parsed: torchrun would take --nproc for an abbreviation of its own option.
+            parsed.training_script_args = [*arguments[script:], "--ending", str(marker)]
+            run(parsed)  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            print(f"error: rank {rank} ended with code {failure.exitcode}: see its messages", file=sys.stderr)
-            code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+            code = error.get_first_failure()[1].exitcode
+            if code < 0:  # others have said why they failed
+                print(f"error: the launcher was killed by {signal.Signals(-code).name}", file=sys.stderr)
+                code = 128 - code
         except SignalException as error:
             print(f"torchrun was stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
             code = 128 + error.sigval

@@ -1,8 +1,8 @@
 """Stop requests: signals and a wall-clock limit, polled by the training loop, which finishes its step and saves.
 
 SIGTERM, SIGINT, SIGUSR1 and 2 (warnings of batch schedulers) and SIGHUP (a closed terminal) only set a flag; nothing is
-saved or printed in a handler. A second SIGTERM or SIGINT ends the process at once with ExitCode.STOPPED. Copies of a
-signal within half a second count as one: launchers that signal the process as well as its group deliver two.
+saved or printed in a handler. A second SIGTERM or SIGINT ends the process at once with ExitCode.STOPPED, but a rank is
+ended by the process that started it: it may receive the first one twice, and the handler runs late in a long product.
 """
 
 import math
@@ -15,10 +15,9 @@ from typing import Self
 
 from megatoken.console import format_duration
 from megatoken.errors import ExitCode
-from megatoken.launch.local import FORWARDED, handle_signals
+from megatoken.launch.local import FORWARDED, RepeatedSignal, handle_signals
+from megatoken.system.environment import heartbeat_file
 
-_END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
-_SAME_REQUEST_SECONDS = 0.5
 _RECENT_STEPS = 16  # short enough to forget compilation
 _MARGIN = 1.5
 
@@ -35,7 +34,7 @@ class PreemptionHandler:
         self._limit = time_limit_seconds or 0.0
         self._deadline = math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
         self._reason = ""
-        self._first_request_at: float | None = None
+        self._repeated = RepeatedSignal()
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._save_seconds: float | None = None
         self._handlers = handle_signals(FORWARDED, self._on_signal)
@@ -82,12 +81,6 @@ class PreemptionHandler:
             self._save_seconds = max(save_seconds, self._save_seconds or 0.0)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        self.request_stop(name)
-        if name not in _END_WHEN_REPEATED:
-            return
-        now = time.monotonic()
-        if self._first_request_at is None:
-            self._first_request_at = now
-        elif now - self._first_request_at >= _SAME_REQUEST_SECONDS:
+        self.request_stop(signal.Signals(number).name)
+        if self._repeated.is_repeated(number) and heartbeat_file() is None:
             os._exit(ExitCode.STOPPED)

@@ -2,16 +2,21 @@
 # %{name}: %{nodes} machines of %{nproc} processes. Submit it: sbatch FILE
 #SBATCH --job-name=%{name}
 #SBATCH --nodes=%{nodes}
-#SBATCH --ntasks-per-node=%{nproc}
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=%{nproc}
 #SBATCH --gpus-per-node=%{n_gpus}
 #SBATCH --time=%{time}
 #SBATCH --signal=USR1@%{warn_seconds}
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
-# SIGUSR1 goes to every task: the run finishes its step, saves and ends with %{stopped}.
-code=0
-srun --kill-on-bad-exit=0 megatoken %{train} || code=$?
+# SIGUSR1 goes to every task: the run finishes its step, saves and ends with %{stopped}. After a lost rank (%{peer_lost}) it is started
+# again.
+for _ in 0 %{attempts}; do
+    code=0
+    srun --kill-on-bad-exit=0 megatoken %{train} || code=$?
+    [ "$code" -eq %{peer_lost} ] || break
+done
 if [ "$code" -eq %{stopped} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

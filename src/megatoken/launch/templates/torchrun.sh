@@ -3,4 +3,4 @@
 # Signals reach the run. The exit code is the run's: %{stopped} means stopped and saved, start it again.
 set -euo pipefail
 head=${1:?give the address of the first machine}
-exec %{torchrun} --max-restarts 3 --rdzv-backend c10d --rdzv-id %{name} --rdzv-endpoint "$head:%{port}" -m megatoken %{train}
+exec %{torchrun} --max-restarts %{max_restarts} --rdzv-backend c10d --rdzv-id %{name} --rdzv-endpoint "$head:%{port}" -m megatoken %{train}
