@@ -52,6 +52,7 @@ soak: $(VENV)/.dev
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
 	$(RECORD) flips -- $(BIN)python -m tests.soak.flip_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
+	$(RECORD) prepare-calls -- $(BIN)python tests/soak/prepare_soak.py calls
 	$(RECORD) config-soak -- $(BIN)python -m tests.soak.config_soak
 	$(RECORD) launch-soak -- $(BIN)python -m tests.soak.launch_soak
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory

@@ -127,6 +127,7 @@ def test_batch_that_does_not_divide_is_refused(corpus: tuple[Tokens, np.ndarray]
         DataLoader(corpus[0], seq_len=64, batch_size=3, seed=0, dp_size=5)
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize(
     ("n_tokens", "seq_len", "batch", "world_size", "fix"),
     [
@@ -219,6 +220,7 @@ def test_widened_ids_are_the_same_bits() -> None:
         assert np.array_equal(wide.numpy(), ids)
 
 
+@pytest.mark.fault(31, 34)
 def test_prefetcher_raises_where_the_batch_is_asked_for(tmp_path: Path) -> None:
     """A bad block stops the step that needs it, not the one before, and again when asked again."""
     ids = np.zeros(3 * (1 << 17) + 1, dtype=np.uint16)

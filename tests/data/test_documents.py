@@ -64,6 +64,7 @@ def refuse(source: str | Path | Source, **options: Any) -> MegatokenError:
 # --- one file of each format -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(37)
 def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "one<|endoftext|>two\r\n<|endoftext|>")
     write(tmp_path / "b.md", "three<|endoftext|>still three")
@@ -76,6 +77,7 @@ def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path) -
     assert counts == {"empty": 1}
 
 
+@pytest.mark.fault(38)
 def test_empty_documents_between_separators_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "<|endoftext|>one<|endoftext|><|endoftext|>\n <|endoftext|>two")
     assert read_all(find_source(str(path))) == (["one", "two"], {"empty": 3})
@@ -142,6 +144,7 @@ def test_bad_lines_are_named_or_skipped(tmp_path: Path, line: str, reason: str) 
 # --- bytes that are no text --------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(37)
 def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"fine\n<|endoftext|>\nb\xffad \xe2\x82 x<|endoftext|>good")
     source = find_source(str(path))
@@ -152,6 +155,7 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path: Path) -> None:
     assert "0xff" in message
 
 
+@pytest.mark.fault(37)
 def test_invalid_utf8_in_jsonl(tmp_path: Path) -> None:
     lines = [b'{"text": "a\xff"}', b'{"text": "b\\ud800"}', b'{"text": "c\\ud83d\\ude00"}']
     path = write(tmp_path / "a.jsonl", b"\n".join(lines))
@@ -161,6 +165,7 @@ def test_invalid_utf8_in_jsonl(tmp_path: Path) -> None:
     assert f"{path}:1" in str(refuse(source, invalid="fail"))
 
 
+@pytest.mark.fault(37)
 def test_binary_files_are_skipped_in_folders_and_refused_by_name(tmp_path: Path) -> None:
     binary = write(tmp_path / "a.txt", b"text\0text")
     write(tmp_path / "b.txt", "text")
@@ -180,6 +185,7 @@ def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
     assert "cannot read" in message
 
 
+@pytest.mark.fault(39)
 def test_a_file_changed_meanwhile_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "text")
     source = find_source(str(path))

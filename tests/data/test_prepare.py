@@ -1,19 +1,24 @@
 """Text to shards: exact tokens, the same bytes for any workers and any interruption, and clear refusals."""
 
 import errno
+import gzip
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import filelock
@@ -22,13 +27,14 @@ import pytest
 import tokenizers
 
 from megatoken.data import corpus_reader as reader
-from megatoken.data import documents
+from megatoken.data import documents, encode_workers
 from megatoken.data import prepare as preparation
 from megatoken.data.gpt2_vocab import TIKTOKEN_VOCAB
 from megatoken.data.prepare import PrepareResult, Progress, prepare
 from megatoken.data.shard_format import BLOCK_BYTES, HEADER_BYTES, hash_block, hash_blocks, read_header, read_manifest
 from megatoken.data.tokenizer import load_saved_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
+from tests.soak import prepare_soak
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 EOT = 256  # of the tokenizer "bytes"
@@ -122,6 +128,7 @@ def test_shards_hold_the_stream_in_pieces(tmp_path: Path) -> None:
     assert (parts.tokens, parts.shards) == (whole.tokens, -(-whole.tokens // 9999))
 
 
+@pytest.mark.fault(38)
 def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(BLOCK_BYTES).hex()
     result = prepare(
@@ -141,6 +148,7 @@ def test_tiny_shakespeare_has_the_published_number_of_tokens(tmp_path: Path, mon
     assert load_saved_tokenizer(tmp_path / "tokenizer").decode(ids) == (DATA / "tinyshakespeare.txt").read_text()
 
 
+@pytest.mark.fault(37)
 def test_counts_are_exact_and_in_the_manifest(tmp_path: Path) -> None:
     source = make_corpus(tmp_path / "corpus")
     zero = {"empty": 0, "replaced": 0, "skipped": 0, "binary_files": 0, "seams": 0, "val_from_tail_tokens": 0}
@@ -197,6 +205,7 @@ def test_duplicates_land_on_the_same_side(tmp_path: Path) -> None:
         assert sorted(side.count(f"document {number} x".encode()) for side in sides) == [0, 2]
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize(
     ("length", "fraction", "shard_tokens", "expected"),
     [
@@ -265,6 +274,7 @@ def stop_after(number: int) -> Callable[[Progress], None]:
     return interrupt
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("name", ["fsync", "replace", "unlink"])
 @pytest.mark.parametrize("documents_in_corpus", ["many", "one"])
 def test_a_full_disk_at_any_moment_loses_nothing(
@@ -335,6 +345,7 @@ assert "torch" not in sys.modules and "multiprocessing" not in sys.modules
 """
 
 
+@pytest.mark.fault(35)
 def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks: None) -> None:
     source = str(make_corpus(tmp_path / "corpus"))
     settings: dict[str, Any] = {"tokenizer": "bpe:300", "shard_tokens": 20_000, "val_fraction": 0.1}
@@ -350,6 +361,15 @@ def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks:
         wait_for_group(child.pid)
     subprocess.run(command, check=True)
     assert read_folder(tmp_path / "out") == read_folder(tmp_path / "whole")
+
+
+@pytest.mark.fault(35, 36)
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_a_kill_or_an_error_at_a_system_call(tmp_path: Path) -> None:
+    """Two of the points of the soak."""
+    result = prepare_soak.run_calls(tmp_path, Namespace(sample=2, jobs=1, seed=3))
+    assert (result["tried"], result["failures"]) == (2, [])
+    assert result["points"] > 600
 
 
 def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path) -> None:
@@ -398,6 +418,26 @@ def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: sig
     wait_for_group(child.pid)
 
 
+@pytest.mark.fault(34)
+def test_a_stopped_process_is_told_to_go_on(
+    tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_workers, "WAKE_SECONDS", 0.05)
+    source, stopped = make_corpus(tmp_path / "corpus"), []
+
+    def stop_children(progress: Progress) -> None:
+        if not stopped:
+            stopped.extend(list_children())
+            for child in stopped:
+                os.kill(child, signal.SIGSTOP)
+
+    prepare(str(source), tmp_path / "whole", tokenizer="bytes", workers=1)
+    prepare(str(source), tmp_path / "out", tokenizer="bytes", workers=2, on_progress=stop_children)
+    assert len(stopped) == 2
+    assert read_folder(tmp_path / "out") == read_folder(tmp_path / "whole")
+
+
+@pytest.mark.fault(34)
 def test_a_lost_process_is_one_error(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
     threads, others = threading.active_count(), list_children()
@@ -479,6 +519,7 @@ def test_two_datasets_are_never_mixed(
     assert {name: data for name, data in read_folder(out).items() if name != ".lock"} == before
 
 
+@pytest.mark.fault(39)
 def test_an_input_edited_in_place_is_noticed(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
     prepare(str(source), tmp_path / "out", tokenizer="bytes")
@@ -499,6 +540,19 @@ def test_datasets_and_runs_are_no_text(tmp_path: Path, pattern: str) -> None:
         result = prepare(text, source / name, tokenizer="bytes", val_fraction=0)
         assert bytes(read_split(source / name, "train")) == b"some text"
     assert result.unchanged
+
+
+def test_a_pattern_that_matches_its_own_output(tmp_path: Path) -> None:
+    """`prepare 'corpus/*' --out corpus`, twice: what was written the first time is no text."""
+    write(tmp_path / "a.txt", "some text")
+    for pattern in ("*", "**/*"):
+        result = prepare(f"{tmp_path}/{pattern}", tmp_path, tokenizer="bytes", val_fraction=0)
+        assert bytes(read_split(tmp_path, "train")) == b"some text"
+        assert prepare(f"{tmp_path}/{pattern}", tmp_path, tokenizer="bytes", val_fraction=0).unchanged
+        assert not result.unchanged
+        for path in (*tmp_path.glob("*.bin"), tmp_path / "manifest.json", tmp_path / "inputs.xxh3"):
+            path.unlink()
+        shutil.rmtree(tmp_path / "tokenizer")
 
 
 def test_an_input_replaced_by_an_older_file_is_noticed(tmp_path: Path) -> None:
@@ -559,6 +613,7 @@ def test_one_writer_a_folder(tmp_path: Path) -> None:
     prepare(str(source), out, tokenizer="bytes")
 
 
+@pytest.mark.fault(38)
 def test_nothing_but_empty_documents_is_refused_and_can_be_mended(tmp_path: Path) -> None:
     write(tmp_path / "in" / "a.txt", "")
     write(tmp_path / "in" / "b.txt", b"\0")
@@ -574,6 +629,7 @@ def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> No
         assert str(out) in refuse(ExitCode.STORAGE, source, out)
 
 
+@pytest.mark.fault(36)
 def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", "some words here " * 400_000)
     program = (
@@ -587,6 +643,35 @@ def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
     assert printed.startswith(f"{int(ExitCode.STORAGE)} cannot write: File too large, ")
     assert " free" in printed
     assert prepare(str(source), tmp_path / "out", tokenizer="bytes").tokens == 6_400_000
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])
+def test_too_little_room_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The estimate is of tokens, not of bytes of text, and of what is not written yet."""
+    draw, spec = random.Random(0), "bpe:300" if name == "a.txt" else "bytes"
+    rows = [f'{{"text": "{draw.randbytes(15_000).hex()}"}}\n' for _ in range(60)]
+    source = write(
+        tmp_path / name, "one two three " * 20_000 if name == "a.txt" else gzip.compress("".join(rows).encode())
+    )
+    make = partial(prepare, source, tokenizer=spec, val_fraction=0, workers=1, shard_tokens=50_000)
+    tokens = make(tmp_path / "whole").tokens
+
+    def leave(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+    leave(tokens)  # half of what is needed, two bytes a token
+    message = refuse(ExitCode.STORAGE, source, tmp_path / "out", tokenizer=spec, val_fraction=0)
+    needed = int(re.search(r"about ([0-9,]+) bytes needed, ([0-9,]+) free", message)[1].replace(",", ""))  # type: ignore[index]
+    assert abs(needed - 2 * tokens) < 0.1 * tokens
+    assert not list((tmp_path / "out").glob("*.bin"))
+    leave(2 * tokens)
+    assert make(tmp_path / "enough").tokens == tokens
+    if name != "a.txt":  # it has two chunks
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "half", on_progress=stop_after(1))
+        leave(tokens)
+        assert make(tmp_path / "half").resumed
 
 
 @pytest.mark.parametrize(

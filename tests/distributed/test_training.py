@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from megatoken.checkpoint.commit import list_steps
 from megatoken.config.load import resolve
 from megatoken.console import Console
+from megatoken.data.dataloader import DataLoader
+from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
 from megatoken.launch.local import launch
@@ -221,6 +224,27 @@ def test_a_refusal_is_printed_once(shards: Path, alone: Path, tmp_path: Path) ->
     assert done.returncode == ExitCode.CONFIG, done.stderr
     assert "optim.lr" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.fault(30, 34)
+def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path) -> None:
+    """The block that rank 1 reads first at step 2; rank 0 computes on until it misses rank 1."""
+    data = tmp_path / "shards"
+    prepare(shards.parent / "text.txt", data, tokenizer="bytes", val_fraction=0.1, shard_tokens=64)
+    loader = DataLoader(load_dataset(data).train, seq_len=16, batch_size=12, seed=3)
+    read = [
+        {number * 16 // 64, (number + 1) * 16 // 64} for step in range(3) for number in loader.windows(step).tolist()
+    ]
+    index = min(set().union(*read[30:]) - set().union(*read[:30]))
+    with (data / f"train_{index:06d}.bin").open("r+b") as file:
+        file.seek(1030)
+        file.write(b"\xee")
+    done = train(data, tmp_path / "run", 2, "machine.micro_batch=6", "seed=3", "log.every=1")
+    assert done.returncode == ExitCode.DATA, done.stderr
+    assert re.search(
+        rf"^\[rank 1\] error: shard is damaged: block 0 .*train_{index:06d}\.bin", done.stderr, re.MULTILINE
+    )
+    assert {row["step"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"} <= {1, 2}
 
 
 @pytest.mark.fault(7)

@@ -1,6 +1,7 @@
-"""Soak of `prepare`: kills and memory. Run by hand; minutes, not seconds.
+"""Soak of `prepare`: kills at random, kills and errors at every system call that touches the output, memory.
 
-    python tests/soak/prepare_soak.py kills  --kills 20
+    python tests/soak/prepare_soak.py kills  --kills 100
+    python tests/soak/prepare_soak.py calls  --sample 0          (0: every point; needs Linux with strace)
     python tests/soak/prepare_soak.py memory --megabytes 1000 --form txt      (txt, jsonl or files)
 
 Each ends in one line of JSON. The corpora are made from the standard library's own words, always the same. `gpt2` needs
@@ -11,18 +12,42 @@ import argparse
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from megatoken.bench.data import make_documents, write_jsonl
+
+CALLS = (
+    "?open,openat,?creat,write,?pwrite64,?writev,fsync,?fdatasync,?rename,?renameat,?renameat2,?unlink,?unlinkat,"
+    "?rmdir,?mkdir,?mkdirat,ftruncate,?flock"
+)
+INJECTED = {"kill": "signal=SIGKILL", "ENOSPC": "error=ENOSPC", "EIO": "error=EIO"}
+# The command with small chunks, so that a corpus of 60 kB has a dozen of them.
+SMALL_CHUNKS = """
+import sys
+from megatoken.cli.main import main
+from megatoken.data import corpus_reader, documents
+corpus_reader.CHUNK_BYTES = documents.CHUNK_BYTES = 5000
+sys.exit(main(["prepare", *sys.argv[1:], "--workers", "1"]))
+"""
+# Many documents of two splits; one document, whose tokens are moved between the splits at the end.
+SCENARIOS = {
+    "many": ("files", ["--tokenizer", "bpe:300", "--shard-tokens", "9000", "--val-fraction", "0.2"]),
+    "one": ("txt", ["--tokenizer", "bytes", "--shard-tokens", "20000", "--val-fraction", "0.999"]),
+}
 
 
 def write_corpus(folder: Path, total_bytes: int, form: str) -> None:
@@ -40,13 +65,10 @@ def write_corpus(folder: Path, total_bytes: int, form: str) -> None:
 
 
 def start_preparing(corpus: Path, out: Path, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
-    program = (
-        "import sys; from megatoken.data import prepare;"
-        " prepare.prepare(sys.argv[1], sys.argv[2], tokenizer=sys.argv[3], workers=int(sys.argv[4]),"
-        " shard_tokens=int(sys.argv[5]))"
-    )
-    settings = [arguments.tokenizer, str(arguments.workers), str(arguments.shard_tokens)]
-    return subprocess.Popen([sys.executable, "-c", program, str(corpus), str(out), *settings], start_new_session=True)
+    command = [sys.executable, "-P", "-m", "megatoken", "prepare", str(corpus), "--out", str(out), "--json"]
+    command += ["--tokenizer", arguments.tokenizer, "--workers", str(arguments.workers)]
+    command += ["--shard-tokens", str(arguments.shard_tokens)]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def hash_folder(folder: Path) -> dict[str, str]:
@@ -58,33 +80,126 @@ def hash_folder(folder: Path) -> dict[str, str]:
 
 
 def run_kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Kill the parent at random moments until it finishes; the folder must equal the uninterrupted one."""
+    """Kill the parent, or one of its processes, at random moments; the folder must equal the uninterrupted one."""
     corpus = folder / "corpus"
     corpus.mkdir()
     write_corpus(corpus, arguments.megabytes * 10**6, arguments.form)
     started = time.monotonic()
     assert start_preparing(corpus, folder / "whole", arguments).wait() == 0
     whole_seconds = time.monotonic() - started
-    draw, kills, rounds, orphans = random.Random(0), 0, 0, 0
+    draw, rounds, orphans = random.Random(arguments.seed), 0, 0
+    kills: Counter[str] = Counter()
     expected = hash_folder(folder / "whole")
-    while kills < arguments.kills:
+    while kills.total() < arguments.kills:
         out = folder / f"killed{rounds}"
         rounds += 1
         while True:
             child = start_preparing(corpus, out, arguments)
             try:
-                code = child.wait(draw.uniform(0, whole_seconds) if kills < arguments.kills else None)
+                code = child.wait(draw.uniform(0, whole_seconds) if kills.total() < arguments.kills else None)
             except subprocess.TimeoutExpired:
-                os.kill(child.pid, signal.SIGKILL)
-                child.wait()
-                kills += 1
+                workers = list(list_family(child.pid))[1:] if kills.total() % 2 else []
+                victim = draw.choice(workers or [child.pid])
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+                code = child.wait(60)
+                kills["worker" if workers else "parent"] += 1
                 orphans += count_group(child.pid, seconds=5)
-                continue
-            assert code == 0, f"exit code {code} after {kills} kills"
+                if code == (7 if workers else -signal.SIGKILL):
+                    continue
+            assert code == 0, f"exit code {code} after {kills.total()} kills"  # also when all was done before the kill
             break
         actual = hash_folder(out)
         assert actual == expected, {name for name in actual | expected if actual.get(name) != expected.get(name)}
-    return {"kills": kills, "runs_finished": rounds, "byte_identical": True, "orphans": orphans}
+        shutil.rmtree(out)
+    return {"killed": dict(kills), "runs_finished": rounds, "byte_identical": True, "orphans": orphans}
+
+
+def run_calls(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Kill or fail `prepare` at each of its system calls on the output; the same command must then give the same bytes.
+
+    A point that fails is listed with its reason; the soak goes on.
+    """
+    points, outcomes, failures = [], Counter[str](), []
+    for scenario, (form, _) in SCENARIOS.items():
+        (folder / scenario).mkdir()
+        write_corpus(folder / scenario, 60_000, form)
+        log, out = folder / f"{scenario}.log", folder / f"{scenario}-whole"
+        done = trace(folder, scenario, out, log)
+        assert done.returncode == 0, done.stderr
+        calls = list_calls(log, out)
+        points += [(scenario, call, n, injected) for call, n in calls for injected in INJECTED]
+    total = len(points)
+    draw = random.Random(arguments.seed)
+    points = draw.sample(points, arguments.sample) if 0 < arguments.sample < total else points
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        tries = [pool.submit(try_point, folder, *point) for point in points]
+        for point, attempt in zip(points, tries, strict=True):
+            try:
+                outcomes[f"{point[0]} {point[3]} {attempt.result()}"] += 1
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                failures.append(f"{point}: {error}")
+    return {"points": total, "tried": len(points), "outcomes": dict(sorted(outcomes.items())), "failures": failures}
+
+
+def try_point(folder: Path, scenario: str, call: str, n: int, injected: str) -> str:
+    """Disturb one preparation at one call, and run it again: how it ended at first. Raises AssertionError."""
+    out = folder / f"{scenario}-{call}-{n}-{injected}"
+    log = out.with_suffix(".log")
+    done = trace(folder, scenario, out, log, "-e", f"inject={call}:{INJECTED[injected]}:when={n}")
+    assert (call, n) in list_calls(log, out), "hit something else"
+    if injected == "kill":
+        assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), f"exit code {done.returncode}"
+        outcome = "killed"
+    elif done.returncode == 0:
+        outcome = "done"
+    else:
+        lines = [line for line in done.stderr.splitlines() if "error: " in line]
+        assert done.returncode in (3, 5), f"exit code {done.returncode}: {done.stderr[-400:]}"
+        assert len(lines) == 1, done.stderr[-400:]
+        assert str(out) in lines[0], lines[0]
+        assert "Traceback" not in done.stderr, done.stderr[-400:]
+        outcome = f"exit {done.returncode}"
+    again = subprocess.run(prepare_small(folder, scenario, out), capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, f"the second time: {again.stderr[-400:]}"
+    actual, expected = hash_folder(out), hash_folder(folder / f"{scenario}-whole")
+    assert actual == expected, {name for name in actual | expected if actual.get(name) != expected.get(name)}
+    shutil.rmtree(out)
+    log.unlink()
+    return outcome
+
+
+def prepare_small(folder: Path, scenario: str, out: Path) -> list[str]:
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        SMALL_CHUNKS,
+        str(folder / scenario),
+        "--out",
+        str(out),
+        *SCENARIOS[scenario][1],
+    ]
+
+
+def trace(folder: Path, scenario: str, out: Path, log: Path, *injection: str) -> subprocess.CompletedProcess[str]:
+    """Run a small preparation under strace. Without -f: its first thread makes all calls on the output."""
+    strace = ["strace", "-y", "-s", "200", "-o", str(log), "-e", f"trace={CALLS}", "-e", "signal=none", *injection]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "RAYON_NUM_THREADS": "1"}
+    command = [*strace, *prepare_small(folder, scenario, out)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def list_calls(log: Path, out: Path) -> list[tuple[str, int]]:
+    """Each call on the output folder: its name, and its number among those of its name."""
+    counts: Counter[str] = Counter()
+    calls = []
+    for line in log.read_text(errors="replace").splitlines():
+        if match := re.match(r"([a-z0-9_]+)\(", line):
+            counts[match[1]] += 1
+            if re.search(rf"[\"<]{re.escape(str(out))}[\"/>]", line):
+                calls.append((match[1], counts[match[1]]))
+    return calls
 
 
 def count_group(group: int, seconds: float) -> int:
@@ -148,23 +263,31 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "memory"])
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("what", choices=["kills", "calls", "memory"])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--sample", type=int, default=0, help="points of `calls` to try; 0: all")
+    parser.add_argument("--jobs", type=int, default=2, help="points of `calls` at a time")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--megabytes", type=int)
     parser.add_argument("--form", choices=["txt", "jsonl", "files"], default="txt")
     parser.add_argument("--tokenizer", default="gpt2")
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000)
+    parser.add_argument("--shard-tokens", type=int)
     arguments = parser.parse_args()
-    sizes = {"kills": 60, "memory": 1000}
-    arguments.megabytes = arguments.megabytes or sizes[arguments.what]
-    run = {"kills": run_kills, "memory": run_memory}[arguments.what]
+    megabytes, shard_tokens = {"kills": (15, 10**6), "calls": (0, 0), "memory": (1000, 10**8)}[arguments.what]
+    arguments.megabytes, arguments.shard_tokens = (
+        arguments.megabytes or megabytes,
+        arguments.shard_tokens or shard_tokens,
+    )
+    run = {"kills": run_kills, "calls": run_calls, "memory": run_memory}[arguments.what]
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result = run(Path(folder), arguments)
-    print(json.dumps({"what": arguments.what} | vars(arguments) | result))
+        result = run(Path(folder).resolve(), arguments)
+    print(json.dumps(vars(arguments) | {"seconds": round(time.monotonic() - started, 1)} | result))
+    return int(bool(result.get("failures") or result.get("orphans")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

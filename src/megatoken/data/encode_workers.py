@@ -11,7 +11,7 @@ import subprocess
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -21,6 +21,7 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, PeerError
 from megatoken.system.environment import python_command
 
+WAKE_SECONDS = 5.0  # without an answer, then children that somebody stopped (SIGSTOP) are told to go on
 _PROGRAM = "from megatoken.data.encode_workers import serve; serve()"
 
 
@@ -57,15 +58,22 @@ def encode_chunks(
             pending.append((chunk, threads.submit(encode, chunk)))
             if len(pending) > 2 * workers:
                 first, future = pending.popleft()
-                yield first, future.result()
+                yield first, _wait(future, children)
         for first, future in pending:
-            yield first, future.result()
+            yield first, _wait(future, children)
     finally:
         for child in children:
             child.kill()  # the threads that wait for its answer wake up
         threads.shutdown(cancel_futures=True)
         for child in children:
             child.communicate()  # closes the pipes and waits
+
+
+def _wait(future: Future[Encoded], children: list[subprocess.Popen[bytes]]) -> Encoded:
+    while not wait([future], WAKE_SECONDS).done:
+        for child in children if hasattr(signal, "SIGCONT") else ():
+            child.send_signal(signal.SIGCONT)  # nothing happens to one that runs
+    return future.result()
 
 
 def _ask(child: subprocess.Popen[bytes], request: bytes) -> Encoded:

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatoken.data.corpus_reader import ReadPosition, read_chunks, sample_texts
 from megatoken.data.dataset import load_dataset
-from megatoken.data.documents import Invalid, PrepareOptions, token_dtype
+from megatoken.data.documents import Invalid, PrepareOptions, encode_segments, token_dtype
 from megatoken.data.encode_workers import encode_chunks
 from megatoken.data.shard_format import (
     DESCRIPTION_NAME,
@@ -44,6 +44,9 @@ MAX_SHARD_TOKENS = 2**31 - 1  # llm.c keeps the count in an int32
 WORKER_BYTES = 4 << 20  # of input make another process worth its start
 _ANOTHER_OUT = "choose another --out or delete the folder"
 MIN_VAL_TOKENS = 1025  # one window of GPT-2 and its last target
+MOST_COMPRESSED = 16  # bytes of text in a byte of parquet, .gz or .zst
+SPACE_SAMPLES = 8  # chunks of text that tell how many tokens a byte gives
+SURE_SHARE = 0.8  # of that estimate must fit: where it is near the limit, the disk decides
 COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
 
 
@@ -143,8 +146,10 @@ def prepare(
         else:
             saved = given or load_tokenizer(tokenizer, sample)
             saved.save(out / "tokenizer")
+        options = replace(options, split_points=saved.split_points)
         with closing(_DatasetWriter(out, state, saved, shard_tokens, corpus, on_progress)) as writer:
-            writer.write_documents(replace(options, split_points=saved.split_points), workers)
+            writer.check_space(options)
+            writer.write_documents(options, workers)
             writer.balance_splits(val_fraction)
             manifest = writer.finish()
         return _summarize(manifest, started, resumed=resumed)
@@ -166,6 +171,27 @@ class _DatasetWriter:
         about = self.dtype, self.shard_tokens, self.tokenizer.fingerprint
         with storage_errors(self.out):
             self.splits = {name: ShardWriter(self.out, name, *about, self.state.tokens[name]) for name in SPLITS}
+
+    def check_space(self, options: PrepareOptions) -> None:
+        """Raise StorageError unless the rest of the shards fits on the disk, estimated from samples where it is close.
+
+        Raises DataError as `read_chunks` and `encode_segments`.
+        """
+        files, free = self.corpus.files, shutil.disk_usage(self.out).free
+        packed = any(file.compression or file.format == "rows" for file in files)
+        written = sum(self.state.tokens.values())
+        if self._token_bytes(self.corpus.size_bytes * (MOST_COMPRESSED if packed else 1) - written) <= free:
+            return  # a token has at least one byte of text
+        tokens = read_bytes = 0
+        for index in range(0, len(files), -(-len(files) // SPACE_SAMPLES)):
+            chunk = next(read_chunks(self.corpus, options, ReadPosition(index)))
+            ids = encode_segments(chunk.segments, options, self.tokenizer)
+            tokens += len(ids.train) + len(ids.val)
+            read_bytes += chunk.done_bytes - sum(file.size for file in files[:index])
+        needed = self._token_bytes(round(self.corpus.size_bytes * tokens / max(1, read_bytes)) - written)
+        if needed * SURE_SHARE > free:
+            what = f"not enough room for the shards: about {needed:,} bytes needed, {free:,} free"
+            raise StorageError(what, self.out, "make room or choose another --out")
 
     def write_documents(self, options: PrepareOptions, workers: int) -> None:
         """Encode the rest of the corpus. Raises errors as `read_chunks` and `encode_chunks`, and StorageError."""
@@ -245,6 +271,9 @@ class _DatasetWriter:
             writer.sync()
         self.state.tokens = {name: writer.tokens for name, writer in self.splits.items()} | kept
         _save_state(self.out, self.state)
+
+    def _token_bytes(self, tokens: int) -> int:
+        return tokens * np.dtype(self.dtype).itemsize
 
     def _full_shards(self) -> int:
         return sum(writer.tokens // self.shard_tokens for writer in self.splits.values())

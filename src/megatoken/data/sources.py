@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import re
 import stat
 import sysconfig
 import urllib.request
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 
-from megatoken.data.shard_format import DESCRIPTION_NAME
+from megatoken.data.shard_format import DESCRIPTION_NAME, INPUTS_NAME, MANIFEST_NAME, PROGRESS_NAME
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
@@ -40,6 +41,9 @@ HUB = {  # name -> dataset repository on the Hugging Face hub, its files
 _TIMEOUT_SECONDS = 10
 INSTALL_DATA = 'pip install "megatoken[data]"'
 NAMES = ("python", "tinyshakespeare", *HUB)
+
+_OWN_NAMES = (MANIFEST_NAME, PROGRESS_NAME, INPUTS_NAME, "tokenizer.json", DESCRIPTION_NAME)
+_OWN_FILES = re.compile("|".join((*map(re.escape, _OWN_NAMES), r"(train|val)_[0-9]{6,}\.bin")))
 
 # Left out of the corpus "python": tests, installed packages, an editor, a converter, demos.
 _NOT_PYTHON = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
@@ -115,7 +119,7 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         named = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
         below = {folder for path in paths for folder in path.parents if not named.is_relative_to(folder)}
         left_out = {folder for folder in below if _is_output(folder, exclude)}
-        paths = [path for path in paths if left_out.isdisjoint(path.parents)]
+        paths = [path for path in paths if left_out.isdisjoint(path.parents) and not _is_own(path, exclude)]
         _refuse_shards(paths)
         if not (matches := [path for path in paths if path.is_file()]):
             raise DataError("no file matches the pattern", spec, "check it; quote it against the shell")
@@ -220,6 +224,12 @@ def _walk(folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()) -> l
 def _is_output(folder: Path, out: Path | None) -> bool:
     """Whether this is `out`, or a dataset or run that was written before."""
     return bool(out and folder.resolve() == out.resolve()) or (folder / "tokenizer" / DESCRIPTION_NAME).is_file()
+
+
+def _is_own(path: Path, out: Path | None) -> bool:
+    """Whether this file of `out` was written by a preparation; text may lie beside them."""
+    places = (out.resolve(), out.resolve() / "tokenizer") if out else ()
+    return path.resolve().parent in places and bool(_OWN_FILES.fullmatch(path.name))
 
 
 def _refuse_shards(paths: Iterable[Path]) -> None:
