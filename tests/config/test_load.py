@@ -160,6 +160,12 @@ def test_changes_are_listed_with_what_a_resume_may_do() -> None:
     ]
 
 
+def test_a_secret_that_the_run_folder_does_not_hold_is_no_change() -> None:
+    old = load_config("quickstart", "sample.prompt=see https://***@host")
+    new = load_config("quickstart", "sample.prompt=see https://user:password@host")
+    assert list_changes(old, new) == []
+
+
 def test_initial_weights_of_a_resume_may_be_left_out_but_not_be_others() -> None:
     old, new, other = (load_config("quickstart", f"model.init={name}") for name in ("a", "", "b"))
     assert list_changes(old, new) == []

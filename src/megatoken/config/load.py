@@ -19,6 +19,7 @@ from megatoken.config.fields import Resume, parse_value
 from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.config.schema import ALIASES, FIELDS, Config, build_config, flatten, validate
 from megatoken.errors import ConfigError
+from megatoken.redact import redact
 
 VERSION = 1
 SHIPPED = Path(__file__).parent / "recipes"
@@ -318,6 +319,7 @@ def list_changes(old: Config, new: Config) -> list[Change]:
             resume = "guarded"
         if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].is_registered(new.optim.name):
             resume = "fatal"
-        if before[key] != after[key]:
-            changes.append(Change(key, format_value(before[key]), format_value(after[key]), resume))
+        was, is_now = (redact(format_value(values[key])) for values in (before, after))  # a run folder holds no secret
+        if was != is_now:
+            changes.append(Change(key, was, is_now, resume))
     return changes
