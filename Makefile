@@ -49,6 +49,7 @@ soak: $(VENV)/.dev
 	$(RECORD) commit-soak -- $(BIN)python tests/soak/commit_soak.py
 	$(RECORD) kills -- $(BIN)python -m tests.soak.kill_soak --state runs/kills.json
 	$(RECORD) chaos -- $(BIN)python -m tests.soak.chaos_soak --work runs/chaos
+	$(RECORD) hash-cost -- $(BIN)python -m tests.soak.hash_cost
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
 	$(RECORD) flips -- $(BIN)python -m tests.soak.flip_soak
 	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills

@@ -235,15 +235,13 @@ class TrainLoop:
                         run.comm.any(True)  # ranks that have not read these numbers yet stop, read and raise, too
                         raise
             self.sync_metrics()
-            run.heartbeat.beat("last_save", state.step)
-            self.saver.save()  # written while the last actions compute: a run that is killed there loses no step
+            self.saver.try_save()  # written while the last actions compute: a run that is killed there loses no step
             self.call_actions([action for action in self.actions if action.at_end])
         except StopRequested:
             code = ExitCode.STOPPED
         self.sync_metrics()
         run.heartbeat.beat("finish", state.step)
-        self.saver.save()
-        self.saver.commit_pending()
+        self.saver.save_last()
         return code
 
     def call_actions(self, actions: Sequence[Action]) -> None:

@@ -12,11 +12,17 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from megatoken.checkpoint import commit as protocol
 from megatoken.checkpoint.commit import commit, find_newest, list_steps, prune, remove_leftovers
 from megatoken.checkpoint.manifest import FileEntry, hash_file, verify
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import ExitCode, MegatokenError, StorageError
 
 SOAK = Path(__file__).parents[1] / "soak" / "commit_soak.py"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "RETRY_SECONDS", (0.0, 0.0))
 
 
 def commit_small(root: Path, step: int, **options: object) -> Path:
@@ -123,6 +129,7 @@ def test_prune_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
     assert list_names(tmp_path) == ["step-00000030"]
 
 
+@pytest.mark.fault(4)
 def test_prune_counts_valid_checkpoints_only(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
         commit_small(tmp_path, step)
@@ -214,6 +221,84 @@ def test_a_failing_writer_leaves_only_earlier_checkpoints(tmp_path: Path, failur
     assert list_names(tmp_path) == ["step-00000001"]
 
 
+@pytest.mark.fault(20)
+def test_a_checkpoint_is_not_committed_unless_every_fsync_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, good = os.fsync, [7]  # calls that succeed: of the parent, 2 files, the manifest, 2 folders, the root
+
+    def fail_after_good(descriptor: int) -> None:
+        good[0] -= 1
+        if good[0] < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    commit_small(tmp_path, 1)
+    monkeypatch.setattr(os, "fsync", fail_after_good)
+    commit_small(tmp_path, 2)
+    assert good == [0]
+    for n_good in range(7):
+        good[0] = n_good
+        with pytest.raises(StorageError, match=r"step 3 was not saved: Input/output error, .*[\d,]+ free — /"):
+            commit_small(tmp_path, 3)
+        assert list_names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.fault(17)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
+@pytest.mark.parametrize("failing", ["write", "fsync", "read"])
+def test_a_file_is_written_again_when_its_error_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, failing: str
+) -> None:
+    written, errors = [], [OSError(number, os.strerror(number)) for _ in range(2)]
+
+    def write(path: Path) -> None:
+        written.append(path.exists())
+        path.write_bytes(b"half" if errors else b"whole")
+        fail("write")
+
+    def fail(call: str) -> None:
+        if call == failing and errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(protocol, "sync_file", lambda path: fail("fsync"))
+    monkeypatch.setattr(protocol, "hash_file", lambda path: (fail("read"), hash_file(path))[1])
+    folder = commit(tmp_path, 1, {"a": write}, meta={})
+    assert written == [False, False, False]  # each time from its beginning
+    assert (folder / "a").read_bytes() == b"whole"
+    assert verify(folder).step == 1
+
+
+def test_errors_that_do_not_pass_are_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "RETRY_SECONDS", (1e6,))
+    for error in (PermissionError(errno.EACCES, "Permission denied"), OSError(errno.EROFS, "Read-only file system")):
+
+        def fail(path: Path, error: OSError = error) -> None:
+            raise error
+
+        with pytest.raises(StorageError, match=f"step 1 was not saved: {error.strerror}"):
+            commit(tmp_path, 1, {"a": fail}, meta={})
+
+
+@pytest.mark.fault(23)
+def test_checkpoints_removed_by_others_do_not_stop_a_save_or_a_removal(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+
+    def remove_all(path: Path) -> None:
+        shutil.rmtree(root)
+        path.write_bytes(b"x")
+
+    folders = [commit_small(root, step) for step in (1, 2, 3, 4)]
+    verified = {folder: verify(folder).files for folder in folders}
+    shutil.rmtree(folders[3])
+    assert prune(root, keep_last=1, keep_every=0, verified=verified) == folders[:2]
+    assert list_steps(root) == [3]
+    with pytest.raises(StorageError, match="step 5 was not saved: No such file or directory"):
+        commit(root, 5, {"a": remove_all}, meta={})
+    assert prune(root, keep_last=1, keep_every=0, verified=verified) == []
+    assert verify(commit_small(root, 6)).step == 6
+
+
 def test_other_exceptions_pass_through_and_leave_nothing(tmp_path: Path) -> None:
     def interrupt(path: Path) -> None:
         path.write_bytes(b"half")
@@ -245,6 +330,7 @@ def small_disk(tmp_path: Path):  # type: ignore[no-untyped-def]
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.fault(17)
 def test_a_full_and_a_read_only_disk(small_disk: Path) -> None:
     commit_small(small_disk, 1)
     big = {"big": partial(Path.write_bytes, data=b"x" * 100_000)}
@@ -259,6 +345,7 @@ def test_a_full_and_a_read_only_disk(small_disk: Path) -> None:
     assert newest_step(small_disk) == (1, [])
 
 
+@pytest.mark.fault(54)
 def test_reading_while_another_thread_commits_and_prunes(tmp_path: Path) -> None:
     commit_small(tmp_path, 1)
     ended, written, reads, last = threading.Event(), [1], 0, 0
@@ -311,11 +398,12 @@ def soaked() -> dict[str, object]:
     return report
 
 
+@pytest.mark.fault(3, 4)
 def test_kills_and_errors_at_system_calls_lose_nothing(soaked: dict[str, object]) -> None:
     assert soaked["failures"] == []
     assert soaked["tried"] == 18
     assert isinstance(soaked["points"], int)
-    assert soaked["points"] > 300
+    assert soaked["points"] > 700
     assert soaked["bit_flips"] == {"flips": 100, "found_named_and_passed_over": 100}
 
 
@@ -332,6 +420,7 @@ def test_a_power_cut_would_lose_nothing(soaked: dict[str, object]) -> None:
     }
 
 
+@pytest.mark.fault(2)
 def test_a_process_killed_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     commit_small(tmp_path, 1)
     code = (

@@ -1,5 +1,6 @@
 """Saving and restoring the training state with any optimizer; checkpoints of another model are refused."""
 
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatoken.checkpoint.commit import commit
+from megatoken.checkpoint.commit import commit, prune
 from megatoken.checkpoint.load import describe_optimizer, load_checkpoint_model, restore_state
 from megatoken.checkpoint.manifest import CheckpointManifest, verify
 from megatoken.checkpoint.save import copy_tensors, save_state
 from megatoken.checkpoint.tensor_files import consolidate
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.data.tokenizer import load_tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
@@ -71,6 +74,49 @@ def test_a_save_that_fails_leaves_nothing_of_itself(tmp_path: Path, missing: str
     with pytest.raises(StorageError, match=rf"checkpoint .*was not saved: .*No such file or directory.*{missing}"):
         save_state(saved.parent, state, config=config, tokenizer=tokenizer, meta={})
     assert list(saved.parent.iterdir()) == [saved]
+
+
+@pytest.mark.fault(54)
+def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_tokenizer("bytes").save(tmp_path / "tokenizer")
+    (tmp_path / "config.yaml").touch()
+    states = [tiny_state(seed=step, model_config=replace(TINY_GPT, vocab_size=257)) for step in (0, 1)]
+    root, read = tmp_path / "checkpoints", []
+
+    def write(step: int) -> None:
+        states[step].step = step
+        files = {"config": tmp_path / "config.yaml", "tokenizer": tmp_path / "tokenizer"}
+        save_state(root, states[step], **files, meta={})
+
+    def remove_first(folder: Path, manifest: CheckpointManifest) -> GPT:
+        read.append(folder.name)
+        if len(read) == 1:
+            write(1)
+            prune(root, keep_last=1, keep_every=0)
+        return load_checkpoint_model(folder, manifest)
+
+    write(0)
+    monkeypatch.setattr("megatoken.convert.load_pretrained.load_checkpoint_model", remove_first)
+    loaded = load_pretrained(tmp_path)
+    assert read == ["step-00000000", "step-00000001"]
+    assert loaded.source == f"{tmp_path} at step 1"
+    name = "tokens.weight"
+    assert torch.equal(loaded.model.state_dict()[name], states[1].model.state_dict()[name])
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_called_damaged(tmp_path: Path) -> None:
+    saved, _ = save(tiny_state(), tmp_path)
+    (saved / "model.safetensors").write_bytes(b"cut")
+    warnings: list[str] = []
+    for read in (lambda: load_pretrained(tmp_path, warnings.append), lambda: consolidate(tmp_path, tmp_path, print)):
+        with pytest.raises(CheckpointError, match=r"all 1 checkpoints are damaged — .* — restore one from a copy"):
+            read()
+    assert "model.safetensors" in warnings[0]
+    shutil.rmtree(saved)
+    with pytest.raises(CheckpointError, match=f"holds no checkpoint — {tmp_path} — "):
+        load_pretrained(tmp_path)
 
 
 def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
@@ -309,5 +355,7 @@ def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path) -> No
         with pytest.raises(StorageError, match=r"the target exists — .*step-00000000 — choose another --out"):
             consolidate(source, out, pytest.fail)
     assert torch.equal(load_file(merged / "model.safetensors")["tokens.weight"], weights[0])
+    with pytest.raises(StorageError, match="the target is the run itself"):
+        consolidate(tmp_path / "1", tmp_path / "2" / ".." / "1", pytest.fail)
     other = consolidate(runs[1], tmp_path / "other", pytest.fail)
     assert torch.equal(load_file(other / "model.safetensors")["tokens.weight"], weights[1])

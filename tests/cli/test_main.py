@@ -115,6 +115,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["prepare", "/no/such/file.txt", "--out", "OUT"], 3, "/no/such/file.txt"),
         (["sample", "/no/such/run", "hello"], 4, "/no/such/run"),
         (["verify", "/no/such/folder"], 3, "/no/such/folder"),
+        (["verify", "."], 3, "neither a dataset nor a run — . — name a dataset, a run or one of its checkpoints"),
         (["plot", "/no/such/run"], 3, "/no/such/run"),
         (["frobnicate"], 2, "invalid choice"),
         (["trian", "quickstart"], 2, "did you mean train?"),

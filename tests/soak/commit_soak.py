@@ -1,10 +1,12 @@
 """Kill or fail a save, a replacement and a pruning at every system call they make, and check what is left.
 
 A subprocess runs one operation under strace, which at the n-th call of one kind (open, write, fsync, rename, unlink,
-mkdir, chmod, ...) either kills it or makes that call fail with ENOSPC or EIO. Afterwards every checkpoint must be whole
-and of one step, the newest must be the old or the new one, and repeating the operation must succeed. Also checked: bit
-flips in every file of a checkpoint, each bit of the manifest, and, from the log of an undisturbed save, the order that
-survives a power loss (files and folders synced before the rename, the parent after it).
+mkdir, chmod, ...) kills it, makes that call fail with ENOSPC or EIO, or that call and all later ones of its kind
+(`ENOSPC+`; `EIO+` of an fsync). Afterwards every checkpoint must be whole and of one step, the newest must be the old
+or the new one, and repeating the operation must succeed. In `ranks` two processes write into one draft, as those of a
+sharded model do; each is disturbed at each of its calls. Files are written again without a pause here. Also checked:
+bit flips in every file of a checkpoint, each bit of the manifest, and, from the log of an undisturbed save, the order
+that survives a power loss (files and folders synced before the rename, the parent after it).
 
     python tests/soak/commit_soak.py                  every point; the last line of stdout is one JSON object
     python tests/soak/commit_soak.py --sample 20      a random sample of the points
@@ -14,6 +16,7 @@ Needs Linux with strace and ptrace. Exits 1 if anything was lost.
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -34,8 +37,8 @@ import numpy
 from safetensors.numpy import save_file
 
 from megatoken.checkpoint import commit as protocol
-from megatoken.checkpoint.manifest import verify
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.checkpoint.manifest import FileEntry, verify
+from megatoken.errors import ExitCode, MegatokenError, PeerError, error_from_code
 
 CALLS = (
     "?open,openat,?creat,write,?pwrite64,?writev,fsync,?fdatasync,?rename,?renameat,?renameat2,?unlink,unlinkat,"
@@ -44,6 +47,8 @@ CALLS = (
 REMOVALS = ("unlink", "unlinkat", "rmdir")
 BEGIN, END = "/soak-begins", "/soak-ends"
 KEEP = {"keep_last": 2, "keep_every": 20}
+RANK1 = "SOAK_RANK1"  # variable with the words before the command of rank 1
+protocol.RETRY_SECONDS = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,16 @@ class Scenario:
     """An operation, the checkpoints before it, and what must and may be there after it."""
 
     before: tuple[int, ...]
-    damaged: int | None
+    damaged: tuple[int, ...]
     after: tuple[int, ...]
     newest: tuple[int, int]  # old, new
 
 
 SCENARIOS = {
-    "save": Scenario((10, 20), None, (10, 20, 30), (20, 30)),
-    "replace": Scenario((10, 20, 30), 30, (10, 20, 30), (20, 30)),
-    "prune": Scenario((10, 15, 20, 30, 40, 50), 40, (20, 30, 40, 50), (50, 50)),
+    "save": Scenario((10, 20), (), (10, 20, 30), (20, 30)),
+    "replace": Scenario((10, 20, 30), (30,), (10, 20, 30), (20, 30)),
+    "prune": Scenario((10, 15, 20, 30, 40, 50, 60), (40, 60), (20, 30, 40, 50, 60), (50, 50)),
+    "ranks": Scenario((10, 20), (), (10, 20, 30), (20, 30)),
 }
 
 
@@ -70,7 +76,8 @@ class Point:
     scenario: str
     call: str
     n: int
-    injected: str  # "kill" or the name of an error
+    injected: str  # "kill", or the name of an error, with a + when it stays
+    rank: int = 0
 
 
 def contents(step: int) -> dict[str, bytes]:
@@ -104,14 +111,61 @@ def apply_operation(scenario: str, root: Path) -> None:
 
 def run_operation(scenario: str, root: Path) -> None:
     """Run one operation between two marks in the log of system calls; print its outcome."""
-    outcome = {"code": 0, "message": ""}
+    outcome: dict[str, object] = {"code": 0, "message": "", "entries": {}}
+    call = partial(apply_operation, scenario, root)
+    if scenario == "ranks":
+        words = [*json.loads(os.environ[RANK1]), *operate("rank 1", root)]
+        call = partial(commit_on_ranks, root, subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    elif scenario == "rank 1":
+        draft = sys.stdin.readline().strip()
+        if not draft:
+            return  # rank 0 has died
+        call = partial(write_part, Path(draft), 1)
     mark(BEGIN)
     try:
-        apply_operation(scenario, root)
+        outcome["entries"] = call()
     except MegatokenError as error:
-        outcome = {"code": int(error.code), "message": str(error)}
+        outcome |= {"code": int(error.code), "message": str(error)}
     mark(END)
-    print(json.dumps(outcome))
+    os.writev(1, [json.dumps(outcome).encode()])  # no `write`, which may fail
+
+
+def commit_on_ranks(root: Path, rank1: "subprocess.Popen[bytes]") -> None:
+    """`commit` by rank 0 of two, as AsyncSave does it: the other writes its files into the same draft meanwhile."""
+    draft = protocol.open_draft(root, 30, 20_000)
+    error: MegatokenError | None = None
+    files: dict[str, FileEntry] = {}
+    assert draft is not None
+    assert rank1.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has died
+        os.writev(rank1.stdin.fileno(), [f"{draft}\n".encode()])
+    try:
+        files = write_part(draft, 0)
+    except MegatokenError as own:
+        error = own
+    answer = rank1.communicate()[0]
+    if not answer:
+        raise PeerError("rank 1 is lost", root)  # rank 0 ends without a commit
+    try:
+        report = json.loads(answer)
+        for found in filter(None, (error, report["code"] and error_from_code(report["code"], report["message"]))):
+            raise found
+        others = {name: FileEntry(*entry) for name, entry in report["entries"].items()}
+        protocol.publish(draft, 30, {**files, **others}, meta={"tokens": 30_000})
+    finally:
+        protocol.discard(draft)
+
+
+def write_part(draft: Path, rank: int) -> dict[str, FileEntry]:
+    """Write the files of a rank of two: the tensors are rank 1's."""
+    files = {name: writer for name, writer in writers(30).items() if name.endswith(".safetensors") == bool(rank)}
+    entries = protocol.write_files(draft, 30, files, 20_000)
+    return {name: dataclasses.astuple(entry) for name, entry in entries.items()} if rank else entries  # type: ignore[misc]
+
+
+def operate(scenario: str, root: Path) -> list[str]:
+    """The command that runs an operation."""
+    return [sys.executable, str(Path(__file__).resolve()), "--operate", scenario, str(root)]
 
 
 def mark(name: str) -> None:
@@ -123,7 +177,7 @@ def prepare(scenario: str, root: Path) -> None:
     """Create the checkpoints before the operation."""
     for step in SCENARIOS[scenario].before:
         commit(root, step)
-    if damaged := SCENARIOS[scenario].damaged:
+    for damaged in SCENARIOS[scenario].damaged:
         flip(protocol.step_folder(root, damaged) / "state.json", 77)
 
 
@@ -133,11 +187,15 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def trace(scenario: str, root: Path, log: Path, *injection: str) -> subprocess.CompletedProcess[str]:
+def trace(scenario: str, rank: int, root: Path, log: Path, *injection: str) -> subprocess.CompletedProcess[str]:
+    """Run an operation with the calls of one rank's main thread traced; other threads read only."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
-    strace = ["strace", "-f", "-y", "-s", "64", "-o", str(log), "-e", f"trace={CALLS}", "-e", "signal=none"]
-    command = [sys.executable, str(Path(__file__).resolve()), "--operate", scenario, str(root)]
-    return subprocess.run([*strace, *injection, *command], env=environment, capture_output=True, text=True, check=False)
+    strace = ["strace", "-y", "-s", "64", "-o", str(log), "-e", f"trace={CALLS}", "-e", "signal=none"]
+    prefix: list[str] = [*strace, *injection]
+    environment[RANK1] = json.dumps(prefix if rank else [])
+    command = operate(scenario, root) if rank else [*prefix, *operate(scenario, root)]
+    # Rank 1 shares stderr: this also waits for its end.
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def window(log: Path) -> list[tuple[str, int, str]]:
@@ -146,37 +204,42 @@ def window(log: Path) -> list[tuple[str, int, str]]:
     calls = []
     inside = False
     for line in log.read_text(errors="replace").splitlines():
-        match = re.match(r"[0-9]+ +([a-z0-9_]+)\(", line)
+        match = re.match(r"([a-z0-9_]+)\(", line)
         if match is None:
             continue
         counts[match[1]] += 1
         if BEGIN in line or END in line:
             inside = BEGIN in line
-        elif inside:
+        elif inside and "<pipe:" not in line:
             calls.append((match[1], counts[match[1]], line))
     return calls
 
 
-def find_points(scenario: str, template: Path, work: Path) -> tuple[list[Point], list[str]]:
+def find_points(scenario: str, rank: int, template: Path, work: Path) -> tuple[list[Point], list[str]]:
     """Every point of an undisturbed run, and the run's log."""
-    root, log = work / f"{scenario}-plain", work / f"{scenario}-plain.log"
+    root, log = work / f"{scenario}-{rank}-plain", work / f"{scenario}-{rank}-plain.log"
     shutil.copytree(template, root)
-    done = trace(scenario, root, log)
+    done = trace(scenario, rank, root, log)
     assert done.returncode == 0, done.stderr
     assert tuple(protocol.list_steps(root)) == SCENARIOS[scenario].after
     calls = window(log)
-    points = [Point(scenario, call, n, injected) for call, n, _ in calls for injected in ("kill", "ENOSPC", "EIO")]
+    points = [
+        Point(scenario, call, n, injected, rank)
+        for call, n, _ in calls
+        for injected in ("kill", "ENOSPC", "EIO", "EIO+" if "sync" in call else "ENOSPC+")
+    ]
     return points, [line for *_, line in calls]
 
 
 def try_point(point: Point, template: Path, work: Path) -> str:
     """Disturb one run at one point; return the outcome or raise AssertionError."""
     scenario = SCENARIOS[point.scenario]
-    name = f"{point.scenario}-{point.call}-{point.n}-{point.injected}"
+    name = f"{point.scenario}-{point.rank}-{point.call}-{point.n}-{point.injected}"
     root, log = work / name, work / f"{name}.log"
     shutil.copytree(template, root)
-    action = "signal=SIGKILL" if point.injected == "kill" else f"error={point.injected}"
-    done = trace(point.scenario, root, log, "-e", f"inject={point.call}:{action}:when={point.n}")
+    action = "signal=SIGKILL" if point.injected == "kill" else f"error={point.injected.rstrip('+')}"
+    when = f"{point.n}{'+' * point.injected.endswith('+')}"
+    done = trace(point.scenario, point.rank, root, log, "-e", f"inject={point.call}:{action}:when={when}")
     text = log.read_text(errors="replace")
     assert BEGIN in text, "hit before the operation"
     assert (END in text) == (point.injected != "kill"), "not hit inside the operation"
@@ -199,10 +262,10 @@ def check_whole(scenario: str, root: Path) -> int:
     """Every checkpoint that is visible must be whole and of one step; return the newest valid step."""
     spec = SCENARIOS[scenario]
     bad = [step for step in protocol.list_steps(root) if not is_whole(protocol.step_folder(root, step), step)]
-    assert set(bad) <= {spec.damaged}, f"visible but broken: {bad}"
+    assert set(bad) <= set(spec.damaged), f"visible but broken: {bad}"
     newest = protocol.find_newest(root, lambda *_: None)
     assert newest is not None, "no valid checkpoint left"
-    kept = set(spec.before) & set(spec.after) - {spec.damaged}
+    kept = set(spec.before) & set(spec.after) - set(spec.damaged)
     assert kept <= set(protocol.list_steps(root)), f"lost one of {kept}"
     assert newest[1].step in spec.newest, f"newest is {newest[1].step}"
     return newest[1].step
@@ -228,12 +291,13 @@ def check_report(point: Point, root: Path, newest: int, report: dict[str, object
     if report["code"] == ExitCode.DONE:
         assert newest == scenario.newest[1], "reported as a success"
         return "done"
-    assert str(root) in str(report["message"]), report
+    assert str(root.parent) in str(report["message"]), report  # its name is made durable there
     if point.scenario != "prune":
         assert newest == scenario.newest[0], "reported as a failure"
         assert " free" in str(report["message"]), report
     drafts = [path.name for path in root.glob(".tmp-step-*")]
-    assert not drafts or point.call in REMOVALS, f"left behind: {drafts}"
+    stays = point.injected.endswith("+") and point.call == "openat"  # no folder can be opened to empty it
+    assert not drafts or point.call in REMOVALS or stays, f"left behind: {drafts}"
     return "refused"
 
 
@@ -301,11 +365,12 @@ def soak(sample: int, flips: int, seed: int, jobs: int) -> dict[str, object]:
         work = Path(folder).resolve()
         points: list[Point] = []
         logs = {}
-        for scenario in SCENARIOS:
-            prepare(scenario, work / "templates" / scenario)
-            found_points, logs[scenario] = find_points(scenario, work / "templates" / scenario, work)
+        for scenario, rank in (*((scenario, 0) for scenario in SCENARIOS), ("ranks", 1)):
+            if not rank:
+                prepare(scenario, work / "templates" / scenario)
+            found_points, logs[scenario, rank] = find_points(scenario, rank, work / "templates" / scenario, work)
             points += found_points
-        total = len(points)
+        total, by_operation = len(points), Counter(f"{point.scenario} rank {point.rank}" for point in points)
         points = choose.sample(points, sample) if 0 < sample < total else points
         outcomes: Counter[str] = Counter()
         failures = []
@@ -319,11 +384,12 @@ def soak(sample: int, flips: int, seed: int, jobs: int) -> dict[str, object]:
         return {
             "soak": "commit",
             "points": total,
+            "points_by_operation": dict(by_operation),
             "tried": len(points),
             "outcomes": dict(sorted(outcomes.items())),
             "failures": failures,
             "bit_flips": flip_bits(work / "flips", flips, choose),
-            "power_loss": read_power_loss(logs["save"], str(work / "save-plain")),
+            "power_loss": read_power_loss(logs["save", 0], str(work / "save-0-plain")),
             "seed": seed,
             "seconds": round(time.monotonic() - start, 1),
         }

@@ -153,6 +153,7 @@ def test_missing_log_is_a_data_error(tmp_path: Path) -> None:
     assert caught.value.code == ExitCode.DATA
 
 
+@pytest.mark.fault(21)
 def test_full_disk_warns_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/full").is_char_device():
         pytest.skip("no /dev/full")
@@ -220,6 +221,7 @@ def test_status_is_replaced_atomically(tmp_path: Path) -> None:
             log.write("tired", 1, 1)
 
 
+@pytest.mark.fault(22)
 def test_locked_folder_names_the_owner(tmp_path: Path) -> None:
     first = start(tmp_path)
     try:
@@ -246,6 +248,7 @@ def test_reopen_after_close(tmp_path: Path) -> None:
     MetricsLogger.open(tmp_path).close()
 
 
+@pytest.mark.fault(22)
 def test_concurrent_opens_have_one_winner(tmp_path: Path) -> None:
     for attempt in range(3):
         folder = tmp_path / str(attempt)
@@ -256,10 +259,25 @@ def test_concurrent_opens_have_one_winner(tmp_path: Path) -> None:
             assert len(winners) == 1
             for pid, line in lines.items():
                 if pid != winners[0]:
-                    assert "another run is using this folder: " in line
+                    assert f"another run is using this folder: pid {winners[0]} on " in line
         finally:
             for process in processes:
                 end(process)
+
+
+@pytest.mark.fault(22)
+def test_the_name_of_a_killed_owner_is_not_taken_for_that_of_the_one_who_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["true"]) as killed:
+        pass
+    with MetricsLogger.open(tmp_path):
+        new = (tmp_path / ".owner.json").read_text()
+        (tmp_path / ".owner.json").write_text(json.dumps(json.loads(new) | {"pid": killed.pid}))
+        write = lambda _: (tmp_path / ".owner.json").write_text(new)  # noqa: E731  # while the second one waits
+        monkeypatch.setattr("megatoken.train.metrics_log.time.sleep", write)
+        with pytest.raises(MegatokenError, match=f"another run is using this folder: pid {os.getpid()} on "):
+            MetricsLogger.open(tmp_path)
 
 
 def test_missing_owner_file_is_no_obstacle(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def train_and_die(recipe: Path, out: Path, number: int) -> None:
     Trainer(resolve(str(recipe)), out, console=Console(quiet=True)).fit()
 
 
-@pytest.mark.fault(1, 2)
+@pytest.mark.fault(1, 2, 5)
 def test_killed_runs_resume_bit_identical(recipe: Path, tmp_path: Path, clean: Path) -> None:
     out = tmp_path / "run"
     for step in (5, 0, 29):  # before the first checkpoint; in the second; while the fourth is perhaps being written
@@ -239,6 +239,7 @@ def test_time_limit_saves_and_stops(recipe: Path, tmp_path: Path) -> None:
     assert list_steps(tmp_path / "run" / "checkpoints")[-1] == summary.steps
 
 
+@pytest.mark.fault(22)
 def test_second_run_in_the_same_folder_is_refused(recipe: Path, tmp_path: Path) -> None:
     with held_process(recipe, tmp_path / "run", 1) as (process, _):
         with pytest.raises(MegatokenError, match=f"pid {process.pid} on") as error:
@@ -255,6 +256,7 @@ def test_init_from_the_weights_of_a_run(clean: Path, recipe: Path, tmp_path: Pat
     with pytest.raises(MegatokenError, match=r"set model.n_layer=2") as error:
         train(recipe, tmp_path / "other", f"model.init={clean}", "model.n_layer=3")
     assert error.value.code == ExitCode.CONFIG
+    assert [path.name for path in (tmp_path / "other").iterdir()] == [".lock"]  # a start that failed leaves no log
 
 
 LLAMA = (
@@ -343,6 +345,7 @@ def test_explain_prints_the_timings(recipe: Path, tmp_path: Path, capsys: pytest
     assert "warning: fused kernels are left out: there is no GPU to run them (cpu)" in output
 
 
+@pytest.mark.fault(18)
 def test_space_is_asked_for_the_checkpoints_that_are_missing(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

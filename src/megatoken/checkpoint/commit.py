@@ -7,10 +7,13 @@ each its own files; one of them opens and publishes it.
 """
 
 import contextlib
+import errno
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,11 @@ from megatoken.checkpoint.manifest import (
     verify,
 )
 from megatoken.errors import CheckpointError, StorageError
-from megatoken.system.atomic_write import storage_errors, sync_file, sync_folder
+from megatoken.system.atomic_write import error_number, storage_errors, sync_file, sync_folder
 
 FileWriter = Callable[[Path], object]  # writes one file at the path it is given
+RETRY_SECONDS = (1.0, 5.0)  # before a file whose error may pass is written again
+MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -61,7 +66,7 @@ def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
     Raises StorageError when there is no room for it or no folder can be created.
     """
     draft = root / f".tmp-{step_folder(root, step).name}-{uuid.uuid4().hex}"
-    with _save_errors(root, step):
+    with _save_errors(root, step, needed_bytes):
         root.mkdir(parents=True, exist_ok=True)
         sync_folder(root.parent)
         with contextlib.suppress(DamagedError):
@@ -79,27 +84,43 @@ def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
 def write_files(draft: Path, step: int, files: Mapping[str, FileWriter], needed_bytes: int = 0) -> dict[str, FileEntry]:
     """Write files into a draft and make them durable; return their entries in the manifest. Raises StorageError.
 
-    needed_bytes: of the checkpoint, for the error.
+    A file whose error may pass is written again, from its beginning, after each of RETRY_SECONDS. needed_bytes: of the
+    checkpoint, for the error.
     """
     entries = {}
     with _save_errors(draft.parent, step, needed_bytes):
         mode = draft.stat().st_mode & 0o666  # the mode of open(); some writers make files private
         for name, writer in files.items():
-            path = draft / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            writer(path)
-            with contextlib.suppress(OSError):  # a disk without permissions
-                path.chmod(mode)
-            sync_file(path)
-            status = path.stat()  # before it is read: what changes it later, changes its time
-            entries[name] = FileEntry(status.st_size, hash_file(path), status.st_mtime_ns)
+            for pause in (*RETRY_SECONDS, None):
+                try:
+                    entries[name] = _write_file(draft / name, writer, mode)
+                    break
+                except Exception as error:
+                    if pause is None or error_number(error) not in MAY_PASS:
+                        raise
+                # After a failed fsync the system calls the lost pages clean: another fsync of that file would succeed.
+                (draft / name).unlink(missing_ok=True)
+                time.sleep(pause)
     return entries
+
+
+def _write_file(path: Path, writer: FileWriter, mode: int) -> FileEntry:
+    """Write a file and make it durable, hashing it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer(path)
+    with contextlib.suppress(OSError):  # a disk without permissions
+        path.chmod(mode)
+    status = path.stat()  # before it is read: what changes it later, changes its time
+    with ThreadPoolExecutor(1) as threads:
+        digest = threads.submit(hash_file, path)
+        sync_file(path)
+        return FileEntry(status.st_size, digest.result(), status.st_mtime_ns)
 
 
 def publish(draft: Path, step: int, entries: Mapping[str, FileEntry], *, meta: Mapping[str, Any]) -> None:
     """Make a draft with these durable files the checkpoint of `step`. Raises StorageError."""
     root, final, replaced = draft.parent, step_folder(draft.parent, step), None
-    with _save_errors(root, step):
+    with _save_errors(root, step, sum(entry.bytes for entry in entries.values())):
         if list_files(draft).keys() != entries.keys():
             raise ValueError(f"the writers of step {step} made other files than those named: {sorted(entries)}")
         (draft / MANIFEST).write_bytes(encode_manifest(CheckpointManifest(step, meta, entries)))
@@ -146,15 +167,21 @@ def list_steps(root: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def find_checkpoint(source: Path, warn: Callable[[str], None]) -> tuple[Path, CheckpointManifest] | None:
+def find_checkpoint(source: Path, warn: Callable[[str], None]) -> tuple[Path, CheckpointManifest]:
     """`source` if it is a checkpoint, else the newest valid one of a run folder or of a folder of checkpoints.
 
-    warn: called with a line for each damaged one that is skipped. Raises CheckpointError if `source` is damaged.
+    warn: called with a line for each damaged one that is skipped. Raises CheckpointError if there is no other.
     """
     if is_checkpoint(source):
         return source, verify(source)
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    return find_newest(root, lambda folder, error: warn(f"{error} (skipping {folder.name})"))
+    found = find_newest(root, lambda folder, error: warn(f"{error} (skipping {folder.name})"))
+    if found is None:
+        what, fix = "holds no checkpoint", "name a run folder or one of its checkpoints; a new run has to train first"
+        if steps := list_steps(root):
+            what, fix = f"all {len(steps)} checkpoints are damaged", "restore one from a copy, or train again"
+        raise CheckpointError(what, str(source), fix)
+    return found
 
 
 def find_newest(

@@ -133,15 +133,14 @@ def malformed(where: Path) -> Iterator[None]:
 def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:
     """Write a run's newest valid checkpoint, or a single one, to `out/step-N` with whole tensors; return that folder.
 
-    Only other programs need it. Raises CheckpointError when there is no valid checkpoint, StorageError when that folder
-    exists, because it may be another run's, or cannot be written.
+    Only other programs need it. Raises CheckpointError when there is no valid checkpoint, StorageError when `out` is
+    the source, when that folder exists, because it may be another run's, or cannot be written.
     """
-    checkpoint = find_checkpoint(source, warn)
-    if checkpoint is None:
-        raise CheckpointError("no whole checkpoint here", str(source), "give a run folder, or one of its checkpoints")
-    folder, manifest = checkpoint
+    folder, manifest = find_checkpoint(source, warn)
     if os.path.lexists(target := step_folder(out, manifest.step)):
         raise StorageError("the target exists", str(target), "choose another --out, or remove it first")
+    if out.resolve() == source.resolve():
+        raise StorageError("the target is the run itself", str(out), "choose another --out")
 
     def write_whole(name: str, path: Path) -> None:
         reader = TensorReader(folder, manifest, name)

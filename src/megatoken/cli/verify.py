@@ -26,7 +26,7 @@ class Report:
 def verify_folder(folder: Path) -> Report:
     """Check a dataset, run or checkpoint folder; damage is reported, not raised. DataError if it is none of them."""
     root = folder / "checkpoints"
-    if root.is_dir():
+    if root.is_dir() or (folder / "provenance.json").is_file():
         steps = list_steps(root)
         errors = [error for step in steps for error in _catch(_verify_checkpoint, step_folder(root, step))]
         errors += _catch(resolve, str(folder / "config.yaml")) + _catch(load_saved_tokenizer, folder / "tokenizer")
@@ -35,10 +35,13 @@ def verify_folder(folder: Path) -> Report:
         return Report("checkpoint", 1, _catch(_verify_checkpoint, folder))
     if not folder.is_dir():
         raise DataError("not a folder", str(folder), "name a dataset or run folder")
+    shards, is_prepared = [*folder.glob("*.bin"), *folder.glob("*.npy")], (folder / MANIFEST_NAME).is_file()
+    if not shards and not is_prepared:
+        raise DataError("neither a dataset nor a run", str(folder), "name a dataset, a run or one of its checkpoints")
     errors = list(verify_dataset(folder))
-    if not errors and (folder / MANIFEST_NAME).is_file():
+    if not errors and is_prepared:
         errors += _catch(lambda _: load_dataset(folder).tokenizer, folder)
-    return Report("dataset", len([*folder.glob("*.bin"), *folder.glob("*.npy")]), errors)
+    return Report("dataset", len(shards), errors)
 
 
 def _verify_checkpoint(folder: Path) -> None:

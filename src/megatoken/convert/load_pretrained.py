@@ -46,13 +46,8 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
         model, folder = load_hf(str(name))
         tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
     else:
-        found = find_checkpoint(path, warn)
-        if found is None:
-            fix = "train it first, or give a Hugging Face folder"
-            raise CheckpointError("run folder holds no complete checkpoint", str(path), fix)
-        folder, manifest = found
-        model, tokenizer = load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer")
-        source = source if folder == path else f"{path} at step {manifest.step}"
+        folder, model, tokenizer = _load_newest(path, warn)
+        source = source if folder == path else f"{path} at step {int(folder.name.removeprefix('step-'))}"
     if tokenizer.vocab_size > model.config.vocab_size:
         what = f"tokenizer has {tokenizer.vocab_size} ids, the model only {model.config.vocab_size}"
         raise CheckpointError(what, source, "use the tokenizer the model was trained with")
@@ -61,6 +56,16 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
             f"tokenizer {tokenizer.name} has neither all bytes nor an unk token: other characters are left out of texts"
         )
     return LoadedModel(model, tokenizer, source)
+
+
+def _load_newest(path: Path, warn: Callable[[str], None]) -> tuple[Path, GPT, Tokenizer]:
+    while True:
+        folder, manifest = find_checkpoint(path, warn)
+        try:
+            return folder, load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer")
+        except Exception:
+            if folder.exists():  # else the run, which trains, has removed it meanwhile and has a newer one
+                raise
 
 
 def find_tokenizer(folder: Path, vocab_size: int) -> str:

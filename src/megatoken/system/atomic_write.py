@@ -83,6 +83,14 @@ def sync_folder(path: Path) -> None:
             raise
 
 
+def error_number(error: Exception) -> int | None:
+    """The errno of an error of the system, also of one that safetensors reports in words; None of any other."""
+    if isinstance(error, OSError):
+        return error.errno
+    number = re.search(r"\(os error ([0-9]+)\)", str(error))
+    return int(number[1]) if number else None
+
+
 @contextmanager
 def storage_errors(
     folder: Path,
@@ -95,10 +103,10 @@ def storage_errors(
     try:
         yield
     except Exception as error:
-        number = re.search(r"\(os error ([0-9]+)\)", str(error))  # in the text of safetensors' errors
-        if not isinstance(error, OSError) and not number:
+        number = error_number(error)
+        if not isinstance(error, OSError) and number is None:
             raise
-        what += f": {os.strerror(int(number[1])) if number else getattr(error, 'strerror', None) or error}"
+        what += f": {getattr(error, 'strerror', None) or (os.strerror(number) if number else error)}"
         if needed := needed_bytes():
             what += f", {needed:,} bytes needed"
         with suppress(OSError):

@@ -1,5 +1,6 @@
 """What a run does between steps, each action at its own interval: validate, score tasks, sample, save."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from megatoken.train.setup import CHECKPOINTS, CONFIG, TOKENIZER, RunContext
 from megatoken.train.state import gather_model
 
 RULE = "\n" + "-" * 40 + "\n"  # between samples
+LAST_SAVE_RETRY_SECONDS = (5.0, 15.0, 60.0, 120.0)  # before the last save, which failed, is tried again
 
 
 @dataclass(slots=True)
@@ -212,6 +214,21 @@ class CheckpointSaver:
             except MegatokenError as error:
                 run.write("event", what="old checkpoints not removed", message=str(error))
         run.comm.barrier()  # rank 0 may have read old checkpoints for longer than the groups of gradients wait
+
+    def save_last(self) -> None:
+        """Save and commit this step, after which the run ends: a failure may be mended in LAST_SAVE_RETRY_SECONDS.
+
+        Raises StorageError.
+        """
+        for pause in (*LAST_SAVE_RETRY_SECONDS, None):
+            try:
+                self.save()
+                return self.commit_pending()
+            except StorageError as error:
+                if pause is None:
+                    raise
+                self._run.console.warn(f"checkpoint not saved: {error} (tried again in {pause:g} s)")
+                time.sleep(pause)
 
     def try_save(self) -> None:
         """`save`, where a failure is logged and training goes on: earlier checkpoints are whole."""

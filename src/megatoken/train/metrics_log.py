@@ -29,6 +29,7 @@ STATUS_SECONDS = 1.0  # between updates of the status by the steps
 KINDS = ("train", "val", "eval", "sample", "save", "event")
 LOCK = ".lock"
 OWNER = ".owner.json"
+OWNER_SECONDS = 1.0  # for the one who holds the lock to write who it is
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -70,7 +71,10 @@ class MetricsLogger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            if kind and self._file and not os.fstat(self._file.fileno()).st_size:  # a start that failed
+                (self.folder / METRICS).unlink()
         self.close()
 
     def rewind(self, step: int) -> None:
@@ -211,12 +215,15 @@ def _to_json(value: Any) -> Any:
 
 
 def _locked_error(folder: Path) -> StorageError:
-    """The error for a folder that another run holds; that run may not have written its owner file yet."""
-    try:
-        owner = read_json(folder / OWNER)
-        who = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
-    except (OSError, ValueError, TypeError, LookupError):
-        who = "it has just started"
+    """The error for a folder that another run holds. That run may need a moment to write its name over an older one."""
+    who, deadline = "it has just started", time.monotonic() + OWNER_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+            owner = read_json(folder / OWNER)
+            who = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
+            if owner["host"] != socket.gethostname() or Path(f"/proc/{owner['pid']}").exists():
+                break
+        time.sleep(0.02)
     return StorageError(f"another run is using this folder: {who}", folder, "wait for it, or end it first")
 
 
