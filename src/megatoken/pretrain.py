@@ -210,6 +210,8 @@ class TrainLoop:
         # All ranks are here after a step that is not finite; of another error the others may know nothing.
         if self.run.comm.is_single_process or isinstance(error, NumericsError):
             self.saver.try_commit()
+        else:
+            self.saver.try_commit_alone()
         raise error
 
     def train(self) -> ExitCode:

@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,59 @@ from typing import Any
 import pytest
 import torch
 
+from megatoken.checkpoint.commit import list_steps
 from megatoken.checkpoint.manifest import verify
 from megatoken.checkpoint.save import save_state
 from megatoken.console import Console
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
-from megatoken.errors import CheckpointError
+from megatoken.distributed.parallel_dims import build_dims
+from megatoken.errors import CheckpointError, PeerError
+from megatoken.train.actions import CheckpointSaver
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.setup import RunContext, restore
-from tests.tiny_model import CPU, tiny_config, tiny_state
+from tests.tiny_model import CPU, tiny_config, tiny_state, tiny_step_config
+
+
+class TwoRanks(Comm):
+    """Rank 0 of two, until the other is lost."""
+
+    is_lost = False
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.is_lost:
+            raise PeerError("rank 0 lost another rank")
+        return [value, ({}, None) if isinstance(value, list) else value]
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.gather(flag)[0])
+
+    def broadcast_from_rank0(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero3"])
+def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(tmp_path: Path, sharding: str) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "config.yaml").touch()
+    config, comm = tiny_config(save__every=2), TwoRanks(DistEnv(world_size=2))
+    run = RunContext(config=config, out=tmp_path, console=Console(quiet=True), device=CPU, comm=comm, is_main=True)
+    run.state, run.step_config = tiny_state(), tiny_step_config()
+    run.state.comm, run.state.step = comm, 2
+    run.dataset = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))  # type: ignore[assignment]
+    with MetricsLogger.open(tmp_path) as run.log, PreemptionHandler() as run.preemption:
+        saver = CheckpointSaver(run)
+        saver.save()
+        comm.is_lost = True
+        if sharding != "none":
+            dims = build_dims(sharding, 1, DistEnv(world_size=2, local_world_size=2))
+            run.state.sharded = replace(run.state.sharded, dims=dims)
+        saver.try_commit_alone()
+    assert list_steps(tmp_path / "checkpoints") == ([2] if sharding == "none" else [])
+    if sharding == "none":
+        assert verify(tmp_path / "checkpoints" / "step-00000002").meta["tokenizer"] == "t"
+        assert [row["kind"] for row in read_metrics(tmp_path)] == ["save"]
 
 
 class ThreadComm(Comm):

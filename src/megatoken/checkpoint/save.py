@@ -39,7 +39,7 @@ class AsyncSave:
         state that cannot be saved.
         """
         start = time.perf_counter()
-        self.step, self.folder, self._comm = state.step, step_folder(root, state.step), state.comm
+        self.step, self.folder, self.comm = state.step, step_folder(root, state.step), state.comm
         model_config = encode_model_config(state.model.config)
         self._meta = {"shape": model_config, "scaler": state.scaler.state_dict(), **describe_optimizer(state.optimizer)}
         self._meta |= meta
@@ -50,8 +50,8 @@ class AsyncSave:
         self._error: tuple[int, str] | None = None
         self.writing_seconds = 0.0
         files, local_bytes = copy_tensors(state)
-        self._needed_bytes = sum(self._comm.gather(local_bytes)) + SLACK_BYTES
-        draft = _run_on_rank0(self._comm, lambda: str(open_draft(root, self.step, self._needed_bytes) or ""))
+        self._needed_bytes = sum(self.comm.gather(local_bytes)) + SLACK_BYTES
+        draft = _run_on_rank0(self.comm, lambda: str(open_draft(root, self.step, self._needed_bytes) or ""))
         self._draft = Path(draft) if draft else None  # None: that checkpoint exists
         self._thread = Thread(target=self._write, args=(files, config, tokenizer), name="megatoken-save")
         self._thread.start()
@@ -60,7 +60,7 @@ class AsyncSave:
     def _write(self, files: dict[str, FileWriter], config: Path, tokenizer: Path) -> None:
         start = time.perf_counter()
         try:
-            if self._comm.dist_env.is_main_process:
+            if self.comm.dist_env.is_main_process:
                 files["config.yaml"] = partial(shutil.copyfile, config)
                 for path in sorted(tokenizer.iterdir()):
                     files[f"tokenizer/{path.name}"] = partial(shutil.copyfile, path)
@@ -75,13 +75,13 @@ class AsyncSave:
 
     def is_written(self) -> bool:
         """Whether every rank has written its files, so that `finish` does not wait; all ranks must call it."""
-        return not self._comm.any(self._thread.is_alive())
+        return not self.comm.any(self._thread.is_alive())
 
     def finish(self) -> Path:
         """Wait for the files, commit the checkpoint, return its folder."""
         start = time.perf_counter()
         self._thread.join()
-        reports = self._comm.gather([self._entries, self._error])
+        reports = self.comm.gather([self._entries, self._error])
 
         def commit(draft: Path) -> None:
             try:
@@ -93,7 +93,7 @@ class AsyncSave:
                 discard(draft)
 
         if self._draft is not None:
-            _run_on_rank0(self._comm, partial(commit, self._draft))
+            _run_on_rank0(self.comm, partial(commit, self._draft))
         self.stall_seconds += time.perf_counter() - start
         return self.folder
 

@@ -239,6 +239,13 @@ class CheckpointSaver:
         """`commit_pending`, where a failure is logged."""
         self._try(self.commit_pending)
 
+    def try_commit_alone(self) -> None:
+        """`try_commit` by rank 0 when another rank is lost: without sharding it has written all the files."""
+        run = self._run
+        if self._pending is not None and run.is_main and run.state.dims.is_unsharded:
+            run.comm = self._pending.comm = Comm(DistEnv())
+            self.try_commit()
+
     def commit_if_written(self) -> None:
         """Commit the pending checkpoint once every process has written its part."""
         if self._pending is not None and self._pending.is_written():
