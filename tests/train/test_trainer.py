@@ -251,7 +251,7 @@ def test_attention_without_masks_is_refused_before_the_first_step(config: Config
     sampling = replace(config, machine=machine, sample=replace(config.sample, every=Duration(1)))
     with pytest.raises(ConfigError, match="attention 'test-causal' supports neither a mask nor a cache"):
         fit(sampling, tmp_path / "run")
-    assert losses(tmp_path / "run") == []
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_invalid_config_is_refused(config: Config, tmp_path: Path) -> None:
