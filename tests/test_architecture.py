@@ -36,9 +36,15 @@ WITHOUT_TORCH = (
     *("megatoken.bench.arguments", "megatoken.bench.worker"),
 )
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "base", "misc", "manager", "factory", "registry", "core"}
-RUNS_CODE = re.compile(
-    r"\bpickle\.|torch\.load\((?!.*weights_only=True)|allow_pickle=True|yaml\.(unsafe_)?load\(|(?<!\.)\b(eval|exec)\("
+# What runs code that a file brings: functions, and the arguments with which others do.
+RUN_CODE = re.compile(
+    r"(builtins\.)?(eval|exec|compile|__import__)|os\.(system|popen|exec\w+|spawn\w+)|(np|numpy)\.load"
+    r"|yaml\.((unsafe_|full_)?load(_all)?|Loader|UnsafeLoader|FullLoader)|torch\.(hub|jit|package)\.\w+|.*\bread_pickle"
+    r"|runpy\.\w+|.*\b(Unpickler|spec_from_file_location|load_module)"
 )
+NEEDED = {"torch.load": ("weights_only", "True"), "extractall": ("filter", "'data'"), "extract": ("filter", "'data'")}
+FORBIDDEN = {"allow_pickle": "False", "shell": "False", "trust_remote_code": "False", "weights_only": "True"}
+UNPICKLING = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy", "torch.distributed.checkpoint"}
 
 
 class Import(NamedTuple):
@@ -164,10 +170,58 @@ def test_the_date_is_only_written() -> None:
     check([file for file in FILES.keys() - {"bench/report.py"} if dates.search(FILES[file].read_text())])
 
 
-def test_no_file_is_unpickled() -> None:
-    """Workers exchange pickles with the process that started them, over pipes of their own."""
+def list_code_paths(tree: ast.AST) -> list[str]:
+    """Calls and names by which reading a file could run code."""
+    found = []
+    for node in ast.walk(tree):
+        is_used = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+        if is_used and RUN_CODE.fullmatch(ast.unparse(node)):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg}
+            argument, value = NEEDED.get(name) or NEEDED.get(name.rpartition(".")[2]) or ("", "")
+            if argument and given.get(argument) != value:
+                found.append(f"{name} without {argument}={value}")
+            found += [f"{name} with {key}" for key in FORBIDDEN.keys() & given if given[key] != FORBIDDEN[key]]
+    return found
+
+
+def test_no_file_is_unpickled_or_run() -> None:
+    """Workers and ranks exchange pickles with the processes that started them: over pipes, and torch's collectives."""
     pipes = {"data/encode_workers.py"}
-    check([file for file in FILES.keys() - pipes if RUNS_CODE.search(FILES[file].read_text())])
+    found = [f"{file}: {it}" for file in FILES for it in list_code_paths(parse(file))]
+    for file in FILES.keys() - pipes:
+        modules = {each.module for each in imports_of(file)}
+        found += [f"{file} imports {it}" for it in modules if it in UNPICKLING or it.split(".")[0] in UNPICKLING]
+    check(found)
+
+
+def test_code_paths_are_seen() -> None:
+    for line in (
+        *(
+            "eval(x)",
+            "exec(x)",
+            "f = eval",
+            "builtins.exec(x)",
+            "compile(x, '', 'exec')",
+            "__import__(x)",
+            "os.system(x)",
+        ),
+        *("torch.load(x)", "torch.load(x, weights_only=False)", "np.load(x)", "np.memmap(x, allow_pickle=True)"),
+        *(
+            "yaml.load(x, Loader=L)",
+            "yaml.load(x, yaml.Loader)",
+            "yaml.unsafe_load(x)",
+            "a.extractall(x)",
+            "t.extract(x, filter=f)",
+        ),
+        *("subprocess.run(x, shell=True)", "M.from_pretrained(x, trust_remote_code=True)", "pickle.Unpickler(x)"),
+        *("pandas.read_pickle(x)", "torch.hub.load(x)", "torch.jit.load(x)", "runpy.run_path(x)"),
+    ):
+        assert list_code_paths(ast.parse(line)), line
+    fine = "re.compile(x); torch.compile(m); model.eval(); yaml.compose(x, Loader=L); torch.load(x, weights_only=True)"
+    assert list_code_paths(ast.parse(f"{fine}; t.extractall(x, filter='data'); subprocess.run(x)")) == []
 
 
 def test_names_explain_something() -> None:

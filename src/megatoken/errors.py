@@ -27,13 +27,15 @@ class ExitCode(IntEnum):
 class MegatokenError(Exception):
     """An error with a one-line message, `what — where — fix`.
 
-    where: file:line, key, shard and offset, rank, step; fix: what the reader can do next.
+    where: file:line, key, shard and offset, rank, step; fix: what the reader can do next. Control characters, which a
+    name in a file may hold, are spelled out.
     """
 
     code: ClassVar[ExitCode]
 
     def __init__(self, what: str, where: str | Path = "", fix: str = "") -> None:
-        super().__init__(redact(" — ".join(" ".join(str(part).split()) for part in (what, where, fix) if part)))
+        text = redact(" — ".join(" ".join(str(part).split()) for part in (what, where, fix) if part))
+        super().__init__("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text))
 
 
 class ConfigError(MegatokenError):

@@ -22,7 +22,7 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams
 from megatoken.distributed.tensor_slice import TensorSlice, chunk
-from megatoken.errors import CheckpointError, ConfigError, StorageError
+from megatoken.errors import CheckpointError, ConfigError, MegatokenError, StorageError
 from megatoken.model.gpt import GPT
 from megatoken.train.state import TrainState, build_state
 from megatoken.train.step import train_step
@@ -168,11 +168,21 @@ def test_the_files_hold_the_state_keys_of_the_optimizer(tmp_path: Path) -> None:
             assert manifest.meta["optimizer"] == {"name": "Lion", "groups": [{"steps": 2}]}
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.fault(27)
+def test_another_optimizer_is_refused_before_a_weight_changes(tmp_path: Path) -> None:
     saved, manifest = save(trained(1), tmp_path)
+    sgd, other = new_state("sgd"), new_state()
+    before = {name: tensor.clone() for name, tensor in sgd.model.state_dict().items()}
     with pytest.raises(CheckpointError, match="saved with optimizer AdamW, this run has SGD"):
-        restore_state(saved, manifest, new_state("sgd"))
-    other = new_state()
+        restore_state(saved, manifest, sgd)
+    for optimizer in (5, {"name": "SGD", "groups": [1]}, {"name": "SGD", "groups": [{"lr_scale": []}]}, {"groups": {}}):
+        odd = replace(manifest, meta={**manifest.meta, "optimizer": optimizer})
+        with pytest.raises(CheckpointError, match="checkpoint is malformed"):
+            restore_state(saved, odd, sgd)
+    two = replace(manifest, meta={**manifest.meta, "optimizer": {"name": "SGD", "groups": [{"lr_scale": 2.0}]}})
+    with pytest.raises(MegatokenError, match=r"does not fit|a group's learning rate was 2 times"):
+        restore_state(saved, two, sgd)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in sgd.model.state_dict().items())
     for optimizer_state in other.optimizer.state.values():
         optimizer_state["max_exp_avg_sq"] = torch.zeros_like(optimizer_state["exp_avg"])
     with pytest.raises(CheckpointError, match=r"optimizer state does not fit this model: .*/max_exp_avg_sq"):
@@ -322,6 +332,7 @@ def test_fp16_resumes_what_another_precision_saved(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize("change", [{"n_layer": 3}, {"d_ff": 128}, {"vocab_size": 200}])
 def test_another_model_is_refused_before_a_weight_changes(tmp_path: Path, change: dict[str, int]) -> None:
     saved, manifest = save(trained(1), tmp_path)

@@ -46,6 +46,7 @@ def test_old_field_names_are_read_and_reported(run: Path) -> None:
     assert "machine.mixed is now called machine.master_weights=off" in resolved.notes
 
 
+@pytest.mark.fault(26)
 def test_old_run_resumes_at_the_same_losses(run: Path) -> None:
     resolved = resolve(str(run / "config.yaml"), [f"data.path={OLD_RUN / 'data'}"])
     summary = Trainer(resolved, run, console=Console(quiet=True)).fit()

@@ -37,9 +37,15 @@ def restore_state(folder: Path, manifest: CheckpointManifest, state: TrainingSta
     weights, saved = (TensorReader(folder, manifest, name) for name in (MODEL, OPTIMIZER))
     sharded, optimizer = state.sharded, state.optimizer
     check_shapes(weights.shapes, sharded.full_shapes, folder)
-    with malformed(folder):
-        _check_optimizer(saved.shapes, manifest, state, folder)
     groups = optimizer.param_groups
+    with malformed(folder):
+        group_numbers = manifest.meta.get("optimizer", {}).get("groups", [])
+        _check_optimizer(saved.shapes, manifest, state, folder)
+        for group, numbers in zip(groups, group_numbers, strict=False):
+            scales = numbers.get("lr_scale", 1.0), group.get("lr_scale", 1.0)
+            if scales[0] != scales[1]:
+                what = f"a group's learning rate was {scales[0]:g} times the schedule's, now {scales[1]:g} times"
+                raise ConfigError(what, "optimizer", "build the optimizer as before, or train in another folder")
     on_device = {param for g in groups if g.get("fused") or g.get("capturable") for param in g["params"]}
     with torch.no_grad():
         for name, param in sharded.local_params.items():
@@ -55,11 +61,7 @@ def restore_state(folder: Path, manifest: CheckpointManifest, state: TrainingSta
             else:  # created in the first step; torch keeps `step` on the CPU unless the update runs on the device
                 stays = key == "step" and param not in on_device
                 optimizer.state[param][key] = values if stays else values.to(param.device)
-    for group, numbers in zip(groups, manifest.meta.get("optimizer", {}).get("groups", []), strict=False):
-        scales = numbers.get("lr_scale", 1.0), group.get("lr_scale", 1.0)
-        if scales[0] != scales[1]:
-            what = f"a group's learning rate was {scales[0]:g} times the schedule's, now {scales[1]:g} times"
-            raise ConfigError(what, "optimizer", "build the optimizer as before, or train in another folder")
+    for group, numbers in zip(groups, group_numbers, strict=False):
         group.update(numbers)
     if manifest.meta["scaler"]:  # empty after bf16 or fp32, which have no loss scale: fp16 then begins with its first
         with malformed(folder):

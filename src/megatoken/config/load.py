@@ -110,7 +110,12 @@ def load_config(recipe: str, *overrides: str) -> Config:
 
 
 def resolve_assignments(name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Check assignments that were read already. Raises ConfigError naming where a wrong value was written."""
+    """Check assignments that were read already. Raises ConfigError naming where a wrong value was written.
+
+    name: of the run, and of its folder in runs/ unless --out is given.
+    """
+    if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
+        raise ConfigError(f"a run cannot be called {name!r:.80}", fix="rename the recipe, or its run_name")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     notes = _apply(recipe, values, origins) + _apply([_split_override(word) for word in overrides], values, origins)

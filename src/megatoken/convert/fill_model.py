@@ -58,7 +58,8 @@ def fill_model(
     for weight in (model.tokens.weight, model.lm_head_weight):
         weight.data[config.vocab_size :] = 0.0
     head, tokens = tensors.get(HEAD), model.tokens.weight[: config.vocab_size]
-    if model.head is None and head is not None and not torch.equal(head.float(), tokens):
+    is_copy = head is not None and head.shape == tokens.shape and head.dtype in DTYPES
+    if model.head is None and head is not None and not (is_copy and torch.equal(head.float(), tokens)):
         what = f"{HEAD} differs from the token embedding, although the two are tied"
         raise CheckpointError(what, where, "set tie_word_embeddings to false if it has weights of its own")
     return model

@@ -20,6 +20,7 @@ from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
 
 MAGIC, HEADER_BYTES = 20240326, 1024
+LARGEST_DEPTH = 4096  # layers; a header may claim millions that are 1 wide
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}  # with a padded vocabulary; llm.c itself no longer reads 1 and 2
 # In the header's order; the padded vocabulary follows.
 SIZES = ("seq_len", "vocab_size", "n_layer", "n_head", "d_model")
@@ -45,7 +46,13 @@ def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
     rows, width = sizes.pop("padded_vocab_size"), sizes["d_model"]
     numbers = (rows + sizes["seq_len"]) * width + sizes["n_layer"] * (12 * width + 13) * width + 2 * width
     expected = HEADER_BYTES + numbers * VERSIONS[version].itemsize
-    if min(values) < 1 or rows < sizes["vocab_size"] or width % sizes["n_head"] or size != expected:
+    if (
+        min(values) < 1
+        or sizes["n_layer"] > LARGEST_DEPTH
+        or rows < sizes["vocab_size"]
+        or width % sizes["n_head"]
+        or size != expected
+    ):
         described = ", ".join(f"{name} {value}" for name, value in sizes.items())
         what = f"damaged: {size:,} bytes, its header says {expected:,} ({described}, padded to {rows})"
         raise CheckpointError(what, str(path), "copy it again, or write it again with llm.c's train_gpt2.py")

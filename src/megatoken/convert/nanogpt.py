@@ -1,8 +1,9 @@
 """Reads the checkpoints of nanoGPT (ckpt.pt) and build-nanogpt without running code in them."""
 
+import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,12 @@ PADDED_VOCABULARY = 50304  # GPT-2's rounded up: the last 47 rows belong to no t
 CONFIG_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (SimpleNamespace, f"{module}.GPTConfig") for module in ("__main__", "model", "train_gpt2")
 ]
+# What a pickle may name: containers and tensors. torch would also call what takes memory, such as bytearray(2**40).
+NAMED = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage|torch (Size|device)"
+    r"|torch (b?float|u?int)\d+|_codecs encode|(__main__|model|train_gpt2) GPTConfig"
+)
+LARGEST_PICKLE = 16 << 20  # without its tensors
 OTHER_FILE = "give a checkpoint of nanoGPT or build-nanogpt"
 
 
@@ -61,23 +68,39 @@ def _is_entry(entry: tuple[Any, Any]) -> bool:
     return isinstance(name, str) and is_plain and tensor.ndim > 0
 
 
+def _list_names(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[str]:
+    """The classes and functions that a pickle names; "?" for a name that it puts together."""
+    if entry.file_size > LARGEST_PICKLE:
+        raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes")
+    for opcode, argument, _ in pickletools.genops(archive.read(entry)):
+        if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL"):
+            yield str(argument or "?")
+
+
 def _load(path: Path) -> Mapping[str, Any]:
-    """The values of a file of torch.save; every byte is checked against the checksums."""
+    """The values of a file of torch.save; every byte is checked against the checksums, every name before it is used."""
+    asked: list[str] = []
     try:
         with zipfile.ZipFile(path) as archive:
             stored = all(entry.file_size == entry.compress_size for entry in archive.infolist())  # as torch does
             damaged = archive.testzip() if stored else "its directory"
+            for entry in () if damaged else archive.infolist():
+                if entry.filename.lower().endswith(".pkl"):
+                    asked += [name for name in _list_names(archive, entry) if not NAMED.fullmatch(name)]
     except Exception as error:  # besides BadZipFile, the module raises many types
         what = f"not a file of torch.save, or truncated: {error}"
         raise CheckpointError(what, str(path), "copy it again") from None
     if damaged:
         raise CheckpointError(f"damaged: the checksum of {damaged} is wrong", str(path), "copy it again")
     try:
+        if asked:
+            raise ValueError(asked)
         with safe_globals(CONFIG_CLASSES):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch and the unpickler raise many types
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it asks to run {asked[1]}, and nothing in a checkpoint is run" if asked else "its pickle is refused"
+        what = (
+            f"it asks to run {asked[0]:.80}, and nothing in a checkpoint is run" if asked else "its pickle is refused"
+        )
         fix = "where you trust it, save the weights alone: torch.save({'model': ..., 'model_args': {...}}, 'ckpt.pt')"
         raise CheckpointError(what, str(path), fix) from error
     return content if isinstance(content, dict) else {}

@@ -26,7 +26,7 @@ from megatoken.errors import DataError, MegatokenError
 BINARY_BYTES = 8192  # a NUL among the first so many means: not text
 LINE_BYTES = 64 * CHUNK_BYTES  # a longer line of JSON is refused
 CHUNK_SEGMENTS = 4096
-ROWS = 256  # read from parquet at a time
+ROWS = 8  # read from parquet at a time: with one dictionary each may be as long as the file
 
 
 class ReadPosition(NamedTuple):

@@ -23,7 +23,7 @@ BLOCK_BYTES = 1 << 18  # unit of hashing; blocks are counted over token bytes, a
 MANIFEST_NAME = "manifest.json"
 PROGRESS_NAME = "progress.json"  # of a preparation that has not finished
 INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text with the times of its files
-DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: name, vocab_size, eot, fingerprint
+DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: name, vocab_size, eot, fingerprint, xxh3_128
 FORMAT_VERSION = 1
 LARGEST_MANIFEST = 1 << 28  # bytes: of 2e12 tokens
 

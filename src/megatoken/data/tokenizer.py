@@ -7,6 +7,7 @@ GPT-2's, `BpeCache` gives the same ids faster. Special tokens in text are plain 
 import contextlib
 import difflib
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,14 @@ from typing import Any, Literal
 
 import numpy as np
 import tokenizers
+import xxhash
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatoken.data.bpe_cache import BpeCache
 from megatoken.data.gpt2_vocab import Merges, byte_characters, find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME
-from megatoken.errors import ConfigError, DataError, StorageError
+from megatoken.errors import ConfigError, DataError, MegatokenError, StorageError
 from megatoken.system.atomic_write import read_json, read_small_file, replace_file
 
 EOT = "<|endoftext|>"
@@ -81,8 +83,8 @@ class Tokenizer:
     @cached_property
     def bos_ids(self) -> list[int]:
         """Ids that Hugging Face puts before every text, such as LLaMA's begin-of-text; `encode` adds none."""
-        for text in ("a", *self._inner.get_vocab()):  # the first that has an id
-            with contextlib.suppress(Exception):  # of the Rust side, for words that a model does not know
+        for text in ("a", *itertools.islice(self._inner.get_vocab(), 1000)):  # the first that has an id
+            with contextlib.suppress(DataError, LookupError), _rust_errors("", self.name, ""):
                 plain, special = (self._inner.encode(text, add_special_tokens=added).ids for added in (False, True))
                 return special[: special.index(plain[0])]
         return []
@@ -128,14 +130,15 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
-        return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=False))
+        with _rust_errors("the tokenizer cannot decode", self.name, "use another tokenizer"):
+            return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=False))
 
     def to_json(self) -> str:
         """The content of its tokenizer.json."""
         return str(self._inner.to_str())
 
     def describe(self) -> dict[str, Any]:
-        """The tokenizer's entry in the manifest and the content of megatoken_tokenizer.json."""
+        """The entry in the manifest; with the hash of tokenizer.json it is the content of megatoken_tokenizer.json."""
         return {"name": self.name, "vocab_size": self.vocab_size, "eot": self.eot, "fingerprint": self.fingerprint}
 
     def save(self, folder: Path) -> None:
@@ -145,8 +148,9 @@ class Tokenizer:
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / "tokenizer.json", self.to_json(), durable=True)
-            description = json.dumps(self.describe(), indent=1) + "\n"
+            replace_file(folder / "tokenizer.json", content := self.to_json().encode(), durable=True)
+            row = self.describe() | {"xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+            description = json.dumps(row, indent=1) + "\n"
             replace_file(folder / DESCRIPTION_NAME, description, durable=True)  # last: without it nothing was saved
         except OSError as error:
             fix = "free some space or choose a folder you can write to"
@@ -154,11 +158,9 @@ class Tokenizer:
 
     def _encode_whole(self, text: str) -> Ids:
         # The batch call keeps no offsets: half the time, three quarters of the memory.
-        try:
+        what, fix = f"the tokenizer cannot encode {text[:40]!r}", "give it an unk_token, or use another tokenizer"
+        with _rust_errors(what, self.name, fix):
             return np.array(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
-        except Exception as error:  # the Rust side raises bare Exceptions, for a word without token or unk
-            what = f"the tokenizer cannot encode {text[:40]!r}: {error}"
-            raise DataError(what, self.name, "give it an unk_token, or use another tokenizer") from None
 
 
 def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) -> Tokenizer:
@@ -206,6 +208,10 @@ def load_saved_tokenizer(folder: Path) -> Tokenizer:
         what = f"tokenizer has changed since it was saved: sha256 {tokenizer.fingerprint}, expected {expected}"
         fix = "restore the file, or prepare the dataset again with the new tokenizer"
         raise DataError(what, folder / "tokenizer.json", fix)
+    actual = xxhash.xxh3_128_hexdigest(read_small_file(folder / "tokenizer.json", LARGEST_FILE))
+    if row != tokenizer.describe() | {"xxh3_128": actual} and row != tokenizer.describe():  # older ones have no hash
+        what = f"tokenizer or its description is damaged: xxh3-128 {actual}, expected {row.get('xxh3_128')!s:.40}"
+        raise DataError(what, path, "copy the folder again or prepare the dataset again")
     return tokenizer
 
 
@@ -255,15 +261,13 @@ def _train_bpe(name: str, vocab_size: int, texts: Iterator[str]) -> Tokenizer:
 
 def _load_vocabulary(folder: Path) -> Tokenizer:
     """GPT-2's older pair of files: vocab.json (token to id) and merges.txt (one merge a line, best first)."""
-    try:
+    fix = "copy them again from the model's repository"
+    with _rust_errors("vocab.json and merges.txt make no byte-level BPE", folder, fix):
         vocabulary = read_json(folder / "vocab.json")
         lines = read_small_file(folder / "merges.txt").decode().split("\n")
         pairs = (line.partition(" ")[::2] for line in lines)
         merges = [(left, right) for left, right in pairs if right and left != "#version:"]
         return _assemble(folder.name, vocabulary, merges)
-    except Exception as error:  # the Rust side raises bare Exceptions
-        what = f"vocab.json and merges.txt make no byte-level BPE: {error!r}"
-        raise DataError(what, folder, "copy them again from the model's repository") from error
 
 
 def _load_file(path: Path, name: str) -> Tokenizer:
@@ -277,11 +281,24 @@ def _load_file(path: Path, name: str) -> Tokenizer:
 
 def _read_inner(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(read_small_file(path, LARGEST_FILE).decode())
+        content = read_small_file(path, LARGEST_FILE)
     except OSError as error:
         raise DataError(f"cannot read the tokenizer: {error.strerror}", path, "check name and permissions") from error
-    except Exception as error:  # the Rust side raises bare Exceptions
-        raise DataError(f"not a tokenizer.json: {error}", path, "give the one of a Hugging Face model") from error
+    with _rust_errors("not a tokenizer.json", path, "give the one of a Hugging Face model"):
+        return tokenizers.Tokenizer.from_str(content.decode())
+
+
+@contextlib.contextmanager
+def _rust_errors(what: str, where: str | Path, fix: str) -> Iterator[None]:
+    """Turn what `tokenizers` raises into a DataError: bare Exceptions, and panics, which are BaseExceptions."""
+    try:
+        yield
+    except MegatokenError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {error!s:.200}", where, fix) from error
 
 
 def _pair(merge: str | Sequence[str]) -> tuple[str, str]:

@@ -160,7 +160,7 @@ def read_examples(tasks: Sequence[Task], data: Path | None, limit: int = 0) -> d
             try:
                 example = task.parse(json.loads(row) if isinstance(row, bytes) else row)
                 "".join(map("".join, example.prompts)).encode()  # ValueError for half a surrogate pair
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
                 what = f"malformed example of {task.name}: {type(error).__name__}: {error}"
                 fix = f"correct or remove it; {task.name} needs the columns of {task.hub} on the hub"
                 raise DataError(what, where, fix) from None
