@@ -56,6 +56,7 @@ soak: $(VENV)/.dev
 	$(RECORD) prepare-calls -- $(BIN)python tests/soak/prepare_soak.py calls
 	$(RECORD) config-soak -- $(BIN)python -m tests.soak.config_soak
 	$(RECORD) launch-soak -- $(BIN)python -m tests.soak.launch_soak
+	$(RECORD) guard-soak -- $(BIN)python -m tests.soak.guard_soak
 	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json
 

@@ -21,6 +21,7 @@ from megatoken.data.dataloader import Prefetcher
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.parallel_dims import choose_dims
+from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
 from megatoken.launch.local import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
@@ -31,6 +32,7 @@ from megatoken.train import setup
 from megatoken.train.actions import Action, CheckpointSaver, is_due, list_actions
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.preemption import PreemptionHandler, StopRequested
+from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.setup import Callback, RunContext
 from megatoken.train.step import PendingStep, StepMetrics, train_step_async, wait_for_steps
 from megatoken.train.throughput import ThroughputMeter
@@ -185,7 +187,12 @@ class TrainLoop:
         self.actions = list_actions(run, self.saver)  # validate, tasks, sample, save: each with its interval
         self.log_every = run.step_config.steps(run.config.log.every)
         self.pending: list[PendingStep] = []  # steps whose numbers are still on the device
+        self.recovery = Recovery(run, self.saver)
+        # A step is held to the limits of all steps before it, where spikes are skipped.
+        self.reads_every_step = run.device.type == "cpu" or run.step_config.skip_spikes
         self.meter = ThroughputMeter(run.device, run.model_config, run.step_config, run.comm.dist_env.world_size)
+        self.stragglers = StragglerDetector(run.comm, run.device.type)
+        self.state.compute_timer = self.stragglers.compute
 
     def fit(self) -> ExitCode:
         """Run the training loop; write the final status, also on failure."""
@@ -221,35 +228,38 @@ class TrainLoop:
         try:
             with closing(Prefetcher(run.loader, run.device.torch_device)) as batches:
                 while state.step < total_steps:
-                    run.check_stop()
+                    # All ranks read numbers after the same steps, so that they go back from a bad one together.
+                    reads = run.check_stop(flag=bool(self.pending) and self.meter.elapsed_seconds > SYNC_SECONDS)
                     self.call_actions([action for action in self.actions if action.is_due(state.step)])
                     self.saver.commit_if_written()
                     if not self.pending:
                         run.heartbeat.beat("step", state.step)  # on a GPU not until its queue is empty
                         self.meter.start()  # leaves the actions out of the step's time
-                    inputs, targets = batches.get(state.step)
-                    try:
-                        self.pending.append(train_step_async(state, run.step_config, run.device, inputs, targets))
-                        is_last = state.step == total_steps
-                        if not is_last and (run.device.type == "cpu" or self.meter.elapsed_seconds > SYNC_SECONDS):
-                            self.sync_metrics()
-                    except NumericsError:
-                        run.comm.any(True)  # ranks that have not read these numbers yet stop, read and raise, too
-                        raise
-            self.sync_metrics()
+                    with self.stragglers.data:
+                        inputs, targets = batches.get(state.batch)
+                    self.pending.append(train_step_async(state, run.step_config, run.device, inputs, targets))
+                    is_checked = self.is_checked_after(state.step)
+                    if reads or is_checked or self.reads_every_step:
+                        self.sync_metrics()  # after a bad step it goes back
+                    if is_checked:
+                        self.recovery.check_replicas()  # likewise
             self.saver.try_save()  # written while the last actions compute: a run that is killed there loses no step
             self.call_actions([action for action in self.actions if action.at_end])
         except StopRequested:
             code = ExitCode.STOPPED
-        self.sync_metrics()
+            self.sync_metrics()
+            self.recovery.check_replicas()
         run.heartbeat.beat("finish", state.step)
         self.saver.save_last()
         return code
 
+    def is_checked_after(self, step: int) -> bool:
+        """Whether the weights of a step are used for more than the next one: an action is due, or it is the last."""
+        is_last = step == self.run.step_config.total_steps
+        return is_last or is_due(REPLICA_CHECK_STEPS, step) or any(action.is_due(step) for action in self.actions)
+
     def call_actions(self, actions: Sequence[Action]) -> None:
         """Call actions one after another, each unless the time limit comes before its end."""
-        if actions:
-            self.sync_metrics()
         for action in actions:
             self.run.check_stop(action.seconds)
             start = time.monotonic()
@@ -258,16 +268,27 @@ class TrainLoop:
             action.seconds = max(action.seconds, time.monotonic() - start)
 
     def sync_metrics(self) -> None:
-        """Wait for the pending steps; log and show them."""
+        """Wait for the pending steps; log and show them. After a bad one, `state.step` has gone back."""
         if not self.pending:
             return
-        metrics = wait_for_steps(self.state, self.pending)
+        metrics, n_pending = wait_for_steps(self.state, self.pending), len(self.pending)
         self.pending.clear()
-        speed = self.meter.read(len(metrics))
+        speed = self.meter.read(n_pending)
+        self.run.preemption.observe((speed["seconds"] or 0.0) * n_pending)
+        self.report_stragglers()
         for step in metrics:
-            self.log_step(step, speed)
-        self.run.log.progress(metrics[-1].step, metrics[-1].loss)
-        self.run.preemption.observe((speed["seconds"] or 0.0) * len(metrics))
+            if step.bad:
+                self.recovery.skip(step)
+            else:
+                self.recovery.accept(step)
+                self.log_step(step, speed)
+                self.run.log.progress(step.step, step.loss)
+
+    def report_stragglers(self) -> None:
+        """Log and show the ranks that have become slower than the others."""
+        for slow in self.stragglers.find():
+            self.run.write("event", what="slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
+            self.run.console.warn(str(slow))
 
     def log_step(self, step: StepMetrics, speed: dict[str, float | None]) -> None:
         """Log and show a step."""
@@ -275,7 +296,7 @@ class TrainLoop:
         row = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, **speed}
         last = step.step == run.step_config.total_steps
         run.write("train", step=step.step, to_file=last or is_due(self.log_every, step.step), **row)
-        if step.skipped:
+        if step.overflowed:
             run.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
         memory, left = run.device.peak_memory_bytes(), self.meter.remaining_seconds(step.step)
         line = format_step({"step": step.step, **row}, run.step_config.total_steps, memory, left)

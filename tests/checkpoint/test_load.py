@@ -349,7 +349,7 @@ def test_a_scaled_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # the scaled loss overflows fp32
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
     report = train_step(state, tiny_step_config(), CPU, *tiny_batch())
-    assert report.skipped
+    assert report.overflowed
     assert state.step == 1
     assert state.scaler.get_scale() == 2.0**126
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())

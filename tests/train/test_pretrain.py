@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatoken.checkpoint import save
@@ -36,6 +37,8 @@ from megatoken.plots import draw_weights
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train.metrics_log import read_metrics
 from megatoken.train.setup import RunContext
+from megatoken.train.state import TrainState
+from megatoken.train.step import forward_loss
 from tests.ranks import FORKS, start_process
 
 RECIPE = """\
@@ -435,7 +438,7 @@ def test_damaged_or_missing_config_is_restored_from_a_checkpoint(recipe: Path, t
         if damaged is None:
             (out / "config.yaml").unlink()
             (out / "checkpoints" / "step-00000002" / "config.yaml").write_text("cut")
-        with pytest.raises(MegatokenError, match=r"different settings: optim.lr: 0.01 -> 0.02"):
+        with pytest.raises(MegatokenError, match=r"other settings: optim.lr: 0.01 -> 0.02"):
             train(recipe, out, "budget.steps=2", "save.every=1", "optim.lr=2e-2")
         assert train(recipe, out, "budget.steps=2", "save.every=1").steps == 2
     assert (out / "config.yaml").read_text() == config
@@ -499,15 +502,15 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     """A signal during an evaluation is heard before its next batch; what was evaluated is not evaluated again."""
     out, seen = tmp_path / "run", []
 
-    def stop_at(step: int) -> Callable[[RunContext, float], None]:
-        def check_stop(run: RunContext, seconds: float = 0.0) -> None:
+    def stop_at(step: int) -> Callable[..., bool]:
+        def check_stop(run: RunContext, seconds: float = 0.0, **options: bool) -> bool:
             for thread in threading.enumerate():  # an evaluation takes longer than to write a checkpoint
                 if run.state.step == 40 and thread.name == "megatoken-save":
                     thread.join()
             seen.append((run.state.step, list_steps(out / "checkpoints")[-1:]))
             if [at for at, _ in seen].count(step) == 5 and run.state.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            original(run, seconds)
+            return original(run, seconds, **options)
 
         return check_stop
 
@@ -530,8 +533,13 @@ def test_a_checkpoint_on_its_way_is_committed_when_a_step_fails(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slowly(monkeypatch)
-    with pytest.raises(MegatokenError, match="loss nan") as error:
-        train(recipe, tmp_path / "run", "optim.lr=1e30", "optim.warmup=1steps", "save.every=1", "evaluate.every=0")
+
+    def fail_late(state: TrainState, *arguments: Any) -> torch.Tensor:
+        return forward_loss(state, *arguments) * (float("nan") if state.step >= 2 else 1.0)
+
+    monkeypatch.setattr("megatoken.train.step.forward_loss", fail_late)
+    with pytest.raises(MegatokenError, match=r"loss nan, gradient norm nan — step \d+, batches ") as error:
+        train(recipe, tmp_path / "run", "save.every=1", "evaluate.every=0")
     assert error.value.code == ExitCode.NUMERICS
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert list_steps(tmp_path / "run" / "checkpoints")[-1] == status["step"] > 0

@@ -56,6 +56,18 @@ class OptimConfig:
     grad_clip: float = config_field(
         1.0, "largest global gradient norm; 0: no clipping", "guarded", low=0.0, alias="clip"
     )
+    spike: Literal["warn", "skip", "off"] = config_field(
+        "warn",
+        "a batch whose loss or gradient norm is far above those of the last 128 steps: train on it or skip it",
+        "guarded",
+    )
+    max_skips: int = config_field(
+        3,
+        "skipped batches in a row after which training goes back to the newest checkpoint",
+        "guarded",
+        "batches",
+        low=1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ order keyed by (seed, e). Ranks take consecutive slices of a batch, micro-batche
 the global order does not depend on the number of ranks, the micro-batch or gradient accumulation.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -96,6 +97,14 @@ class DataLoader:
             parts.append(feistel_permutation(index, self.n_windows, make_key(self.seed, epoch)))
             first, size = first + len(index), size - len(index)
         return np.concatenate(parts)
+
+
+def batch_of_step(step: int, skipped: Sequence[int]) -> int:
+    """Number of the batch of a step, both from 0: batches go in order, without those in `skipped` (ascending)."""
+    batch, before = step, -1
+    while batch != before:
+        before, batch = batch, step + bisect_right(skipped, batch)
+    return batch
 
 
 def _check_fit(n_tokens: int, n_windows: int, seq_len: int, batch_size: int, dp_size: int) -> None:

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -51,12 +51,16 @@ class Comm:
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any process."""
+        return self.any_of_each([flag])[0]
+
+    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
+        """For each of several flags whether it is set on any process, in one message."""
         if self.is_single_process:
-            return flag
-        total = torch.tensor(float(flag))
+            return list(flags)
+        totals = torch.tensor(flags, dtype=torch.float32)
         with peer_errors(self.dist_env):
-            dist.all_reduce(total, group=self._gloo_group)
-        return bool(total > 0)
+            dist.all_reduce(totals, group=self._gloo_group)
+        return [total > 0 for total in totals.tolist()]
 
     def broadcast_from_rank0(self, value: Any) -> Any:
         """Rank 0's value, any that pickle takes."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -182,7 +183,8 @@ class CheckpointSaver:
         if ("save", step) in run.logged:
             return
         self.try_commit()  # its failure is no reason to leave out this one
-        meta = {"dataset": run.dataset.fingerprint, "tokenizer": run.tokenizer.fingerprint}
+        meta: dict[str, Any] = {"dataset": run.dataset.fingerprint, "tokenizer": run.tokenizer.fingerprint}
+        meta |= {"skipped_batches": [*run.state.skipped_batches], "recent_steps": list(run.state.recent.values)}
         run.log.sync()  # a checkpoint counts on the rows before it
         config, tokenizer = run.out / CONFIG, run.out / TOKENIZER
         self._pending = AsyncSave(run.out / CHECKPOINTS, run.state, config=config, tokenizer=tokenizer, meta=meta)

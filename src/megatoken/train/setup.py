@@ -107,13 +107,15 @@ class RunContext:
             if callback({"kind": kind, "step": step, "tokens": tokens, **values}):
                 self.preemption.request_stop("callback")
 
-    def check_stop(self, next_seconds: float = 0.0) -> None:
+    def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
         """Raise StopRequested on all ranks when one of them has to save and stop; all must call it.
 
-        next_seconds: how long that which comes next took before.
+        next_seconds: how long that which comes next took before. Return whether any rank has set `flag`.
         """
-        if self.comm.any(bool(self.preemption.stop_before(next_seconds))):
+        stop, flag = self.comm.any_of_each([bool(self.preemption.stop_before(next_seconds)), flag])
+        if stop:
             raise StopRequested
+        return flag
 
 
 def check_folder(out: Path, config: Config, *, allow_changes: bool = False) -> list[Change]:
@@ -307,11 +309,11 @@ def _pretrained_weights(run: RunContext) -> Iterator[tuple[str, Tensor]]:
     run.console.print(f"weights from {loaded.source}")
 
 
-def restore(run: RunContext) -> None:
+def restore(run: RunContext) -> bool:
     """Load the newest checkpoint that is valid on every node, if there is one; rewind the metrics log to its step.
 
-    Damaged checkpoints are reported and skipped. All ranks load the same one or raise together: DataError when the
-    dataset is not the one trained on, CheckpointError when no checkpoint is valid.
+    Return whether there was one. Damaged checkpoints are reported and skipped. All ranks load the same one or raise
+    together: DataError when the dataset is not the one trained on, CheckpointError when no checkpoint is valid.
     """
     root, dataset = run.out / CHECKPOINTS, run.dataset
     if run.is_main:
@@ -331,6 +333,9 @@ def restore(run: RunContext) -> None:
                 raise DataError(what, str(dataset.path), fix)
             run.changes.append(Change("dataset", trained_on, dataset.fingerprint, "guarded"))
         restore_state(folder, manifest, run.state)
+        run.state.refresh_low_precision_copy()
+        run.state.skipped_batches = list(manifest.meta.get("skipped_batches", []))
+        run.state.recent.load(manifest.meta.get("recent_steps", []))
         run.verified[folder] = manifest.files
         run.console.print(f"resuming from {folder.name}")
         break
@@ -340,6 +345,7 @@ def restore(run: RunContext) -> None:
     run.log.rewind(run.state.step)
     rows = {(row.get("task", row["kind"]), row["step"]) for row in read_metrics(run.out)} if run.is_main else set()
     run.logged = {(kind, step) for kind, step in run.comm.broadcast_from_rank0(sorted(rows))}
+    return bool(steps)
 
 
 def _verify_on_all(run: RunContext, folder: Path) -> CheckpointManifest | None:

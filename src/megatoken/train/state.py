@@ -12,11 +12,13 @@ from torch import Tensor
 
 from megatoken.config.fields import Duration
 from megatoken.config.schema import Config
+from megatoken.data.dataloader import batch_of_step
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, parallelize
+from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.loss import LOSS_CHUNK
@@ -24,6 +26,7 @@ from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.optimizer import adopt_optimizer, build_optimizer
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import foreach_copy
+from megatoken.train.spikes import RecentSteps
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,8 +35,9 @@ class TrainState:
 
     `model` always holds the fp32 weights: they are updated, evaluated, saved. `sharded` is this process's part of them.
     `compute_model` is what forward and backward run through: the model itself, or its copy in low precision when
-    master weights are on. `forward` is `compute_model`, compiled or not. `found_nonfinite` (bool, on the device): some
-    step was not finite or had no gradient, so its update and all later ones are left out.
+    master weights are on. `forward` is `compute_model`, compiled or not. `found_bad` (bool, on the device): some step
+    was bad, so its update and all later ones are left out until the host reads it. `skipped_batches` (ascending):
+    numbers of the batches that are left out of the data order. `recent`: loss and gradient norm of the last steps.
     """
 
     model: GPT
@@ -42,12 +46,20 @@ class TrainState:
     sharded: ShardedParams
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    found_nonfinite: Tensor
+    found_bad: Tensor
     comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
     grad_reducer: GradBucketReducer | None = None  # where several replicas train
     cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
     cuda_graphs: bool = False  # `forward` replays CUDA graphs, whose results the next replay overwrites
+    compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off, where no other process is compared
     step: int = 0
+    skipped_batches: list[int] = field(default_factory=list)
+    recent: RecentSteps = field(default_factory=RecentSteps)
+
+    @property
+    def batch(self) -> int:
+        """Number of the next step's batch in the data order."""
+        return batch_of_step(self.step, self.skipped_batches)
 
     @property
     def uses_master_weights(self) -> bool:
@@ -60,12 +72,12 @@ class TrainState:
         return self.sharded.dims
 
     @property
-    def skips_nonfinite_on_device(self) -> bool:
+    def skips_bad_on_device(self) -> bool:
         """Whether the optimizer can skip an update by a flag on the device, without the host reading it."""
         is_fused = isinstance(self.optimizer, torch.optim.AdamW) and all(
             g["fused"] for g in self.optimizer.param_groups
         )
-        return is_fused and not self.scaler.is_enabled() and self.found_nonfinite.device.type in ("cpu", "cuda")
+        return is_fused and not self.scaler.is_enabled() and self.found_bad.device.type in ("cpu", "cuda")
 
     def enable_master_weights(self, dtype: torch.dtype) -> None:
         """Run forward and backward through a copy of the model in `dtype`; the optimizer updates the fp32 weights."""
@@ -106,6 +118,7 @@ class StepConfig:
     micro_batch: int
     grad_clip: float
     loss_chunk: int
+    skip_spikes: bool = False
     deterministic: bool = False  # gradients are added in an order that 1, 2, 4, ... processes share
 
     def steps(self, length: Duration) -> int:
@@ -140,7 +153,7 @@ def build_state(
         sharded=sharded,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=device.precision == "fp16"),
-        found_nonfinite=torch.zeros((), dtype=torch.bool, device=device.torch_device),
+        found_bad=torch.zeros((), dtype=torch.bool, device=device.torch_device),
     )
 
 
@@ -178,6 +191,7 @@ def build_step_config(
         micro_batch=micro_batch,
         grad_clip=optim.grad_clip,
         loss_chunk=LOSS_CHUNK[device_type] if loss_chunk == "auto" else loss_chunk,
+        skip_spikes=optim.spike == "skip",
         deterministic=config.machine.deterministic,
         **lengths,
     )

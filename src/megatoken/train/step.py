@@ -3,10 +3,10 @@
 The gradient is that of the mean loss over the global batch: each micro-batch contributes its summed loss divided by the
 number of targets in the global batch, so every split into micro-batches and processes gives the same step.
 
-Loss and gradient norm stay on the device until `wait_for_steps` reads them, so that the host never waits. A loss or
-gradient norm that is not finite never reaches the weights: torch's fused AdamW skips that update and all later ones on
-the device; other optimizers are checked by the host at every step. A gradient of exactly 0 beside a loss is handled
-alike: it means that no gradient reached the weights.
+Loss and gradient norm stay on the device until `wait_for_steps` reads them, so that the host never waits. A step is bad
+when its loss or gradient norm is not finite, or is a spike that is to be skipped (train/spikes.py), or when the
+gradient is exactly 0 beside a loss: none reached the weights. A bad step leaves the weights as they are: torch's fused
+AdamW skips that update and all later ones on the device; for other optimizers the host decides at every step.
 """
 
 import math
@@ -28,27 +28,32 @@ from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.train.state import StepConfig, TrainState
 
 MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it are not finite at any scale
+FINITE_FIX = "lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Mean loss of the global batch (nats), gradient norm before clipping, learning rate, whether fp16 skipped it."""
+    """Mean loss of the global batch (nats), gradient norm before clipping, learning rate.
+
+    overflowed: fp16 gradients overflowed; the update was left out and the loss scale lowered. bad: the update was left
+    out and the step does not count.
+    """
 
     step: int
     loss: float
     grad_norm: float
     lr: float
-    skipped: bool
+    overflowed: bool
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A step whose numbers are still on the device: (loss, gradient norm, whether this or an earlier step was not
-    finite)."""
+    """A step whose numbers are still on the device: (loss, gradient norm, whether this or an earlier step was bad)."""
 
     step: int
     lr: float
-    skipped: bool
+    overflowed: bool
     numbers: Tensor
 
 
@@ -57,10 +62,13 @@ def train_step(
 ) -> StepMetrics:
     """Train on this process's share of one global batch, advance `state.step` and wait for the numbers.
 
-    Under fp16 a step whose gradients overflow is skipped and the loss scale lowered (`skipped`). Raises NumericsError
-    when loss or gradients are not finite otherwise; the weights stay as they were.
+    Under fp16 a step whose gradients overflow is skipped and the loss scale lowered (`overflowed`). Raises
+    NumericsError for a bad step; the weights stay as they were.
     """
-    return wait_for_steps(state, [train_step_async(state, step_config, device, inputs_BT, targets_BT)])[0]
+    (metrics,) = wait_for_steps(state, [train_step_async(state, step_config, device, inputs_BT, targets_BT)])
+    if metrics.bad:
+        raise bad_step_error(metrics.step, metrics.loss, metrics.grad_norm)
+    return metrics
 
 
 def train_step_async(
@@ -73,12 +81,12 @@ def train_step_async(
     loss = forward_backward(state, step_config, device, inputs_BT, targets_BT)
     unscale_gradients(state)
     grad_norm = state.sharded.global_grad_norm(state.comm)
-    skipped = clip_and_update(state, step_config.grad_clip, loss, grad_norm)
+    overflowed = clip_and_update(state, step_config, loss, grad_norm)
     state.optimizer.zero_grad(set_to_none=True)
     state.refresh_low_precision_copy()
     state.step += 1
-    numbers = torch.stack([loss, grad_norm, state.found_nonfinite.float()])
-    return PendingStep(step=state.step, lr=lr, skipped=skipped, numbers=numbers)
+    numbers = torch.stack([loss, grad_norm, state.found_bad.float()])
+    return PendingStep(step=state.step, lr=lr, overflowed=overflowed, numbers=numbers)
 
 
 def forward_backward(
@@ -102,21 +110,22 @@ def forward_backward(
         pairwise = PairwiseGradSum(list(state.sharded.local_params.values()), len(micro_batches))
     else:
         reducer = state.grad_reducer
-    for index, (inputs, targets) in enumerate(micro_batches):
-        is_last = index == len(micro_batches) - 1
-        dropout_keys = None
-        if state.model.config.dropout:
-            first = dims.dp_rank * len(inputs_BT) + index * size  # in the global batch
-            dropout_keys = sequence_keys(step_config.seed, state.step, first, len(inputs), device.torch_device)
-        state.sharded.set_grad_sync(state.model, last=is_last)
-        loss_sum = forward_loss(state, step_config, device, inputs, targets, dropout_keys)
-        if reducer is not None and is_last:
-            reducer.begin()
-        state.scaler.scale(loss_sum / n_targets).backward()  # type: ignore[no-untyped-call]
-        state.collect_gradients()
-        if pairwise is not None:
-            pairwise.add()
-        total_loss += loss_sum.detach()
+    with state.compute_timer:
+        for index, (inputs, targets) in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            dropout_keys = None
+            if state.model.config.dropout:
+                first = dims.dp_rank * len(inputs_BT) + index * size  # in the global batch
+                dropout_keys = sequence_keys(step_config.seed, state.step, first, len(inputs), device.torch_device)
+            state.sharded.set_grad_sync(state.model, last=is_last)
+            loss_sum = forward_loss(state, step_config, device, inputs, targets, dropout_keys)
+            if reducer is not None and is_last:
+                reducer.begin()
+            state.scaler.scale(loss_sum / n_targets).backward()  # type: ignore[no-untyped-call]
+            state.collect_gradients()
+            if pairwise is not None:
+                pairwise.add()
+            total_loss += loss_sum.detach()
     if pairwise is not None:
         pairwise.finish(comm)
     elif reducer is not None:
@@ -155,55 +164,74 @@ def unscale_gradients(state: TrainState) -> None:
             state.comm.sum(found_inf)
 
 
-def clip_and_update(state: TrainState, grad_clip: float, loss: Tensor, grad_norm: Tensor) -> bool:
-    """Clip the gradients and update the weights; return whether the fp16 scaler skipped the update."""
-    if not state.skips_nonfinite_on_device:
-        return update_on_host(state, grad_clip, loss, grad_norm)
+def is_bad(state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: Tensor) -> Tensor:
+    """Whether this step must not reach the weights (bool, on the device); the same on all processes."""
+    scaled = state.scaler.is_enabled()  # fp16 gradients that overflow are the scaler's affair
+    bad = ~torch.isfinite(loss if scaled else loss + grad_norm) | ((grad_norm == 0) & (loss > 0))
+    if step_config.skip_spikes:
+        max_loss, max_grad_norm = state.recent.limits()
+        bad |= (loss > max_loss) | ((grad_norm > max_grad_norm) & torch.isfinite(grad_norm))
+    return bad
+
+
+def clip_and_update(state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: Tensor) -> bool:
+    """Clip the gradients and update the weights unless this or an earlier step is bad.
+
+    Return whether the fp16 scaler left out the update.
+    """
+    state.found_bad.logical_or_(is_bad(state, step_config, loss, grad_norm))
+    grad_clip = step_config.grad_clip
+    if not state.skips_bad_on_device:
+        return update_on_host(state, grad_clip, grad_norm)
     # The host reads nothing: torch's fused AdamW divides gradients by `grad_scale` (in one pass with the update) and
     # leaves everything as it is where `found_inf` is 1. clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
-    state.found_nonfinite.logical_or_(~torch.isfinite(loss + grad_norm) | ((grad_norm == 0) & (loss > 0)))
     grad_scale = ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0) if grad_clip else None
-    fused_adamw_step(state.optimizer, state.found_nonfinite.float(), grad_scale)
+    fused_adamw_step(state.optimizer, state.found_bad.float(), grad_scale)
     return False
 
 
-def update_on_host(state: TrainState, grad_clip: float, loss: Tensor, grad_norm: Tensor) -> bool:
-    """Clip and update if all is finite; return whether the fp16 scaler skipped the update.
+def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bool:
+    """Clip and update unless a step is bad; return whether the fp16 scaler left out the update.
 
-    Raises NumericsError before the weights change.
+    Raises NumericsError, the weights unchanged, for fp16 gradients that overflow at any loss scale.
     """
-    params = [param for param in state.sharded.local_params.values() if param.grad is not None]
+    scaler = state.scaler
+    if state.found_bad:
+        scaler.update(scaler.get_scale())  # it forgets these gradients and keeps its scale
+        return False
     if grad_clip:
+        params = [param for param in state.sharded.local_params.values() if param.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(params, grad_clip, grad_norm)
-    finite, missing = math.isfinite(loss) and math.isfinite(grad_norm), bool(grad_norm == 0 < loss)
-    if missing or (not finite and not (state.scaler.is_enabled() and math.isfinite(loss))):
-        raise bad_step_error(state.step + 1, float(loss), float(grad_norm))
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    if not finite and state.scaler.get_scale() < MIN_LOSS_SCALE:
-        raise bad_step_error(state.step + 1, float(loss), float(grad_norm))
-    return not finite
+    scaler.step(state.optimizer)
+    scaler.update()
+    overflowed = scaler.is_enabled() and not math.isfinite(grad_norm)
+    if overflowed and scaler.get_scale() < MIN_LOSS_SCALE:
+        raise NumericsError("fp16 gradients overflow at any loss scale", f"step {state.step + 1}", FINITE_FIX)
+    return overflowed
 
 
 def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[StepMetrics]:
     """Wait for pending steps, in order, and read all their numbers in one transfer.
 
-    Raises NumericsError naming the first whose update was skipped; weights and `state.step` are those before it.
+    The first bad step ends the list: weights and `state.step` are those before it, and the next step trains again. All
+    processes must call it after the same step.
     """
     rows = torch.stack([step.numbers for step in pending]).tolist()
     metrics = []
-    for step, (loss, grad_norm, nonfinite) in zip(pending, rows, strict=True):
-        if nonfinite:
+    for step, (loss, grad_norm, bad) in zip(pending, rows, strict=True):
+        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": step.lr}
+        metrics.append(StepMetrics(step=step.step, **numbers, overflowed=step.overflowed, bad=bool(bad)))
+        if bad:
             state.step = step.step - 1
-            raise bad_step_error(step.step, loss, grad_norm)
-        metrics.append(StepMetrics(step=step.step, loss=loss, grad_norm=grad_norm, lr=step.lr, skipped=step.skipped))
+            state.found_bad.zero_()
+            break
     return metrics
 
 
-def bad_step_error(step: int, loss: float, grad_norm: float) -> NumericsError:
-    """The error for a step whose loss or gradient norm is NaN or infinite, or whose gradient is 0 everywhere."""
+def bad_step_error(step: int, loss: float, grad_norm: float, where: str = "") -> NumericsError:
+    """The error for a bad step, or for several, the last of them with these numbers; where: which, if not `step`."""
+    where = where or f"step {step}"
     if grad_norm == 0:
         fix = "check that weights are neither frozen nor all 0; machine.compile=off leaves the compiler out"
-        return NumericsError(f"loss {loss:g}, but no gradient reached the weights: its norm is 0", f"step {step}", fix)
-    fix = "the update was skipped; lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
-    return NumericsError(f"loss {loss:g}, gradient norm {grad_norm:g}", f"step {step}", fix)
+        return NumericsError(f"loss {loss:g}, but no gradient reached the weights: its norm is 0", where, fix)
+    return NumericsError(f"loss {loss:g}, gradient norm {grad_norm:g}", where, f"the update was left out; {FINITE_FIX}")

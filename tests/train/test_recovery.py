@@ -1,0 +1,221 @@
+"""Bad batches leave no trace; what repeats goes back to a checkpoint; replicas that differ and slow ranks are named."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatoken.data.dataloader import batch_of_step
+from megatoken.distributed.replica_check import checksum, find_divergence
+from megatoken.distributed.stragglers import find_stragglers
+from megatoken.errors import ExitCode
+from megatoken.train.spikes import MIN_STEPS, RecentSteps
+from tests.train.faulty_run import Job, count_false_alarms, events, final_bits, run_jobs, write_recipe
+
+LAYOUTS = {
+    "1-fused": (),
+    "1-loop": ("machine.adamw=loop",),
+    "3-late": (),
+    "3-zero3-loop": ("machine.sharding=zero3", "machine.adamw=loop"),
+}
+
+
+def test_batches_go_in_order_without_those_that_are_skipped() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        skipped = sorted(rng.sample(range(40), rng.randrange(30)))
+        left = [number for number in range(80) if number not in skipped]
+        assert [batch_of_step(step, skipped) for step in range(40)] == left[:40]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """The runs of most tests, by name; those of several processes in the same ones, because they start slowly.
+
+    Batches 4 and 7 are bad on the last rank, or are left out from the start.
+    """
+    folder, answers = tmp_path_factory.mktemp("runs"), dict[str, dict[str, Any]]()
+    for nproc in (1, 3):
+        jobs = []
+        for name, words in LAYOUTS.items():
+            if name.startswith(str(nproc)):
+                late = name.endswith("late")
+                jobs.append(Job(name=name, words=words, fault="nan", rank=nproc - 1, batches=(4, 7), late=late))
+                jobs.append(Job(name=f"{name}-without", words=words, skipped=(4, 7)))
+        if nproc == 1:
+            jobs.append(Job(name="resumed", fault="nan", rank=0, batches=(4, 7), stop=5))
+        else:
+            jobs.append(Job(name="flipped", fault="flip", rank=2, batches=(8,), tensor=3, bit=1000, skipped=(4, 7)))
+            slow = ("budget.steps=17", "machine.micro_batch=4")
+            jobs.append(Job(name="slow", words=slow, fault="slow_compute", rank=1, batches=(0,), window=16))
+        answers |= run_jobs(jobs, recipe, folder, nproc)
+    return folder, answers
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bad_batch_is_skipped_as_if_it_had_not_been_in_the_data(
+    layout: str, runs: tuple[Path, dict[str, dict[str, Any]]]
+) -> None:
+    folder, answers = runs
+    assert answers[layout] == answers[f"{layout}-without"] == {"code": 0, "error": ""}
+    bits = final_bits(folder / layout)
+    assert bits == final_bits(folder / f"{layout}-without")
+    assert bits["skipped_batches"] == [4, 7]
+    assert bits["step"] == 12
+    rows = events(folder / layout, "batch skipped")
+    assert [(row["step"], row["batch"], row["loss"]) for row in rows] == [(5, 4, "nan"), (7, 7, "nan")]
+    assert events(folder / f"{layout}-without", "batch skipped") == []
+
+
+def test_a_resumed_run_knows_the_skipped_batches_and_the_recent_steps(
+    runs: tuple[Path, dict[str, dict[str, Any]]],
+) -> None:
+    folder, answers = runs
+    assert answers["resumed"] == {"code": 0, "error": ""}
+    assert final_bits(folder / "resumed") == final_bits(folder / "1-fused-without")
+    assert [row["batch"] for row in events(folder / "resumed", "batch skipped")] == [4, 7]
+
+
+@pytest.mark.fault(46)
+def test_a_replica_that_differs_is_named_and_the_run_ends_with_the_same_bits(
+    runs: tuple[Path, dict[str, dict[str, Any]]],
+) -> None:
+    folder, answers = runs
+    assert answers["flipped"] == {"code": 0, "error": ""}
+    assert final_bits(folder / "flipped") == final_bits(folder / "3-late-without")
+    (row,) = events(folder / "flipped", "replicas differ")
+    assert (row["step"], row["ranks"]) == (10, [2])
+    assert events(folder / "flipped", "rewind")[0]["message"].startswith("back from step 10 to 5: rank 2 differs from ")
+
+
+@pytest.mark.fault(49)
+def test_a_slow_rank_is_named(runs: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+    folder, answers = runs
+    assert answers["slow"] == {"code": 0, "error": ""}
+    (row,) = [row for row in events(folder / "slow", "slow rank") if row["phase"] == "compute"]
+    assert (row["step"], row["rank"]) == (16, 1)
+
+
+@pytest.mark.fault(45)
+def test_a_spike_is_reported_or_skipped(recipe: Path, tmp_path: Path) -> None:
+    words = ("budget.steps=68", "optim.warmup=0", "optim.lr=1e-3", "machine.micro_batch=12", "save.every=0")
+    skip = (*words, "optim.spike=skip")
+    jobs = [
+        Job(name="warn", words=words, fault="spike", rank=0, batches=(66,)),
+        Job(name="skip", words=skip, fault="spike", rank=0, batches=(66,)),
+        Job(name="without", words=skip, skipped=(66,)),
+    ]
+    assert run_jobs(jobs, recipe, tmp_path, 1) == {job.name: {"code": 0, "error": ""} for job in jobs}
+    assert [(row["step"], row["batch"]) for row in events(tmp_path / "warn", "spike")] == [(67, 66)]
+    assert events(tmp_path / "without", "batch skipped") == []
+    assert [(row["step"], row["batch"]) for row in events(tmp_path / "skip", "batch skipped")] == [(67, 66)]
+    assert final_bits(tmp_path / "skip") == final_bits(tmp_path / "without")
+
+
+@pytest.mark.fault(44)
+def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(recipe: Path, tmp_path: Path) -> None:
+    jobs = [
+        Job(name="bad", fault="nan", rank=0, batches=(7, 8, 9)),
+        Job(name="without", skipped=(5, 6, 7, 8, 9)),  # from the checkpoint of step 5 to the last bad one
+        Job(name="endless", fault="nan", rank=0, batches=tuple(range(7, 99))),
+        Job(name="no-checkpoint", words=("optim.max_skips=2",), fault="nan", rank=0, batches=(3, 4)),
+    ]
+    answers = run_jobs(jobs, recipe, tmp_path, 1)
+    assert answers["bad"] == {"code": 0, "error": ""}
+    assert final_bits(tmp_path / "bad") == final_bits(tmp_path / "without")
+    (row,) = events(tmp_path / "bad", "rewind")
+    assert row["message"].startswith(
+        "back from step 7 to 5, batches 5 to 9 are skipped: loss nan, gradient norm nan — "
+    )
+    assert "step 8, batches 7, 8, 9 — " in row["message"]
+    assert answers["endless"]["code"] == ExitCode.NUMERICS
+    assert "loss nan, gradient norm nan — step 6, batches 13, 14, 15 — " in answers["endless"]["error"]
+    assert len(events(tmp_path / "endless", "rewind")) == 2
+    assert answers["no-checkpoint"]["code"] == ExitCode.NUMERICS
+    assert "step 4, batches 3, 4 — " in answers["no-checkpoint"]["error"]
+
+
+@pytest.mark.fault(45)
+def test_clean_steps_raise_no_alarm() -> None:
+    """The soak has 100,000 steps."""
+    assert count_false_alarms(5_000) == 0
+
+
+@pytest.mark.fault(45)
+@pytest.mark.parametrize("sigma", [0.0, 0.1, 0.3])
+def test_gradients_times_1000_are_found(sigma: float) -> None:
+    found = 0
+    for seed in range(30):
+        rng, recent = np.random.default_rng(seed), RecentSteps()
+        n = int(rng.integers(MIN_STEPS, 300))
+        for step, noise in enumerate(rng.standard_normal(n).tolist()):
+            recent.values.append((3.0, math.exp(sigma * noise) / math.sqrt(1 + step / 50)))
+        found += 1e3 * recent.values[-1][1] > recent.limits()[1]
+    assert found == 30
+
+
+def test_too_few_steps_have_no_limit() -> None:
+    recent = RecentSteps()
+    for _ in range(MIN_STEPS - 1):
+        recent.values.append((3.0, 1.0))
+    assert recent.limits() == (math.inf, math.inf)
+    recent.values.append((0.0, 1.0))
+    assert recent.limits() == pytest.approx((4.5, 3.0))
+    copy = RecentSteps()
+    copy.load(json.loads(json.dumps(list(recent.values))))
+    assert copy == recent
+
+
+@pytest.mark.fault(46)
+def test_the_replica_that_differs_is_named_by_the_majority() -> None:
+    names = ["a", "b", "c"]
+    assert find_divergence(names, [(0, [1, 2, 3])] * 3) is None
+    found = find_divergence(names, [(0, [1, 2, 3]), (0, [1, 5, 3]), (0, [1, 2, 3])])
+    assert found is not None
+    assert (found.ranks, found.tensors) == ((1,), ("b",))
+    assert found.message == "rank 1 differs from the other 2 replicas in b"
+    found = find_divergence(names, [("x", [1, 2, 3]), ("y", [7, 8, 9]), ("x", [0, 2, 4]), ("y", [7, 8, 9])])
+    assert found is not None
+    assert (found.ranks, found.tensors) == ((0, 2), ("a", "c"))
+    assert "ranks 0 and 2 are replicas and differ in 2 tensors, the first a; which of them is wrong" in found.message
+
+
+@pytest.mark.fault(46)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 129])
+def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype, size: int) -> None:
+    whole = torch.arange(3 * size + 3).to(dtype)
+    tensor = whole[3 : 3 + size]  # at any address
+    before = checksum(tensor)
+    assert before == checksum(tensor.clone())
+    raw = tensor.view(torch.uint8)
+    for place in range(0, raw.numel(), 3):
+        for bit in range(8):
+            raw[place] ^= 1 << bit
+            assert checksum(tensor) != before
+            raw[place] ^= 1 << bit
+
+
+def test_a_rank_is_slow_if_it_is_in_both_halves_and_by_more_than_noise() -> None:
+    def report(data: float, *compute: float) -> dict[str, tuple[float, ...]]:
+        return {"data": (data, data), "compute": compute}
+
+    usual = report(0.001, 0.1, 0.1)
+    assert find_stragglers([usual, usual, usual]) == []
+    assert find_stragglers([usual, report(0.001, 0.2, 0.14), usual]) == []
+    assert find_stragglers([usual, report(0.004, 0.1, 0.1)]) == []  # 3 ms
+    (slow,) = find_stragglers([usual, report(0.001, 0.16, 0.2), usual])
+    assert str(slow) == "rank 1 takes 2.0 times as long as the others in compute: 200 ms a step against 100"
+    (slow,) = find_stragglers([report(0.05, 0.1, 0.1), usual])
+    assert (slow.rank, slow.phase) == (0, "data")
