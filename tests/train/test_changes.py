@@ -11,9 +11,9 @@ import pytest
 
 from megatoken.checkpoint.commit import commit
 from megatoken.cli.arguments import describe_fields
-from megatoken.config.fields import ConfigField, Duration, Resume
+from megatoken.config.fields import ConfigField, Duration
 from megatoken.config.load import list_changes, render, resolve
-from megatoken.config.schema import FIELDS, Config, build_config, flatten
+from megatoken.config.schema import FIELDS, Config, Resume, build_config, flatten, resume_class
 from megatoken.console import Console
 from megatoken.errors import ConfigError, DataError, ExitCode
 from megatoken.pretrain import Trainer
@@ -64,7 +64,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_field_has_the_class_that_fits_it() -> None:
-    classes: Mapping[str, Resume] = {key: spec.resume for key, spec in FIELDS.items()}
+    classes: Mapping[str, Resume] = {key: resume_class(key) for key in FIELDS}
     assert set(classes.values()) == set(get_args(Resume))
     assert {key for key in classes if classes[key] == "fatal"} == FATAL
     assert {key for key in classes if classes[key] == "guarded"} == GUARDED
@@ -82,7 +82,7 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(run_folder: Path, 
     assert change.key == key
     assert change.old != change.new
     by_content = key in ("data.path", "model.preset")  # another dataset is refused when it is opened
-    resume = "free" if by_content else FIELDS[key].resume
+    resume = "free" if by_content else resume_class(key)
     for allow, refused in ((False, resume != "free"), (True, resume == "fatal")):
         if not refused:
             assert check_folder(run_folder, new, allow_changes=allow) == [change]

@@ -11,7 +11,7 @@ from megatoken import __version__
 from megatoken.bench.arguments import add_benches
 from megatoken.config.load import format_value, list_recipes, nearest_key
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import FIELDS
+from megatoken.config.schema import FIELDS, resume_class
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.eval.tasks import TASKS
@@ -235,5 +235,5 @@ def describe_fields() -> str:
             lines.append(f"\n {section}")
         unit = f" [{spec.unit}]" if spec.unit else ""
         choices = f" {{{spec.expects.removeprefix('one of ')}}}" if spec.expects.startswith("one of") else ""
-        lines.append(f"  {key + '=' + format_value(spec.default):<28} {spec.resume:<7} {spec.doc}{unit}{choices}")
+        lines.append(f"  {key + '=' + format_value(spec.default):<28} {resume_class(key):<7} {spec.doc}{unit}{choices}")
     return "\n".join(lines)

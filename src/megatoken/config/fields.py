@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 NUMBER = re.compile(r"([-+]?[\d._]+(?:[eE][-+]?\d+)?)\s*([kKMBT]?)\s*(steps?|tok|tokens|ep|epochs?|dur)?")
-Resume = Literal["free", "guarded", "fatal"]  # may change on a resume; only by --allow-changes; never
 LARGEST = 1e15  # of any number: beyond every run, and exact as a float
 UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -36,13 +35,11 @@ class Duration:
 class ConfigField:
     """A field: its default, one line of help, its unit and the range it must lie in (open_low: above `low`).
 
-    resume: whether a resume may change it. alias: the name that earlier versions gave it, still accepted; alias_values:
-    what its values were called then.
+    alias: the name that earlier versions gave it, still accepted; alias_values: what its values were called then.
     """
 
     default: Any
     doc: str
-    resume: Resume
     unit: str = ""
     low: float = -LARGEST
     high: float = LARGEST
@@ -71,13 +68,9 @@ class ConfigField:
         return words.get(self.type, "a whole number or auto")
 
 
-def config_field(
-    default: Any, doc: str, resume: Resume, unit: str = "", *, compare: bool = True, **options: Any
-) -> Any:
+def config_field(default: Any, doc: str, unit: str = "", *, compare: bool = True, **options: Any) -> Any:
     """A field of a section. options: of `ConfigField`."""
-    return field(
-        default=default, metadata={"spec": ConfigField(default, doc, resume, unit, **options)}, compare=compare
-    )
+    return field(default=default, metadata={"spec": ConfigField(default, doc, unit, **options)}, compare=compare)
 
 
 _REGISTERED: dict[str, list[str]] = {}  # names that Python code added to a field's choices

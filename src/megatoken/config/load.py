@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from megatoken.config.fields import Resume, parse_value
+from megatoken.config.fields import parse_value
 from megatoken.config.presets import PRESETS, PUBLISHED
-from megatoken.config.schema import ALIASES, FIELDS, Config, build_config, flatten, validate
+from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_config, flatten, resume_class, validate
 from megatoken.errors import ConfigError
 from megatoken.redact import redact
 
@@ -319,7 +319,7 @@ def list_changes(old: Config, new: Config) -> list[Change]:
     after["model.init"] = after["model.init"] or before["model.init"]
     changes = []
     for key, spec in FIELDS.items():
-        resume: Resume = "free" if key in BY_CONTENT else spec.resume
+        resume: Resume = "free" if key in BY_CONTENT else resume_class(key)
         if resume == "free" and (spec.is_registered(before[key]) or spec.is_registered(after[key])):
             resume = "guarded"
         if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].is_registered(new.optim.name):

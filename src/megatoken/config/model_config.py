@@ -18,47 +18,33 @@ class ModelConfig:
     they describe the same network, whatever preset or weights they start from.
     """
 
-    preset: str = config_field(
-        "", "published architecture to start from; the fields below override it", "free", compare=False
-    )
-    n_layer: int = config_field(12, "transformer blocks", "fatal", low=1)
-    n_head: int = config_field(12, "attention heads; must divide d_model", "fatal", low=1)
-    n_kv_head: int = config_field(
-        0, "key/value heads, each shared by n_head / n_kv_head queries; 0: n_head", "fatal", low=0
-    )
-    d_model: int = config_field(768, "width of the residual stream", "fatal", low=1)
+    preset: str = config_field("", "published architecture to start from; the fields below override it", compare=False)
+    n_layer: int = config_field(12, "transformer blocks", low=1)
+    n_head: int = config_field(12, "attention heads; must divide d_model", low=1)
+    n_kv_head: int = config_field(0, "key/value heads, each shared by n_head / n_kv_head queries; 0: n_head", low=0)
+    d_model: int = config_field(768, "width of the residual stream", low=1)
     d_ff: int = config_field(
-        0, "width of the MLP; 0: 4 x d_model, with swiglu 8/3 of it up to a multiple of 256", "fatal", low=0
+        0, "width of the MLP; 0: 4 x d_model, with swiglu 8/3 of it up to a multiple of 256", low=0
     )
-    vocab_size: int = config_field(
-        0, "token ids the model knows, before padding to 128; 0: the tokenizer's", "fatal", low=0
-    )
-    seq_len: int = config_field(1024, "context length", "fatal", "tokens", low=1)
-    norm: Literal["layernorm", "rmsnorm"] = config_field("layernorm", "GPT-2's or LLaMA's", "fatal")
-    norm_eps: float = config_field(1e-5, "added to the variance", "fatal", low=0.0, open_low=True)
+    vocab_size: int = config_field(0, "token ids the model knows, before padding to 128; 0: the tokenizer's", low=0)
+    seq_len: int = config_field(1024, "context length", "tokens", low=1)
+    norm: Literal["layernorm", "rmsnorm"] = config_field("layernorm", "GPT-2's or LLaMA's")
+    norm_eps: float = config_field(1e-5, "added to the variance", low=0.0, open_low=True)
     pos_emb: Literal["learned", "rotary"] = config_field(
-        "learned", "position embedding: learned, or rotary on queries and keys", "fatal", alias="positions"
+        "learned", "position embedding: learned, or rotary on queries and keys", alias="positions"
     )
-    rope_theta: float = config_field(10000.0, "rotary: base of the wavelengths", "fatal", low=1.0, open_low=True)
-    rope_factor: float = config_field(
-        1.0, "rotary scaling: how much longer the longest wavelengths become", "fatal", low=1.0
-    )
-    rope_low: float = config_field(
-        1.0, "rotary scaling: full below this many turns in rope_context", "fatal", "turns", low=0.0
-    )
-    rope_high: float = config_field(
-        4.0, "rotary scaling: none above this many turns in rope_context", "fatal", "turns", low=0.0
-    )
-    rope_context: int = config_field(8192, "rotary scaling: context length before scaling", "fatal", "tokens", low=1)
+    rope_theta: float = config_field(10000.0, "rotary: base of the wavelengths", low=1.0, open_low=True)
+    rope_factor: float = config_field(1.0, "rotary scaling: how much longer the longest wavelengths become", low=1.0)
+    rope_low: float = config_field(1.0, "rotary scaling: full below this many turns in rope_context", "turns", low=0.0)
+    rope_high: float = config_field(4.0, "rotary scaling: none above this many turns in rope_context", "turns", low=0.0)
+    rope_context: int = config_field(8192, "rotary scaling: context length before scaling", "tokens", low=1)
     mlp: Literal["gelu", "gelu-erf", "swiglu"] = config_field(
-        "gelu", "GPT-2's tanh GELU, the exact GELU of nanoGPT, or LLaMA's SwiGLU (three matrices)", "fatal"
+        "gelu", "GPT-2's tanh GELU, the exact GELU of nanoGPT, or LLaMA's SwiGLU (three matrices)"
     )
-    bias: bool = config_field(True, "biases in linear layers and LayerNorm", "fatal")
-    tie_embeddings: bool = config_field(True, "the output layer is the token embedding", "fatal", alias="tied")
-    dropout: float = config_field(0.0, "dropout probability in training", "guarded", low=0.0, high=0.99, compare=False)
-    init: str = config_field(
-        "", "start from the weights of this run or Hugging Face folder or name", "fatal", compare=False
-    )
+    bias: bool = config_field(True, "biases in linear layers and LayerNorm")
+    tie_embeddings: bool = config_field(True, "the output layer is the token embedding", alias="tied")
+    dropout: float = config_field(0.0, "dropout probability in training", low=0.0, high=0.99, compare=False)
+    init: str = config_field("", "start from the weights of this run or Hugging Face folder or name", compare=False)
     vocab_multiple: int = VOCAB_MULTIPLE
 
     def resolve(self, vocab_size: int) -> "ModelConfig":

@@ -1,9 +1,7 @@
 """Every setting of a config: typed, frozen, documented where it is declared.
 
 `model data optim budget` and `seed` are run-defining: they fix the loss curve. The other sections are runtime
-settings and must not change it. On a resume a field is free to change, guarded (only by --allow-changes: the run goes
-on another way) or fatal (weights, optimizer state or order of the data would not fit). A derived value is a property,
-never an assignment.
+settings and must not change it. A derived value is a property, never an assignment.
 """
 
 import re
@@ -16,6 +14,7 @@ from megatoken.config.fields import ConfigField, Duration, config_field, list_fi
 from megatoken.config.model_config import ModelConfig, default_d_ff, nearest_divisors, validate_model
 from megatoken.config.presets import PRESETS
 
+Resume = Literal["free", "guarded", "fatal"]
 DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 
 
@@ -23,50 +22,30 @@ DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 class DataConfig:
     """The dataset."""
 
-    path: str = config_field(
-        "", "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards", "guarded"
-    )
-    tokenizer: str = config_field(
-        "gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own", "fatal"
-    )
+    path: str = config_field("", "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards")
+    tokenizer: str = config_field("gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw"] = config_field(
-        "adamw", "optimizer; more can be registered from Python (docs/hacking.md)", "fatal"
-    )
-    lr: float = config_field(6e-4, "peak learning rate", "guarded", low=0.0)
-    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "constant"] = config_field(
-        "cosine", "decay after warm-up", "guarded"
-    )
-    warmup: Duration = config_field(Duration(0), "linear warm-up from 0 to lr", "guarded", low=0)
-    decay: Duration = config_field(
-        Duration(0.2, "dur"), "length of the final decay under `wsd` and `wsd-sqrt`", "guarded", low=0
-    )
-    min_lr_ratio: float = config_field(
-        0.1, "final learning rate, as a share of lr", "guarded", low=0.0, high=1.0, alias="floor"
-    )
-    beta1: float = config_field(0.9, "decay of the first moment", "guarded", low=0.0, high=0.9999999)
-    beta2: float = config_field(0.95, "decay of the second moment", "guarded", low=0.0, high=0.9999999)
-    eps: float = config_field(1e-8, "added to the root of the second moment", "guarded", low=0.0, open_low=True)
-    weight_decay: float = config_field(0.1, "decoupled decay, on matrices only", "guarded", low=0.0)
-    grad_clip: float = config_field(
-        1.0, "largest global gradient norm; 0: no clipping", "guarded", low=0.0, alias="clip"
-    )
+    name: Literal["adamw"] = config_field("adamw", "optimizer; more can be registered from Python (docs/hacking.md)")
+    lr: float = config_field(6e-4, "peak learning rate", low=0.0)
+    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "constant"] = config_field("cosine", "decay after warm-up")
+    warmup: Duration = config_field(Duration(0), "linear warm-up from 0 to lr", low=0)
+    decay: Duration = config_field(Duration(0.2, "dur"), "length of the final decay under `wsd` and `wsd-sqrt`", low=0)
+    min_lr_ratio: float = config_field(0.1, "final learning rate, as a share of lr", low=0.0, high=1.0, alias="floor")
+    beta1: float = config_field(0.9, "decay of the first moment", low=0.0, high=0.9999999)
+    beta2: float = config_field(0.95, "decay of the second moment", low=0.0, high=0.9999999)
+    eps: float = config_field(1e-8, "added to the root of the second moment", low=0.0, open_low=True)
+    weight_decay: float = config_field(0.1, "decoupled decay, on matrices only", low=0.0)
+    grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping", low=0.0, alias="clip")
     spike: Literal["warn", "skip", "off"] = config_field(
-        "warn",
-        "a batch whose loss or gradient norm is far above those of the last 128 steps: train on it or skip it",
-        "guarded",
+        "warn", "a batch whose loss or gradient norm is far above those of the last 128 steps: train on it or skip it"
     )
     max_skips: int = config_field(
-        3,
-        "skipped batches in a row after which training goes back to the newest checkpoint",
-        "guarded",
-        "batches",
-        low=1,
+        3, "skipped batches in a row after which training goes back to the newest checkpoint", "batches", low=1
     )
 
 
@@ -74,70 +53,58 @@ class OptimConfig:
 class BudgetConfig:
     """Length of the config: exactly one of steps, tokens, epochs."""
 
-    steps: int = config_field(0, "optimizer steps", "guarded", "steps", low=0)
-    tokens: int = config_field(0, "training tokens", "guarded", "tokens", low=0)
-    epochs: float = config_field(0.0, "passes over the training split", "guarded", "epochs", low=0.0)
-    batch_tokens: int = config_field(
-        524288, "global batch of one step; a multiple of model.seq_len", "fatal", "tokens", low=1
-    )
+    steps: int = config_field(0, "optimizer steps", "steps", low=0)
+    tokens: int = config_field(0, "training tokens", "tokens", low=0)
+    epochs: float = config_field(0.0, "passes over the training split", "epochs", low=0.0)
+    batch_tokens: int = config_field(524288, "global batch of one step; a multiple of model.seq_len", "tokens", low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
     """How the run is computed; nothing here changes the loss curve."""
 
-    device: str = config_field("auto", "auto, cpu, cuda, cuda:N or mps; auto: the fastest present", "free")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
-        "auto", "auto: what the device is fast at", "free"
-    )
-    tf32: bool = config_field(True, "let fp32 matrix products on CUDA use TF32", "free")
+    device: str = config_field("auto", "auto, cpu, cuda, cuda:N or mps; auto: the fastest present")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field("auto", "auto: what the device is fast at")
+    tf32: bool = config_field(True, "let fp32 matrix products on CUDA use TF32")
     compile: Literal["auto", "off", "on", "blocks", "graphs"] = config_field(
         "auto",
         "torch.compile the model, its blocks (a shorter first step), or the model into CUDA graphs (for small ones); "
         "auto: the model, on CUDA when the run is long enough",
-        "free",
     )
-    micro_batch: int | Literal["auto"] = config_field(
-        "auto", "sequences per forward; auto: the fastest", "free", "seqs", low=1
-    )
+    micro_batch: int | Literal["auto"] = config_field("auto", "sequences per forward; auto: the fastest", "seqs", low=1)
     loss_chunk: int | Literal["auto"] = config_field(
-        "auto", "of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once", "free", "tokens", low=0
+        "auto", "of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once", "tokens", low=0
     )
     master_weights: Literal["auto", "off", "on"] = config_field(
         "auto",
         "low precision: off casts the weights at each use (autocast), on keeps a copy in it beside fp32 masters",
-        "free",
         alias="mixed",
         alias_values={"autocast": "off", "masters": "on"},
     )
     gemm_backend: Literal["auto", "torch"] = config_field(
         "auto",
         "library of the blocks' matrix products",
-        "free",
         alias="linear",
         alias_values={"numpy": "torch", "onednn": "torch"},
     )
     attention: Literal["auto", "explicit", "flash", "blocked", "cudnn", "fa2"] = config_field(
-        "auto", "attention implementation; flash: torch's choice; cudnn and fa2: that one or an error", "free"
+        "auto", "attention implementation; flash: torch's choice; cudnn and fa2: that one or an error"
     )
-    fused: Literal["auto", "off", "on"] = config_field("auto", "the loss's softmax by our own GPU kernel", "free")
+    fused: Literal["auto", "off", "on"] = config_field("auto", "the loss's softmax by our own GPU kernel")
     activation_checkpointing: Literal["none", "gelu", "block"] = config_field(
-        "none", "what the backward recomputes: nothing, the GELU output, whole blocks", "free", alias="recompute"
+        "none", "what the backward recomputes: nothing, the GELU output, whole blocks", alias="recompute"
     )
-    adamw: Literal["auto", "loop", "foreach", "fused"] = config_field(
-        "auto", "AdamW by tensor, by list or in a kernel", "free"
-    )
+    adamw: Literal["auto", "loop", "foreach", "fused"] = config_field("auto", "AdamW by tensor, by list or in a kernel")
     sharding: Literal["auto", "none", "zero1", "zero2", "zero3", "hybrid"] = config_field(
         "auto",
         "what data-parallel processes split: optimizer state (zero1), also gradients (zero2), also weights (zero3, "
         "FSDP); hybrid: zero3 within a machine; auto: the least that fits in memory",
-        "free",
         alias="shard",
     )
-    tensor_parallel: int = config_field(1, "processes that share every layer", "free", low=1)
-    threads: int = config_field(0, "CPU threads; 0: all this process may use", "free", low=0, high=1024)
+    tensor_parallel: int = config_field(1, "processes that share every layer", low=1)
+    threads: int = config_field(0, "CPU threads; 0: all this process may use", low=0, high=1024)
     deterministic: bool = config_field(
-        False, "deterministic operations only; add gradients in an order of 1, 2, 4, ... ranks", "free"
+        False, "deterministic operations only; add gradients in an order of 1, 2, 4, ... ranks"
     )
 
 
@@ -145,54 +112,50 @@ class MachineConfig:
 class SaveConfig:
     """Checkpoints: besides this schedule one is written at the end, on SIGTERM/SIGINT/SIGUSR1 and at the time limit."""
 
-    every: Duration = config_field(Duration(0), "0: only at the end and on a stop", "free", low=0)
-    keep_last: int = config_field(2, "newest checkpoints to keep", "free", low=1)
-    keep_every: Duration = config_field(
-        Duration(0), "keep for ever what falls on this schedule; 0: none", "free", low=0
-    )
-    time_limit: str = config_field("", "stop and save after this wall-clock time: seconds, or 90m, 11h30m", "free")
+    every: Duration = config_field(Duration(0), "0: only at the end and on a stop", low=0)
+    keep_last: int = config_field(2, "newest checkpoints to keep", low=1)
+    keep_every: Duration = config_field(Duration(0), "keep for ever what falls on this schedule; 0: none", low=0)
+    time_limit: str = config_field("", "stop and save after this wall-clock time: seconds, or 90m, 11h30m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Loss over a fixed set of held-out tokens, and scores in multiple-choice tasks."""
 
-    every: Duration = config_field(Duration(0.1, "dur"), "0: only at the end", "free", low=0)
-    tokens: int = config_field(1048576, "to score, from the start of the split; 0: none", "free", "tokens", low=0)
-    tasks: str = config_field("", "tasks to score, such as hellaswag,piqa; empty: none", "free")
-    tasks_every: Duration = config_field(Duration(0), "0: only at the end", "free", low=0)
-    tasks_data: str = config_field(
-        "", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub", "free"
-    )
-    tasks_limit: int = config_field(0, "first examples of each task; 0: all", "free", low=0)
+    every: Duration = config_field(Duration(0.1, "dur"), "0: only at the end", low=0)
+    tokens: int = config_field(1048576, "to score, from the start of the split; 0: none", "tokens", low=0)
+    tasks: str = config_field("", "tasks to score, such as hellaswag,piqa; empty: none")
+    tasks_every: Duration = config_field(Duration(0), "0: only at the end", low=0)
+    tasks_data: str = config_field("", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub")
+    tasks_limit: int = config_field(0, "first examples of each task; 0: all", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig:
     """Text generated during training."""
 
-    every: Duration = config_field(Duration(0), "0: never", "free", low=0)
-    prompt: str = config_field("", "text to continue; empty: a fresh document", "free")
-    tokens: int = config_field(64, "new tokens per sample", "free", "tokens", low=1)
-    temperature: float = config_field(0.8, "0: greedy", "free", low=0.0)
-    top_k: int = config_field(50, "draw from this many likeliest tokens; 0: all", "free", low=0)
-    num_samples: int = config_field(1, "sequences per sample", "free", low=1, alias="n")
+    every: Duration = config_field(Duration(0), "0: never", low=0)
+    prompt: str = config_field("", "text to continue; empty: a fresh document")
+    tokens: int = config_field(64, "new tokens per sample", "tokens", low=1)
+    temperature: float = config_field(0.8, "0: greedy", low=0.0)
+    top_k: int = config_field(50, "draw from this many likeliest tokens; 0: all", low=0)
+    num_samples: int = config_field(1, "sequences per sample", low=1, alias="n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What is logged."""
 
-    every: Duration = config_field(Duration(1), "steps between rows of metrics.jsonl", "free", low=0, open_low=True)
-    plots: bool = config_field(True, "draw the curves at the end (needs the plot extra)", "free")
-    pictures: bool = config_field(False, "draw position embeddings and a weight matrix too", "free")
+    every: Duration = config_field(Duration(1), "steps between rows of metrics.jsonl", low=0, open_low=True)
+    plots: bool = config_field(True, "draw the curves at the end (needs the plot extra)")
+    pictures: bool = config_field(False, "draw position embeddings and a weight matrix too")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Every setting of one training config."""
 
-    seed: int = config_field(1337, "decides initial weights, data order and dropout", "fatal", low=0, high=2**63 - 1)
+    seed: int = config_field(1337, "decides initial weights, data order and dropout", low=0, high=2**63 - 1)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -219,8 +182,21 @@ class Config:
 
 
 FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)}
+# Whether a resume may change a section or one of its fields: free; guarded, only by --allow-changes, because the run
+# goes on another way; fatal, never, because weights, optimizer state or the order of the data would not fit.
+ON_RESUME: dict[str, Resume] = {
+    **{"seed": "fatal", "model": "fatal", "data": "guarded", "optim": "guarded", "budget": "guarded"},
+    **{"machine": "free", "save": "free", "evaluate": "free", "sample": "free", "log": "free"},
+    **{"model.preset": "free", "model.dropout": "guarded", "data.tokenizer": "fatal"},
+    **{"optim.name": "fatal", "budget.batch_tokens": "fatal"},
+}
 # What earlier versions called a field, and its field today.
 ALIASES = {f"{key.rpartition('.')[0]}.{spec.alias}": key for key, spec in FIELDS.items() if spec.alias}
+
+
+def resume_class(key: str) -> Resume:
+    """Whether a resume may change this field."""
+    return ON_RESUME.get(key) or ON_RESUME[key.partition(".")[0]]
 
 
 def build_config(values: dict[str, Any]) -> Config:
