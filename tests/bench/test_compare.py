@@ -22,8 +22,8 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ExitCode, MegatokenError
+from megatoken.system import environment
 from megatoken.system.device import open_device
-from megatoken.system.environment import given_environment
 from tests.tiny_model import CPU
 
 QUIET = Console(quiet=True)
@@ -117,9 +117,10 @@ def test_ours_beside_transformers_and_a_file(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_worker_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOMP_SPINCOUNT", "123")  # as our own process settings do, after the start
-    assert "GOMP_SPINCOUNT" not in given_environment()
-    failing = "raise ValueError(f'no room {os.environ.get(\"GOMP_SPINCOUNT\")}\\nmore')"
+    monkeypatch.setattr(environment, "_ADDED_VARIABLES", {"OWN_SETTING"})
+    monkeypatch.setenv("OWN_SETTING", "123")
+    assert "OWN_SETTING" not in environment.given_environment()
+    failing = "raise ValueError(f'no room {os.environ.get(\"OWN_SETTING\")}\\nmore')"
     raising = write_stand_in(tmp_path / "raising.py", begin=failing)
     leaving = write_stand_in(tmp_path / "leaving.py", step="self.training and os._exit(3)")
     whole = write_stand_in(tmp_path / "whole.py")

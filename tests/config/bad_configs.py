@@ -223,7 +223,7 @@ def wrong_overrides() -> Iterator[BadConfig]:
     yield override("seed=99999999999999999999", "seed: must be at least 0 and at most")
     yield override("seed=-1", "seed: must be at least 0")
     for key in ("sample.top_k", "budget.steps", "model.n_layer", "budget.batch_tokens"):
-        yield override(f"{key}=1e30", f"{key}: must be at least ", "and at most 1e+15, got 1e+30")
+        yield override(f"{key}=1e30", f"{key}: must be at least ", "and at most 1e+15, got 1e30")
     yield override("data.path=s3://bucket/data", "not a path on this machine: s3:/")
 
 

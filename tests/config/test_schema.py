@@ -73,7 +73,7 @@ def test_values_are_parsed(key: str, text: str, value: object) -> None:
         ("optim.schedule", "cosin", "expected one of cosine, linear, wsd, wsd-sqrt, constant, got 'cosin'"),
         ("machine.tf32", "maybe", "expected true or false, got 'maybe'"),
         ("save.every", "5 bananas", "expected a duration such as 100steps, 10e9tok, 3ep or 0.01dur, got '5 bananas'"),
-        ("save.every", "-5steps", "must be at least 0, got -5"),
+        ("save.every", "-5steps", "must be at least 0, got -5steps"),
         ("machine.micro_batch", "0", "must be at least 1, got 0"),
         ("budget.tokens", "1e400", "expected a whole number, got '1e400'"),
     ],

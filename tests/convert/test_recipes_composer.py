@@ -335,7 +335,7 @@ def test_translated_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[
             "a: ${b}${b}\n" + "b: " + "${c}" * 200 + "\nc: " + "${d}" * 200 + "\nd: " + "x" * 900 + "\nseed: 17",
             "over 1,000 characters",
         ),
-        ("n_embd: 1024", "n_embd: 1000000000000001", "16 heads do not divide"),
+        ("n_embd: 1024", "n_embd: 100000000000001", "16 heads do not divide"),
     ],
 )
 def test_what_decides_the_result_is_never_left_out(tmp_path: Path, old: str, new: str, message: str) -> None:

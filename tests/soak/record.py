@@ -6,6 +6,7 @@ Writes FOLDER/NAME.json (records/ by default) as `megatoken bench` does. Exits w
 """
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ def main() -> int:
         records, words = Path(words[1]), words[2:]
     name, dashes, *command = words
     assert dashes == "--", __doc__
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would runs
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     sys.stdout.write(done.stdout)
     if done.returncode:

@@ -105,7 +105,7 @@ def parse_value(spec: ConfigField, text: str) -> Any:
         return value
     low = f"above {spec.low:g}" if spec.open_low else f"at least {spec.low:g}"
     high = "" if spec.high == LARGEST >= number else f" and at most {spec.high:g}"
-    raise ValueError(f"must be {low}{high}, got {number:g}")
+    raise ValueError(f"must be {low}{high}, got {text:.80}")
 
 
 def _parse(spec: ConfigField, text: str) -> Any:
