@@ -297,7 +297,10 @@ def full_disk_at_start(chaos: Chaos) -> None:
 
 def read_only_disk(chaos: Chaos) -> None:
     chaos.kill()
-    subprocess.run(["mount", "-o", "remount,ro", str(chaos.disk)], check=True)
+    deadline = time.monotonic() + 60
+    while subprocess.run(["mount", "-o", "remount,ro", str(chaos.disk)], stderr=subprocess.DEVNULL).returncode:
+        assert time.monotonic() < deadline, "a file of the run is still open"  # by a thread of a killed process
+        time.sleep(0.1)
     chaos.start()
     chaos.end(ExitCode.STORAGE)
     subprocess.run(["mount", "-o", "remount,rw", str(chaos.disk)], check=True)
