@@ -50,8 +50,9 @@ from megatoken.data.shard_format import hash_block
 from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.eval.tasks import find_tasks, read_examples
+from megatoken.system.atomic_write import read_object
 from megatoken.train.metrics_log import read_metrics
-from megatoken.train.setup import _read_json, check_folder
+from megatoken.train.setup import check_folder
 from tests.convert.models import draw_model, save_run
 from tests.data.small_dataset import write_dataset
 
@@ -351,7 +352,7 @@ PLACES: dict[str, tuple[int | None, Callable[[Path, bytes], Callable[[], object]
         CONFIG,
         in_file("new/provenance.json", lambda path: check_folder(path.parent, load_config("quickstart"))),
     ),
-    "machine.json, status.json": (None, in_file("machine.json", _read_json)),  # taken for lost, measured again
+    "machine.json, status.json": (None, in_file("machine.json", read_object)),  # taken for lost, measured again
     "recipe": (CONFIG, in_file("recipe.yaml", lambda path: resolve(str(path)))),
     "Composer's recipe": (CONFIG, in_file("composer.yaml", translate_composer)),
     "nanoGPT's recipe": (CONFIG, in_file("config.py", lambda path: translate_nanogpt(str(path)))),

@@ -23,8 +23,9 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError, PeerError, StorageError
+from megatoken.errors import ConfigError, PeerError
 from megatoken.plots import save_figure
+from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.environment import cpu_count, find_compiler
 from megatoken.system.timing import Timing
@@ -91,10 +92,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         rate = format_cell("rate", row["rate"]) or f"skipped: {row['skipped']}"
         console.print(", ".join([row["name"], rate, *(["left out"] if row["rate"] and not row["kept"] else [])]))
     table = "\n".join(format_rows(COLUMNS, rows))
-    try:
+    with storage_errors(options.out, fix="choose --out"):
         (options.out / "ladder.md").write_text(f"{table}\n\n{FOOTNOTE}\n")
-    except OSError as error:
-        raise StorageError(f"cannot write: {error.strerror}", str(options.out), "choose --out") from None
     console.print(f"\n{table}\ntable: {options.out / 'ladder.md'}")
     picture = partial(draw, rows, f"{options.preset} on {device.name}")
     save_picture(picture, options.out / "ladder.png", console)

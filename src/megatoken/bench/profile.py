@@ -25,8 +25,9 @@ from megatoken.bench.workload import (
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError, StorageError
+from megatoken.errors import ConfigError
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
+from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, with_peak
 from megatoken.system.timing import Timing, time_once
 
@@ -108,11 +109,9 @@ def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
             workload.step()
         workload.device.synchronize()
     if trace:
-        try:
+        with storage_errors(trace.parent, what="cannot write trace", fix="choose --out"):
             trace.write_bytes(b"")  # the profiler does not report a folder that cannot be written to
             profiler.export_chrome_trace(str(trace))
-        except OSError as error:
-            raise StorageError(f"cannot write trace: {error.strerror}", str(trace), "choose --out") from None
     return [event for event in profiler.events() if event.device_type.name == "CPU"]
 
 

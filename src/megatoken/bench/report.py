@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.console import Console, format_quantity
-from megatoken.errors import DataError, MegatokenError, StorageError
+from megatoken.errors import DataError, MegatokenError
 from megatoken.plots import load_pyplot
 from megatoken.redact import redact
+from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device
 from megatoken.system.environment import cpu_count, find_commit
 
@@ -49,11 +50,9 @@ def write_record(folder: Path, name: str, answer: dict[str, Any], device: Device
         "answer": answer,
     }
     path = folder / f"{name}.json"
-    try:
+    with storage_errors(folder, what="cannot write record", fix="choose --out"):
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        raise StorageError(f"cannot write record: {error.strerror}", str(path), "choose --out") from None
     return path
 
 

@@ -74,6 +74,7 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
     model_config = decode_model_config(manifest.meta.get("shape"), folder)
     weights = TensorReader(folder, manifest, MODEL)
     with torch.device("meta"), malformed(folder):
+        # A manifest may claim any depth, and a layer takes memory: `check_shapes` refuses one that the tensors lack.
         model = GPT(replace(model_config, n_layer=min(model_config.n_layer, len(weights.shapes))))
     check_shapes(weights.shapes, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, folder)
     model.load_state_dict({name: weights.read(name).float() for name in weights.shapes}, assign=True)

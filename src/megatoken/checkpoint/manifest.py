@@ -20,7 +20,7 @@ import xxhash
 from megatoken.config.fields import list_fields, parse_value
 from megatoken.config.model_config import ModelConfig, validate_model
 from megatoken.errors import CheckpointError
-from megatoken.system.atomic_write import read_small_file
+from megatoken.system.atomic_write import MALFORMED, read_small_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise CheckpointError(what, str(folder), "use the megatoken that wrote it, or move the folder away")
         files = {name: FileEntry(int(entry["bytes"]), entry["xxh3_128"]) for name, entry in content["files"].items()}
         manifest = CheckpointManifest(int(content["step"]), dict(content["meta"]), files)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except MALFORMED as error:
         raise _damaged(path, f"it is malformed: {type(error).__name__}: {error}") from error
     folder_step = STEP.fullmatch(folder.name)
     if folder_step and int(folder_step[1]) != manifest.step:
@@ -141,7 +141,7 @@ def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
         values = {spec.key: parse_value(spec, str(getattr(config, spec.key))) for spec in list_fields(config)}
         config = replace(config, **values)
         problems = [what for _, what, _ in validate_model(config)]
-    except (AttributeError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         problems = [str(error)]
     if problems:
         raise CheckpointError(f"manifest.json does not describe the model: {problems[0]:.200}", str(folder))

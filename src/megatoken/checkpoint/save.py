@@ -4,10 +4,9 @@ Where every rank holds the whole model, rank 0 alone writes model.safetensors an
 sharded, each rank writes its slices. Ranks communicate between steps only, never from the thread.
 """
 
-import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -17,8 +16,7 @@ from megatoken.checkpoint.commit import FileWriter, discard, open_draft, publish
 from megatoken.checkpoint.load import TrainingState, describe_optimizer, list_optimizer_tensors
 from megatoken.checkpoint.manifest import FileEntry, encode_model_config
 from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, tensor_file_name, write_tensors
-from megatoken.distributed.comm import Comm
-from megatoken.errors import ExitCode, MegatokenError, error_from_code
+from megatoken.errors import MegatokenError, StorageError
 from megatoken.model.kernels.attention import BUILT_IN
 
 SLACK_BYTES = 1 << 20  # beside the tensors
@@ -45,14 +43,14 @@ class AsyncSave:
         self._meta |= meta
         if state.model.attention_name not in BUILT_IN:  # needed to use the weights
             self._meta["attention"] = state.model.attention_name
-        self._entries: dict[str, tuple[int, str, int]] = {}  # of this rank's files in the manifest
+        self._entries: dict[str, FileEntry] = {}  # of this rank's files in the manifest
         self.files: dict[str, FileEntry] = {}  # of all ranks, once it is committed
-        self._error: tuple[int, str] | None = None
+        self._error: MegatokenError | None = None
         self.writing_seconds = 0.0
         files, local_bytes = copy_tensors(state)
         self._needed_bytes = sum(self.comm.gather(local_bytes)) + SLACK_BYTES
-        draft = _run_on_rank0(self.comm, lambda: str(open_draft(root, self.step, self._needed_bytes) or ""))
-        self._draft = Path(draft) if draft else None  # None: that checkpoint exists
+        # None: that checkpoint exists.
+        self._draft = self.comm.run_on_rank0(lambda: open_draft(root, self.step, self._needed_bytes))
         self._thread = Thread(target=self._write, args=(files, config, tokenizer), name="megatoken-save")
         self._thread.start()
         self.stall_seconds = time.perf_counter() - start
@@ -65,12 +63,11 @@ class AsyncSave:
                 for path in sorted(tokenizer.iterdir()):
                     files[f"tokenizer/{path.name}"] = partial(shutil.copyfile, path)
             if self._draft is not None:
-                entries = write_files(self._draft, self.step, files, self._needed_bytes)
-                self._entries = {name: dataclasses.astuple(entry) for name, entry in entries.items()}
+                self._entries = write_files(self._draft, self.step, files, self._needed_bytes)
         except MegatokenError as error:
-            self._error = int(error.code), str(error)
+            self._error = error
         except Exception as error:  # raised by `finish`
-            self._error = int(ExitCode.STORAGE), f"checkpoint was not saved: {type(error).__name__}: {error}"
+            self._error = StorageError(f"checkpoint was not saved: {type(error).__name__}: {error}")
         self.writing_seconds = time.perf_counter() - start
 
     def is_written(self) -> bool:
@@ -81,19 +78,19 @@ class AsyncSave:
         """Wait for the files, commit the checkpoint, return its folder."""
         start = time.perf_counter()
         self._thread.join()
-        reports = self.comm.gather([self._entries, self._error])
+        reports = self.comm.gather((self._entries, self._error))
 
         def commit(draft: Path) -> None:
             try:
                 for error in (error for _, error in reports if error):
-                    raise error_from_code(*error)
-                self.files = {name: FileEntry(*entry) for own, _ in reports for name, entry in own.items()}
+                    raise error
+                self.files = {name: entry for own, _ in reports for name, entry in own.items()}
                 publish(draft, self.step, self.files, meta=self._meta)
             finally:
                 discard(draft)
 
         if self._draft is not None:
-            _run_on_rank0(self.comm, partial(commit, self._draft))
+            self.comm.run_on_rank0(partial(commit, self._draft))
         self.stall_seconds += time.perf_counter() - start
         return self.folder
 
@@ -128,18 +125,3 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
             file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
             files[file] = partial(write_tensors, tensors=copies, slices=slices, shapes=shapes)
     return files, local_bytes
-
-
-def _run_on_rank0(comm: Comm, call: Callable[[], str | None]) -> str | None:
-    """The result of rank 0's call, on all ranks; a MegatokenError is raised on all ranks."""
-    value: str | None = None
-    error: tuple[int, str] | None = None
-    if comm.dist_env.is_main_process:
-        try:
-            value = call()
-        except MegatokenError as raised:
-            error = int(raised.code), str(raised)
-    value, error = comm.broadcast_from_rank0([value, error])
-    if error:
-        raise error_from_code(*error)
-    return value

@@ -25,6 +25,7 @@ from megatoken.checkpoint.commit import FileWriter, commit, find_checkpoint, ste
 from megatoken.checkpoint.manifest import CheckpointManifest
 from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.errors import CheckpointError, StorageError
+from megatoken.system.atomic_write import MALFORMED
 
 MODEL, OPTIMIZER = "model", "optimizer"  # the two files, or sets of files
 Shape = tuple[int, ...]
@@ -117,15 +118,7 @@ def malformed(where: Path) -> Iterator[None]:
     """Turn what a value of another type or size raises inside into a CheckpointError: hashes prove no authorship."""
     try:
         yield
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        SafetensorError,
-    ) as error:
+    except (*MALFORMED, RuntimeError, SafetensorError) as error:
         what = f"checkpoint is malformed: {type(error).__name__}: {error!s:.200}"
         raise CheckpointError(what, str(where), "use another checkpoint") from error
 

@@ -224,10 +224,8 @@ def check_eval(options: argparse.Namespace) -> None:
 
 def describe_fields() -> str:
     """The help of every config field by section: key, default, class on a resume, meaning, unit, choices."""
-    head = (
-        "fields (section.field=value), as in a recipe; a resume may change free ones, guarded ones by --allow-changes"
-    )
-    lines, section = [f"{head}:"], ""
+    title = "fields (section.field=value), as in a recipe; a resume may change free ones, guarded by --allow-changes:"
+    lines, section = [title], ""
     for key, spec in FIELDS.items():
         head = key.rpartition(".")[0]
         if head and head != section:

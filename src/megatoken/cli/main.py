@@ -30,6 +30,7 @@ from megatoken.launch.local import COMMAND, at_parent_death, launch, stop_at_onc
 from megatoken.launch.scripts import Job, check_job, name_job, write_script
 from megatoken.model import flops
 from megatoken.redact import RedactedStream, redact
+from megatoken.system.atomic_write import storage_errors
 from megatoken.system.environment import heartbeat_file, prepare_process
 from megatoken.train.metrics_log import METRICS
 
@@ -169,10 +170,8 @@ def run_launch(options: argparse.Namespace) -> Result:
     check_job(job, resolved.config)
     script = write_script(options.engine, job)
     if options.write:
-        try:
+        with storage_errors(options.write.parent, fix="choose another file"):
             options.write.write_text(redact(script))
-        except OSError as error:
-            raise StorageError(f"cannot write: {error.strerror}", str(options.write), "choose another file") from None
     elif not options.json:
         print(script, end="")
     return ExitCode.DONE, {"script": script, "processes": job.nodes * job.nproc}

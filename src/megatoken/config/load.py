@@ -30,8 +30,6 @@ PREPARE = {
     "data/shakespeare": "tinyshakespeare --val-fraction 0.1",
     "data/fineweb-edu": "fineweb-edu",
 }
-# A resume compares what these stand for (dataset fingerprint, sizes): a folder may move, a preset be renamed.
-BY_CONTENT = ("data.path", "model.preset")
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
 # What nanoGPT, llm.c, Composer, transformers and others call our fields, as far as the words are not alike.
 OTHER_NAMES = {
@@ -319,7 +317,8 @@ def list_changes(old: Config, new: Config) -> list[Change]:
     after["model.init"] = after["model.init"] or before["model.init"]
     changes = []
     for key, spec in FIELDS.items():
-        resume: Resume = "free" if key in BY_CONTENT else resume_class(key)
+        # A folder may move: the dataset in it is compared by its fingerprint (train/setup.py).
+        resume: Resume = "free" if key == "data.path" else resume_class(key)
         if resume == "free" and (spec.is_registered(before[key]) or spec.is_registered(after[key])):
             resume = "guarded"
         if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].is_registered(new.optim.name):

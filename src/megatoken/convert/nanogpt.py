@@ -98,9 +98,9 @@ def _load(path: Path) -> Mapping[str, Any]:
         with safe_globals(CONFIG_CLASSES):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch and the unpickler raise many types
-        what = (
-            f"it asks to run {asked[0]:.80}, and nothing in a checkpoint is run" if asked else "its pickle is refused"
-        )
+        what = "its pickle is refused"
+        if asked:
+            what = f"it asks to run {asked[0]:.80}, and nothing in a checkpoint is run"
         fix = "where you trust it, save the weights alone: torch.save({'model': ..., 'model_args': {...}}, 'ckpt.pt')"
         raise CheckpointError(what, str(path), fix) from error
     return content if isinstance(content, dict) else {}

@@ -62,7 +62,6 @@ class ShardFile:
         """shard: its row of the manifest; offset: bytes before the first token. Raises OSError."""
         self.shard, self.path, self.offset = shard, path, offset
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._item_bytes = self.dtype.itemsize
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self._stamp = self._read_stamp()
@@ -74,7 +73,7 @@ class ShardFile:
 
     def read(self, start: int, out: Ids) -> None:
         """Fill `out` (n,) from token `start` on. Raises DataError when the file ends before, or the disk fails."""
-        at, size, done = self.offset + start * self._item_bytes, out.nbytes, 0
+        at, size, done = self.offset + start * self.dtype.itemsize, out.nbytes, 0
         try:
             while done < size:
                 part = out.data.cast("B")[done:] if done else out  # a file system may give less at once

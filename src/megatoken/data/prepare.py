@@ -35,7 +35,7 @@ from megatoken.data.shard_writer import ShardWriter
 from megatoken.data.sources import Source, find_source
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, parse_bpe
 from megatoken.errors import ConfigError, DataError, StorageError
-from megatoken.system.atomic_write import local_path, read_json, replace_file, storage_errors
+from megatoken.system.atomic_write import MALFORMED, local_path, read_json, replace_file, storage_errors
 from megatoken.system.environment import cpu_count
 
 LOCK_NAME = ".lock"
@@ -219,10 +219,9 @@ class _DatasetWriter:
         """
         train, val, counts = self.splits["train"], self.splits["val"], self.state.counts
         if not counts["train"] + counts["val"]:
-            found = (
-                f"{counts['empty']} empty documents, {counts['skipped']} skipped, {counts['binary_files']} binary files"
-            )
-            raise DataError(f"no text: {found}", self.corpus.files[0].path, "name files that hold text")
+            found = f"{counts['empty']} empty documents, {counts['skipped']} skipped"
+            what = f"no text: {found}, {counts['binary_files']} binary files"
+            raise DataError(what, self.corpus.files[0].path, "name files that hold text")
         with storage_errors(self.out):
             if not train.tokens:
                 counts["train"], counts["val"] = counts["val"], 0
@@ -380,7 +379,7 @@ def _load_state(out: Path) -> ResumeState | None:
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("a count is impossible")
         return state
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, *MALFORMED) as error:
         fix = "delete the output folder and prepare again"
         raise DataError(f"cannot read how far the preparation was: {error}", path, fix) from error
 

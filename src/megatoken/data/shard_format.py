@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from megatoken.errors import DataError
-from megatoken.system.atomic_write import read_small_file, replace_file
+from megatoken.system.atomic_write import MALFORMED, read_small_file, replace_file
 
 HEADER_BYTES = 1024
 BLOCK_BYTES = 1 << 18  # unit of hashing; blocks are counted over token bytes, after the header
@@ -188,7 +188,7 @@ def _decode_manifest(body: bytes, path: Path) -> Manifest:
             source=content["source"],
         )
         _check_types(manifest)
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise DataError(f"manifest makes no sense: {error!r}", path, RESTORE) from error
     return manifest
 

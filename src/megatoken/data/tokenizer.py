@@ -24,8 +24,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megatoken.data.bpe_cache import BpeCache
 from megatoken.data.gpt2_vocab import Merges, byte_characters, find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME
-from megatoken.errors import ConfigError, DataError, MegatokenError, StorageError
-from megatoken.system.atomic_write import read_json, read_small_file, replace_file
+from megatoken.errors import ConfigError, DataError, MegatokenError
+from megatoken.system.atomic_write import MALFORMED, read_json, read_small_file, replace_file, storage_errors
 
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>")
@@ -146,15 +146,13 @@ class Tokenizer:
 
         Raises StorageError when the folder cannot be written.
         """
-        try:
+        fix = "free some space or choose a folder you can write to"
+        with storage_errors(folder, what="cannot save the tokenizer", fix=fix):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / "tokenizer.json", content := self.to_json().encode(), durable=True)
             row = self.describe() | {"xxh3_128": xxhash.xxh3_128_hexdigest(content)}
             description = json.dumps(row, indent=1) + "\n"
             replace_file(folder / DESCRIPTION_NAME, description, durable=True)  # last: without it nothing was saved
-        except OSError as error:
-            fix = "free some space or choose a folder you can write to"
-            raise StorageError(f"cannot save the tokenizer: {error.strerror}", folder, fix) from error
 
     def _encode_whole(self, text: str) -> Ids:
         # The batch call keeps no offsets: half the time, three quarters of the memory.
@@ -200,7 +198,7 @@ def load_saved_tokenizer(folder: Path) -> Tokenizer:
     try:
         row = read_json(path)
         name, eot, expected = str(row["name"]), int(row["eot"]), str(row["fingerprint"])
-    except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
+    except (OSError, *MALFORMED) as error:
         fix = "copy the folder again or prepare the dataset again"
         raise DataError(f"cannot read the tokenizer's description: {error}", path, fix) from error
     tokenizer = Tokenizer(_read_inner(folder / "tokenizer.json"), name, eot)

@@ -9,23 +9,25 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatoken.distributed.env import DistEnv
-from megatoken.errors import ExitCode, PeerError
+from megatoken.errors import ExitCode, MegatokenError, PeerError
 from megatoken.system.torch_compat import abort_nccl
 
 JOIN_SECONDS = 120  # for all processes to join the group, and for any to take part in a step: all are at work
 ANSWER_SECONDS = 400  # for what accepts connections at the address; torch waits for its answer without a limit
 WAIT_SECONDS = 1800  # for flags and objects: rank 0 may be choosing kernels, sampling or pruning meanwhile
 PEER_LOST = re.compile("gloo|NCCL|closed by peer|timed out", re.IGNORECASE)  # in torch's errors about a lost process
+
+T = TypeVar("T")
 
 
 class Comm:
@@ -78,6 +80,20 @@ class Comm:
         with peer_errors(self.dist_env):
             dist.all_gather_object(gathered, value, group=self._gloo_group)
         return gathered
+
+    def run_on_rank0(self, call: Callable[[], T]) -> T:
+        """The result of rank 0's call, on all ranks; a MegatokenError or OSError of it is raised on all ranks."""
+        result: Any = None
+        error: Exception | None = None
+        if self.dist_env.is_main_process:
+            try:
+                result = call()
+            except (MegatokenError, OSError) as raised:
+                error = raised
+        result, error = self.broadcast_from_rank0((result, error))
+        if error:
+            raise error
+        return result  # type: ignore[no-any-return]
 
     def barrier(self) -> None:
         """Wait until all processes are here."""

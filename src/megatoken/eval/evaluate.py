@@ -18,7 +18,7 @@ from megatoken.data.prepare import prepare
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
-from megatoken.errors import ConfigError, DataError, MegatokenError, NumericsError
+from megatoken.errors import ConfigError, DataError, NumericsError
 from megatoken.eval.multiple_choice import SCORES, compute_metrics, encode_examples, score_examples
 from megatoken.eval.scorer import BATCH_NODES
 from megatoken.eval.tasks import TASKS, Example, find_tasks, read_examples
@@ -124,14 +124,11 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
         raise ConfigError(f"text has no split {split!r}", str(data), "leave it out: all of the text is read")
     with tempfile.TemporaryDirectory(prefix="megatoken-") as own:
         folder = Path(comm.broadcast_from_rank0(own))
-        failure: MegatokenError | OSError | None = None
-        if comm.dist_env.is_main_process:
-            try:
-                tokenizer.save(folder / "tokenizer")
-                prepare(str(data), folder / "data", tokenizer=str(folder / "tokenizer"), val_fraction=0.0)
-            except (MegatokenError, OSError) as error:
-                failure = error
-        if failure := comm.broadcast_from_rank0(failure):  # all ranks leave together
-            raise failure
+
+        def prepare_text() -> None:
+            tokenizer.save(folder / "tokenizer")
+            prepare(str(data), folder / "data", tokenizer=str(folder / "tokenizer"), val_fraction=0.0)
+
+        comm.run_on_rank0(prepare_text)
         yield load_dataset(folder / "data").train, "all"
         comm.barrier()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatoken.errors import ConfigError, DataError
+from megatoken.system.atomic_write import MALFORMED
 
 Row = Mapping[str, Any]
 Prompt = tuple[str, str]  # context, continuation
@@ -160,7 +161,7 @@ def read_examples(tasks: Sequence[Task], data: Path | None, limit: int = 0) -> d
             try:
                 example = task.parse(json.loads(row) if isinstance(row, bytes) else row)
                 "".join(map("".join, example.prompts)).encode()  # ValueError for half a surrogate pair
-            except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            except MALFORMED as error:
                 what = f"malformed example of {task.name}: {type(error).__name__}: {error}"
                 fix = f"correct or remove it; {task.name} needs the columns of {task.hub} on the hub"
                 raise DataError(what, where, fix) from None

@@ -71,24 +71,22 @@ def write_script(engine: str, job: Job) -> str:
     if not has_gpus:
         template = re.sub(r".*%{n_gpus}.*\n", "", template)
     train = shlex.join(["train", "--nproc", str(job.nproc), *job.train_args])
-    values = (
-        asdict(job)
-        | {
-            "n_gpus": job.nproc,
-            "machine": f"accelerators: {job.gpus}:{job.nproc}" if has_gpus else f"cpus: {job.nproc}+",
-            "port": PORT,
-            "torchrun": f"python -P -m megatoken.launch.torchrun --nnodes {job.nodes} --nproc-per-node 1",
-            "max_restarts": MAX_RESTARTS if job.nodes > 1 else 0,  # on one machine --nproc starts ranks again
-            "train": train.replace("\n", "\n  ")
-            if engine == "skypilot"
-            else train,  # the indentation of its YAML block
-            "train_in_quotes": json.dumps(train)[1:-1],  # JSON's escapes are those of a double-quoted YAML string
-            "warn_seconds": WARN_SECONDS,
-            "backoff_limit": 20 * job.nodes,
-            "fatal": [int(code) for code in ExitCode if code not in RESTARTED],
-            "stopped": int(ExitCode.STOPPED),
-            "attempts": " ".join(str(number + 1) for number in range(MAX_RESTARTS if job.nodes > 1 else 0)),
-            "peer_lost": int(ExitCode.PEER),
-        }
-    )
+    if engine == "skypilot":
+        train = train.replace("\n", "\n  ")  # the indentation of its YAML block
+    restarts = MAX_RESTARTS if job.nodes > 1 else 0  # on one machine --nproc starts ranks again
+    values = asdict(job) | {
+        "n_gpus": job.nproc,
+        "machine": f"accelerators: {job.gpus}:{job.nproc}" if has_gpus else f"cpus: {job.nproc}+",
+        "port": PORT,
+        "torchrun": f"python -P -m megatoken.launch.torchrun --nnodes {job.nodes} --nproc-per-node 1",
+        "max_restarts": restarts,
+        "train": train,
+        "train_in_quotes": json.dumps(train)[1:-1],  # JSON's escapes are those of a double-quoted YAML string
+        "warn_seconds": WARN_SECONDS,
+        "backoff_limit": 20 * job.nodes,
+        "fatal": [int(code) for code in ExitCode if code not in RESTARTED],
+        "stopped": int(ExitCode.STOPPED),
+        "attempts": " ".join(str(number + 1) for number in range(restarts)),
+        "peer_lost": int(ExitCode.PEER),
+    }
     return ScriptTemplate(template).substitute(values)

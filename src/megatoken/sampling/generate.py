@@ -206,9 +206,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._released = list(
-            prompt_ids
-        )  # the ids last decoded: some decoders treat the first word of a text differently
+        # The ids last decoded: some decoders treat the first word of a text differently.
+        self._released = list(prompt_ids)
         self._pending: list[int] = []
 
     def push(self, id: int | None) -> str:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 from megatoken.errors import ConfigError, StorageError
 
 LARGEST_BYTES = 8 << 20  # of files that are read as a whole; parsed JSON takes up to 20 times its size
+# What content of other types, sizes or depth than expected raises where it is used. A file may hold anything.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def local_path(text: str | Path) -> Path:
@@ -45,6 +47,15 @@ def read_json(path: Path, limit: int = LARGEST_BYTES) -> Any:
         return json.loads(read_small_file(path, limit))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a small file of JSON; empty when the file is missing, damaged or holds something else."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
@@ -96,7 +107,7 @@ def error_number(error: Exception) -> int | None:
 @contextmanager
 def storage_errors(
     folder: Path,
-    needed_bytes: Callable[[], int] = lambda: 0,
+    needed_bytes: int = 0,
     *,
     what: str = "cannot write",
     fix: str = "make room or choose a folder you can write to, then run the same command again",
@@ -109,8 +120,8 @@ def storage_errors(
         if not isinstance(error, OSError) and number is None:
             raise
         what += f": {getattr(error, 'strerror', None) or (os.strerror(number) if number else error)}"
-        if needed := needed_bytes():
-            what += f", {needed:,} bytes needed"
+        if needed_bytes:
+            what += f", {needed_bytes:,} bytes needed"
         with suppress(OSError):
             what += f", {shutil.disk_usage(folder).free:,} free"
         raise StorageError(what, str(getattr(error, "filename", None) or folder), fix) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import ConfigError
-from megatoken.system.atomic_write import read_json, replace_file
+from megatoken.system.atomic_write import read_object, replace_file
 
 HEARTBEAT = "MEGATOKEN_HEARTBEAT"
 OWN_VARIABLES = ("MEGATOKEN_CACHE", "MEGATOKEN_PRECISION", HEARTBEAT)
@@ -56,11 +56,9 @@ def preferred_precision() -> str:
 
 def cache_get(file: str) -> dict[str, Any]:
     """The measurements in a file of the cache; empty if it is missing or damaged."""
-    try:
-        content = read_json(megatoken_cache() / file)
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: a user without a home
-        return {}
-    return content if isinstance(content, dict) else {}
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        return read_object(megatoken_cache() / file)
+    return {}
 
 
 def cache_put(file: str, entry: dict[str, Any]) -> None:
@@ -188,9 +186,8 @@ def prepare_process() -> None:
     for name in os.environ:
         if name.startswith("MEGATOKEN_") and name not in OWN_VARIABLES:
             near = difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"unknown variable {name}", "environment", f"did you mean {near}? settings go into a recipe"
-            )
+            fix = f"did you mean {near}? settings go into a recipe"
+            raise ConfigError(f"unknown variable {name}", "environment", fix)
     defaults = {
         "OPENBLAS_THREAD_TIMEOUT": "10",  # a power of two, in cycles
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns about a late process with a page of C++ frames

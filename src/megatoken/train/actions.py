@@ -97,9 +97,8 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
         dims=dims,
     )
     run.write("val", **{key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")})
-    run.console.print(
-        f"step {state.step}: validation loss {metrics['loss']:.4f} over {metrics['target_tokens']:,} tokens"
-    )
+    loss, n_targets = metrics["loss"], metrics["target_tokens"]
+    run.console.print(f"step {state.step}: validation loss {loss:.4f} over {n_targets:,} tokens")
 
 
 def score_tasks(run: RunContext, poll: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from megatoken.errors import DataError, StorageError
 from megatoken.redact import redact
-from megatoken.system.atomic_write import read_json, replace_file
+from megatoken.system.atomic_write import MALFORMED, read_json, replace_file
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
@@ -218,7 +218,7 @@ def _locked_error(folder: Path) -> StorageError:
     """The error for a folder that another run holds. That run may need a moment to write its name over an older one."""
     who, deadline = "it has just started", time.monotonic() + OWNER_SECONDS
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        with contextlib.suppress(OSError, *MALFORMED):
             owner = read_json(folder / OWNER)
             who = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
             if owner["host"] != socket.gethostname() or Path(f"/proc/{owner['pid']}").exists():

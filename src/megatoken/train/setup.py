@@ -1,4 +1,7 @@
-"""What happens once, between a checked config and the first step, in the order in which pretrain.py calls it."""
+"""What happens between a checked config and the first step, in the order in which pretrain.py calls it.
+
+All of it happens once, except `restore`, by which train/recovery.py goes back to a checkpoint.
+"""
 
 import inspect
 import json
@@ -43,7 +46,7 @@ from megatoken.model.flops import (
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.model.kernels.attention import ATTENTION, BUILT_IN, WITHOUT_MASK
 from megatoken.redact import redact
-from megatoken.system.atomic_write import read_json, replace_file, storage_errors
+from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.device import Device, misses_triton, wants_compile
 from megatoken.system.environment import find_commit
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, list_requests
@@ -126,7 +129,7 @@ def check_folder(out: Path, config: Config, *, allow_changes: bool = False) -> l
     """
     with storage_errors(out, what="the run folder cannot be used", fix="name a folder you can write"):
         checkpoints = [step_folder(out / CHECKPOINTS, step) for step in list_steps(out / CHECKPOINTS)]
-        is_run = "megatoken" in _read_json(out / PROVENANCE) or any((c / MANIFEST).is_file() for c in checkpoints)
+        is_run = "megatoken" in read_object(out / PROVENANCE) or any((c / MANIFEST).is_file() for c in checkpoints)
         names = {path.name for path in out.iterdir()} if out.is_dir() else set()
         if METRICS in names and not (out / METRICS).stat().st_size:
             names.remove(METRICS)
@@ -381,20 +384,12 @@ def record_changes(run: RunContext) -> None:
 
 def is_finished(run: RunContext) -> bool:
     """Whether the restored state is the end of a run whose status is `done`."""
-    return run.state.step >= run.step_config.total_steps and _read_json(run.out / STATUS).get("state") == "done"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when the file is missing or damaged."""
-    try:
-        return dict(read_json(path))
-    except (OSError, ValueError, TypeError):
-        return {}
+    return run.state.step >= run.step_config.total_steps and read_object(run.out / STATUS).get("state") == "done"
 
 
 def _update_json(path: Path, values: Mapping[str, Any]) -> None:
     with storage_errors(path.parent):
-        replace_file(path, json.dumps(_read_json(path) | dict(values), indent=1) + "\n")
+        replace_file(path, json.dumps(read_object(path) | dict(values), indent=1) + "\n")
 
 
 def choose_kernels(run: RunContext, *, explain: bool) -> None:
@@ -428,7 +423,7 @@ def _choose_kernels(run: RunContext) -> KernelChoice:
     compiled = wants_compile(machine, device, run.step_config.total_steps)[0] != "off"
     circumstances = {"device": device.name, "precision": device.precision, "dropout": dropout, "compiled": compiled}
     circumstances |= list_requests(machine)
-    kept: Any = _read_json(run.out / MACHINE).get("forms")
+    kept: Any = read_object(run.out / MACHINE).get("forms")
     match kept:
         case {"circumstances": known, "kernels": {"attention": str(name)}, "masters": bool(), "seconds": dict()}:
             if known == circumstances and name in ATTENTION:
@@ -447,7 +442,7 @@ def choose_micro_batch(run: RunContext) -> None:
         batch_seqs = run.config.batch_seqs // run.state.dims.dp_size
         circumstances = {"device": device.name, "precision": device.precision, "batch_seqs": batch_seqs}
         circumstances["loss_chunk"] = run.step_config.loss_chunk
-        kept = _read_json(run.out / MACHINE)
+        kept = read_object(run.out / MACHINE)
         known = kept.get("micro_batch") if kept.get("circumstances") == circumstances else None
         micro_batch = run.comm.broadcast_from_rank0(known)
         if not isinstance(micro_batch, int) or not 0 < micro_batch <= batch_seqs:

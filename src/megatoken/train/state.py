@@ -74,9 +74,8 @@ class TrainState:
     @property
     def skips_bad_on_device(self) -> bool:
         """Whether the optimizer can skip an update by a flag on the device, without the host reading it."""
-        is_fused = isinstance(self.optimizer, torch.optim.AdamW) and all(
-            g["fused"] for g in self.optimizer.param_groups
-        )
+        groups = self.optimizer.param_groups
+        is_fused = isinstance(self.optimizer, torch.optim.AdamW) and all(group["fused"] for group in groups)
         return is_fused and not self.scaler.is_enabled() and self.found_bad.device.type in ("cpu", "cuda")
 
     def enable_master_weights(self, dtype: torch.dtype) -> None:

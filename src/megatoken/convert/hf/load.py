@@ -11,7 +11,7 @@ from megatoken.convert.fill_model import HEAD, fill_model
 from megatoken.convert.hf.families import Family, find_family
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
-from megatoken.system.atomic_write import read_json
+from megatoken.system.atomic_write import MALFORMED, read_json
 from megatoken.system.environment import huggingface_cache
 
 WEIGHTS, SHARDS, CONFIG = "model.safetensors", "model-*-of-*.safetensors", "config.json"
@@ -32,7 +32,7 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     try:
         config = read_json(folder / CONFIG)
         family = find_family(config, where)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"cannot read {CONFIG}: {error}", where, SAVE_PRETRAINED) from None
     model_config = family.read_config(config, where)
     return fill_model(model_config, _list_tensors(folder, family), family.view_params, str(folder)), folder
