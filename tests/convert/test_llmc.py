@@ -117,6 +117,7 @@ def set_int(position: int, value: int) -> Callable[[bytes], bytes]:
         (lambda raw: raw + b"\0", r"damaged: 1[\d,]+ bytes, its header says"),
         (lambda raw: raw[:500], r"damaged: 500 bytes, its header says"),
         (lambda raw: b"", "shorter than its header"),
+        (lambda raw: raw[:20], "shorter than its header"),
         (set_int(0, 20240520), "not llm.c's checkpoint .*: magic number 20240520"),
         (set_int(1, 2), r"of version 3 \(fp32\) or 5 \(bf16\): .*, version 2"),
         (set_int(1, 5), r"damaged: 155,136 bytes, its header says 78,080"),

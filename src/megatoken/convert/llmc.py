@@ -35,6 +35,7 @@ def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
     """
     try:
         magic, version, *values = np.fromfile(path, "<i4", count=8).tolist()
+        sizes = dict(zip((*SIZES, "padded_vocab_size"), values, strict=True))
         size = path.stat().st_size
     except (OSError, ValueError) as error:
         what = f"cannot read llm.c's checkpoint: {getattr(error, 'strerror', 'shorter than its header')}"
@@ -42,17 +43,11 @@ def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
     if magic != MAGIC or version not in VERSIONS:
         what = f"not llm.c's checkpoint of version 3 (fp32) or 5 (bf16): magic number {magic}, version {version}"
         raise CheckpointError(what, str(path), "give a model_*.bin or gpt2_*.bin that llm.c's train_gpt2.py wrote")
-    sizes = dict(zip((*SIZES, "padded_vocab_size"), values, strict=True))
     rows, width = sizes.pop("padded_vocab_size"), sizes["d_model"]
     numbers = (rows + sizes["seq_len"]) * width + sizes["n_layer"] * (12 * width + 13) * width + 2 * width
     expected = HEADER_BYTES + numbers * VERSIONS[version].itemsize
-    if (
-        min(values) < 1
-        or sizes["n_layer"] > LARGEST_DEPTH
-        or rows < sizes["vocab_size"]
-        or width % sizes["n_head"]
-        or size != expected
-    ):
+    is_possible = min(values) >= 1 and sizes["n_layer"] <= LARGEST_DEPTH and rows >= sizes["vocab_size"]
+    if not is_possible or width % sizes["n_head"] or size != expected:
         described = ", ".join(f"{name} {value}" for name, value in sizes.items())
         what = f"damaged: {size:,} bytes, its header says {expected:,} ({described}, padded to {rows})"
         raise CheckpointError(what, str(path), "copy it again, or write it again with llm.c's train_gpt2.py")
