@@ -52,12 +52,12 @@ soak: $(VENV)/.dev
 	$(RECORD) hash-cost -- $(BIN)python -m tests.soak.hash_cost
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
 	$(RECORD) flips -- $(BIN)python -m tests.soak.flip_soak
-	$(RECORD) prepare-kills -- $(BIN)python tests/soak/prepare_soak.py kills
-	$(RECORD) prepare-calls -- $(BIN)python tests/soak/prepare_soak.py calls
+	$(RECORD) prepare-kills -- $(BIN)python -m tests.soak.prepare_soak kills
+	$(RECORD) prepare-calls -- $(BIN)python -m tests.soak.prepare_soak calls
 	$(RECORD) config-soak -- $(BIN)python -m tests.soak.config_soak
 	$(RECORD) launch-soak -- $(BIN)python -m tests.soak.launch_soak
 	$(RECORD) guard-soak -- $(BIN)python -m tests.soak.guard_soak
-	$(RECORD) prepare-memory -- $(BIN)python tests/soak/prepare_soak.py memory
+	$(RECORD) prepare-memory -- $(BIN)python -m tests.soak.prepare_soak memory
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json
 
 # Speeds, side by side with what they are compared to; an hour on two cores. NANOGPT=CHECKOUT adds nanoGPT, whose example

@@ -34,6 +34,7 @@ from megatoken.data.prepare import PrepareResult, Progress, prepare
 from megatoken.data.shard_format import BLOCK_BYTES, HEADER_BYTES, hash_block, hash_blocks, read_header, read_manifest
 from megatoken.data.tokenizer import load_saved_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
+from tests.processes import children, wait_for_group
 from tests.soak import prepare_soak
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -358,7 +359,7 @@ def test_kills_change_no_byte_and_leave_no_process(tmp_path: Path, small_chunks:
         except subprocess.TimeoutExpired:
             child.kill()
         child.wait()
-        wait_for_group(child.pid)
+        assert not wait_for_group(child.pid)
     subprocess.run(command, check=True)
     assert read_folder(tmp_path / "out") == read_folder(tmp_path / "whole")
 
@@ -382,23 +383,6 @@ def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path) -> None:
     assert not list(out.rglob("*.tmp"))
 
 
-def wait_for_group(group: int) -> None:
-    """Returns when no process of the group runs any more; the dead that nobody has reaped do not count."""
-    for _ in range(12_000):
-        if not any(runs_in(path, group) for path in Path("/proc").glob("[0-9]*/stat")):
-            return
-        time.sleep(0.01)
-    raise AssertionError("processes outlived their parent")
-
-
-def runs_in(path: Path, group: int) -> bool:
-    try:
-        state, _, its_group = path.read_text().rpartition(") ")[2].split()[:3]
-    except OSError:
-        return False  # it ended meanwhile
-    return int(its_group) == group and state != "Z"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: signal.Signals) -> None:
     source = make_corpus(tmp_path / "corpus")
@@ -415,7 +399,7 @@ def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: sig
     os.killpg(child.pid, number)
     child.communicate()
     assert child.returncode in (-number, 1)
-    wait_for_group(child.pid)
+    assert not wait_for_group(child.pid)
 
 
 @pytest.mark.fault(34)
@@ -427,7 +411,7 @@ def test_a_stopped_process_is_told_to_go_on(
 
     def stop_children(progress: Progress) -> None:
         if not stopped:
-            stopped.extend(list_children())
+            stopped.extend(children(os.getpid()))
             for child in stopped:
                 os.kill(child, signal.SIGSTOP)
 
@@ -440,16 +424,16 @@ def test_a_stopped_process_is_told_to_go_on(
 @pytest.mark.fault(34)
 def test_a_lost_process_is_one_error(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
-    threads, others = threading.active_count(), list_children()
+    threads, others = threading.active_count(), set(children(os.getpid()))  # of other tests
 
     def kill_children(progress: Progress) -> None:
-        for child in list_children() - others:
+        for child in set(children(os.getpid())) - others:
             with suppress(ProcessLookupError):  # it was killed before and reaped since
                 os.kill(child, signal.SIGKILL)
 
     message = refuse(ExitCode.PEER, source, tmp_path / "out", workers=2, on_progress=kill_children)
     assert "ended (signal 9)" in message
-    assert list_children() == others
+    assert set(children(os.getpid())) == others
     assert threading.active_count() == threads
     prepare(str(source), tmp_path / "out", tokenizer="bytes", workers=1)
 
@@ -457,16 +441,10 @@ def test_a_lost_process_is_one_error(tmp_path: Path, small_chunks: None) -> None
 def test_errors_cross_from_the_processes(tmp_path: Path, small_chunks: None) -> None:
     source = make_corpus(tmp_path / "corpus")
     bad = write(source / "zz.jsonl", '{"text": "fine"}\n{"txt": "not"}\n')
-    others = list_children()
+    others = set(children(os.getpid()))
     message = refuse(ExitCode.DATA, source, tmp_path / "out", workers=2)
     assert f"{bad}:2" in message
-    assert list_children() == others
-
-
-def list_children() -> set[int]:
-    """Of this process, which may have others from before: those that start the ranks of other tests."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {int(child) for task in tasks for child in task.read_text().split()}
+    assert set(children(os.getpid())) == others
 
 
 # --- what is in the way ---------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from megatoken.errors import ExitCode
 from megatoken.launch.local import launch
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train.metrics_log import read_metrics
+from tests.processes import children, read_variable
 
 STEPS = 12
 FIXED = [
@@ -190,8 +191,7 @@ def wait_for_training(out: Path, running: "subprocess.Popen[bytes]") -> None:
 
 def find_rank(pid: int, rank: int) -> int:
     """The process of a rank, a child of `pid`."""
-    own = f"\0RANK={rank}\0".encode()
-    return next(child for child in children(pid) if own in Path(f"/proc/{child}/environ").read_bytes())
+    return next(child for child in children(pid) if read_variable(child, "RANK") == str(rank))
 
 
 @pytest.mark.fault(9)
@@ -211,10 +211,6 @@ def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_pat
     while time.monotonic() < until and (status := json.loads((out / "status.json").read_text()))["state"] == "running":
         time.sleep(0.05)
     assert (status["state"], status["exit_code"]) == ("stopped", ExitCode.STOPPED)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_refusal_is_printed_once(shards: Path, alone: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from megatoken.launch import heartbeat
 from megatoken.launch.heartbeat import Heartbeat, Watchdog, stacks_file, waits_in_collective
 from megatoken.pretrain import Trainer
 from megatoken.train.metrics_log import read_metrics
+from tests.processes import find_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes, finds them in /proc")
 
@@ -98,15 +98,6 @@ def run(program: str, *words: object) -> tuple[int, list[str]]:
         _, errors = process.communicate(timeout=600)
     assert not find_processes(str(words[0])), "orphans"
     return process.returncode, errors.splitlines()
-
-
-def find_processes(word: str) -> list[int]:
-    """Processes whose command line contains a word."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # of a process that has just ended
-            found += [int(file.parent.name)] if word.encode() in file.read_bytes() else []
-    return found
 
 
 @pytest.mark.fault(47)

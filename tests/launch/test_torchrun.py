@@ -16,7 +16,9 @@ from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
 from megatoken.launch.local import find_free_port
 from megatoken.launch.scripts import Job, write_script
-from tests.distributed.test_training import FIXED, children
+from megatoken.system.environment import HEARTBEAT
+from tests.distributed.test_training import FIXED
+from tests.processes import children, read_variable
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
 
@@ -61,18 +63,13 @@ def wait_for_step(out: Path, step: int, running: subprocess.Popen[bytes]) -> Non
 
 def find_ranks(pid: int) -> dict[int, int]:
     """Processes by rank, started by the one that torchrun, `pid`, has started."""
-    found: dict[int, int] = {}
-    for launcher in children(pid):
-        for child in children(launcher):
-            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found |= {int(word[5:]): child for word in variables if word.startswith(b"RANK=")}
-    return found
+    ranks = [child for launcher in children(pid) for child in children(launcher)]
+    return {int(rank): child for child in ranks if (rank := read_variable(child, "RANK")) is not None}
 
 
 def stop_in_a_step(pid: int) -> None:
     """Stop a rank in a step: a save has a limit of half an hour."""
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    (heartbeat,) = [Path(word.decode().partition("=")[2]) for word in variables if word.startswith(b"MEGATOKEN_HEARTB")]
+    heartbeat = Path(read_variable(pid, HEARTBEAT) or "")
     while True:
         os.kill(pid, signal.SIGSTOP)
         if heartbeat.read_text().split()[2] == "step":

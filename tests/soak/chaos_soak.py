@@ -37,19 +37,8 @@ from megatoken.errors import ExitCode
 from megatoken.pretrain import Trainer
 from megatoken.system.atomic_write import replace_file
 from megatoken.train.metrics_log import read_metrics
-from tests.distributed.test_training import children
-from tests.soak.tiny_job import (
-    Layout,
-    Process,
-    command,
-    drafts,
-    group_members,
-    kill_group,
-    newest_step,
-    start,
-    wait_for,
-    write_recipe,
-)
+from tests.processes import children, group_members
+from tests.soak.tiny_job import Layout, Process, command, drafts, kill_group, newest_step, start, wait_for, write_recipe
 from tests.train.test_pretrain import fingerprint
 
 WORDS = ["budget.steps=1000000", "save.every=20", "log.every=5", "evaluate.every=100", "sample.every=200"]

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatoken.errors import ExitCode
 from megatoken.system.atomic_write import replace_file
-from tests.distributed.test_training import children
+from tests.processes import children
 from tests.soak.tiny_job import Layout, Process, drafts, kill_group, newest_step, start, wait_for, write_recipe
 from tests.train.test_pretrain import fingerprint
 

@@ -1,8 +1,8 @@
 """Soak of `prepare`: kills at random, kills and errors at every system call that touches the output, memory.
 
-    python tests/soak/prepare_soak.py kills  --kills 100
-    python tests/soak/prepare_soak.py calls  --sample 0          (0: every point; needs Linux with strace)
-    python tests/soak/prepare_soak.py memory --megabytes 1000 --form txt      (txt, jsonl or files)
+    python -m tests.soak.prepare_soak kills  --kills 100
+    python -m tests.soak.prepare_soak calls  --sample 0          (0: every point; needs Linux with strace)
+    python -m tests.soak.prepare_soak memory --megabytes 1000 --form txt      (txt, jsonl or files)
 
 Each ends in one line of JSON. The corpora are made from the standard library's own words, always the same. `gpt2` needs
 its vocabulary on this machine; --tokenizer chooses another. `megatoken bench prepare` measures the speed.
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 import xxhash
 
 from megatoken.bench.data import make_documents, write_jsonl
+from tests.processes import family, wait_for_group
 
 CALLS = (
     "?open,openat,?creat,write,?pwrite64,?writev,fsync,?fdatasync,?rename,?renameat,?renameat2,?unlink,?unlinkat,"
@@ -98,13 +98,13 @@ def run_kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             try:
                 code = child.wait(draw.uniform(0, whole_seconds) if kills.total() < arguments.kills else None)
             except subprocess.TimeoutExpired:
-                workers = list(list_family(child.pid))[1:] if kills.total() % 2 else []
+                workers = list(family(child.pid))[1:] if kills.total() % 2 else []
                 victim = draw.choice(workers or [child.pid])
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
                 code = child.wait(60)
                 kills["worker" if workers else "parent"] += 1
-                orphans += count_group(child.pid, seconds=5)
+                orphans += wait_for_group(child.pid, seconds=5)
                 if code == (7 if workers else -signal.SIGKILL):
                     continue
             assert code == 0, f"exit code {code} after {kills.total()} kills"  # also when all was done before the kill
@@ -202,28 +202,6 @@ def list_calls(log: Path, out: Path) -> list[tuple[str, int]]:
     return calls
 
 
-def count_group(group: int, seconds: float) -> int:
-    """Processes of a process group that still run after `seconds`, zombies left out."""
-    deadline = time.monotonic() + seconds
-    while living := list_living(group):
-        if time.monotonic() > deadline:
-            return len(living)
-        time.sleep(0.02)
-    return 0
-
-
-def list_living(group: int) -> list[int]:
-    living = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, process_group = path.read_text().rpartition(") ")[2].split()[:3]
-        except OSError:
-            continue  # it ended meanwhile
-        if int(process_group) == group and state != "Z":
-            living.append(int(path.parent.name))
-    return living
-
-
 def run_memory(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Peak resident memory of all processes, summed: shared pages count once per process."""
     corpus = folder / "corpus"
@@ -232,8 +210,8 @@ def run_memory(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     started, peak, processes = time.monotonic(), 0, 0
     child = start_preparing(corpus, folder / "out", arguments)
     while child.poll() is None:
-        family = list(list_family(child.pid))
-        peak, processes = max(peak, sum(map(resident_bytes, family))), max(processes, len(family))
+        running = list(family(child.pid))
+        peak, processes = max(peak, sum(map(resident_bytes, running))), max(processes, len(running))
         time.sleep(0.02)
     assert child.returncode == 0
     seconds = time.monotonic() - started
@@ -243,17 +221,6 @@ def run_memory(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "megabytes_per_second": round(arguments.megabytes / seconds, 1),
     }
-
-
-def list_family(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except OSError:
-            continue
-        for child in children:
-            yield from list_family(int(child))
 
 
 def resident_bytes(pid: int) -> int:

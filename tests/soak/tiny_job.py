@@ -3,7 +3,6 @@
 A step takes some tens of milliseconds, a checkpoint 1.5 MB, a start some seconds.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,13 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from megatoken.checkpoint.commit import list_steps
-from megatoken.launch.local import PR_SET_PDEATHSIG
+from megatoken.launch.local import at_parent_death
+from tests.processes import group_members
 
 RECIPE = """\
 model: {n_layer: 2, n_head: 2, d_model: 64, seq_len: 64, vocab_size: 512, dropout: 0.1}
@@ -71,10 +70,13 @@ def command(recipe: Path, out: Path, layout: Layout, words: Sequence[str] = ()) 
 
 def start(recipe: Path, out: Path, layout: Layout, log: Path, words: Sequence[str] = ()) -> Process:
     """Start in a process group of its own; what it prints is added to `log`. It does not outlive the soak."""
-    on_start = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
     with log.open("ab") as file:
         return subprocess.Popen(
-            command(recipe, out, layout, words), stdout=file, stderr=file, start_new_session=True, preexec_fn=on_start
+            command(recipe, out, layout, words),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=at_parent_death(signal.SIGKILL),
         )
 
 
@@ -84,17 +86,6 @@ def kill_group(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: not group_members(process.pid), process)
-
-
-def group_members(group: int) -> list[int]:
-    """Processes of a process group that still run."""
-    members = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, owner, *_ = path.read_text().rpartition(")")[2].split()
-            if int(owner) == group and state != "Z":
-                members.append(int(path.parent.name))
-    return members
 
 
 def newest_step(out: Path) -> int:
