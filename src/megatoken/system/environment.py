@@ -1,5 +1,5 @@
 """Caches, cores and memory of this machine, and settings of this process; the only reader of environment variables
-beside distributed/env.py."""
+beside distributed/env.py and redact.py."""
 
 import contextlib
 import ctypes
