@@ -143,6 +143,7 @@ class Trainer:
         ):
             memory_bytes = comm.broadcast_from_rank0(device.memory_bytes(comm.dist_env.local_world_size))
             dims = choose_dims(config.machine, run.model_config, device.precision, memory_bytes, comm.dist_env)
+            setup.check_memory(run, dims, memory_bytes)
             setup.apply_dims(run, dims)
             if is_main:
                 run.device = with_peak(device)

@@ -7,7 +7,9 @@ from typing import Any, TextIO
 
 SHORTEST = 6  # characters of a variable's value; shorter ones occur by chance
 # Variables that hold a secret: HF_TOKEN, AWS_ACCESS_KEY_ID, WANDB_API_KEY, ...
-SECRET_NAME = re.compile(r"(^|_)(TOKEN|(API|ACCESS)?KEY|KEY_ID|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|PAT|AUTH|(API|ACCESS)?KEY|KEY_ID|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$", re.IGNORECASE
+)
 PASSWORD = re.compile(r"://[^\s/:@]*:(?!\d{1,5}/)([^\s@]+)@")
 RULES = (
     # https://user:password@host and https://token@host, also where a Path has lost the second slash; not host:8080/a@b

@@ -43,6 +43,15 @@ def test_known_forms_are_hidden(text: str) -> None:
     assert redact(f"a {text} b").endswith(" b")
 
 
+def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DB_PASS", "AUTH", "MY_CREDENTIALS", "GITHUB_PAT", "WANDB_APIKEY"):
+        monkeypatch.setenv(name, f"value-of-{name}")
+        assert redact(f"prompt value-of-{name}") == "prompt ***", name
+    for name in ("MONKEY", "MANPATH", "COMPASS"):
+        monkeypatch.setenv(name, f"value-of-{name}")
+        assert redact(f"prompt value-of-{name}") == f"prompt value-of-{name}"
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -499,6 +499,10 @@ def test_mixed_folders_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path, r"mixed dataset: uint32 tokens here, uint16 in train_1\.bin", "train_2.bin")
     (tmp_path / "train_2.bin").write_bytes(make_header(1, "uint16", "5a" * 32) + bytes(2))
     refuse(tmp_path, "prepared by megatoken, but manifest.json is not beside it", "train_2.bin")
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(MegatokenError, match=f"train_2.bin — give the folder: data.path={tmp_path}$"):
+        load_dataset(tmp_path / "*.bin")
+    (tmp_path / "manifest.json").unlink()
     write_external(tmp_path / "train_2.bin", ids[:0])
     refuse(tmp_path, "shard holds no tokens", "train_2.bin")
 

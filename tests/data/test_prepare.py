@@ -466,12 +466,12 @@ def test_preparing_again_returns_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"tokenizer": "bpe:300"}, "another tokenizer: bytes"),
-        ({"val_fraction": 0.2}, "another val_fraction: 0.1 there, 0.2 now"),
-        ({"shard_tokens": 5000}, "another shard_tokens"),
-        ({"invalid": "skip"}, "another invalid"),
-        ({"text_key": "body"}, "another text_key"),
-        ({}, "another files: 26 there, 27 now"),
+        ({"tokenizer": "bpe:300"}, "tokenizer differs from when this folder was prepared: bytes"),
+        ({"val_fraction": 0.2}, "val_fraction differs from when this folder was prepared: 0.1 then, 0.2 now"),
+        ({"shard_tokens": 5000}, "shard_tokens differs from when this folder was prepared"),
+        ({"invalid": "skip"}, "invalid differs from when this folder was prepared"),
+        ({"text_key": "body"}, "text_key differs from when this folder was prepared"),
+        ({}, "files differs from when this folder was prepared: 26 then, 27 now"),
     ],
 )
 def test_two_datasets_are_never_mixed(

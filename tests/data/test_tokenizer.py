@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatoken.data import bpe_cache, gpt2_vocab
+from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.data.sources import download
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
@@ -180,12 +182,21 @@ def test_saved_tokenizers_come_back(small: Tokenizer, tmp_path: Path) -> None:
 def test_a_changed_tokenizer_is_refused_with_both_hashes(small: Tokenizer, tmp_path: Path) -> None:
     small.save(tmp_path)
     path = tmp_path / "tokenizer.json"
-    content = json.loads(path.read_text())
+    saved = path.read_bytes()
+    content = json.loads(saved)
     content["model"]["merges"].pop()
+    for changed in (json.dumps(content).encode(), saved.replace(b'"a"', b'"zz"')):  # the second is no tokenizer
+        path.write_bytes(changed)
+        hashes = f"xxh3-128 {xxhash.xxh3_128_hexdigest(changed)}, expected {xxhash.xxh3_128_hexdigest(saved)}"
+        with pytest.raises(MegatokenError, match=f"has changed since it was saved: {hashes} .* restore") as caught:
+            load_saved_tokenizer(tmp_path)
+        assert caught.value.code == ExitCode.DATA
     path.write_text(json.dumps(content))
-    with pytest.raises(MegatokenError, match=f"has changed.*expected {small.fingerprint}") as caught:
+    description = json.loads((tmp_path / DESCRIPTION_NAME).read_text())
+    del description["xxh3_128"]  # as older versions wrote it
+    (tmp_path / DESCRIPTION_NAME).write_text(json.dumps(description))
+    with pytest.raises(MegatokenError, match=f"has changed.*expected {small.fingerprint}"):
         load_saved_tokenizer(tmp_path)
-    assert caught.value.code == ExitCode.DATA
 
 
 @pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": 3}'])

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
 from megatoken.config.load import load_config
 from megatoken.config.schema import Config
-from megatoken.errors import ExitCode, StorageError
+from megatoken.errors import ConfigError, ExitCode, StorageError
 from megatoken.pretrain import Trainer
 from megatoken.train import actions, setup
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
@@ -195,6 +196,17 @@ def refuse(config: Config, out: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     with pytest.raises(StorageError) as error:
         Trainer(config, out).fit()
     return str(error.value)
+
+
+@pytest.mark.fault(8)
+@pytest.mark.parametrize("change", [{"n_layer": 10**8}, {"d_model": 10**8}])
+def test_a_model_far_beyond_the_memory_is_refused_before_it_is_built(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
+) -> None:
+    monkeypatch.setattr(setup, "build_train_state", lambda *_: pytest.fail("the model was built"))
+    huge = replace(config, model=replace(config.model, **change))
+    with pytest.raises(ConfigError, match=r"parameters need .* in each process, which has .* — model — choose"):
+        Trainer(huge, tmp_path / "run").fit()
 
 
 @pytest.mark.fault(18)

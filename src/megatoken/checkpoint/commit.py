@@ -249,5 +249,5 @@ def _move_aside(folder: Path) -> Path:
 
 
 def _save_errors(root: Path, step: int, needed_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-    fix = "earlier checkpoints are intact; free or repair the disk, then resume"
+    fix = "earlier checkpoints are intact; free or repair the disk, then start again"
     return storage_errors(root, needed_bytes, what=f"checkpoint of step {step} was not saved", fix=fix)

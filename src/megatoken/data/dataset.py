@@ -336,6 +336,9 @@ def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Pa
     headers = [_read_layout(file)[0] for file in files]
     for file, header in zip(files, headers, strict=True):
         if header.fingerprint:
+            if (file.parent / MANIFEST_NAME).exists():
+                what = "shards prepared by megatoken are read with their manifest"
+                raise DataError(what, file, f"give the folder: data.path={file.parent}")
             what = f"shard was prepared by megatoken, but {MANIFEST_NAME} is not beside it"
             raise DataError(what, file, "finish the preparation or copy the whole folder")
         if header.dtype != headers[0].dtype:

@@ -341,7 +341,7 @@ def _find_finished(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifes
 def _refuse_difference(out: Path, existing: dict[str, Any], recipe: dict[str, Any]) -> None:
     for key, value in recipe.items():
         if existing.get(key) != value:
-            what = f"the folder was prepared with another {key}: {existing.get(key)} there, {value} now"
+            what = f"{key} differs from when this folder was prepared: {existing.get(key)} then, {value} now"
             raise DataError(what, out, _ANOTHER_OUT)
 
 

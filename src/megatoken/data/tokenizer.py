@@ -201,14 +201,17 @@ def load_saved_tokenizer(folder: Path) -> Tokenizer:
     except (OSError, *MALFORMED) as error:
         fix = "copy the folder again or prepare the dataset again"
         raise DataError(f"cannot read the tokenizer's description: {error}", path, fix) from error
+    actual = xxhash.xxh3_128_hexdigest(read_small_file(folder / "tokenizer.json", LARGEST_FILE))
+    if row.get("xxh3_128", actual) != actual:  # older ones have no hash
+        what = f"tokenizer has changed since it was saved: xxh3-128 {actual}, expected {row['xxh3_128']!s:.40}"
+        raise DataError(what, folder / "tokenizer.json", "restore the file, or prepare the dataset again")
     tokenizer = Tokenizer(_read_inner(folder / "tokenizer.json"), name, eot)
     if tokenizer.fingerprint != expected:
         what = f"tokenizer has changed since it was saved: sha256 {tokenizer.fingerprint}, expected {expected}"
         fix = "restore the file, or prepare the dataset again with the new tokenizer"
         raise DataError(what, folder / "tokenizer.json", fix)
-    actual = xxhash.xxh3_128_hexdigest(read_small_file(folder / "tokenizer.json", LARGEST_FILE))
-    if row != tokenizer.describe() | {"xxh3_128": actual} and row != tokenizer.describe():  # older ones have no hash
-        what = f"tokenizer or its description is damaged: xxh3-128 {actual}, expected {row.get('xxh3_128')!s:.40}"
+    if row | {"xxh3_128": actual} != tokenizer.describe() | {"xxh3_128": actual}:
+        what = "the tokenizer's description is damaged"
         raise DataError(what, path, "copy the folder again or prepare the dataset again")
     return tokenizer
 

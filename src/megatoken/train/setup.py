@@ -32,12 +32,19 @@ from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import Dataset, load_dataset
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
-from megatoken.distributed.parallel_dims import ParallelDims, build_dims, check_dims, disable_unsupported
+from megatoken.distributed.parallel_dims import (
+    ParallelDims,
+    build_dims,
+    check_dims,
+    count_state_bytes,
+    disable_unsupported,
+)
 from megatoken.errors import CheckpointError, ConfigError, DataError, StorageError
 from megatoken.eval.multiple_choice import EncodedExample, read_tasks
 from megatoken.launch.heartbeat import Heartbeat
 from megatoken.model.flops import (
     count_matmul_parameters,
+    count_padded_parameters,
     count_parameters,
     expected_initial_loss,
     flops_per_token,
@@ -59,6 +66,7 @@ Callback = Callable[[dict[str, Any]], bool | None]
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
+MEMORY_MARGIN = 2  # of what is free: other programs may end, and some of it may be swapped
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,6 +205,18 @@ def check_space(run: RunContext) -> None:
         what = f"no room for checkpoints, {missing} more needed at once: {format_quantity(needed, 'B')}"
         what += f", {format_quantity(free, 'B')} are free"
         raise StorageError(what, run.out, "free some space, lower save.keep_last or choose another --out")
+
+
+def check_memory(run: RunContext, dims: ParallelDims, memory_bytes: int) -> None:
+    """Raise ConfigError where weights, gradients and moments alone need far more than a process has (0: unknown)."""
+    n_params = count_padded_parameters(run.model_config)
+    needed = count_state_bytes(dims, n_params, run.device.precision)
+    if 0 < MEMORY_MARGIN * memory_bytes < needed:
+        what = f"weights, gradients and moments of {format_quantity(n_params)} parameters need "
+        what += f"{format_quantity(needed, 'B')} in each process, which has {format_quantity(memory_bytes, 'B')}"
+        raise ConfigError(
+            what, "model", "choose a smaller model.preset, n_layer or d_model, or split it: docs/scaling-up.md"
+        )
 
 
 def apply_dims(run: RunContext, dims: ParallelDims) -> None:

@@ -28,7 +28,7 @@ from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.train.state import StepConfig, TrainState
 
 MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it are not finite at any scale
-FINITE_FIX = "lower optim.lr, lengthen optim.warmup, or use machine.precision=bf16 or fp32"
+FINITE_FIX = "lower optim.lr, lengthen optim.warmup, set optim.grad_clip; instead of fp16 use bf16 or fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
