@@ -56,6 +56,8 @@ class Recovery:
         """
         if bad.grad_norm == 0:
             raise bad_step_error(bad.step, bad.loss, bad.grad_norm)
+        if self.check_replicas():  # the fault lies in one rank's weights, not in the batch
+            return
         batch = self.state.batch
         self.run.heartbeat.beat("skip", self.state.step)
         self.report(bad, "batch skipped", "the weights are those before it")
@@ -73,14 +75,15 @@ class Recovery:
         values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
         self.run.console.warn(f"step {step.step}: {what}: batch {batch}, {values}: {message}")
 
-    def check_replicas(self) -> None:
+    def check_replicas(self) -> bool:
         """Compare weights and optimizer state of all replicas; if they differ, go back to the newest checkpoint.
 
+        Return whether they did.
         Processes on other devices, or with another number of threads, may round differently and are not compared.
         """
         run, state, dims = self.run, self.state, self.state.dims
         if dims.dp_replicate == 1:
-            return
+            return False
         run.heartbeat.beat("replicas", state.step)
         part = dims.shard_rank, dims.tp_rank, run.device.name, torch.get_num_threads()
         tensors = {**state.sharded.local_params, **list_optimizer_tensors(state)}
@@ -90,6 +93,7 @@ class Recovery:
             run.write("event", what="replicas differ", ranks=ranks, tensors=names, message=divergence.message)
             run.console.warn(f"step {state.step}: {divergence.message}")
             self.rewind(NumericsError(divergence.message, f"step {state.step}", REPLICA_FIX))
+        return divergence is not None
 
     def rewind(self, error: NumericsError, last_bad_batch: int = -1) -> None:
         """Go back to the newest checkpoint and skip the batches from there to `last_bad_batch`.
