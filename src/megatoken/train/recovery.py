@@ -59,7 +59,7 @@ class Recovery:
         if self.check_replicas():  # the fault lies in one rank's weights, not in the batch
             return
         batch = self.state.batch
-        self.run.heartbeat.beat("skip", self.state.step)
+        self.run.heartbeat.beat("skip", self.state.step)  # the next step has the same number
         self.report(bad, "batch skipped", "the weights are those before it")
         insort(self.state.skipped_batches, batch)
         self.in_a_row.append(batch)
@@ -84,7 +84,6 @@ class Recovery:
         run, state, dims = self.run, self.state, self.state.dims
         if dims.dp_replicate == 1:
             return False
-        run.heartbeat.beat("replicas", state.step)
         part = dims.shard_rank, dims.tp_rank, run.device.name, torch.get_num_threads()
         tensors = {**state.sharded.local_params, **list_optimizer_tensors(state)}
         divergence = compare_replicas(tensors, part, state.comm)
