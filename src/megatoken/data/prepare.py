@@ -45,7 +45,7 @@ WORKER_BYTES = 4 << 20  # of input make another process worth its start
 _ANOTHER_OUT = "choose another --out or delete the folder"
 MIN_VAL_TOKENS = 1025  # one window of GPT-2 and its last target
 MOST_COMPRESSED = 16  # bytes of text in a byte of parquet, .gz or .zst
-SPACE_SAMPLES = 8  # chunks of text that tell how many tokens a byte gives
+SPACE_SAMPLES = 8  # chunks of text, to estimate tokens per byte
 SURE_SHARE = 0.8  # of that estimate must fit: where it is near the limit, the disk decides
 COUNTS = ("empty", "replaced", "skipped", "binary_files", "seams", "val_from_tail_tokens")
 

@@ -2,7 +2,7 @@
 
 A step takes as long on every rank, because they wait for the slowest. So each measures what lies between collectives:
 `data` is the wait for the batch, `compute` goes from the first collective of a step until the rank has its gradients
-and waits for those of the others. Where weights are sharded every layer waits for the others: only `data` tells there.
+and waits for those of the others. Where weights are sharded every layer waits for the others, so only `data` tells.
 """
 
 import time
