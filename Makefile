@@ -39,6 +39,7 @@ check: $(VENV)/.dev
 	$(BIN)ruff format --check .
 	$(BIN)ruff check .
 	$(BIN)mypy
+	$(BIN)python -m tests.records
 
 RECORD = $(BIN)python tests/soak/record.py
 

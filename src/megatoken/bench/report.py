@@ -17,6 +17,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from megatoken import LAYERS
 from megatoken.console import Console, format_quantity
 from megatoken.errors import DataError, MegatokenError
 from megatoken.plots import load_pyplot
@@ -29,6 +32,7 @@ PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton"
 FIGURE = ("median", "low", "high", "repeats")
 FEWEST_REPEATS = 3  # fewer have no middle half
 MOST_HEADLINES = 3
+SOURCE = Path(__file__).parents[1]
 
 
 def write_record(folder: Path, name: str, answer: dict[str, Any], device: Device, command: Sequence[str]) -> Path:
@@ -45,6 +49,7 @@ def write_record(folder: Path, name: str, answer: dict[str, Any], device: Device
         "date": datetime.date.today().isoformat(),
         "command": redact(shlex.join(command)),
         "commit": find_commit(),
+        "code": hash_code(),
         "hardware": {"device": device.name, "cores": cpu_count(), "system": platform.machine()},
         "versions": versions,
         "answer": answer,
@@ -54,6 +59,17 @@ def write_record(folder: Path, name: str, answer: dict[str, Any], device: Device
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def hash_code() -> dict[str, str]:
+    """A hash of every package of LAYERS, blind to comment lines and empty ones: which code a record measured."""
+    hashes = {}
+    for name in LAYERS:
+        files = sorted([SOURCE / f"{name}.py", *(SOURCE / name).rglob("*.py")])
+        lines = (line.rstrip() for file in files if file.is_file() for line in file.read_text("utf-8").splitlines())
+        code = "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+        hashes[name] = xxhash.xxh3_64_hexdigest(code.encode())
+    return hashes
 
 
 def format_cell(key: str, value: Any) -> str:
