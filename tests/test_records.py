@@ -42,8 +42,8 @@ def test_a_new_module_makes_a_record_old(source: Path, tmp_path: Path) -> None:
 def test_daggers_follow_old_records_alone(source: Path, tmp_path: Path) -> None:
     (tmp_path / "loader.json").write_text(json.dumps({"code": report.hash_code()}))
     (tmp_path / "prepare.json").write_text("{}")
-    page = "[a](../records/loader.json)†, [b](https://x.y/records/prepare.json) and [c](records/prepare.json)†; records/prepare.json"
-    marked = "[a](../records/loader.json), [b](https://x.y/records/prepare.json)† and [c](records/prepare.json)†; records/prepare.json"
+    page = "[a](../records/loader.json)†, [b](https://x.y/records/prepare.json), [c](records/prepare.json)†"
+    marked = "[a](../records/loader.json), [b](https://x.y/records/prepare.json)†, [c](records/prepare.json)†"
     assert mark(page, tmp_path) == marked
     assert mark(marked, tmp_path) == marked
 
