@@ -198,6 +198,7 @@ class TrainLoop:
     def fit(self) -> ExitCode:
         """Run the training loop; write the final status, also on failure."""
         run = self.run
+        run.log.start_clock()
         try:
             # A rank can be lost, or memory end, in any forward or backward.
             with peer_errors(run.comm.dist_env), memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX):
@@ -275,14 +276,15 @@ class TrainLoop:
         metrics, n_pending = wait_for_steps(self.state, self.pending), len(self.pending)
         self.pending.clear()
         speed = self.meter.read(n_pending)
-        self.run.preemption.observe((speed["seconds"] or 0.0) * n_pending)
+        now, seconds = self.run.log.elapsed_seconds, speed["seconds"] or 0.0
+        self.run.preemption.observe(seconds * n_pending)
         self.report_stragglers()
-        for step in metrics:
+        for number, step in enumerate(metrics, start=1):
             if step.bad:
                 self.recovery.skip(step)
             else:
                 self.recovery.accept(step)
-                self.log_step(step, speed)
+                self.log_step(step, speed, elapsed_seconds=now - (n_pending - number) * seconds)
                 self.run.log.progress(step.step, step.loss)
 
     def report_stragglers(self) -> None:
@@ -291,12 +293,13 @@ class TrainLoop:
             self.run.write("event", what="slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
             self.run.console.warn(str(slow))
 
-    def log_step(self, step: StepMetrics, speed: dict[str, float | None]) -> None:
+    def log_step(self, step: StepMetrics, speed: dict[str, float | None], elapsed_seconds: float) -> None:
         """Log and show a step."""
         run = self.run
         row = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, **speed}
         last = step.step == run.step_config.total_steps
-        run.write("train", step=step.step, to_file=last or is_due(self.log_every, step.step), **row)
+        to_file = last or is_due(self.log_every, step.step)
+        run.write("train", step=step.step, to_file=to_file, elapsed_seconds=elapsed_seconds, **row)
         if step.overflowed:
             run.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
         memory, left = run.device.peak_memory_bytes(), self.meter.remaining_seconds(step.step)

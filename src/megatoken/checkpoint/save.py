@@ -39,10 +39,10 @@ class AsyncSave:
         start = time.perf_counter()
         self.step, self.folder, self.comm = state.step, step_folder(root, state.step), state.comm
         model_config = encode_model_config(state.model.config)
-        self._meta = {"shape": model_config, "scaler": state.scaler.state_dict(), **describe_optimizer(state.optimizer)}
-        self._meta |= meta
+        self.meta = {"shape": model_config, "scaler": state.scaler.state_dict(), **describe_optimizer(state.optimizer)}
+        self.meta |= meta
         if state.model.attention_name not in BUILT_IN:  # needed to use the weights
-            self._meta["attention"] = state.model.attention_name
+            self.meta["attention"] = state.model.attention_name
         self._entries: dict[str, FileEntry] = {}  # of this rank's files in the manifest
         self.files: dict[str, FileEntry] = {}  # of all ranks, once it is committed
         self._error: MegatokenError | None = None
@@ -85,7 +85,7 @@ class AsyncSave:
                 for error in (error for _, error in reports if error):
                     raise error
                 self.files = {name: entry for own, _ in reports for name, entry in own.items()}
-                publish(draft, self.step, self.files, meta=self._meta)
+                publish(draft, self.step, self.files, meta=self.meta)
             finally:
                 discard(draft)
 

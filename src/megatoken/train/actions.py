@@ -184,6 +184,7 @@ class CheckpointSaver:
         self.try_commit()  # its failure is no reason to leave out this one
         meta: dict[str, Any] = {"dataset": run.dataset.fingerprint, "tokenizer": run.tokenizer.fingerprint}
         meta |= {"skipped_batches": [*run.state.skipped_batches], "recent_steps": list(run.state.recent.values)}
+        meta["elapsed_seconds"] = run.log.elapsed_seconds
         run.log.sync()  # a checkpoint counts on the rows before it
         config, tokenizer = run.out / CONFIG, run.out / TOKENIZER
         self._pending = AsyncSave(run.out / CHECKPOINTS, run.state, config=config, tokenizer=tokenizer, meta=meta)
@@ -202,7 +203,8 @@ class CheckpointSaver:
             raise
         seconds, stall_seconds = pending.writing_seconds, pending.stall_seconds
         run.preemption.observe(save_seconds=seconds + stall_seconds)
-        run.write("save", step=pending.step, checkpoint=folder.name, seconds=seconds, stall_seconds=stall_seconds)
+        values: dict[str, Any] = {"checkpoint": folder.name, "seconds": seconds, "stall_seconds": stall_seconds}
+        run.write("save", step=pending.step, elapsed_seconds=pending.meta["elapsed_seconds"], **values)
         run.verified[folder] = pending.files
         self._prune()
 

@@ -1,8 +1,8 @@
 """The run folder of a live process: `metrics.jsonl`, `status.json`, and the lock that keeps a second run out.
 
-`metrics.jsonl` holds one object a line: kind, step, tokens, then the values. `status.json` (state, exit code, step,
-loss, message, pid, host) is replaced atomically. A log that cannot be written never stops training: one warning,
-then the lost rows are counted.
+`metrics.jsonl` holds one object a line: kind, step, tokens, elapsed_seconds, then the values. `status.json` (state,
+exit code, step, loss, message, pid, host) is replaced atomically. A log that cannot be written never stops training:
+one warning, then the lost rows are counted.
 """
 
 import contextlib
@@ -44,6 +44,8 @@ class MetricsLogger:
         self._status: dict[str, Any] = {"state": "running", "exit_code": None, "step": 0, "loss": None, "message": ""}
         self._status_time = -STATUS_SECONDS
         self._file: FileIO | None = None
+        self._elapsed_seconds = 0.0  # until the clock was started
+        self._clock_start: float | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -77,27 +79,39 @@ class MetricsLogger:
                 (self.folder / METRICS).unlink()
         self.close()
 
-    def rewind(self, step: int) -> None:
+    @property
+    def elapsed_seconds(self) -> float:
+        """The time of training behind the current weights: since the run's first step, over all of its starts."""
+        return self._elapsed_seconds + (0.0 if self._clock_start is None else time.monotonic() - self._clock_start)
+
+    def start_clock(self) -> None:
+        """Count the time from now on."""
+        self._clock_start = time.monotonic()
+
+    def rewind(self, step: int, elapsed_seconds: Any = 0.0) -> None:
         """Drop the rows that a resume at `step` will write again: later ones except events, and unreadable lines.
 
-        The file is replaced atomically. Raises StorageError when it cannot be rewritten.
+        The clock is set to `elapsed_seconds`, which the checkpoint has kept, or to the last of the rows that stay. The
+        file is replaced atomically. Raises StorageError when it cannot be rewritten.
         """
-        if self._file is None:
-            return
+        times, kept = [_read_seconds(elapsed_seconds)], list[bytes]()
         path = self.folder / METRICS
         try:
-            lines = path.read_bytes().splitlines(keepends=True)
-            kept = [
-                line
-                for line in lines
-                if (row := _parse_row(line)) is not None and (row["kind"] == "event" or row["step"] <= step)
-            ]
-            if len(kept) < len(lines):
+            lines = path.read_bytes().splitlines(keepends=True) if self._file else []
+            for line in lines:
+                row = _parse_row(line)
+                if row is not None and (row["kind"] == "event" or row["step"] <= step):
+                    kept.append(line)
+                    times += [] if row["kind"] == "event" else [_read_seconds(row.get("elapsed_seconds"))]
+            if self._file and len(kept) < len(lines):
                 replace_file(path, b"".join(kept), durable=True)
                 self._file.close()
                 self._file = FileIO(path, "ab")
         except OSError as error:
             raise _unusable_error(self.folder, error) from error
+        self._elapsed_seconds = max(times)
+        if self._clock_start is not None:
+            self.start_clock()
 
     def write(self, kind: str, step: int, tokens: int, **values: Any) -> None:
         """Append one row. kind: one of KINDS; tokens: trained on so far; values: JSON and numpy.
@@ -198,6 +212,11 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
             case {"kind": str(), "step": int(), "tokens": int()}:
                 return dict(row)
     return None
+
+
+def _read_seconds(value: Any) -> float:
+    """The value if it is a duration, 0 if it is missing, as in older runs, or anything else."""
+    return value if isinstance(value, float) and 0 <= value < math.inf else 0.0
 
 
 def _to_json(value: Any) -> Any:

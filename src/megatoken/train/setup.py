@@ -73,10 +73,10 @@ MEMORY_MARGIN = 2  # of what is free: other programs may end, and some of it may
 class RunContext:
     """Everything that a live run consists of, filled in while it is set up.
 
-    callbacks: called with every row (`kind`, `step`, `tokens` and the values; train rows at every step); one that
-    returns True asks the run to save and stop. logged: (kind, step) of the rows in the metrics log; of an evaluation
-    (task, step). verified: the files of the checkpoints that this process has hashed, so that pruning hashes nothing
-    twice. changes: what differs from the run's last start (all of it on rank 0 only).
+    callbacks: called with every row (`kind`, `step`, `tokens`, `elapsed_seconds` and the values; train rows at every
+    step); one that returns True asks the run to save and stop. logged: (kind, step) of the rows in the metrics log; of
+    an evaluation (task, step). verified: the files of the checkpoints that this process has hashed, so that pruning
+    hashes nothing twice. changes: what differs from the run's last start (all of it on rank 0 only).
     """
 
     config: Config
@@ -111,6 +111,7 @@ class RunContext:
         """
         step = self.state.step if step is None else step
         tokens = step * self.step_config.batch_tokens
+        values = {"elapsed_seconds": self.log.elapsed_seconds, **values}
         if to_file:
             self.log.write(kind, step, tokens, **values)
             self.logged.add((values.get("task", kind), step))
@@ -342,6 +343,7 @@ def restore(run: RunContext) -> bool:
     if run.is_main:
         remove_leftovers(root)
     steps: list[int] = run.comm.broadcast_from_rank0(list_steps(root) if run.is_main else [])
+    elapsed_seconds = 0.0
     for step in reversed(steps):
         folder = step_folder(root, step)
         manifest = _verify_on_all(run, folder)
@@ -359,13 +361,14 @@ def restore(run: RunContext) -> bool:
         run.state.refresh_low_precision_copy()
         run.state.skipped_batches = list(manifest.meta.get("skipped_batches", []))
         run.state.recent.load(manifest.meta.get("recent_steps", []))
+        elapsed_seconds = manifest.meta.get("elapsed_seconds", 0.0)
         run.verified[folder] = manifest.files
         run.console.print(f"resuming from {folder.name}")
         break
     else:
         if steps:
             raise CheckpointError("no checkpoint of this run is whole", root, "choose another --out")
-    run.log.rewind(run.state.step)
+    run.log.rewind(run.state.step, elapsed_seconds)
     rows = {(row.get("task", row["kind"]), row["step"]) for row in read_metrics(run.out)} if run.is_main else set()
     run.logged = {(kind, step) for kind, step in run.comm.broadcast_from_rank0(sorted(rows))}
     return bool(steps)
@@ -390,7 +393,8 @@ def _verify_on_all(run: RunContext, folder: Path) -> CheckpointManifest | None:
             raise CheckpointError(message)
     message = reports[0][1]
     run.console.warn(f"{message}: passing over {folder.name}")
-    run.log.write("event", 0, 0, what="damaged checkpoint", checkpoint=folder.name, message=message)
+    values = {"what": "damaged checkpoint", "checkpoint": folder.name, "message": message}
+    run.log.write("event", 0, 0, elapsed_seconds=run.log.elapsed_seconds, **values)
     return None
 
 
