@@ -100,6 +100,12 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
     doc = "also plot weights of the first run; of any MODEL of `sample` these alone, in --out (default plots/MODEL)"
     arg("--pictures", action="store_true", help=doc)
+    doc = "fit loss against parameters and tokens over finished runs, and extrapolate to a budget"
+    arg = add("scaling", doc).add_argument
+    arg("runs", metavar="RUN", nargs="+", type=local_path)
+    doc = "extrapolate to this many training FLOPs (6 N D; default 10 and 100 times the largest run)"
+    arg("--flops", type=float, nargs="+", default=[], metavar="C", help=doc)
+    arg("--plot", type=local_path, metavar="FILE", help="picture of runs and law")
     return parser
 
 

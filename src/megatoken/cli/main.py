@@ -332,6 +332,13 @@ def run_plot(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, {"pictures": [str(path) for path in pictures]}
 
 
+def run_scaling(options: argparse.Namespace) -> Result:
+    """scaling: fit the losses of finished runs."""
+    from megatoken.cli.scaling import scaling
+
+    return ExitCode.DONE, scaling(options)
+
+
 def _pick(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
@@ -341,6 +348,7 @@ COMMANDS: dict[str, Command] = {
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_sample),
         *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
+        run_scaling,
     )
 }
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)

@@ -1,0 +1,133 @@
+"""The loss of a finished run as a function of its size: L = E + A / N^a + B / D^b (Hoffmann et al. 2022, eq. 2).
+
+N: weights in matrix products, D: training tokens, C = 6 N D: FLOPs without attention's. Runs that vary only one of the
+two, or both in step, fix a law of that one: L = E + A / x^a. For given exponents the law is linear in E, A and B, so
+the fit searches exponents on a grid, refined, and solves the rest (variable projection, Golub & Pereyra 1973): least
+squares of relative errors, E, A and B not negative.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from megatoken.errors import DataError
+
+EXPONENTS = (0.02, 1.5)  # searched between; published ones lie from 0.05 to 0.5
+GRID, REFINEMENTS = 13, 6  # exponents a step, each step a third as wide
+RESAMPLES = 200
+INTERVAL = (0.1, 0.9)
+FEWEST_VALUES = 3  # of N or D that a term of its own needs
+IN_STEP = 0.98  # correlation of log N and log D above which runs fix a law of N x D alone
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the loss falls with: N and D, or one of "N", "D", "C"."""
+
+    names: tuple[str, ...]
+
+    def values(self, parameters: Array, tokens: Array) -> list[Array]:
+        known = {"N": parameters, "D": tokens, "C": 6.0 * parameters * tokens}
+        return [np.asarray(known[name], dtype=float) for name in self.names]
+
+    @property
+    def unknowns(self) -> int:
+        """Numbers to fit: E, and a factor and an exponent each."""
+        return 1 + 2 * len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """L = floor + sum of factor / value^exponent over the terms. floor in nats, as the losses."""
+
+    terms: Terms
+    floor: float
+    factors: tuple[float, ...]
+    exponents: tuple[float, ...]
+
+    def loss(self, parameters: Array | float, tokens: Array | float) -> Array:
+        values = self.terms.values(np.asarray(parameters, dtype=float), np.asarray(tokens, dtype=float))
+        parts = (f / x**e for f, x, e in zip(self.factors, values, self.exponents, strict=True))
+        return np.asarray(self.floor + sum(parts))
+
+    def best_split(self, flops: Array | float) -> tuple[Any, Any]:
+        """The N and D of 6 N D = flops with the lowest loss (Hoffmann et al. 2022, eq. 4); NaN where one factor is 0.
+
+        The law must have the terms N and D.
+        """
+        (a_factor, b_factor), (a, b) = self.factors, self.exponents
+        ratio = (a * a_factor / (b * b_factor)) ** (1 / (a + b)) if a_factor and b_factor else np.nan
+        parameters = ratio * (flops / 6) ** (b / (a + b))
+        return parameters, flops / 6 / parameters
+
+
+def choose_terms(parameters: Array, tokens: Array) -> Terms:
+    """The terms that these runs can tell apart. Raises DataError for too few runs or values."""
+    log_n, log_d = np.log(parameters), np.log(tokens)
+    varied = [name for name, x in (("N", log_n), ("D", log_d)) if len(np.unique(x.round(6))) >= FEWEST_VALUES]
+    if len(varied) == 2 and abs(np.corrcoef(log_n, log_d)[0, 1]) > IN_STEP:
+        varied = ["C"]
+    if not varied:
+        fix = "add runs of other sizes or other budgets"
+        raise DataError(f"fewer than {FEWEST_VALUES} model sizes and fewer than {FEWEST_VALUES} token counts", fix=fix)
+    terms = Terms(tuple(varied))
+    if len(parameters) <= terms.unknowns:
+        what = f"{len(parameters)} runs cannot fix the {terms.unknowns} numbers of the law in {' and '.join(varied)}"
+        raise DataError(what, fix=f"give {terms.unknowns + 1} runs or more")
+    return terms
+
+
+def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> Law:
+    """The law of these runs with the least squares of relative errors. All arrays: one value a run."""
+    values = terms.values(parameters, tokens)
+    scales = [np.exp(np.log(x).mean()) for x in values]  # so that factors of all exponents are of one size
+    ratios = [np.log(x / scale) for x, scale in zip(values, scales, strict=True)]
+    centers, width = [np.sqrt(EXPONENTS[0] * EXPONENTS[1])] * len(values), np.log(EXPONENTS[1] / EXPONENTS[0]) / 2
+    for _ in range(REFINEMENTS):
+        axes = [np.clip(c * np.exp(np.linspace(-width, width, GRID)), *EXPONENTS) for c in centers]
+        grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=1)
+        powers = np.exp(-grid[:, :, None] * np.stack(ratios)[None])  # (points, terms, runs)
+        columns = np.concatenate([np.ones_like(powers[:, :1]), powers], axis=1) / losses
+        coefficients, errors = _solve_not_negative(columns)
+        best = int(errors.argmin())
+        centers, width = list(grid[best]), width / 3
+    floor, *factors = coefficients[best]
+    exponents = tuple(float(e) for e in centers)
+    unscaled = (float(f * scale**e) for f, scale, e in zip(factors, scales, exponents, strict=True))
+    return Law(terms, float(floor), tuple(unscaled), exponents)
+
+
+def _solve_not_negative(columns: Array) -> tuple[Array, Array]:
+    """Coefficients (points, k), none negative, that bring columns (points, k, runs) nearest to 1; squared errors."""
+    points, k, _ = columns.shape
+    best, least = np.zeros((points, k)), np.full(points, np.inf)
+    for size in range(1, k + 1):
+        for chosen in combinations(range(k), size):
+            part = columns[:, list(chosen)]
+            gram = part @ part.transpose(0, 2, 1) + 1e-12 * np.eye(size)
+            solved = np.linalg.solve(gram, part.sum(axis=2, keepdims=True))[..., 0]
+            errors = ((np.einsum("pk,pkr->pr", solved, part) - 1) ** 2).sum(axis=1)
+            better = (solved >= 0).all(axis=1) & (errors < least)
+            least = np.where(better, errors, least)
+            best[better] = 0
+            best[np.ix_(better, chosen)] = solved[better]
+    return best, least
+
+
+def resample(law: Law, parameters: Array, tokens: Array, losses: Array, seed: int = 0) -> list[Law]:
+    """Laws of RESAMPLES other draws of the noise: the fitted losses times normal errors of the size seen here."""
+    fitted = law.loss(parameters, tokens)
+    freedom = max(len(losses) - law.terms.unknowns, 1)
+    noise = np.sqrt(((losses / fitted - 1) ** 2).sum() / freedom)
+    draws = np.random.default_rng(seed).normal(0.0, noise, (RESAMPLES, len(losses)))
+    return [fit_law(law.terms, parameters, tokens, fitted * (1 + draw)) for draw in draws]
+
+
+def interval(values: Sequence[float] | Array) -> tuple[float, float]:
+    """The middle 80% of resampled values."""
+    low, high = np.nanquantile(np.asarray(values, dtype=float), INTERVAL)
+    return float(low), float(high)

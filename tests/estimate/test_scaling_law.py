@@ -1,0 +1,145 @@
+"""Laws are found again from losses that follow them; runs that fix no law are refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatoken.checkpoint.manifest import CheckpointManifest, encode_manifest, encode_model_config
+from megatoken.cli.main import main
+from megatoken.errors import DataError, ExitCode
+from megatoken.estimate.scaling_law import choose_terms, fit_law, interval, resample
+from megatoken.model.flops import count_matmul_parameters
+from tests.tiny_model import TINY_GPT
+
+# Hoffmann et al. 2022, equation 10.
+E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
+PARAMETERS, TOKENS = (x.ravel() for x in np.meshgrid([70e6, 160e6, 410e6, 1e9], [1e9, 4e9, 16e9], indexing="ij"))
+LOSSES = E + A / PARAMETERS**ALPHA + B / TOKENS**BETA
+
+
+def test_chinchillas_law_is_found_again() -> None:
+    law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, LOSSES)
+    assert law.terms.names == ("N", "D")
+    assert law.floor == pytest.approx(E, abs=1e-3)
+    assert law.exponents == pytest.approx((ALPHA, BETA), abs=1e-3)
+    assert law.factors == pytest.approx((A, B), rel=0.01)
+    assert float(law.loss(70e9, 1.4e12)) == pytest.approx(E + A / 70e9**ALPHA + B / 1.4e12**BETA, abs=1e-3)
+
+
+def test_the_best_split_has_the_lowest_loss_of_its_flops() -> None:
+    law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, LOSSES)
+    n, d = law.best_split(1e21)
+    assert 6 * n * d == pytest.approx(1e21)
+    others = n * np.array([0.8, 0.95, 1.05, 1.25])
+    assert (law.loss(others, 1e21 / 6 / others) > law.loss(n, d)).all()
+
+
+def test_the_interval_of_noisy_losses_holds_the_truth() -> None:
+    noisy = LOSSES * (1 + np.random.default_rng(1).normal(0, 0.003, len(LOSSES)))
+    law = fit_law(choose_terms(PARAMETERS, TOKENS), PARAMETERS, TOKENS, noisy)
+    laws = resample(law, PARAMETERS, TOKENS, noisy)
+    truth = E + A / 7e9**ALPHA + B / 140e9**BETA
+    low, high = interval([float(other.loss(7e9, 140e9)) for other in laws])
+    assert low < truth < high
+    assert 0.01 < high - low < 0.2
+
+
+def test_runs_that_vary_one_thing_or_both_in_step_fix_a_law_of_that() -> None:
+    n, d = np.full(6, 1e8), np.geomspace(1e8, 1e10, 6)
+    for parameters, tokens, name in ((n, d, "D"), (d, n, "N"), (d, 20 * d, "C")):
+        terms = choose_terms(parameters, tokens)
+        assert terms.names == (name,)
+        (x,) = terms.values(parameters, tokens)
+        law = fit_law(terms, parameters, tokens, 2.0 + 30 / x**0.2)
+        assert (law.floor, *law.exponents) == pytest.approx((2.0, 0.2), abs=2e-3)
+
+
+def test_too_few_runs_are_refused_with_the_number_that_is_enough() -> None:
+    with pytest.raises(DataError, match="fewer than 3 model sizes and fewer than 3 token counts"):
+        choose_terms(np.array([1e6, 2e6, 1e6, 2e6]), np.array([1e6, 1e6, 2e6, 2e6]))
+    with pytest.raises(DataError, match="3 runs cannot fix the 3 numbers of the law in D — give 4 runs or more"):
+        choose_terms(np.full(3, 1e6), np.array([1e6, 2e6, 3e6]))
+    with pytest.raises(DataError, match="5 runs cannot fix the 5 numbers of the law in N and D"):
+        choose_terms(np.array([1.0, 1, 2, 2, 3]), np.array([1.0, 2, 1, 3, 2]))
+
+
+def write_run(folder: Path, d_model: int, tokens: int, state: str = "done", **meta: str) -> Path:
+    """A run folder as training leaves it, with a loss that follows Chinchilla's law."""
+    model = replace(TINY_GPT, d_model=d_model, d_ff=4 * d_model)
+    loss = 1.0 + 20 / count_matmul_parameters(model) ** ALPHA + 30 / tokens**BETA
+    rows = [{"kind": "train", "step": 7, "tokens": tokens, "loss": 9.0}, {"kind": "val", "step": 7, "tokens": tokens}]
+    checkpoint = folder / "checkpoints" / "step-00000007"
+    checkpoint.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"loss": loss}) + "\n" for row in rows))
+    (folder / "status.json").write_text(json.dumps({"state": state}))
+    facts = {"shape": encode_model_config(model), "tokenizer": "t", "dataset": "d"} | meta
+    (checkpoint / "manifest.json").write_bytes(encode_manifest(CheckpointManifest(7, facts, {})))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[str]:
+    sizes = [(d, tokens) for d in (32, 64, 128) for tokens in (100_000, 400_000, 1_600_000)]
+    return [str(write_run(tmp_path / f"w{d}-{tokens}", d, tokens)) for d, tokens in sizes]
+
+
+def read_answer(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+
+def test_command_fits_holds_out_and_extrapolates(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "law.png"
+    assert main(["scaling", *runs, "--flops", "1e13", "1e15", "--plot", str(picture), "--json"]) == ExitCode.DONE
+    answer = read_answer(capsys)
+    assert answer["fits"]["E"]["value"] == pytest.approx(1.0, abs=0.01)
+    assert answer["fits"]["exponent of N"]["value"] == pytest.approx(ALPHA, abs=0.01)
+    assert abs(answer["held_out"]["error_share"]) < 1e-3
+    assert [budget["flops"] for budget in answer["budgets"]] == [1e13, 1e15]
+    assert 6 * answer["budgets"][0]["N"] * answer["budgets"][0]["D"] == pytest.approx(1e13)
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: (run / "status.json").write_text('{"state": "stopped"}'), "not finished: stopped at step 7"),
+        (
+            lambda run: (run / "metrics.jsonl").write_text('{"kind": "train", "step": 7, "tokens": 1}\n'),
+            "no validation",
+        ),
+        (lambda run: (run / "checkpoints" / "step-00000007").rename(run / "gone"), "it has no checkpoint"),
+    ],
+)
+def test_runs_that_do_not_count_are_named(
+    runs: list[str], capsys: pytest.CaptureFixture[str], change: Any, words: str
+) -> None:
+    change(Path(runs[3]))
+    assert main(["scaling", *runs]) == ExitCode.DATA
+    error = capsys.readouterr().err
+    assert words in error
+    assert "w64-100000" in error
+    assert error.count("\n") == 1
+
+
+def test_losses_of_other_tokenizers_are_refused_and_other_data_warned_of(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(write_run(tmp_path / "other", 32, 800_000, tokenizer="u"))
+    assert main(["scaling", *runs, other]) == ExitCode.DATA
+    assert "losses of different tokenizers cannot be compared" in capsys.readouterr().err
+    other = str(write_run(tmp_path / "more", 32, 800_000, dataset="e"))
+    assert main(["scaling", *runs, other]) == ExitCode.DONE
+    assert "trained on other data" in capsys.readouterr().out
+
+
+def test_a_budget_must_be_a_number_above_0(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for budget in ("0", "-1e9", "nan", "inf"):
+        assert main(["scaling", *runs, f"--flops={budget}"]) == ExitCode.CONFIG
+        assert "give a number above 0" in capsys.readouterr().err
