@@ -9,11 +9,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
 STEP_SECONDS = 5.0  # between step lines that are not updated in place
+LIVE_SECONDS = 0.1  # between updates of the line that is
+# Of the 256 colors, whose values no theme changes; each has a contrast of 4:1 or more to black and to white.
+ACCENT, MUTED, WARNING = "color(31)", "color(243)", "color(130)"
+SEPARATOR = " | "
+PLAIN_WIDTH = 80  # of rules in a file or pipe
 
 
 def format_duration(seconds: float) -> str:
@@ -40,14 +46,26 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_step(row: Mapping[str, Any], total_steps: int, memory_bytes: int, remaining_seconds: float) -> str:
-    """The live line of a train row of metrics.jsonl."""
-    mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    return (
-        f"step {row['step']:>{len(str(total_steps))}}/{total_steps} | loss {row['loss']:.4f} | "
-        f"norm {row['grad_norm']:.3f} | lr {row['lr']:.2e} | {row['seconds'] * 1e3:.0f} ms/step | "
-        f"{row['tokens_per_second']:,.0f} tok/s | MFU {mfu} | {memory_bytes / 2**30:.2f} GiB | "
-        f"left {format_duration(remaining_seconds)}"
+    """The line of a train row of metrics.jsonl, the most important first: a narrow terminal shows its beginning."""
+    step, mfu = row["step"], "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    parts = (
+        f"{100 * step // total_steps:3d}%",
+        f"left {format_duration(remaining_seconds)}",
+        f"step {step:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {row['loss']:.4f}",
+        f"{row['tokens_per_second']:,.0f} tok/s",
+        f"lr {row['lr']:.2e}",
+        f"norm {row['grad_norm']:.3f}",
+        f"MFU {mfu}",
+        f"{memory_bytes / 2**30:.2f} GiB",
+        f"{row['seconds'] * 1e3:.0f} ms/step",
     )
+    return SEPARATOR.join(parts)
+
+
+def spell_controls(text: str) -> str:
+    """The text with control characters but line ends and tabs spelled out: a model may write any, terminals obey."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else ascii(sign)[1:-1] for sign in text)
 
 
 class _Rich(RichConsole):
@@ -56,27 +74,34 @@ class _Rich(RichConsole):
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: of a stream that is closed
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """Discard all further output, also what the stream still holds; rich itself exits here."""
         self.quiet = True
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
 class Console:
     """Prints plain text (never parsed as rich markup) to stdout, or to stderr when stdout is kept for JSON.
 
-    A stream that cannot be written, or not in its encoding, raises nothing.
+    A stream that cannot be written, or not in its encoding, raises nothing. Colors follow NO_COLOR and FORCE_COLOR.
     """
 
     def __init__(self, *, to_stderr: bool = False, quiet: bool = False) -> None:
         """quiet: print nothing, for processes other than the main one."""
         self.rich = _Rich(stderr=to_stderr, highlight=False, soft_wrap=True, quiet=quiet)
         self._live = Live(console=self.rich, auto_refresh=False)
-        self._last_step_time = -STEP_SECONDS
+        self._next_step_time = 0.0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the stream is a terminal on which lines can be replaced, whatever FORCE_COLOR says of a pipe."""
+        with suppress(ValueError):  # of a stream that is closed
+            return self.rich.file.isatty() and not self.rich.is_dumb_terminal
+        return False
 
     def print(self, text: str = "", style: str = "") -> None:
         """Print a line above the live one."""
@@ -85,7 +110,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self.print(f"warning: {text}", "yellow")
+        self.print(f"warning: {text}", WARNING)
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print `name  value` lines in two aligned columns."""
@@ -93,14 +118,46 @@ class Console:
         for name, value in rows:
             self.print(f"{name:<{width}}  {value}")
 
-    def step(self, line: str, *, last: bool = False) -> None:
-        """Show the newest step. last: print it however soon after the one before."""
-        if self.rich.is_terminal:
+    def rule(self, title: str = "") -> None:
+        """Print a line across the terminal, or of PLAIN_WIDTH hyphens, that begins with a title."""
+        sign, width = (
+            ("─", self.rich.width) if self.is_live and not self.rich.options.ascii_only else ("-", PLAIN_WIDTH)
+        )
+        text = f"{sign * 2} {title} " if title else ""
+        self.print(text + sign * (width - cell_len(text)), ACCENT)
+
+    def fence(self, title: str, texts: Sequence[str]) -> None:
+        """Print texts of a model, each below a rule with the title (and `2 of 3`), and a rule at the end."""
+        for number, text in enumerate(texts, start=1):
+            self.rule(f"{title} {number} of {len(texts)}" if len(texts) > 1 else title)
+            self.print(spell_controls(text))
+        self.rule()
+
+    def step(self, line: str, *, share: float | None = None, last: bool = False) -> None:
+        """Show the newest step. line: parts joined by SEPARATOR, of which a terminal shows as many as fit; share: of
+        the run that is done, drawn as a bar in front. last: show it however soon after the one before."""
+        if not last and time.monotonic() < self._next_step_time:
+            return
+        self._next_step_time = time.monotonic() + (LIVE_SECONDS if self.is_live else STEP_SECONDS)
+        if self.is_live:
             self._live.start()  # nothing if it has started
-            self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
-        elif last or time.monotonic() - self._last_step_time >= STEP_SECONDS:
-            self._last_step_time = time.monotonic()
+            self._live.update(self._fit(line, share), refresh=True)
+        else:
             self.print(line)
+
+    def _fit(self, line: str, share: float | None) -> Text:
+        """The line in one row of the terminal."""
+        width = self.rich.width
+        bar = 0 if share is None or width < 60 else 10 if width < 100 else 20
+        room = width - (bar + 1 if bar else 0)
+        while cell_len(line) > room and SEPARATOR in line:
+            line = line.rpartition(SEPARATOR)[0]
+        text = Text(overflow="ellipsis", no_wrap=True, end="")
+        if share is not None and bar:
+            done = int(share * bar)
+            full, rest = ("#", "-") if self.rich.options.ascii_only else ("━", "─")
+            text.append(full * done, ACCENT).append(rest * (bar - done) + " ", MUTED)
+        return text.append(line)
 
     def close(self) -> None:
         """Stop updating the live line; it stays on the screen."""

@@ -303,8 +303,9 @@ class TrainLoop:
         if step.overflowed:
             run.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
         memory, left = run.device.peak_memory_bytes(), self.meter.remaining_seconds(step.step)
-        line = format_step({"step": step.step, **row}, run.step_config.total_steps, memory, left)
-        run.console.step(line, last=last)
+        total_steps = run.step_config.total_steps
+        line = format_step({"step": step.step, **row}, total_steps, memory, left)
+        run.console.step(line, share=step.step / total_steps, last=last)
 
     def finish(self, code: ExitCode) -> None:
         """Write the final status, draw the curves, print what to type next."""

@@ -619,7 +619,7 @@ def test_a_closed_terminal_saves_and_stops_or_is_ignored(is_ignored: bool, recip
     )  # fmt: skip
     os.close(terminal)
     shown = b""
-    while b"/%d |" % steps not in shown:
+    while b"/%d" % steps not in shown:
         shown += os.read(master, 1 << 16)
     os.close(master)
     assert process.wait(timeout=250) == (ExitCode.DONE if is_ignored else ExitCode.STOPPED)

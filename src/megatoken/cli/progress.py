@@ -21,7 +21,7 @@ class PrepareBar:
             *(TextColumn("left"), TimeRemainingColumn()),
             console=console.rich,
             transient=True,
-            disable=not console.rich.is_terminal,
+            disable=not console.is_live,
         )
         self.task = self.bar.add_task("reading", total=None, speed="")
 

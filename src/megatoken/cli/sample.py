@@ -5,7 +5,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatoken.config.schema import MachineConfig
-from megatoken.console import Console
+from megatoken.console import Console, spell_controls
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.sampling.generate import TextStream, check_settings, default_new_tokens, generate_ids, to_column_major
 from megatoken.system.device import memory_errors, open_device
@@ -30,11 +30,15 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
     start_ids = tokenizer.start_ids(prompt_ids)
     streams = options.n == 1 and not options.json
     stream, pending = TextStream(tokenizer, prompt_ids), [prompt]
+    shown = spell_controls if options.console.is_live else str  # a file or pipe gets the text alone, as it is
+    title = f"{loaded.source}: sample"
 
     def print_tokens(ids: list[int | None]) -> None:
-        sys.stdout.write(pending.pop() if pending else "")
-        sys.stdout.write("" if ids[0] is None else stream.push(ids[0]))
+        sys.stdout.write(shown((pending.pop() if pending else "") + ("" if ids[0] is None else stream.push(ids[0]))))
         sys.stdout.flush()
+
+    if streams and options.console.is_live:
+        options.console.rule(title)
 
     sequences = generate_ids(
         model,
@@ -51,7 +55,11 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
     )
     texts = [tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
     if streams:
-        print(stream.push(None), flush=True)
+        print(shown(stream.push(None)), flush=True)
+        if options.console.is_live:
+            options.console.rule()
+    elif options.console.is_live and not options.json:
+        options.console.fence(title, [prompt + text for text in texts])
     elif not options.json:
         print(("\n" + "-" * 40 + "\n").join(prompt + text for text in texts))
     return {"prompt_ids": prompt_ids, "ids": sequences, "text": texts, "model": loaded.source}

@@ -164,7 +164,7 @@ def sample(run: RunContext) -> None:
     except OSError as error:
         run.console.warn(f"sample not kept: {error.strerror} — {file}")
     run.write("sample", text=texts)
-    run.console.print(f"step {step}: sample\n{RULE.join(texts)}\n")
+    run.console.fence(f"step {step}: sample", texts)
 
 
 class CheckpointSaver:

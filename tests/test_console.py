@@ -1,0 +1,171 @@
+"""The live line, fences and colors, on terminals of several widths and in pipes; streams that fail."""
+
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from rich.color import Color
+
+from megatoken.console import ACCENT, MUTED, WARNING, Console, format_step, spell_controls
+
+ROW = {"step": 410, "loss": 4.1234, "grad_norm": 1.02, "lr": 3.1e-4, "seconds": 0.098, "tokens_per_second": 5210.4}
+ROW |= {"mfu": 0.312}
+LINE = format_step(ROW, 1200, 5 << 28, 102.0)
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, width: int, **variables: str) -> Iterator[list[str]]:
+    """stdout is a terminal of `width` columns; what it received is added to the list at the end."""
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": str(width), **variables}.items():
+        monkeypatch.setenv(name, value)
+    master, slave = os.openpty()
+    received: list[str] = []
+    with open(slave, "w", encoding=variables.get("ENCODING", "utf-8")) as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        yield received
+    data = b""
+    with suppress(OSError):  # the end, once no process has the terminal open
+        while part := os.read(master, 1 << 16):
+            data += part
+    os.close(master)
+    received.append(data.decode())
+
+
+def last_line(received: list[str]) -> str:
+    return ESCAPE.sub("", received[0]).replace("\r", "\n").strip("\n").rpartition("\n")[2]
+
+
+def test_a_step_begins_with_progress_and_time_left() -> None:
+    assert LINE == (
+        " 34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s | lr 3.10e-04 | norm 1.020 | MFU 31.2% | "
+        "1.25 GiB | 98 ms/step"
+    )
+    assert format_step({**ROW, "step": 1199, "mfu": None}, 1200, 0, 0.1).startswith(" 99% | left 0s | step 1199/1200 |")
+    assert format_step({**ROW, "step": 1200}, 1200, 0, 0.0).startswith("100% | left 0s | step 1200/1200 |")
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (160, "━━━━━━──────────────  34% | left 1m42s |" + LINE.partition("left 1m42s |")[2]),
+        (100, "━━━━━━──────────────  34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s | lr 3.10e-04"),
+        (80, "━━━───────  34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s"),
+        (50, " 34% | left 1m42s | step  410/1200 | loss 4.1234"),
+        (20, " 34% | left 1m42s"),
+    ],
+)
+def test_the_live_line_fits_the_terminal_and_keeps_the_time_left(
+    width: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with terminal(monkeypatch, width) as received:
+        console = Console()
+        console.step(LINE, share=410 / 1200)
+        console.close()
+    assert last_line(received) == shown
+    assert len(shown) <= width
+
+
+@LINUX
+def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = {}
+    for name, variables in {
+        "color": {},
+        "NO_COLOR": {"NO_COLOR": "1"},
+        "ascii": {"ENCODING": "ascii"},
+        "dumb": {"TERM": "dumb"},
+    }.items():
+        with terminal(monkeypatch, 80, **variables) as received:
+            console = Console()
+            console.step(LINE, share=0.5)
+            console.rule("a title")
+            console.close()
+        bars[name] = received[0]
+    assert "\x1b[38;5;31m━━━━━\x1b[0m\x1b[38;5;243m───── \x1b[0m 34%" in bars["color"]
+    assert "━━━━━─────  34%" in bars["NO_COLOR"]
+    assert "[38" not in bars["NO_COLOR"]
+    assert "#####-----  34%" in ESCAPE.sub("", bars["ascii"])
+    assert bars["dumb"] == LINE + "\r\n" + "-- a title " + "-" * 69 + "\r\n"  # it cannot replace a line
+
+
+def test_colors_are_read_on_black_and_on_white() -> None:
+    """Contrast as WCAG 2 defines it; 4:1 on both is near the most that one color can have, 4.58:1."""
+    for style in (ACCENT, MUTED, WARNING):
+        channels = [value / 255 for value in Color.parse(style).get_truecolor()]
+        red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+        luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+        assert (luminance + 0.05) / 0.05 >= 4, style
+        assert 1.05 / (luminance + 0.05) >= 4, style
+
+
+def test_lines_in_a_pipe_are_whole_and_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    console = Console()
+    console.step(LINE, share=0.3)
+    console.step("too soon", share=0.3)
+    console.step("the last", share=1, last=True)
+    console.fence("step 8: sample", ["one\x1b[2J\x07\n", "two"])
+    console.close()
+    fences = [f"-- step 8: sample {number} of 2 " for number in (1, 2)]
+    lines = [
+        LINE,
+        "the last",
+        fences[0].ljust(80, "-"),
+        "one\\x1b[2J\\x07",
+        "",
+        fences[1].ljust(80, "-"),
+        "two",
+        "-" * 80,
+    ]
+    assert capsys.readouterr().out == "".join(f"{line}\n" for line in lines)
+
+
+def test_colors_that_are_forced_leave_a_file_without_a_live_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with (tmp_path / "log").open("w") as log, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", log)
+        console = Console()
+        console.step(LINE, share=0.3)
+        console.close()
+    assert (tmp_path / "log").read_text() == LINE + "\n"
+
+
+def test_controls_are_spelled_out() -> None:
+    assert spell_controls("a\tb\n\x1b]0;title\x07é\r\x9b1m") == "a\tb\n\\x1b]0;title\\x07é\\r\\x9b1m"
+
+
+class Failing(io.StringIO):
+    """A stream whose writes raise."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "full"), OSError(5, "dead"), BrokenPipeError(), ValueError("I/O operation on closed file")]
+)
+def test_a_stream_that_fails_silences_the_console(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Failing(error))
+    console = Console()
+    console.warn("lost")
+    console.step(LINE, share=0.5)
+    console.fence("sample", ["lost"])
+    console.close()
+    assert console.rich.quiet
