@@ -65,7 +65,7 @@ def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -
     for words, printed in (
         (["--version"], f"megatoken {megatoken.__version__}"),
         (["quickstart", "--help"], "usage: megatoken quickstart"),
-        (["config", "quickstart"], "version: 1"),
+        (["config", "quickstart"], "version: 2"),
         *((["launch", engine, "quickstart", "--nproc", "2"], "quickstart") for engine in ("torchrun", "slurm", "k8s")),
     ):
         command = [sys.executable, "-m", "megatoken", *words]

@@ -112,7 +112,7 @@ class Trainer:
             code=code,
             run=str(self.out),
             steps=steps,
-            tokens=steps * self.resolved.config.budget.batch_tokens,
+            tokens=self.resolved.config.budget.tokens_before(steps),
             loss=losses.get("train"),
             val_loss=losses.get("val"),
             seconds=time.monotonic() - start,
@@ -274,8 +274,10 @@ class TrainLoop:
         if not self.pending:
             return
         metrics, n_pending = wait_for_steps(self.state, self.pending), len(self.pending)
+        tokens_before = self.run.step_config.tokens_before
+        tokens = tokens_before(self.pending[-1].step) - tokens_before(self.pending[0].step - 1)
         self.pending.clear()
-        speed = self.meter.read(n_pending)
+        speed = self.meter.read(tokens, n_pending)
         now, seconds = self.run.log.elapsed_seconds, speed["seconds"] or 0.0
         self.run.preemption.observe(seconds * n_pending)
         self.report_stragglers()

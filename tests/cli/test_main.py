@@ -84,7 +84,7 @@ def test_config_prints_values_with_origins(capsys: pytest.CaptureFixture[str]) -
 
 def test_config_notes_old_field_names(capsys: pytest.CaptureFixture[str]) -> None:
     out = run("config", "quickstart", "optim.floor=0.2", capsys=capsys)[1]
-    assert out.startswith("# optim.floor is now called optim.min_lr_ratio\nversion: 1\n")
+    assert out.startswith("# optim.floor is now called optim.min_lr_ratio\nversion: 2\n")
 
 
 def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:

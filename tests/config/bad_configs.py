@@ -149,7 +149,7 @@ def broken_yaml() -> Iterator[BadConfig]:
     yield text("null value", "optim:\n  lr: null\n", "FILE:2", "optim.lr: expected a number")
     yield text("no value", "optim:\n  lr:\n", "FILE:2", "optim.lr: expected a number")
     yield text("multi-line text", "optim:\n  lr: |\n    1\n    2\n", "FILE:2", "optim.lr: expected a number")
-    yield text("newer version", "version: 9\n", "version 9", "FILE:1", "reads version 1")
+    yield text("newer version", "version: 9\n", "version 9", "FILE:1", "reads versions 1 and 2")
     yield text("version of words", "version: latest\n", "version latest", "FILE:1")
     yield text("unicode digits", "optim:\n  lr: ١e-3\nmodel:\n  n_layer: ²\n", "FILE:4", "model.n_layer")
     yield text("unicode minus", "optim:\n  lr: 6e\u22124\n", "FILE:2", "optim.lr: expected a number")

@@ -77,9 +77,54 @@ def test_shipped_recipes_resolve(name: str) -> None:
     assert "megatoken prepare" in text
 
 
+# Brown et al. 2020, table 2.1: rate and batch, the latter in units of 1,024 tokens.
+GPT3 = {
+    "gpt3-125m": (6e-4, 512),
+    "gpt3-350m": (3e-4, 512),
+    "gpt3-760m": (2.5e-4, 512),
+    "gpt3-1.3b": (2e-4, 1024),
+    "gpt3-2.7b": (1.6e-4, 1024),
+    "gpt3-6.7b": (1.2e-4, 2048),
+    "gpt3-13b": (1e-4, 2048),
+    "gpt3-175b": (0.6e-4, 3200),
+}
+
+
+@pytest.mark.parametrize("name", GPT3)
+def test_gpt3_recipes_are_the_papers(name: str) -> None:
+    config = resolve(name).config
+    optim, budget = config.optim, config.budget
+    assert (optim.lr, budget.batch_tokens) == (GPT3[name][0], GPT3[name][1] * 1024)
+    assert (optim.beta1, optim.beta2, optim.eps, optim.grad_clip, optim.weight_decay) == (0.9, 0.95, 1e-8, 1.0, 0.1)
+    assert (str(optim.warmup), str(optim.decay), optim.min_lr_ratio) == ("375000000tok", "260000000000tok", 0.1)
+    assert (budget.tokens, budget.batch_start) == (300_000_000_000, 32_768)
+    assert 4_000_000_000 <= budget.batch_ramp <= 12_000_000_000
+    assert config.model.preset == name
+
+
+def test_a_preset_with_a_recipe_of_its_own_is_pointed_to() -> None:
+    (note,) = resolve("gpt3-1.3b", ["model.preset=gpt3-6.7b"]).notes
+    assert note == (
+        "optim.lr 0.0002 and budget.batch_tokens 1048576 stay gpt3-1.3b's: the recipe gpt3-6.7b has its own"
+    )
+    for name, words in (("gpt3-1.3b", ["optim.lr=1e-4"]), ("gpt3-6.7b", [])):
+        assert resolve(name, [*words, "model.preset=gpt3-6.7b"]).notes == ()
+
+
+@pytest.mark.parametrize(("schedule", "decay"), [("cosine", "auto"), ("constant", "auto"), ("wsd", "0.2dur")])
+def test_the_decay_of_version_1_had_a_meaning_under_wsd_only(tmp_path: Path, schedule: str, decay: str) -> None:
+    """Every config.yaml of version 1 gives it; the run goes on at its rates, and a default equals it."""
+    text = RECIPE + f"optim:\n  decay: 0.2dur\n  schedule: {schedule}\n"
+    old = resolve(write(tmp_path, f"version: 1\n{text}")).config
+    assert str(old.optim.decay) == decay
+    new = resolve(write(tmp_path, text.replace("  decay: 0.2dur\n", ""))).config
+    assert list_changes(old, new) == []
+    assert str(resolve(write(tmp_path, f"version: 2\n{text}")).config.optim.decay) == "0.2dur"
+
+
 def test_recipe_names() -> None:
     promised = {"quickstart", "shakespeare", *(p for p in PRESETS if p.startswith("gpt2"))}
-    promised |= {"gpt3-125m", "gpt3-350m", "gpt3-760m", "gpt3-1.3b", "llama-5m", "llama-110m"}
+    promised |= {*GPT3, "llama-5m", "llama-110m"}
     assert promised <= set(list_recipes())
 
 
@@ -105,7 +150,7 @@ def test_override_replaces_the_length_of_the_run(tmp_path: Path) -> None:
             "seed: !!python/object/apply:os.system ['true']\n",
             "not valid YAML: tags, anchors and aliases are not read — {}:1",
         ),
-        ("version: 9\nmodel:\n  n_layer: 1\n", "recipe is of version 9, this megatoken reads version 1 — {}:1"),
+        ("version: 9\nmodel:\n  n_layer: 1\n", "recipe is of version 9, this megatoken reads versions 1 and 2 — {}:1"),
         ("\tmodel: 1\n", "not valid YAML"),
         ("? [1]\n: 2\n", "the recipe is neither a value nor a section"),
         ("model:\n  d_model: 100\n", "model.n_head: 12 heads do not divide d_model 100"),

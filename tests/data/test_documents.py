@@ -414,9 +414,20 @@ def test_python_is_always_there() -> None:
     assert len(names) > 300
 
 
-@pytest.mark.parametrize("name", ["tinystories", "fineweb", "fineweb-edu"])
-def test_named_corpora_are_read_from_a_local_copy(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / ("data" if name == "tinystories" else "sample/10BT")
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("tinystories", "data"),
+        ("fineweb", "sample/10BT"),
+        ("fineweb-edu", "sample/10BT"),
+        ("fineweb-100bt", "sample/100BT"),
+        ("fineweb-edu-350bt", "sample/350BT"),
+        ("fineweb-full", "data/CC-MAIN-2013-20"),
+        ("fineweb-edu-full", "data/CC-MAIN-2024-10"),
+    ],
+)
+def test_named_corpora_are_read_from_a_local_copy(tmp_path: Path, name: str, place: str) -> None:
+    folder = tmp_path / place
     folder.mkdir(parents=True)
     for file in ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet"):
         parquet.write_table(pyarrow.table({"text": [f"story of {file}"]}), folder / file)

@@ -10,7 +10,7 @@ import torch
 
 from megatoken.config.schema import EvalConfig
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import DataError
+from megatoken.errors import ConfigError, DataError
 from megatoken.eval.multiple_choice import (
     compute_metrics,
     encode_examples,
@@ -113,12 +113,25 @@ def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted() -> No
         encode_examples([replace(fits, prompts=(("ab", ""),), where="tasks.jsonl:1")], BYTES, 8)
 
 
+def test_a_task_with_a_question_mark_is_left_out_where_its_examples_are_missing(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "lambada.jsonl", [{"text": "the word"}])
+    warnings: list[str] = []
+    config = EvalConfig(tasks="hellaswag?, lambada", tasks_data=str(tmp_path))
+    assert list(read_tasks(config, BYTES, 256, warnings.append)) == ["lambada"]
+    (warning,) = warnings
+    assert warning.startswith(f"hellaswag is not scored: no such file — {tmp_path}/hellaswag.jsonl")
+    with pytest.raises(DataError, match="no such file"):
+        read_tasks(replace(config, tasks="hellaswag,lambada?"), BYTES, 256, pytest.fail)
+    with pytest.raises(ConfigError, match=r"did you mean hellaswag\?"):
+        read_tasks(replace(config, tasks="helaswag?"), BYTES, 256, pytest.fail)
+
+
 def test_cloze_is_correct_if_greedy_decoding_writes_it(tmp_path: Path) -> None:
     model = make_model()
     with torch.no_grad():
         second = int(model.logits(torch.tensor([[*b"the word "]]))[0, -1, :127].argmax())
     write_jsonl(tmp_path / "lambada.jsonl", [{"text": f"the word {chr(id)}"} for id in (second, second ^ 1)])
-    examples = read_tasks(EvalConfig(tasks="lambada", tasks_data=str(tmp_path)), BYTES, 256)["lambada"]
+    examples = read_tasks(EvalConfig(tasks="lambada", tasks_data=str(tmp_path)), BYTES, 256, pytest.fail)["lambada"]
     results = score_examples(model, examples, CPU, SINGLE)
     assert {result.pred for result in results} <= {0, -1}
     assert (results[0].pred_norm, results[0].pred_token_mean) == (None, None)

@@ -1,13 +1,20 @@
 """The learning rate at the places that decide."""
 
+from typing import Any
+
 import pytest
 
+from megatoken.config.batch_ramp import BatchRamp
+from megatoken.config.fields import parse_value
+from megatoken.config.schema import FIELDS, build_config
 from megatoken.optim.lr_schedule import LRSchedule
+from megatoken.train.state import build_step_config
 
 
-def schedule(decay: str, **changes: float) -> LRSchedule:
-    sizes = {"peak_lr": 1.0, "min_lr_ratio": 0.1, "warmup_steps": 10, "decay_steps": 20, "total_steps": 110}
-    return LRSchedule(decay=decay, **{**sizes, **changes})  # type: ignore[arg-type]
+def schedule(decay: str, **changes: float | BatchRamp | None) -> LRSchedule:
+    sizes: dict[str, Any] = {"peak_lr": 1.0, "min_lr_ratio": 0.1, "warmup": 10, "decay_length": None, "total": 110}
+    sizes["decay_length"] = 20 if decay.startswith("wsd") else None
+    return LRSchedule(decay=decay, **{**sizes, **changes})
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "wsd", "constant"])
@@ -32,4 +39,34 @@ def test_wsd_decays_only_at_the_end() -> None:
 
 
 def test_no_warmup() -> None:
-    assert schedule("linear", warmup_steps=0).lr(0) == 1.0
+    assert schedule("linear", warmup=0).lr(0) == 1.0
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_a_decay_of_its_own_length_ends_before_the_run(decay: str) -> None:
+    short = schedule(decay, decay_length=40)
+    assert [short.lr(s) for s in (10, 30, 50, 51, 109)] == pytest.approx([1.0, 0.55, 0.1, 0.1, 0.1])
+    assert schedule(decay, decay_length=100).lr(37) == schedule(decay).lr(37)
+
+
+GPT3 = {"optim.lr": 6e-4, "optim.warmup": "375e6tok", "optim.decay": "260e9tok", "budget.tokens": 300 * 10**9}
+
+
+def test_gpt3_decays_over_260_of_300_billion_tokens_and_stays_at_a_tenth() -> None:
+    values = {**GPT3, "model.seq_len": 2048, "budget.batch_tokens": 524288}
+    values |= {key: parse_value(FIELDS[key], str(values[key])) for key in ("optim.warmup", "optim.decay")}
+    plain = build_step_config(build_config(values), epoch_tokens=10**12)
+    ramp = {"budget.batch_start": 32768, "budget.batch_ramp": 4 * 10**9}
+    ramped = build_step_config(build_config(values | ramp), epoch_tokens=10**12)
+    assert plain.total_steps == 572205
+    assert ramped.total_steps > plain.total_steps
+    for config in (plain, ramped):
+        at = {round(config.tokens_before(step) / 1e9, 3): step for step in range(0, config.total_steps, 37)}
+        tokens = sorted(at)
+
+        def rate(billions: float, at: dict[float, int] = at, tokens: list[float] = tokens) -> float:
+            nearest = min(tokens, key=lambda t: abs(t - billions))
+            return config.schedule.lr(at[nearest]) / 6e-4  # noqa: B023
+
+        assert [rate(b) for b in (0.1875, 0.376, 130.375)] == pytest.approx([0.5, 1.0, 0.55], rel=0.06)
+        assert [rate(b) for b in (260.4, 280, 299.9)] == pytest.approx([0.1, 0.1, 0.1], rel=1e-6)

@@ -22,7 +22,7 @@ from megatoken.train.setup import check_folder
 
 OLD = build_config({"budget.steps": 10, "data.path": "data"})
 # Weights, the optimizer's state or the order of the data would not fit.
-FATAL = {"seed", "data.tokenizer", "optim.name", "budget.batch_tokens"}
+FATAL = {"seed", "data.tokenizer", "optim.name", "budget.batch_tokens", "budget.batch_start", "budget.batch_ramp"}
 FATAL |= {key for key in FIELDS if key.startswith("model.")} - {"model.preset", "model.dropout"}
 GUARDED = {key for key in FIELDS if key.startswith(("optim.", "budget."))} - FATAL | {"model.dropout", "data.path"}
 RECIPE = """\

@@ -21,7 +21,7 @@ def test_mfu_is_model_flops_over_peak() -> None:
     )
     meter = make_meter(device)
     meter.start()
-    row = meter.read()
+    row = meter.read(128)
     rate = row["tokens_per_second"]
     assert rate == pytest.approx(128 / row["seconds"])
     assert row["mfu"] == pytest.approx(rate * flops_per_token(TINY_GPT, causal=False) / peak)
@@ -31,7 +31,7 @@ def test_mfu_is_model_flops_over_peak() -> None:
 
 
 def test_unknown_peak_has_no_mfu() -> None:
-    row = make_meter(CPU).read()
+    row = make_meter(CPU).read(128)
     assert (row["mfu"], row["mfu_causal"]) == (None, None)
     assert set(row) == {"seconds", "tokens_per_second", "mfu", "mfu_causal"}
 

@@ -94,7 +94,7 @@ def build_ours(spec: WorkerSpec) -> Training:
     )
     state, device = workload.state, workload.device
     comm = resources.enter_context(join_process_group(dist_env, device.type))
-    constant = replace(workload.step_config.schedule, decay="constant", warmup_steps=0)
+    constant = replace(workload.step_config.schedule, decay="constant", warmup=0)
     step_config = replace(workload.step_config, schedule=constant)
     if not spec.micro_batch:
         micro_batch = pick_micro_batch(tune_micro_batch(state, step_config, device, share))

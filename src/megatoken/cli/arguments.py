@@ -112,7 +112,12 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
 def _add_prepare(add: Callable[..., Parser]) -> None:
     arg = add("prepare", "tokenize text into shards").add_argument
     sources = "file, folder or glob of .txt .md .jsonl(.gz|.zst) .parquet, or "
-    arg("source", metavar="SOURCE", help=sources + "python, tinyshakespeare, tinystories, fineweb, fineweb-edu")
+    arg(
+        "source",
+        metavar="SOURCE",
+        help=sources
+        + "python, tinyshakespeare, tinystories, fineweb, fineweb-edu (of 10B tokens; -100bt, -350bt, -full)",
+    )
     arg("--out", required=True, type=local_path, help="dataset folder to write")
     arg("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N or a tokenizer.json (default gpt2)")
     arg("--workers", type=int, default=0, help="processes; does not change the result (default 0: all cores)")

@@ -30,6 +30,12 @@ class Duration:
         steps = round(self.value * whole[self.unit])
         return max(steps, 1) if self.value > 0 else 0
 
+    def tokens(self, *, batch_tokens: int, epoch_tokens: int, total_tokens: int) -> int:
+        """Length in tokens, steps as full batches; anything above zero is at least one token."""
+        whole = {"steps": batch_tokens, "tok": 1, "ep": epoch_tokens, "dur": total_tokens}
+        tokens = round(self.value * whole[self.unit])
+        return max(tokens, 1) if self.value > 0 else 0
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
@@ -59,13 +65,18 @@ class ConfigField:
         return value in _REGISTERED.get(self.key, ())
 
     @property
+    def is_duration(self) -> bool:
+        """Whether its values are durations, or such and `auto`."""
+        return Duration in (self.type, *get_args(self.type))
+
+    @property
     def expects(self) -> str:
         """The accepted values, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         words[Duration] = "a duration such as 100steps, 10e9tok, 3ep or 0.01dur"
-        return words.get(self.type, "a whole number or auto")
+        return words.get(self.type) or ("a duration, or auto" if self.is_duration else "a whole number or auto")
 
 
 def config_field(default: Any, doc: str, unit: str = "", *, compare: bool = True, **options: Any) -> Any:
@@ -122,7 +133,7 @@ def _parse(spec: ConfigField, text: str) -> Any:
         raise ValueError
     digits, prefix, unit = match[1], match[2].upper(), UNITS[(match[3] or "steps")[0]]
     number = _finite(digits) * PREFIXES[prefix]
-    if spec.type is Duration:
+    if spec.is_duration:
         return Duration(number, unit)
     if number != int(number) or unit in ("ep", "dur"):
         raise ValueError

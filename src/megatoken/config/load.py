@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,15 @@ from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_confi
 from megatoken.errors import ConfigError
 from megatoken.redact import redact
 
-VERSION = 1
+VERSION = 2  # in version 1 optim.decay had a meaning under wsd and wsd-sqrt only, and every run folder gives it
 SHIPPED = Path(__file__).parent / "recipes"
 LARGEST_BYTES = 1 << 20
+COMMAND_LINE = "command line"  # the origin of an override
 # The datasets that shipped recipes name: source and options of the `megatoken prepare` command that makes each.
 PREPARE = {
     "data/python": "python --tokenizer bpe:4096 --val-fraction 0.03",
     "data/shakespeare": "tinyshakespeare --val-fraction 0.1",
-    "data/fineweb-edu": "fineweb-edu",
+    **{f"data/{name}": name for name in ("fineweb", "fineweb-100bt", "fineweb-350bt", "fineweb-edu")},
 }
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
 # What nanoGPT, llm.c, Composer, transformers and others call our fields, as far as the words are not alike.
@@ -116,13 +117,27 @@ def resolve_assignments(name: str, recipe: Sequence[Assignment], overrides: Sequ
         raise ConfigError(f"a run cannot be called {name!r:.80}", fix="rename the recipe, or its run_name")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    notes = _apply(recipe, values, origins) + _apply([_split_override(word) for word in overrides], values, origins)
+    notes = _apply(recipe, values, origins)
+    preset_of_recipe = values.get("model.preset", "")
+    notes += _apply([_split_override(word) for word in overrides], values, origins)
     config = build_config(values)
+    notes += _note_other_preset(preset_of_recipe, config, origins)
     _refuse_conflicts(config, origins)
     preset = config.model.preset
     given = {f"model.{name}" for name in PRESETS[preset].architecture()} if preset else set()
     defaults = {key: f"preset {preset}" if key in given else "default" for key in FIELDS}
     return ResolvedConfig(config, name, defaults | origins, tuple(dict.fromkeys(notes)))
+
+
+def _note_other_preset(preset_of_recipe: str, config: Config, origins: dict[str, str]) -> list[str]:
+    """A note where the command line takes another preset, and leaves the rate that was chosen for the recipe's."""
+    preset, rate = config.model.preset, origins.get("optim.lr", "")
+    if preset_of_recipe in ("", preset) or preset not in list_recipes() or rate == COMMAND_LINE:
+        return []
+    rest = (
+        f"optim.lr {config.optim.lr:g} and budget.batch_tokens {config.budget.batch_tokens} stay {preset_of_recipe}'s"
+    )
+    return [f"{rest}: the recipe {preset} has its own"]
 
 
 def resolve_preset(name: str, overrides: Sequence[str]) -> Config:
@@ -185,8 +200,8 @@ def nearest_key(key: str) -> str:
 def _split_override(word: str) -> Assignment:
     key, equals, text = word.partition("=")
     if not equals:
-        raise ConfigError(f"cannot read override '{word}'", "command line", "write section.field=value")
-    return Assignment(key, text, "command line")
+        raise ConfigError(f"cannot read override '{word}'", COMMAND_LINE, "write section.field=value")
+    return Assignment(key, text, COMMAND_LINE)
 
 
 def _find_recipe(recipe: str) -> Path:
@@ -247,9 +262,14 @@ def read_recipe(path: Path) -> list[Assignment]:
         if key in seen:
             raise ConfigError(f"key '{key}' is given twice", assignment.where, f"first given at {seen[key].where}")
         seen[key] = assignment
-    if (version := seen.pop("version", None)) and version.text != str(VERSION):
-        what = f"recipe is of version {version.text}, this megatoken reads version {VERSION}"
+    version = seen.pop("version", None)
+    if version and version.text not in ("1", str(VERSION)):
+        what = f"recipe is of version {version.text}, this megatoken reads versions 1 and {VERSION}"
         raise ConfigError(what, version.where, "use the megatoken that wrote it, or adapt the recipe")
+    if version and version.text == "1" and (decay := seen.get("optim.decay")):
+        schedule = seen.get("optim.schedule")
+        if not (schedule and schedule.text.startswith("wsd")):
+            seen["optim.decay"] = replace(decay, text="auto")
     return list(seen.values())
 
 
@@ -315,6 +335,7 @@ def list_changes(old: Config, new: Config) -> list[Change]:
     """
     before, after = flatten(old), flatten(new)
     after["model.init"] = after["model.init"] or before["model.init"]
+    before["optim.decay"], after["optim.decay"] = old.optim.decay_length or "auto", new.optim.decay_length or "auto"
     changes = []
     for key, spec in FIELDS.items():
         # A folder may move: the dataset in it is compared by its fingerprint (train/setup.py).

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal
 
+from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import ConfigField, Duration, config_field, list_fields, parse_time
 from megatoken.config.model_config import ModelConfig, default_d_ff, nearest_divisors, validate_model
 from megatoken.config.presets import PRESETS
@@ -34,7 +35,12 @@ class OptimConfig:
     lr: float = config_field(6e-4, "peak learning rate", low=0.0)
     schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "constant"] = config_field("cosine", "decay after warm-up")
     warmup: Duration = config_field(Duration(0), "linear warm-up from 0 to lr", low=0)
-    decay: Duration = config_field(Duration(0.2, "dur"), "length of the final decay under `wsd` and `wsd-sqrt`", low=0)
+    decay: Duration | Literal["auto"] = config_field(
+        "auto",
+        "length of the decay: after warm-up under `cosine` and `linear`, which then stay at min_lr_ratio (auto: the "
+        "rest of the run); at the end under `wsd` and `wsd-sqrt` (auto: 0.2dur)",
+        low=0,
+    )
     min_lr_ratio: float = config_field(0.1, "final learning rate, as a share of lr", low=0.0, high=1.0, alias="floor")
     beta1: float = config_field(0.9, "decay of the first moment", low=0.0, high=0.9999999)
     beta2: float = config_field(0.95, "decay of the second moment", low=0.0, high=0.9999999)
@@ -48,6 +54,13 @@ class OptimConfig:
         3, "skipped batches in a row after which training goes back to the newest checkpoint", "batches", low=1
     )
 
+    @property
+    def decay_length(self) -> Duration | None:
+        """Length of the decay; None: the rest of the run."""
+        if self.decay != "auto":
+            return self.decay
+        return Duration(0.2, "dur") if self.schedule in ("wsd", "wsd-sqrt") else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig:
@@ -57,6 +70,19 @@ class BudgetConfig:
     tokens: int = config_field(0, "training tokens", "tokens", low=0)
     epochs: float = config_field(0.0, "passes over the training split", "epochs", low=0.0)
     batch_tokens: int = config_field(524288, "global batch of one step; a multiple of model.seq_len", "tokens", low=1)
+    batch_start: int = config_field(
+        0, "batch of the first step, which grows by its multiples over batch_ramp; 0: batch_tokens", "tokens", low=0
+    )
+    batch_ramp: int = config_field(0, "length of the growth from batch_start to batch_tokens", "tokens", low=0)
+
+    @property
+    def ramp(self) -> BatchRamp | None:
+        """The sizes of the batches where they grow."""
+        return BatchRamp(self.batch_start, self.batch_tokens, self.batch_ramp) if self.batch_ramp else None
+
+    def tokens_before(self, batch: int) -> int:
+        """Tokens in the batches before this one; batches are counted from 0."""
+        return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +150,9 @@ class EvalConfig:
 
     every: Duration = config_field(Duration(0.1, "dur"), "0: only at the end", low=0)
     tokens: int = config_field(1048576, "to score, from the start of the split; 0: none", "tokens", low=0)
-    tasks: str = config_field("", "tasks to score, such as hellaswag,piqa; empty: none")
+    tasks: str = config_field(
+        "", "tasks to score, such as hellaswag,piqa; piqa?: if its examples can be had; empty: none"
+    )
     tasks_every: Duration = config_field(Duration(0), "0: only at the end", low=0)
     tasks_data: str = config_field("", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub")
     tasks_limit: int = config_field(0, "first examples of each task; 0: all", low=0)
@@ -176,9 +204,8 @@ class Config:
         budget = self.budget
         if budget.steps:
             return budget.steps
-        if budget.tokens:
-            return max(1, round(budget.tokens / budget.batch_tokens))
-        return max(1, round(budget.epochs * epoch_tokens / budget.batch_tokens))
+        tokens = budget.tokens or budget.epochs * epoch_tokens
+        return max(1, budget.ramp.count(tokens) if budget.ramp else round(tokens / budget.batch_tokens))
 
 
 FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)}
@@ -189,6 +216,7 @@ ON_RESUME: dict[str, Resume] = {
     **{"machine": "free", "save": "free", "evaluate": "free", "sample": "free", "log": "free"},
     **{"model.preset": "free", "model.dropout": "guarded", "data.tokenizer": "fatal"},
     **{"optim.name": "fatal", "budget.batch_tokens": "fatal"},
+    **{"budget.batch_start": "fatal", "budget.batch_ramp": "fatal"},
 }
 # What earlier versions called a field, and its field today.
 ALIASES = {f"{key.rpartition('.')[0]}.{spec.alias}": key for key, spec in FIELDS.items() if spec.alias}
@@ -242,12 +270,13 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         what = f"micro_batch {config.machine.micro_batch} does not divide the batch of {config.batch_seqs} sequences"
         fits = nearest_divisors(config.machine.micro_batch, config.batch_seqs)
         yield "machine.micro_batch", what, f"nearest that do: {fits}, or auto"
+    yield from _validate_ramp(config)
     chosen = [name for name in ("steps", "tokens", "epochs") if getattr(budget, name)]
     if len(chosen) != 1:
         what = "no length given" if not chosen else f"{' and '.join(chosen)} are both set"
         yield f"budget.{chosen[-1] if chosen else 'steps'}", what, "set one of budget.steps, tokens, epochs"
     for key, length in (("optim.warmup", optim.warmup), ("optim.decay", optim.decay)):
-        if length.unit == "dur" and length.value > 1:
+        if length != "auto" and length.unit == "dur" and length.value > 1:
             yield key, f"{length} is longer than the run", "a share of the run is at most 1dur"
     if not re.fullmatch(DEVICE_WORDS, config.machine.device):
         yield "machine.device", f"unknown device {config.machine.device!r}", "use auto, cpu, cuda, cuda:N or mps"
@@ -261,3 +290,17 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         parse_time(config.save.time_limit)
     except ValueError as wrong:
         yield "save.time_limit", str(wrong), "write it as 45s, 90m, 11h30m or 2d"
+
+
+def _validate_ramp(config: Config) -> Iterator[tuple[str, str, str]]:
+    budget, seq_len = config.budget, config.model.seq_len
+    if bool(budget.batch_start) != bool(budget.batch_ramp):
+        given, missing = ("batch_start", "batch_ramp") if budget.batch_start else ("batch_ramp", "batch_start")
+        yield f"budget.{given}", f"has no effect without budget.{missing}", f"set budget.{missing}, too"
+    elif budget.batch_start % seq_len:
+        near = ", ".join(map(str, nearest_multiples(budget.batch_start, seq_len)))
+        what = f"batch_start {budget.batch_start} is not a multiple of seq_len {seq_len}"
+        yield "budget.batch_start", what, f"nearest that are: {near}"
+    elif budget.batch_start > budget.batch_tokens:
+        what = f"batch_start {budget.batch_start} is larger than batch_tokens {budget.batch_tokens}"
+        yield "budget.batch_start", what, "the batch grows from batch_start to batch_tokens"

@@ -1,8 +1,9 @@
 """Batches of a split as a pure function of (dataset, seed, step), so a run's data position is its step number.
 
-Sequence i of step s is entry s * batch_size + i of an endless list of windows; epoch e visits every window once, in an
-order keyed by (seed, e). Ranks take consecutive slices of a batch, micro-batches consecutive slices of a rank's rows:
-the global order does not depend on the number of ranks, the micro-batch or gradient accumulation.
+Sequence i of step s is entry s * batch_size + i of an endless list of windows (with a ramp of the batch: entry i after
+those of the batches before); epoch e visits every window once, in an order keyed by (seed, e). Ranks take consecutive
+slices of a batch, micro-batches consecutive slices of a rank's rows: the global order does not depend on the number of
+ranks, the micro-batch or gradient accumulation.
 """
 
 from bisect import bisect_right
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatoken.config.batch_ramp import BatchRamp
 from megatoken.data.dataset import Tokens
 from megatoken.data.documents import Ids
 from megatoken.data.permutation import feistel_permutation, make_key
@@ -27,12 +29,20 @@ class DataLoader:
     """Shuffled batches of one split, for one data-parallel rank; iterating gives steps 0, 1, ... without end."""
 
     def __init__(
-        self, tokens: Tokens, *, seq_len: int, batch_size: int, seed: int, dp_rank: int = 0, dp_size: int = 1
+        self,
+        tokens: Tokens,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        ramp: BatchRamp | None = None,
     ) -> None:
         """Windows of seq_len + 1 tokens at stride seq_len, batch_size of them a step over all ranks.
 
-        Raises ConfigError when batch_size does not divide by dp_size, DataError when the split holds fewer windows
-        than one batch.
+        ramp: the batches grow to batch_size as it says. Raises ConfigError when a batch does not divide by dp_size,
+        DataError when the split holds fewer windows than one batch.
         """
         for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
             if value < 1:
@@ -42,7 +52,9 @@ class DataLoader:
         self.seed, self.dp_rank, self.dp_size = seed, dp_rank, dp_size
         self.n_windows = max(0, len(tokens) - 1) // seq_len
         _check_fit(len(tokens), self.n_windows, seq_len, batch_size, dp_size)
-        self._rank_size = batch_size // dp_size
+        if ramp:
+            _check_divides("budget.batch_start", ramp.start // seq_len, seq_len, dp_size)
+        self._ramp = ramp
         self._chunk_windows = min(_CHUNK_WINDOWS, self.n_windows)
         self._chunk: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
@@ -53,18 +65,20 @@ class DataLoader:
 
     def windows(self, step: int) -> NDArray[np.int64]:
         """The windows (batch_size,) of a step over all ranks; window w starts at token w * seq_len."""
-        return self._shuffled(step * self.batch_size, self.batch_size)
+        return self._shuffled(*self._entries(step))
 
     def rows(self, step: int) -> Ids:
-        """This rank's windows of a step, (batch_size // dp_size, seq_len + 1), in the shards' dtype.
+        """This rank's windows of a step, (a batch's sequences // dp_size, seq_len + 1), in the shards' dtype.
 
         Any step, any number of times, from any thread. Raises DataError as `Tokens.gather`.
         """
-        windows = self._shuffled(step * self.batch_size + self.dp_rank * self._rank_size, self._rank_size)
+        first, size = self._entries(step)
+        size //= self.dp_size
+        windows = self._shuffled(first + self.dp_rank * size, size)
         return self.tokens.gather(windows * self.seq_len, self.seq_len + 1)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's (inputs, targets) of a step, each int64 (batch_size // dp_size, seq_len). Raises as `rows`."""
+        """This rank's (inputs, targets) of a step, each int64 (sequences, seq_len). Raises as `rows`."""
         rows = self.rows(step)
         # numpy converts in this thread; torch would start a second thread pool beside the training step's.
         return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
@@ -76,6 +90,12 @@ class DataLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The whole batches of the first epoch; `batch(step)` gives those of any step."""
         return map(self.batch, range(len(self)))
+
+    def _entries(self, step: int) -> tuple[int, int]:
+        """The first entry of a step in the endless list, and their number."""
+        if self._ramp is None:
+            return step * self.batch_size, self.batch_size
+        return self._ramp.before(step) // self.seq_len, self._ramp.size(step) // self.seq_len
 
     def _shuffled(self, first: int, size: int) -> NDArray[np.int64]:
         """Entries [first, first + size) of the endless list of windows."""
@@ -108,11 +128,7 @@ def batch_of_step(step: int, skipped: Sequence[int]) -> int:
 
 
 def _check_fit(n_tokens: int, n_windows: int, seq_len: int, batch_size: int, dp_size: int) -> None:
-    if batch_size % dp_size:
-        below = batch_size // dp_size * dp_size
-        nearest = " or ".join(f"{n * seq_len:,} tokens ({n:,} sequences)" for n in (below, below + dp_size) if n)
-        what = f"a batch of {batch_size:,} sequences does not divide among {dp_size} ranks"
-        raise ConfigError(what, "budget.batch_tokens", f"the nearest that do: {nearest}")
+    _check_divides("budget.batch_tokens", batch_size, seq_len, dp_size)
     if n_windows >= batch_size:
         return
     fitting = n_windows // dp_size * dp_size
@@ -124,6 +140,14 @@ def _check_fit(n_tokens: int, n_windows: int, seq_len: int, batch_size: int, dp_
         fix = f"set model.seq_len={shorter} or less with budget.batch_tokens={shorter * dp_size}, or {fix}"
     what = f"the training split holds {n_tokens:,} tokens; one batch of {batch_size:,} sequences of {seq_len:,} "
     raise DataError(f"{what}needs {batch_size * seq_len + 1:,}", "budget.batch_tokens", fix)
+
+
+def _check_divides(key: str, batch_size: int, seq_len: int, dp_size: int) -> None:
+    if batch_size % dp_size:
+        below = batch_size // dp_size * dp_size
+        nearest = " or ".join(f"{n * seq_len:,} tokens ({n:,} sequences)" for n in (below, below + dp_size) if n)
+        what = f"a batch of {batch_size:,} sequences does not divide among {dp_size} ranks"
+        raise ConfigError(what, key, f"the nearest that do: {nearest}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,16 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 
 HUB = {  # name -> dataset repository on the Hugging Face hub, its files
     "tinystories": ("roneneldan/TinyStories", "data/train-*.parquet"),
-    "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/*.parquet"),
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
+    **{
+        name + size: (f"HuggingFaceFW/{name}", pattern)
+        for name in ("fineweb", "fineweb-edu")
+        for size, pattern in (
+            ("", "sample/10BT/*.parquet"),
+            ("-100bt", "sample/100BT/*.parquet"),
+            ("-350bt", "sample/350BT/*.parquet"),
+            ("-full", "data/*/*.parquet"),
+        )
+    },
 }
 _TIMEOUT_SECONDS = 10
 INSTALL_DATA = 'pip install "megatoken[data]"'

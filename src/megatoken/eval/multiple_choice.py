@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatoken.config.schema import EvalConfig
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
-from megatoken.errors import DataError
+from megatoken.errors import DataError, MegatokenError
 from megatoken.eval.scorer import ScoredSequence, Tree, build_tree, score_trees
 from megatoken.eval.tasks import Example, Prompt, find_tasks, read_examples
 from megatoken.eval.val_loss import perplexity
@@ -56,13 +56,23 @@ class ExampleResult:
     cut: bool = False
 
 
-def read_tasks(config: EvalConfig, tokenizer: Tokenizer, seq_len: int) -> dict[str, list[EncodedExample]]:
+def read_tasks(
+    config: EvalConfig, tokenizer: Tokenizer, seq_len: int, warn: Callable[[str], None]
+) -> dict[str, list[EncodedExample]]:
     """The encoded examples of every task of a config, by name.
 
-    Raises ConfigError for an unknown task, DataError when its examples are missing or malformed.
+    warn: told of each task with a `?` that is left out because its examples cannot be read. Raises ConfigError for an
+    unknown task, DataError when the examples of another one are missing or malformed.
     """
-    tasks = find_tasks(config.tasks) if config.tasks else []
-    examples = read_examples(tasks, Path(config.tasks_data) if config.tasks_data else None, config.tasks_limit)
+    names = [name.strip() for name in config.tasks.split(",")] if config.tasks else []
+    data = Path(config.tasks_data) if config.tasks_data else None
+    needed = [name for name in names if not name.endswith("?")]
+    examples = read_examples(find_tasks(needed) if needed else [], data, config.tasks_limit)
+    for task in [task for name in names if name.endswith("?") for task in find_tasks(name[:-1])]:
+        try:
+            examples |= read_examples([task], data, config.tasks_limit)
+        except MegatokenError as error:
+            warn(f"{task.name} is not scored: {error}")
     return {name: encode_examples(examples[name], tokenizer, seq_len) for name in examples}
 
 

@@ -51,11 +51,13 @@ def check_job(job: Job, config: Config) -> None:
     machine, world_size = config.machine, job.nodes * job.nproc
     dist_env = DistEnv(world_size=world_size, local_world_size=job.nproc)
     dp_size = build_dims(machine.sharding, machine.tensor_parallel, dist_env).dp_size  # a group reads the same batch
-    if config.batch_seqs % dp_size:
-        what = f"a batch of {config.batch_seqs:,} sequences does not divide among {dp_size} data-parallel processes"
-        near = nearest_multiples(config.budget.batch_tokens, dp_size * config.model.seq_len)
-        fix = f"change them, or budget.batch_tokens to {' or '.join(map(str, near))}"
-        raise ConfigError(what, "--nodes, --nproc", fix)
+    budget, seq_len = config.budget, config.model.seq_len
+    for key, tokens in (("batch_tokens", budget.batch_tokens), ("batch_start", budget.batch_start)):
+        if tokens // seq_len % dp_size:
+            what = f"a batch of {tokens // seq_len:,} sequences does not divide among {dp_size} data-parallel processes"
+            near = nearest_multiples(tokens, dp_size * seq_len)
+            fix = f"change them, or budget.{key} to {' or '.join(map(str, near))}"
+            raise ConfigError(what, "--nodes, --nproc", fix)
 
 
 def name_job(recipe: str) -> str:

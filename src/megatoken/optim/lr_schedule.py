@@ -3,33 +3,41 @@
 import math
 from dataclasses import dataclass
 
+from megatoken.config.batch_ramp import BatchRamp
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRSchedule:
-    """Linear warm-up to `peak_lr`, then a decay that ends at `min_lr_ratio * peak_lr`. Lengths in steps.
+    """Linear warm-up to `peak_lr`, then a decay that ends at `min_lr_ratio * peak_lr`.
 
-    decay: cosine and linear start at the end of warm-up (Loshchilov & Hutter 2017; GPT-3); wsd stays at the peak
-    and decays linearly over the last `decay_steps` (Hu et al. 2024, warmup-stable-decay), wsd-sqrt as 1 - sqrt
-    (Hägele et al. 2024); constant stays.
+    decay: cosine and linear start at the end of warm-up (Loshchilov & Hutter 2017; GPT-3) and take `decay_length`, or
+    all that is left of the run (None); then the rate stays. wsd stays at the peak and decays linearly over the last
+    `decay_length` (Hu et al. 2024, warmup-stable-decay), wsd-sqrt as 1 - sqrt (Hägele et al. 2024); constant stays.
+    Lengths are in steps, with a ramp of the batch in tokens: half of the tokens is then half of the way.
     """
 
     decay: str
     peak_lr: float
     min_lr_ratio: float
-    warmup_steps: int
-    decay_steps: int
-    total_steps: int
+    warmup: int
+    decay_length: int | None
+    total: int
+    ramp: BatchRamp | None = None
 
     def lr(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.peak_lr * (step + 1) / self.warmup_steps
+        now, after = (self.ramp.before(step), self.ramp.before(step + 1)) if self.ramp else (step, step + 1)
+        if now < self.warmup:
+            return self.peak_lr * min(after, self.warmup) / self.warmup
         if self.decay == "constant":
             return self.peak_lr
-        decay_begin = self.warmup_steps
-        if self.decay in ("wsd", "wsd-sqrt"):
-            decay_begin = max(decay_begin, self.total_steps - self.decay_steps)
-        done = min(max((step - decay_begin) / max(self.total_steps - decay_begin, 1), 0.0), 1.0)
+        begin, end = self.warmup, self.total
+        if self.decay_length is not None:
+            if self.decay in ("wsd", "wsd-sqrt"):
+                begin = max(begin, end - self.decay_length)
+            else:
+                end = begin + self.decay_length
+        done = min(max((now - begin) / max(end - begin, 1), 0.0), 1.0)
         curves = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "wsd-sqrt": 1 - math.sqrt(done)}
         left = curves.get(self.decay, 1 - done)
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)

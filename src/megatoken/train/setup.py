@@ -110,7 +110,7 @@ class RunContext:
         to_file: False for train rows between those that are logged.
         """
         step = self.state.step if step is None else step
-        tokens = step * self.step_config.batch_tokens
+        tokens = self.state.tokens_trained(self.step_config, step)
         values = {"elapsed_seconds": self.log.elapsed_seconds, **values}
         if to_file:
             self.log.write(kind, step, tokens, **values)
@@ -181,11 +181,13 @@ def open_data(run: RunContext) -> None:
     if config.sample.every.value and prompt_tokens > seq_len:
         what = f"sample.prompt has {prompt_tokens} tokens, the model's context is {seq_len}"
         raise ConfigError(what, "sample.prompt", "shorten it, or set sample.every=0")
-    run.tasks = read_tasks(config.evaluate, run.tokenizer, seq_len)
+    tasks = read_tasks(config.evaluate, run.tokenizer, seq_len, run.console.warn)
+    on_ranks = run.comm.gather(list(tasks))  # a machine may lack what another has
+    run.tasks = {name: tasks[name] for name in tasks if all(name in names for names in on_ranks)}
     dims = build_dims("none", config.machine.tensor_parallel, env)
     check_dims(dims, config.model)  # tensor-parallel neighbours read the same batches
     sizes = {"seq_len": seq_len, "batch_size": config.batch_seqs, "dp_rank": dims.dp_rank, "dp_size": dims.dp_size}
-    run.loader = DataLoader(run.dataset.train, seed=config.seed, **sizes)
+    run.loader = DataLoader(run.dataset.train, seed=config.seed, ramp=config.budget.ramp, **sizes)
     epoch_tokens = run.loader.n_windows * seq_len
     run.step_config = build_step_config(config, epoch_tokens=epoch_tokens, device_type=run.device.type)
 
@@ -237,11 +239,12 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
     """Print what is about to happen: model, data, budget, machine, and the loss to expect first."""
     dataset, tokenizer, device, model = run.dataset, run.tokenizer, run.device, run.model_config
     steps, flops = run.step_config, flops_per_token(model, causal=False)
-    tokens = steps.total_steps * steps.batch_tokens
+    tokens = steps.tokens_before(steps.total_steps)
     sizes = f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model}, context {model.seq_len}"
     counts = f"{count_parameters(model):,} parameters, {count_matmul_parameters(model):,} in matrix products"
     splits = f"{len(dataset.train):,} train and {len(dataset.val):,} held-out tokens"
-    length = f"{steps.total_steps:,} steps of {steps.batch_tokens:,} tokens = {format_quantity(tokens)} tokens"
+    size = f"{steps.ramp.start:,} to {steps.batch_tokens:,}" if steps.ramp else f"{steps.batch_tokens:,}"
+    length = f"{steps.total_steps:,} steps of {size} tokens = {format_quantity(tokens)} tokens"
     peak = f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})" if device.peak_flops else ""
     rows = [
         ("run", f"{name} in {run.out}"),
@@ -254,9 +257,10 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
         ("loss", f"expected at first: ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"),
     ]
     run.console.table([row for row in rows if row[1]])
-    for key, n_steps in (("optim.warmup", steps.schedule.warmup_steps), ("optim.decay", steps.schedule.decay_steps)):
-        if n_steps > steps.total_steps:
-            run.console.warn(f"{key} is {n_steps:,} steps, longer than the run of {steps.total_steps:,}")
+    schedule, unit = steps.schedule, "tokens" if steps.ramp else "steps"
+    for key, n_units in (("optim.warmup", schedule.warmup), ("optim.decay", schedule.decay_length or 0)):
+        if n_units > schedule.total:
+            run.console.warn(f"{key} is {n_units:,} {unit}, longer than the run of {schedule.total:,}")
     if not len(dataset.val):
         run.console.warn("the dataset has no validation split: no held-out loss will be measured")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import Duration
 from megatoken.config.schema import Config
 from megatoken.data.dataloader import batch_of_step
@@ -60,6 +61,12 @@ class TrainState:
     def batch(self) -> int:
         """Number of the next step's batch in the data order."""
         return batch_of_step(self.step, self.skipped_batches)
+
+    def tokens_trained(self, step_config: "StepConfig", step: int) -> int:
+        """Tokens in the batches of the steps before this one, without the skipped batches."""
+        batch = batch_of_step(step, self.skipped_batches)
+        before, skipped = step_config.tokens_before, [n for n in self.skipped_batches if n < batch]
+        return before(batch) - sum(before(n + 1) - before(n) for n in skipped)
 
     @property
     def uses_master_weights(self) -> bool:
@@ -119,11 +126,16 @@ class StepConfig:
     loss_chunk: int
     skip_spikes: bool = False
     deterministic: bool = False  # gradients are added in an order that 1, 2, 4, ... processes share
+    ramp: BatchRamp | None = None  # where batches grow to `batch_tokens`
 
     def steps(self, length: Duration) -> int:
-        """A duration of this run in steps."""
+        """A duration of this run in steps, of full batches."""
         batch_tokens, epoch_tokens, total_steps = self.batch_tokens, self.epoch_tokens, self.total_steps
         return length.steps(batch_tokens=batch_tokens, epoch_tokens=epoch_tokens, total_steps=total_steps)
+
+    def tokens_before(self, batch: int) -> int:
+        """Tokens in the batches before this one; batches are counted from 0."""
+        return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
 
 
 def build_state(
@@ -176,21 +188,37 @@ def build_step_config(
     total_steps = config.total_steps(epoch_tokens)
     lengths = {"batch_tokens": config.budget.batch_tokens, "epoch_tokens": epoch_tokens, "total_steps": total_steps}
     optim, loss_chunk = config.optim, config.machine.loss_chunk
-    schedule = LRSchedule(
-        decay=optim.schedule,
-        peak_lr=optim.lr,
-        min_lr_ratio=optim.min_lr_ratio,
-        warmup_steps=optim.warmup.steps(**lengths),
-        decay_steps=optim.decay.steps(**lengths),
-        total_steps=total_steps,
-    )
     return StepConfig(
         seed=config.seed,
-        schedule=schedule,
+        schedule=_build_schedule(config, **lengths),
         micro_batch=micro_batch,
         grad_clip=optim.grad_clip,
         loss_chunk=LOSS_CHUNK[device_type] if loss_chunk == "auto" else loss_chunk,
         skip_spikes=optim.spike == "skip",
         deterministic=config.machine.deterministic,
+        ramp=config.budget.ramp,
         **lengths,
+    )
+
+
+def _build_schedule(config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int) -> LRSchedule:
+    optim, ramp = config.optim, config.budget.ramp
+    if ramp is None:
+        total, sizes = total_steps, {"total_steps": total_steps}
+    else:
+        total, sizes = ramp.before(total_steps), {"total_tokens": ramp.before(total_steps)}
+
+    def measure(length: Duration) -> int:
+        to_unit: Callable[..., int] = length.tokens if ramp else length.steps
+        return to_unit(batch_tokens=batch_tokens, epoch_tokens=epoch_tokens, **sizes)
+
+    warmup, decay = optim.warmup, optim.decay_length
+    return LRSchedule(
+        decay=optim.schedule,
+        peak_lr=optim.lr,
+        min_lr_ratio=optim.min_lr_ratio,
+        warmup=ramp.before(round(warmup.value)) if ramp and warmup.unit == "steps" else measure(warmup),
+        decay_length=None if decay is None else measure(decay),
+        total=total,
+        ramp=ramp,
     )

@@ -21,7 +21,7 @@ class ThroughputMeter:
     model_config: ModelConfig
     step_config: StepConfig
     world_size: int = 1
-    smooth_seconds: float = 0.0
+    smooth_seconds: float = 0.0  # of a full batch
     _start: float = field(default_factory=time.perf_counter)
 
     def start(self) -> None:
@@ -33,13 +33,17 @@ class ThroughputMeter:
         """Since `start`."""
         return time.perf_counter() - self._start
 
-    def read(self, steps: int = 1) -> dict[str, float | None]:
-        """`seconds, tokens_per_second, mfu, mfu_causal` of each of the steps since `start`; begins the next one."""
+    def read(self, tokens: int, steps: int = 1) -> dict[str, float | None]:
+        """`seconds, tokens_per_second, mfu, mfu_causal` of each of the steps since `start`; begins the next one.
+
+        tokens: of all these steps.
+        """
         self.device.synchronize()
-        seconds = self.elapsed_seconds / steps
+        elapsed = self.elapsed_seconds
+        seconds, rate = elapsed / steps, tokens / elapsed
         # An exponential mean for the remaining time: one slow step must not make the estimate jump.
-        self.smooth_seconds = seconds if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * seconds
-        rate = self.step_config.batch_tokens / seconds
+        full = self.step_config.batch_tokens / rate
+        self.smooth_seconds = full if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * full
         self.start()
         peak = self.device.peak_flops * self.world_size
         mfu, mfu_causal = (
@@ -50,4 +54,6 @@ class ThroughputMeter:
 
     def remaining_seconds(self, step: int) -> float:
         """Time the remaining steps take at the recent pace."""
-        return (self.step_config.total_steps - step) * self.smooth_seconds
+        steps = self.step_config
+        tokens = steps.tokens_before(steps.total_steps) - steps.tokens_before(step)
+        return tokens / steps.batch_tokens * self.smooth_seconds
