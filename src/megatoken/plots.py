@@ -12,14 +12,20 @@ from megatoken.errors import ConfigError, DataError, StorageError
 from megatoken.eval.multiple_choice import SCORES
 from megatoken.train.metrics_log import read_metrics
 
+# Panels below that of the loss: title, and how the last value is written.
 PANELS = {
-    "loss": "loss (nats per token)",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens per second",
+    "lr": ("learning rate", "{:.3g}"),
+    "grad_norm": ("gradient norm", "{:.3g}"),
+    "tokens_per_second": ("tokens per second", "{:,.0f}"),
+    "mfu": ("MFU (full attention)", "{:.1%}"),
 }
+PERCENT = ("mfu", *SCORES)
+X_AXES = {"tokens": ("tokens", "training tokens"), "steps": ("step", "steps"), "seconds": ("elapsed_seconds", "time")}
+TIME_UNITS = ((172800, 86400, "days"), (7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 SMOOTHED_SHARE = 0.02  # of the run: the window of the bold line over the raw training loss
 LARGEST_VALUE = 1e30  # matplotlib's scales overflow beyond
+LINE_INCHES = 0.15  # between two values written at the right of a panel
+INSIDE_SHARE = 0.7  # of a panel's height, without title and labels
 Row = dict[str, Any]
 
 
@@ -47,53 +53,133 @@ def draw_run(run: Path, *, pictures: bool) -> str:
     return f"curves: {', '.join(map(str, drawn))}"
 
 
-def draw_curves(runs: Sequence[Path], target: Path) -> Path:
-    """Draw four panels over training tokens and one for each task. Raises DataError when a folder has no metrics."""
+def draw_curves(runs: Sequence[Path], target: Path, x: str = "tokens") -> Path:
+    """Draw the loss, the PANELS that were measured and a panel for each task, over a key of X_AXES.
+
+    Raises DataError when a folder has no metrics, or its rows no time.
+    """
     rows = {run: read_metrics(run) for run in runs}
     for run, run_rows in rows.items():
         if not any(row["kind"] == "train" for row in run_rows):
             raise DataError("no training steps are recorded here", str(run), "give the folder of a run")
+    label = _set_x(rows, x)
     pyplot = load_pyplot()
-    tasks = sorted({str(row.get("task")) for run_rows in rows.values() for row in run_rows if row["kind"] == "eval"})
-    titles = [*PANELS.values(), *tasks]
-    grid_rows = -(-len(titles) // 2)
-    figure, grid = pyplot.subplots(grid_rows, 2, figsize=(11, 3.5 * grid_rows), layout="constrained")
-    panels, task_panels = grid.flat[: len(PANELS)], grid.flat[len(PANELS) :]
+    every_row = [row for run_rows in rows.values() for row in run_rows]
+    keys = [key for key in PANELS if any(_number(row.get(key)) == row.get(key) for row in every_row)]
+    tasks = sorted({str(row.get("task")) for row in every_row if row["kind"] == "eval"})
+    figure, panels, task_panels = _open_panels(pyplot, keys, tasks)
+    are_unique = len({run.resolve().name for run in rows}) == len(rows)
     for index, (run, run_rows) in enumerate(rows.items()):
-        name, color = run.name or str(run), f"C{index % 10}"
-        for axis, key in zip(panels, PANELS, strict=True):
-            _draw_metric(axis, key, name, color, run_rows)
-            axis.set_ylim(None if key == "loss" else 0, None)
-        for axis, task in zip(task_panels, tasks, strict=False):
-            scores = [row for row in run_rows if row["kind"] == "eval" and str(row.get("task")) == task]
-            _draw_scores(axis, name, color, scores)
-    for axis, title in zip(grid.flat, titles, strict=False):
-        axis.set(title=title, xlabel="training tokens", xlim=(0, None))
+        style = {"color": f"C{index % 10}", "ls": "--" if index >= 10 else "-"}
+        panels["loss"].plot([], [], label=run.resolve().name if are_unique else str(run), **style)
+        _draw_loss(panels["loss"], run_rows, style)
+        for key in keys:
+            values = _points(run_rows, "train", key)
+            panels[key].plot(*values, lw=1, **style)
+            _note_last(panels[key], *values, PANELS[key][1], style["color"])
+        for task, axis in task_panels.items():
+            _draw_scores(axis, [row for row in run_rows if str(row.get("task")) == task], style)
+    for key in keys:
+        panels[key].set_ylim(0, None)
+    for axis in (*panels.values(), *task_panels.values()):
+        axis.set(xlabel=label, xlim=(0, None))
+        axis.xaxis.set_major_formatter(lambda value, _: format_tick(value))
         axis.grid(alpha=0.25)
-    for axis in (panels[0], *task_panels[: len(tasks)]):
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend()
-    for axis in task_panels[len(tasks) :]:
-        axis.axis("off")
+        _space_notes(axis)
+    figure.legend(*panels["loss"].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
     return save_figure(pyplot, figure, target)
 
 
-def _draw_metric(axis: Any, key: str, name: str, color: str, rows: Sequence[Row]) -> None:
-    """A metric of the training steps of one run; of the loss the smoothed curve and the validations, too."""
-    x, y = _points(rows, "train", key)
-    if key != "loss":
-        axis.plot(x, y, color=color, lw=1, label=name)
-        return
-    axis.plot(x, y, color=color, lw=0.6, alpha=0.35)
-    axis.plot(x, _smooth(y), color=color, lw=1.6, label=f"{name}, train")
-    if any(row["kind"] == "val" for row in rows):
-        axis.plot(*_points(rows, "val", key), "o", color=color, mec="white", ms=6, label=f"{name}, validation")
+def _set_x(rows: dict[Path, list[Row]], x: str) -> str:
+    """Put the place of every row on the horizontal axis in `x`; return that axis's label."""
+    key, label = X_AXES[x]
+    places = [_number(row.get(key)) for run_rows in rows.values() for row in run_rows if row["kind"] == "train"]
+    divisor = 1
+    if key == "elapsed_seconds":
+        for run, run_rows in rows.items():
+            if any(key not in row for row in run_rows if row["kind"] == "train"):
+                what = "its rows have no time: an earlier version began this run"
+                raise DataError(what, str(run), "use --x tokens or --x steps")
+        longest = np.nanmax(places, initial=0.0)
+        divisor, unit = next((divisor, unit) for least, divisor, unit in TIME_UNITS if longest >= least)
+        label = f"{label} ({unit})"
+    for run, run_rows in rows.items():
+        rows[run] = [row | {"x": _number(row.get(key)) / divisor} for row in run_rows]
+    return label
+
+
+def _open_panels(pyplot: Any, keys: Sequence[str], tasks: Sequence[str]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A figure with a wide panel of the loss and two panels a row below: figure, panels by key, panels by task."""
+    inches = [4.5, *[2.6] * -(-(len(keys) + len(tasks)) // 2)]
+    figure = pyplot.figure(figsize=(11, sum(inches)), layout="constrained")
+    grid = figure.add_gridspec(len(inches), 2, height_ratios=inches)
+    loss = figure.add_subplot(grid[0, :])
+    loss.set(title="loss (nats per token)")
+    small = [figure.add_subplot(grid[1 + index // 2, index % 2]) for index in range(len(keys) + len(tasks))]
+    panels = {"loss": loss, **dict(zip(keys, small, strict=False))}
+    task_panels = dict(zip(tasks, small[len(keys) :], strict=True))
+    for key in keys:
+        panels[key].set(title=PANELS[key][0])
+        panels[key].yaxis.set_major_formatter(_format_percent if key in PERCENT else lambda v, _: format_tick(v))
+    for task, axis in task_panels.items():
+        axis.set(title=task)
+        axis.yaxis.set_major_formatter(_format_percent)
+    return figure, panels, task_panels
+
+
+def format_tick(value: float) -> str:
+    """A number on an axis: 0.0006, 250k, 1.5M, 10B."""
+    size, suffix = next(
+        ((s, t) for s, t in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if abs(value) >= s), (1, "")
+    )
+    return f"{value / size:g}{suffix}"
+
+
+def _format_percent(value: float, _: object) -> str:
+    return f"{100 * value:g}%"
+
+
+def _draw_loss(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
+    """The loss of the training steps, its smoothed curve and the validations, with their last values."""
+    color = style["color"]
+    x, y = _points(rows, "train", "loss")
+    smooth = _smooth(y)
+    axis.plot(x, y, lw=0.6, alpha=0.3, **style)
+    axis.plot(x, smooth, lw=1.6, **style)
+    _note_last(axis, x, smooth, "{:.4f} train", color)
+    x, y = _points(rows, "val", "loss")
+    axis.plot(x, y, "o", color=color, mec="white", ms=6)
+    _note_last(axis, x, y, "{:.4f} val", color)
+
+
+def _note_last(axis: Any, x: np.ndarray, y: np.ndarray, form: str, color: str) -> None:
+    """Keep the last number of a curve, to be written beside it when all curves are drawn."""
+    numbers = y[np.isfinite(x) & np.isfinite(y)]
+    if len(numbers):
+        axis.annotate(form.format(numbers[-1]), (1, numbers[-1]), color=color, fontsize=8, va="center",
+                      xycoords=axis.get_yaxis_transform(), xytext=(4, 0), textcoords="offset points")  # fmt: skip
+
+
+def _space_notes(axis: Any) -> None:
+    """Move the values beside a panel apart where they would cover each other."""
+    low, high = axis.get_ylim()
+    place = axis.get_subplotspec()
+    inches = INSIDE_SHARE * place.get_gridspec().get_height_ratios()[place.rowspan.start]
+    notes = sorted(axis.texts, key=lambda note: note.xy[1])
+    gap = min(LINE_INCHES / inches, 1 / max(len(notes), 1)) * (high - low)
+    y = [note.xy[1] for note in notes]
+    for index in range(1, len(y)):
+        y[index] = max(y[index], y[index - 1] + gap)
+    for index in reversed(range(len(y))):
+        y[index] = min(y[index], high - gap * (len(y) - 1 - index))
+    for note, value in zip(notes, y, strict=True):
+        note.xy = (1, value)
 
 
 def _points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and values; values that are missing or not numbers become gaps in the curve."""
+    """Places and values; values that are missing or not numbers become gaps in the curve."""
     rows = [row for row in rows if row["kind"] == kind]
-    return np.array([_number(row["tokens"]) for row in rows]), np.array([_number(row.get(key)) for row in rows])
+    return np.array([row["x"] for row in rows]), np.array([_number(row.get(key)) for row in rows])
 
 
 def _number(value: Any) -> float:
@@ -101,15 +187,16 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_VALUE else math.nan
 
 
-def _draw_scores(axis: Any, name: str, color: str, rows: Sequence[Row]) -> None:
+def _draw_scores(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
     """A task's scores in one run with their standard errors, a marker a score."""
     for score, marker in zip(SCORES, "osv", strict=True):
-        scored = [row for row in rows if row.get(score) is not None]
+        scored = [row for row in rows if row["kind"] == "eval" and row.get(score) is not None]
         if scored:
-            x, y = [_number(row["tokens"]) for row in scored], [_number(row[score]) for row in scored]
+            x, y = np.array([row["x"] for row in scored]), np.array([_number(row[score]) for row in scored])
             stderr = [row["stderr"] if isinstance(row.get("stderr"), dict) else {} for row in scored]
-            errors, label = np.abs(np.nan_to_num([_number(each.get(score)) for each in stderr])), f"{name}, {score}"
-            axis.errorbar(x, y, errors, fmt=f"{marker}-", ms=5, lw=1, color=color, label=label)
+            errors = np.abs(np.nan_to_num([_number(each.get(score)) for each in stderr]))
+            axis.errorbar(x, y, errors, marker=marker, ms=5, lw=1, **style)
+            _note_last(axis, x, y, f"{{:.1%}} {score}", style["color"])
 
 
 def _smooth(y: np.ndarray) -> np.ndarray:

@@ -97,6 +97,7 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("folder", metavar="DIR", type=local_path)
     arg = add("plot", "plot the curves of one or more runs in one picture").add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)
+    arg("--x", choices=("tokens", "steps", "seconds"), default="tokens", help="horizontal axis (default tokens)")
     arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
     doc = "also plot weights of the first run; of any MODEL of `sample` these alone, in --out (default plots/MODEL)"
     arg("--pictures", action="store_true", help=doc)

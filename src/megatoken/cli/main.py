@@ -323,9 +323,10 @@ def run_plot(options: argparse.Namespace) -> Result:
     first: Path = options.runs[0]
     target = options.out or first / "plots"
     if options.pictures and len(options.runs) == 1 and not (first / METRICS).is_file():  # a model, perhaps not ours
-        pictures = draw_weights(first, options.out or Path("plots") / first.name)
+        pictures = draw_weights(first, options.out or Path("plots") / (first.stem if first.is_file() else first.name))
     else:
-        pictures = [draw_curves(options.runs, target / "curves.png" if target.is_dir() or not options.out else target)]
+        file = target / "curves.png" if target.is_dir() or not options.out else target
+        pictures = [draw_curves(options.runs, file, options.x)]
         pictures += draw_weights(first, first / "plots") if options.pictures else []
     if not options.json:
         print(*pictures, sep="\n")
