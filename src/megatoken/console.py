@@ -118,6 +118,19 @@ class Console:
         for name, value in rows:
             self.print(f"{name:<{width}}  {value}")
 
+    def align(self, rows: Sequence[Sequence[str]], left: int) -> list[str]:
+        """Lines of a table. left: number of columns that are aligned to the left; the others are to the right."""
+        rows = [[spell_controls(cell).replace("\n", " ") for cell in row] for row in rows]
+        widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+        return [
+            "  ".join(
+                cell + pad if index < left else pad + cell
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+                for pad in [" " * (width - cell_len(cell))]
+            ).rstrip()
+            for row in rows
+        ]
+
     def rule(self, title: str = "") -> None:
         """Print a line across the terminal, or of PLAIN_WIDTH hyphens, that begins with a title."""
         sign, width = (

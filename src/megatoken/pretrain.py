@@ -235,7 +235,7 @@ class TrainLoop:
                     self.call_actions([action for action in self.actions if action.is_due(state.step)])
                     self.saver.commit_if_written()
                     if not self.pending:
-                        run.heartbeat.beat("step", state.step)  # on a GPU not until its queue is empty
+                        run.begin("step")  # on a GPU not until its queue is empty
                         self.meter.start()  # leaves the actions out of the step's time
                     with self.stragglers.data:
                         inputs, targets = batches.get(state.batch)
@@ -251,7 +251,7 @@ class TrainLoop:
             code = ExitCode.STOPPED
             self.sync_metrics()
             self.recovery.check_replicas()
-        run.heartbeat.beat("finish", state.step)
+        run.begin("finish")
         self.saver.save_last()
         return code
 
@@ -287,7 +287,6 @@ class TrainLoop:
             else:
                 self.recovery.accept(step)
                 self.log_step(step, speed, elapsed_seconds=now - (n_pending - number) * seconds)
-                self.run.log.progress(step.step, step.loss)
 
     def report_stragglers(self) -> None:
         """Log and show the ranks that have become slower than the others."""
@@ -305,6 +304,9 @@ class TrainLoop:
         if step.overflowed:
             run.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
         memory, left = run.device.peak_memory_bytes(), self.meter.remaining_seconds(step.step)
+        run.log.progress(
+            step=step.step, loss=step.loss, tokens_per_second=speed["tokens_per_second"], eta_seconds=round(left, 1)
+        )
         total_steps = run.step_config.total_steps
         line = format_step({"step": step.step, **row}, total_steps, memory, left)
         run.console.step(line, share=step.step / total_steps, last=last)
@@ -314,7 +316,7 @@ class TrainLoop:
         run, step = self.run, self.state.step
         done = code == ExitCode.DONE
         reason = "" if done else run.preemption.stop_requested or "another rank"
-        run.log.status(state="done" if done else "stopped", exit_code=int(code), step=step, message=reason)
+        run.log.status(state="done" if done else "stopped", phase="", exit_code=int(code), step=step, message=reason)
         if not done:
             left = format_duration(self.meter.remaining_seconds(step))
             run.console.print(f"stopped by {reason} at step {step}, all saved; the same command resumes ({left} left)")

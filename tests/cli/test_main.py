@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.cli.main import main
+from megatoken.cli.arguments import parse
+from megatoken.cli.help import EXAMPLES
+from megatoken.cli.main import COMMANDS, main
 from megatoken.errors import ExitCode
 from megatoken.launch.local import COMMAND
 from megatoken.system.environment import python_command
@@ -85,6 +87,29 @@ def test_config_prints_values_with_origins(capsys: pytest.CaptureFixture[str]) -
 def test_config_notes_old_field_names(capsys: pytest.CaptureFixture[str]) -> None:
     out = run("config", "quickstart", "optim.floor=0.2", capsys=capsys)[1]
     assert out.startswith("# optim.floor is now called optim.min_lr_ratio\nversion: 2\n")
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_shows_every_command_once_in_its_group(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(words)
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+    listed = [
+        words[0] for line in text.splitlines() if line.startswith("  ") and len(words := line.split(maxsplit=1)) > 1
+    ]
+    assert sorted(name for name in listed if name != "megatoken") == sorted(COMMANDS)
+    assert text.count("\n  megatoken ") == 5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_ends_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([command, "--help"])
+    assert f"example:\n  {EXAMPLES[command]}\n" in capsys.readouterr().out
+    program, *words = shlex.split(EXAMPLES[command])
+    assert program == "megatoken"
+    assert parse(words, COMMANDS).command == command
 
 
 def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,7 +196,7 @@ def test_progress_is_written_about_once_a_second(tmp_path: Path, monkeypatch: py
         log.status(state="running", step=0)
         for step in range(1, 8):
             now += 0.4
-            log.progress(step, loss=math.inf if step == 6 else 10.0 - step)
+            log.progress(step=step, loss=math.inf if step == 6 else 10.0 - step)
             status = json.loads((tmp_path / "status.json").read_text())
             seen.append((status["state"], status["step"], status["loss"]))
     assert seen == [("running", 0, None)] * 2 + [("running", 3, 7.0)] * 3 + [("running", 6, "inf")] * 2

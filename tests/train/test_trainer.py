@@ -64,6 +64,29 @@ def fit(config: Config, out: Path, **options: Any) -> Summary:
     return Trainer(config, out, console=Console(quiet=True), **options).fit()
 
 
+def test_status_says_what_the_run_does_how_fast_and_how_long(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatoken.train.metrics_log.STATUS_SECONDS", 0.0)
+    seen: dict[str, dict[str, Any]] = {}
+
+    def keep(row: dict[str, Any]) -> None:
+        seen[f"{row['kind']} {row['step']}"] = json.loads((tmp_path / "run" / "status.json").read_text())
+
+    fit(config, tmp_path / "run", callbacks=[keep])
+    assert [seen["val 0"][key] for key in ("state", "phase", "step", "total_steps")] == ["running", "validate", 0, 12]
+    assert [seen["val 0"][key] for key in ("loss", "tokens_per_second", "eta_seconds")] == [None] * 3
+    assert [seen["train 3"][key] for key in ("phase", "step")] == ["step", 2]  # the row is written first
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"}
+    assert [seen["train 3"][key] for key in ("loss", "tokens_per_second")] == [
+        rows[2][key] for key in ("loss", "tokens_per_second")
+    ]
+    assert seen["train 3"]["eta_seconds"] >= 0
+    assert [seen["val 6"][key] for key in ("phase", "step")] == ["validate", 6]
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert [status[key] for key in ("state", "phase", "step", "eta_seconds")] == ["done", "", 12, 0.0]
+
+
 def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

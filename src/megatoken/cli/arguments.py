@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from megatoken import __version__
 from megatoken.bench.arguments import add_benches
+from megatoken.cli.help import format_example, format_overview
+from megatoken.cli.runs import DEFAULT, SORT_KEYS
 from megatoken.config.load import format_value, list_recipes, nearest_key
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, resume_class
@@ -65,34 +67,49 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
     return options
 
 
+class Program(Parser):
+    """`megatoken` itself, whose help is an overview of the commands. docs: one line for each."""
+
+    docs: dict[str, str]
+
+    def format_help(self) -> str:
+        return format_overview(self.docs)
+
+
 def build_parser(commands: Mapping[str, Command]) -> Parser:
     """Every subcommand and option. commands: the function of each command by name."""
-    parser = Parser(prog="megatoken", description="Pre-train GPTs from raw text: prepare, train, sample.")
+    parser = Program(prog="megatoken")
+    parser.docs = {}
+    raw = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--version", action="version", version=f"megatoken {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     def add(
         name: str, doc: str, *, usage: str | None = None, epilog: str = "", among: Any = subparsers, command: str = ""
     ) -> Parser:
-        raw = argparse.RawDescriptionHelpFormatter
         usage = usage and f"megatoken {name} {usage} {ENDING}"
+        if not command:
+            parser.docs[name] = doc
+            epilog = "\n\n".join(filter(None, (format_example(name), epilog)))
         p: Parser = among.add_parser(name, help=doc, description=doc, usage=usage, epilog=epilog, formatter_class=raw)
         p.add_argument("--json", action="store_true", help="progress to stderr, one JSON line to stdout")
         p.add_argument("--debug", action="store_true", help="show the traceback of an error")
         p.set_defaults(call=commands[command or name])
         return p
 
-    doc = "train a small GPT on this machine's Python sources, then sample from it: a few minutes"
+    doc = "train a small GPT on this machine's Python files; sample from it"
     arg = add("quickstart", doc, usage="[--out RUN]").add_argument
     arg("--out", type=local_path, default=Path("runs/quickstart"), help="run folder (default runs/quickstart)")
     _add_prepare(add)
     _add_training(add)
     _add_models(add)
-    p = subparsers.add_parser("bench", help="benchmark training on this machine, as a whole and by part")
+    doc = parser.docs["bench"] = "benchmark training on this machine, as a whole and by part"
+    p = subparsers.add_parser("bench", help=doc, epilog=format_example("bench"), formatter_class=raw)
     benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
     add_benches(lambda name, doc: add(name, doc, among=benches, command="bench"))
-    arg = add("doctor", "check that this machine can train, with a remedy for each problem").add_argument
+    arg = add("doctor", "check that this machine can train; a remedy for each problem").add_argument
     arg("folder", metavar="DIR", nargs="?", type=local_path, default=Path(), help="where to train (default .)")
+    _add_runs(add)
     arg = add("verify", "check every hash of a dataset, run or checkpoint folder").add_argument
     arg("folder", metavar="DIR", type=local_path)
     arg = add("plot", "plot the curves of one or more runs in one picture").add_argument
@@ -101,13 +118,20 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
     doc = "also plot weights of the first run; of any MODEL of `sample` these alone, in --out (default plots/MODEL)"
     arg("--pictures", action="store_true", help=doc)
-    doc = "fit loss against parameters and tokens over finished runs, and extrapolate to a budget"
+    doc = "fit loss against parameters and tokens of runs, and extrapolate"
     arg = add("scaling", doc).add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)
     doc = "extrapolate to this many training FLOPs (6 N D; default 10 and 100 times the largest run)"
     arg("--flops", type=float, nargs="+", default=[], metavar="C", help=doc)
     arg("--plot", type=local_path, metavar="FILE", help="picture of runs and law")
     return parser
+
+
+def _add_runs(add: Callable[..., Parser]) -> None:
+    arg = add("runs", "list runs, or compare the settings and losses of some").add_argument
+    doc = "folder with runs at any depth (default runs); two or more RUNs are compared"
+    arg("folders", metavar="DIR", nargs="*", type=local_path, default=[DEFAULT], help=doc)
+    arg("--sort", choices=list(SORT_KEYS), help="column to sort by, the best first (default: by folder)")
 
 
 def _add_prepare(add: Callable[..., Parser]) -> None:
@@ -136,7 +160,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     preset_doc = f"{', '.join(PRESETS)}, or a recipe"
     usage = f"{RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--restarts N] [--explain] [--allow-changes]"
     train = add("train", "train a recipe, or resume it", usage=usage, epilog=describe_fields())
-    config = add("config", "print the resolved values of a recipe and where each comes from", usage=RECIPE)
+    config = add("config", "print every value of a recipe and where it comes from", usage=RECIPE)
     for p in (train, config):
         p.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_doc)
         for name, (metavar, doc) in TRANSLATED.items():
@@ -165,7 +189,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     doc = "parameters, FLOPs and memory of a preset or recipe"
     arg = add("describe", doc, usage="PRESET_OR_RECIPE").add_argument
     arg("preset", metavar="PRESET_OR_RECIPE", help=preset_doc)
-    doc = "estimate memory and communication per GPU of a training step, without GPUs"
+    doc = "estimate memory and traffic of one GPU of many, without any"
     usage = "PRESET_OR_RECIPE --gpus N [--tp N] [--shard KIND] [--gpu NAME] ..."
     arg = add("dryrun", doc, usage=usage).add_argument
     arg("preset", metavar="PRESET_OR_RECIPE", help=preset_doc)
@@ -178,7 +202,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
 def _add_models(add: Callable[..., Parser]) -> None:
     """sample, eval, export, consolidate: commands that take a model."""
     sample = add("sample", "generate text from a trained model")
-    evaluate = add("eval", "score a model on tasks, or compute its loss on shards or text (docs/evaluation.md)")
+    evaluate = add("eval", "score a model on tasks, or compute its loss on shards or text")
     arg = sample.add_argument
     arg("model", metavar="MODEL", help="run folder, Hugging Face folder or hub name, llm.c's .bin, nanoGPT's ckpt.pt")
     arg("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue (default -: stdin)")
@@ -211,7 +235,7 @@ def _add_models(add: Callable[..., Parser]) -> None:
     arg("--to", choices=("hf", "llmc"), default="hf", help=doc)
     arg("--out", type=local_path, required=True, metavar="DIR", help="folder to write; it must not exist")
     arg("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the weights (default fp32)")
-    doc = "merge the shards of a checkpoint of many processes into one file"
+    doc = "merge a checkpoint of many processes into one file"
     arg = add("consolidate", doc).add_argument
     arg("source", metavar="RUN_OR_CHECKPOINT", type=local_path, help="run folder (newest checkpoint), or its step-N")
     arg("--out", required=True, type=local_path, help="folder to write step-N into")

@@ -13,12 +13,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.manifest import encode_model_config
 from megatoken.cli.arguments import TRANSLATED, Command, check_eval, parse
 from megatoken.cli.quickstart import quickstart
+from megatoken.cli.runs import show_runs
 from megatoken.config.load import ResolvedConfig, render, resolve, resolve_preset
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
@@ -43,19 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_streams()
     try:
         prepare_process()
-        options = parse(words, COMMANDS)
+        options = parse(words or ["--help"], COMMANDS)
         code, answer = options.call(options)
         if options.json and answer is not None:
-            print(json.dumps(answer), flush=True)
+            try:
+                print(json.dumps(answer), flush=True)
+            except OSError:
+                if options.command != "train":  # a run is saved: its exit code counts
+                    raise
         return int(code)
     except BrokenPipeError:
         sys.stderr.close()
         return 1
     except (MegatokenError, OSError) as raised:
-        if "--debug" in words:
-            traceback.print_exc()
         error = raised if isinstance(raised, MegatokenError) else name_system_error(raised)
-        sys.stderr.write(f"{_rank_prefix()}error: {error}\n")  # one write, so that lines of ranks do not mix
+        with suppress(OSError):  # of a terminal that was closed
+            if "--debug" in words:
+                traceback.print_exc()
+            sys.stderr.write(f"{_rank_prefix()}error: {error}\n")  # one write, so that lines of ranks do not mix
         return int(error.code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -333,6 +340,12 @@ def run_plot(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, {"pictures": [str(path) for path in pictures]}
 
 
+def run_runs(options: argparse.Namespace) -> Result:
+    """runs: list or compare runs."""
+    rows, differences = show_runs(options.folders, options.sort, options.console)
+    return ExitCode.DONE, {"runs": rows, "differences": differences}
+
+
 def run_scaling(options: argparse.Namespace) -> Result:
     """scaling: fit the losses of finished runs."""
     from megatoken.cli.scaling import scaling
@@ -349,7 +362,7 @@ COMMANDS: dict[str, Command] = {
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_sample),
         *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
-        run_scaling,
+        *(run_runs, run_scaling),
     )
 }
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)

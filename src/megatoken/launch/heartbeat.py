@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from megatoken.system.environment import heartbeat_file
@@ -48,7 +49,8 @@ class Heartbeat:
         seconds, limit = self._seconds[phase], float("inf")
         if len(seconds) >= (MEASURED_FIRST if phase == "step" else 1):
             limit = max(MIN_LIMIT_SECONDS[phase], LIMIT_FACTOR * max(seconds))
-        os.pwrite(self._file, f"{limit:.1f} {step} {phase}".ljust(64).encode(), 0)  # one call: never half a line
+        with suppress(OSError):  # a full disk: nobody watches, but the rank goes on
+            os.pwrite(self._file, f"{limit:.1f} {step} {phase}".ljust(64).encode(), 0)  # one call: never half a line
 
 
 class Watchdog:

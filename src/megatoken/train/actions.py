@@ -76,7 +76,7 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
     state, val, limit = run.state, run.dataset.val, run.config.evaluate.tokens
     if not len(val) or not limit or ("val", state.step) in run.logged:
         return
-    run.heartbeat.beat("validate", state.step)
+    run.begin("validate")
     windows = evaluation_windows(val, seq_len=run.loader.seq_len, limit_tokens=limit)
     # Each forward has the same windows for any number of ranks, which take turns; every rank takes as many.
     size, dims = run.step_config.micro_batch, state.dims
@@ -110,7 +110,7 @@ def score_tasks(run: RunContext, poll: Callable[[], None]) -> None:
     tasks = {task: examples for task, examples in run.tasks.items() if (task, state.step) not in run.logged}
     if not tasks:
         return
-    run.heartbeat.beat("tasks", state.step)
+    run.begin("tasks")
     gathered = state.dims.tp_size > 1
     model, comm = (gather_model(state), Comm(DistEnv())) if gathered else (state.model, run.comm)
     for task, examples in tasks.items():
@@ -129,7 +129,7 @@ def sample(run: RunContext) -> None:
     step, config = run.state.step, run.config.sample
     if ("sample", step) in run.logged:
         return
-    run.heartbeat.beat("sample", step)
+    run.begin("sample")
     model = gather_model(run.state)
     run.logged.add(("sample", step))
     if model is None:
@@ -235,7 +235,7 @@ class CheckpointSaver:
 
     def try_save(self) -> None:
         """`save`, where a failure is logged and training goes on: earlier checkpoints are whole."""
-        self._run.heartbeat.beat("save", self._run.state.step)
+        self._run.begin("save")
         self._try(self.save)
 
     def try_commit(self) -> None:
@@ -252,7 +252,7 @@ class CheckpointSaver:
     def commit_if_written(self) -> None:
         """Commit the pending checkpoint once every process has written its part."""
         if self._pending is not None and self._pending.is_written():
-            self._run.heartbeat.beat("save", self._run.state.step)
+            self._run.begin("save")
             self.try_commit()
 
     def _try(self, call: Callable[[], None]) -> None:

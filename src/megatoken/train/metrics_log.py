@@ -1,8 +1,8 @@
 """The run folder of a live process: `metrics.jsonl`, `status.json`, and the lock that keeps a second run out.
 
 `metrics.jsonl` holds one object a line: kind, step, tokens, elapsed_seconds, then the values. `status.json` (state,
-exit code, step, loss, message, pid, host) is replaced atomically. A log that cannot be written never stops training:
-one warning, then the lost rows are counted.
+phase, exit code, step, loss, speed, time left, message, pid, host) is replaced atomically. A log that cannot be written
+never stops training: one warning, then the lost rows are counted.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +26,7 @@ from megatoken.system.atomic_write import MALFORMED, read_json, replace_file
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
+LONGEST_TAIL = 1 << 23  # bytes of a log that are searched for its last rows: some 30,000 rows
 STATUS_SECONDS = 1.0  # between updates of the status by the steps
 KINDS = ("train", "val", "eval", "sample", "save", "event")
 LOCK = ".lock"
@@ -41,7 +43,8 @@ class MetricsLogger:
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that a full or failing disk did not take
         self._lock = lock
-        self._status: dict[str, Any] = {"state": "running", "exit_code": None, "step": 0, "loss": None, "message": ""}
+        self._status: dict[str, Any] = {"state": "running", "phase": "setup", "exit_code": None, "step": 0}
+        self._status |= dict.fromkeys(("total_steps", "loss", "tokens_per_second", "eta_seconds")) | {"message": ""}
         self._status_time = -STATUS_SECONDS
         self._file: FileIO | None = None
         self._elapsed_seconds = 0.0  # until the clock was started
@@ -141,11 +144,16 @@ class MetricsLogger:
         except OSError as error:
             self._count_lost(METRICS, error)
 
-    def progress(self, step: int, loss: float) -> None:
+    def progress(self, **values: Any) -> None:
         """`status` of a step, written at most once a second."""
-        self._status |= {"step": step, "loss": loss}
+        self._status |= values
         if time.monotonic() - self._status_time >= STATUS_SECONDS:
             self.status()
+
+    def begin(self, phase: str) -> None:
+        """Show in the status what the run does from now on: step, validate, save, ..."""
+        if phase != self._status["phase"]:
+            self.status(phase=phase)
 
     def status(self, **values: Any) -> None:
         """Update status.json by `values`; durable unless the state is `running`. Never raises for a failing disk.
@@ -203,6 +211,23 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
             row = {key: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in row.items()}
         rows.append(row)
     return rows
+
+
+def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The last row of each of some kinds, where there is one, in the last LONGEST_TAIL bytes of a log of any size."""
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(OSError), (run / METRICS).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for tail in (1 << 16, LONGEST_TAIL):
+            file.seek(max(0, size - tail))
+            text = file.read()
+            for kind in kinds:
+                start = text.rfind(b'{"kind": "%s"' % kind.encode())
+                if start >= 0 and (row := _parse_row(text[start:].partition(b"\n")[0])):
+                    found[kind] = row
+            if tail >= size or len(found) == len(kinds):
+                break
+    return found
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:

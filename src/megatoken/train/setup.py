@@ -119,6 +119,11 @@ class RunContext:
             if callback({"kind": kind, "step": step, "tokens": tokens, **values}):
                 self.preemption.request_stop("callback")
 
+    def begin(self, phase: str) -> None:
+        """Note what this process does from now on, for the one that watches it and in status.json."""
+        self.heartbeat.beat(phase, self.state.step)
+        self.log.begin(phase)
+
     def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
         """Raise StopRequested on all ranks when one of them has to save and stop; all must call it.
 
@@ -514,4 +519,4 @@ def write_provenance(run: RunContext, resolved: ResolvedConfig) -> None:
         replace_file(run.out / PROVENANCE, json.dumps(facts, indent=1) + "\n", durable=True)
         replace_file(run.out / CONFIG, redact(render(resolved.config, resolved.origins)), durable=True)
         run.tokenizer.save(run.out / TOKENIZER)  # also over that of a start that failed
-    run.log.status(state="running", step=run.state.step, message="")
+    run.log.status(state="running", step=run.state.step, total_steps=run.step_config.total_steps, message="")
