@@ -8,6 +8,7 @@ import pytest
 
 from megatoken.bench import ladder
 from megatoken.bench.ladder import PLAIN, Rung, choose_rungs, describe_rung, draw, list_rungs, measure_rungs
+from megatoken.bench.report import format_cell
 from megatoken.bench.runner import Worker
 from megatoken.bench.spec import OURS, WorkerSpec
 from megatoken.cli.main import main
@@ -136,13 +137,20 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
     monkeypatch.setattr("megatoken.bench.runner.MOST_STEPS", 2)
     words = ["bench", "ladder", "--preset", "tiny", "--batch-tokens", "32", "--rungs", "4", "--repeats", "1"]
-    assert main([*words, "--device", "cpu", "--out", str(tmp_path), "--json"]) == 0
+    assert main([*words, "--device", "cpu", "--out", str(tmp_path), "--name", "again", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [rung["name"] for rung in answer["rungs"]] == [PLAIN_NAME, "flash attention"]
     assert answer["speedup"] == max(rung["speedup"] for rung in answer["rungs"] if rung["kept"])
     assert answer["batch_tokens"] == 32
-    assert (tmp_path / "ladder.md").read_text().startswith("| rung ")
-    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "again.md").read_text()
+    assert table.startswith("| rung ")
+    seconds = [rung["seconds"] for rung in answer["rungs"]]
+    assert [line.split("|")[2].strip() for line in table.splitlines()[2:4]] == [
+        format_cell("seconds", s) for s in seconds
+    ]
+    assert [32 / s for s in seconds] == pytest.approx([rung["tokens_per_second"] for rung in answer["rungs"]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.json", "again.md", "again.png"]
+    assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
     assert main([*words, "--batch-tokens", "33", "--out", str(tmp_path)]) == ExitCode.CONFIG
     assert "33 tokens are no whole sequences" in capsys.readouterr().err
 

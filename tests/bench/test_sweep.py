@@ -54,22 +54,27 @@ def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[dic
 
 
 def gemm(tmp_path: Path, largest: int = 128, console: Console = QUIET) -> dict[str, Any]:
-    options = argparse.Namespace(bench="gemm", device="cpu", largest=largest, repeats=2, out=tmp_path)
+    options = argparse.Namespace(bench="gemm", name="gemm", device="cpu", largest=largest, repeats=2, out=tmp_path)
     return sweep.run(options, console)
 
 
-def test_squares_of_every_size_dtype_and_library(tmp_path: Path) -> None:
+def test_squares_of_every_size_dtype_and_library_and_layers_of_the_first_dtype(tmp_path: Path) -> None:
     answer = gemm(tmp_path)
     device = open_device(MachineConfig(device="cpu"))
     assert answer["device"] == device.name
-    found = [(row["dtype"], row["library"], row["m"], row["k"], row["n"]) for row in answer["rows"]]
+    rows = [row for row in answer["rows"] if row["sweep"] == "squares"]
+    found = [(row["dtype"], row["library"], row["m"], row["k"], row["n"]) for row in rows]
     libraries = {"bf16": ["torch"], "fp32": list(product_calls(torch.ones(2, 2), torch.ones(2, 2)))}
     dtypes = list(dict.fromkeys([device.precision, "fp32"]))
     assert found == [(d, library, s, s, s) for d in dtypes for s in (64, 128) for library in libraries[d]]
+    layers = [row for row in answer["rows"] if row["sweep"] == "layers"]
+    found = [(row["dtype"], row["tokens"], row["width"]) for row in layers]
+    assert found == [(dtypes[0], n, k) for k in (64, 128) for n in (256, 1024, 4096)]
+    assert [row["name"] for row in layers][:2] == ["256 x 64 x 64", "1024 x 64 x 64"]
     for row in answer["rows"]:
         rate = row["flops_per_second"]
         assert 0 < rate["low"] <= rate["median"] <= rate["high"] == row["best"]
-        assert rate["median"] == pytest.approx(2 * row["m"] ** 3 / row["seconds"]["median"])
+        assert rate["median"] == pytest.approx(2 * row["m"] * row["k"] * row["n"] / row["seconds"]["median"])
         assert rate["repeats"] == 2
     for dtype in dtypes:
         assert answer["peak"][dtype] == max(row["best"] for row in answer["rows"] if row["dtype"] == dtype)
@@ -104,7 +109,7 @@ def test_the_better_peak_is_kept_and_used(tmp_path: Path, own_peaks: Path) -> No
 
 def test_the_gemm_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer, lines = run_command(capsys, "gemm", "--largest", 64, "--repeats", 1, tmp_path / "out")
-    assert {row["m"] for row in answer["rows"]} == {64}
+    assert {row["width" if row["sweep"] == "layers" else "m"] for row in answer["rows"]} == {64}
     assert any(line.startswith("| square 64 | ") for line in lines)
     assert any("; peak: " in line for line in lines)
 

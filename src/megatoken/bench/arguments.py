@@ -16,7 +16,9 @@ def add_benches(add: Add) -> None:
     _add_preset(p)
     p.add_argument("--batch-tokens", type=_count, help="tokens of a step (default 1024 on a CPU, 65536 on cuda)")
     p.add_argument("--rungs", default="", metavar="N,...", help="only these, counted from 1 (default all)")
-    p = _bench(add, "gemm", "FLOP/s of square matrix products, by size and dtype; the best is this machine's peak")
+    p = _bench(
+        add, "gemm", "FLOP/s of matrix products, squares and those of layers by tokens and width; the best is the peak"
+    )
     p.add_argument("--largest", type=_count, help="largest square (default 4096 on a CPU, 8192 on mps, 16384 on cuda)")
     p = _bench(add, "attention", "time and memory of each attention implementation, by context length")
     _add_preset(p, gpt_only=True)

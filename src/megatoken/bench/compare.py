@@ -27,6 +27,7 @@ FILES = {"transformers": "", "nanogpt": "model.py", "build-nanogpt": "train_gpt2
 SIZES = ("n_layer", "n_head", "d_model", "vocab_size", "seq_len")  # of a preset that options override
 REST = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}  # last columns of a worker
 NOT_TIMED = ("device", "threads", "deterministic")  # where, not how; what a process sets once
+SPLITS = ("sharding", "tensor_parallel")
 
 
 def run_settings(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -109,8 +110,12 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
     setting = key.removeprefix("machine.")
     if key not in FIELDS or setting in NOT_TIMED:
         settings = [k.removeprefix("machine.") for k in FIELDS if k.startswith("machine.")]
-        fix = f"give one of {', '.join(each for each in settings if each not in NOT_TIMED)}"
+        fix = f"give one of {', '.join(each for each in settings if each not in (*NOT_TIMED, *SPLITS))}"
         raise ConfigError(f"no machine setting '{name}' to time", "bench knob", fix)
+    if setting in SPLITS:
+        what = f"machine.{setting} splits a model over processes; a bench's step is that of one, where it does nothing"
+        fix = "`megatoken dryrun PRESET --gpus N --shard KIND --tp N` shows memory and traffic of each value"
+        raise ConfigError(what, "bench knob", fix)
     field = FIELDS[key]
     known = [str(word) for word in get_args(field.type)] if get_origin(field.type) is Literal else []
     words = [word.strip() for word in text.split(",")] if text else known

@@ -44,8 +44,9 @@ PLAIN: dict[str, Any] = {
     "adamw": "loop",
     "loss_chunk": 0,
 }
-COLUMNS = {"name": "rung", "rate": "tokens/s", "mfu": "MFU", "mfu_causal": "MFU causal", "peak_memory_bytes": "memory"}
-COLUMNS |= {"gain": "gain", "speedup": "speed-up", "first_step_seconds": "first step", "loss": "loss", "note": ""}
+COLUMNS = {"name": "rung", "seconds": "step", "rate": "tokens/s", "mfu": "MFU", "mfu_causal": "MFU causal"}
+COLUMNS |= {"peak_memory_bytes": "memory", "gain": "gain", "speedup": "speed-up", "first_step_seconds": "first step"}
+COLUMNS |= {"loss": "loss", "note": ""}
 FOOTNOTE = "A gain is the ratio to the rung below in the same rounds; tokens/s are of a rung's own minutes."
 
 
@@ -93,10 +94,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         console.print(", ".join([row["name"], rate, *(["left out"] if row["rate"] and not row["kept"] else [])]))
     table = "\n".join(format_rows(COLUMNS, rows))
     with storage_errors(options.out, fix="choose --out"):
-        (options.out / "ladder.md").write_text(f"{table}\n\n{FOOTNOTE}\n")
-    console.print(f"\n{table}\ntable: {options.out / 'ladder.md'}")
+        (options.out / f"{options.name}.md").write_text(f"{table}\n\n{FOOTNOTE}\n")
+    console.print(f"\n{table}\ntable: {options.out / options.name}.md")
     picture = partial(draw, rows, f"{options.preset} on {device.name}")
-    save_picture(picture, options.out / "ladder.png", console)
+    save_picture(picture, options.out / f"{options.name}.png", console)
     speedup = max((row["speedup"] for row in rows if row["kept"]), default=None)
     about = {"preset": options.preset, **describe_peak(device), "batch_tokens": tokens}
     return {**about, "speedup": speedup, "rungs": rows}
@@ -198,6 +199,7 @@ def describe_rung(rung: Rung, worker: Worker, ratios: list[float], speedup: floa
     return {
         "name": rung.name,
         "tokens_per_second": rate and rate["median"],
+        "seconds": row["seconds"],
         "speedup": speedup * factor if rate else None,
         **{key: row[key] for key in ("mfu", "mfu_causal", "peak_memory_bytes", "loss", "skipped")},
         "rate": rate,

@@ -38,6 +38,7 @@ from megatoken.system.timing import time_calls
 LONGEST_SECONDS = 20.0  # for the repeats of a case; there are fewer, but three, of what takes longer
 SMALLEST = 64  # square product, context of attention
 LARGEST_SQUARE = {"cpu": 4096, "mps": 8192, "cuda": 16384}
+TOKENS = {"cpu": (256, 1024, 4096), "mps": (1024, 4096), "cuda": (1024, 2048, 4096, 8192, 16384)}  # of layers' products
 LONGEST_CONTEXT = {"cpu": 2048, "mps": 4096, "cuda": 16384}
 SCORES = {"explicit": 4.0, "blocked": 0.75}  # T x T numbers a head that an implementation holds at its peak
 LARGEST_CPU_TOKENS = 8192  # of a micro-batch: beyond it products stop getting faster, and a step takes a minute
@@ -54,13 +55,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """How a sweep is shown. columns: of its table; x: key of the horizontal axis, by the row's `sweep`; y: keys of the
-    panels; series: keys whose values are a line each."""
+    """How a sweep is shown. columns: of its table; panels: the rows' `sweep`, the key of the horizontal axis, the keys
+    whose values are a line each; y: each of the panels shows one of these."""
 
     columns: dict[str, str]
-    x: dict[str, str]
+    panels: tuple[tuple[str, str, tuple[str, ...]], ...]
     y: tuple[str, ...]
-    series: tuple[str, ...] = ()
 
 
 KERNEL = {"seconds": "time", "flops_per_second": "FLOP/s"}
@@ -71,20 +71,23 @@ STEP_PANELS = ("tokens_per_second", "mfu", "peak_memory_bytes")
 VIEWS = {
     "gemm": View(
         columns={"name": "product", "dtype": "dtype", "library": "library", **KERNEL},
-        x={"": "m"},
+        panels=(
+            ("squares", "m", ("dtype", "library")),
+            ("layers", "width", ("tokens",)),
+            ("layers", "tokens", ("width",)),
+        ),
         y=("flops_per_second",),
-        series=("dtype", "library"),
     ),
     "attention": View(
         columns=LAYER,
-        x={"": "seq_len"},
+        panels=(("", "seq_len", ("form", "dtype")),),
         y=("seconds", "flops_per_second", "extra_memory_bytes"),
-        series=("form", "dtype"),
     ),
-    "batch": View(columns=STEP, x={"batch": "micro_batch"}, y=STEP_PANELS),
-    "size": View(columns=STEP, x={"models": "parameters", "contexts": "seq_len"}, y=STEP_PANELS),
+    "batch": View(columns=STEP, panels=(("batch", "micro_batch", ()),), y=STEP_PANELS),
+    "size": View(columns=STEP, panels=(("models", "parameters", ()), ("contexts", "seq_len", ())), y=STEP_PANELS),
 }
 AXES = LAYER | STEP | {"m": "size of the squares", "micro_batch": "micro-batch (sequences)"}  # labels of pictures
+AXES |= {"tokens": "tokens N", "width": "width K of (N, K) x (K, K)", "library": "library"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     show_rows(view.columns, rows, console)
     timed = [row for row in rows if not row["skipped"]]
     if timed:
-        save_picture(partial(draw, view, timed, title), options.out / f"{options.bench}.png", console)
+        save_picture(partial(draw, view, timed, title), options.out / f"{options.name}.png", console)
     return answer
 
 
@@ -169,16 +172,21 @@ def time_cases(
 
 
 def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -> Path:
-    """A row of panels for each key of x: a line for each series, and a band between the quartiles of figures."""
-    grid = [([row for row in rows if row.get("sweep", "") == sweep], key) for sweep, key in view.x.items()]
-    grid = [(sorted(own, key=lambda row, key=key: float(row[key])), key) for own, key in grid if own]  # type: ignore[misc]
+    """A row of panels for each of the view's, or one row if each has one: a line for each series, and a band between
+    the quartiles of figures."""
     ys = [key for key in view.y if any(row[key] is not None for row in rows)]
-    size = {"figsize": (max(9.0, 5.5 * len(ys)), 5.0 * len(grid)), "layout": "constrained", "squeeze": False}
-    figure, axes = pyplot.subplots(len(grid), len(ys), **size)
+    panels = [
+        (sorted(own, key=lambda row, key=x_key: float(row[key])), x_key, y_key, series)  # type: ignore[misc]
+        for sweep, x_key, series in view.panels
+        if (own := [row for row in rows if row.get("sweep", "") == sweep])
+        for y_key in ys
+    ]
+    columns = len(ys) if len(ys) > 1 else len(panels)
+    size = {"figsize": (max(9.0, 5.5 * columns), 5.0 * len(panels) / columns), "layout": "constrained"}
+    figure, axes = pyplot.subplots(len(panels) // columns, columns, squeeze=False, **size)
     figure.suptitle(title)
-    panels = [(own, x_key, y_key) for own, x_key in grid for y_key in ys]
-    for axis, (own, x_key, y_key) in zip(axes.flat, panels, strict=True):
-        labels = [", ".join(str(row[key]) for key in view.series) for row in own]
+    for axis, (own, x_key, y_key, series) in zip(axes.flat, panels, strict=True):
+        labels = [", ".join(str(row[key]) for key in series) for row in own]
         for label in dict.fromkeys(labels):
             line = [row for row, its_label in zip(own, labels, strict=True) if its_label == label]
             x, y = [row[x_key] for row in line], [row[y_key] for row in line]
@@ -191,8 +199,8 @@ def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         axis.yaxis.set_major_formatter(pyplot.FuncFormatter(lambda value, _, key=y_key: format_cell(key, value)))
-        if view.series:
-            axis.legend()
+        if series:
+            axis.legend(title=", ".join(AXES[key] for key in series))
         if y_key != "seconds":
             axis.set_ylim(0)
     return save_figure(pyplot, figure, path)
@@ -217,13 +225,17 @@ def list_powers(largest: int) -> list[int]:
 
 
 def run_gemm(options: argparse.Namespace, console: Console) -> tuple[str, dict[str, Any]]:
-    """FLOP/s of square products over size, dtype and library. The best of each dtype is kept as this machine's peak."""
+    """FLOP/s of square products over size, dtype and library, and in the first dtype of a layer's (N, K) x (K, K) over
+    its tokens N and width K. The best of each dtype is kept as this machine's peak."""
     rows: list[Row] = []
     peaks: dict[str, float] = {}
     for dtype, device in open_dtypes(options.device):
         sizes = list_powers(options.largest or LARGEST_SQUARE[device.type])
-        groups = list_products(device, dtype, sizes)
+        groups = list_squares(device, dtype, sizes)
         rows += time_cases(groups, device, "flops_per_second", options.repeats, console)
+        if not peaks:
+            groups = list_layers(device, dtype, sizes)
+            rows += time_cases(groups, device, "flops_per_second", options.repeats, console)
         peaks[dtype] = max((row["best"] for row in rows if row["dtype"] == dtype and row["best"]), default=0.0)
         cache_peak(device, peaks[dtype])
     found = ", ".join(f"{dtype} {format_quantity(peak, 'FLOP/s')}" for dtype, peak in peaks.items())
@@ -231,7 +243,7 @@ def run_gemm(options: argparse.Namespace, console: Console) -> tuple[str, dict[s
     return title, {"device": device.name, "peak": peaks, "rows": rows}
 
 
-def list_products(device: Device, dtype: str, sizes: Sequence[int]) -> Iterator[list[Case]]:
+def list_squares(device: Device, dtype: str, sizes: Sequence[int]) -> Iterator[list[Case]]:
     """Products of two squares; the libraries of a product are a group."""
     noise = torch.Generator(device.torch_device).manual_seed(0)  # chips clock higher on constants
     for n in sizes:
@@ -247,13 +259,43 @@ def list_products(device: Device, dtype: str, sizes: Sequence[int]) -> Iterator[
             return
         yield [
             Case(
-                row={"name": f"square {n}", "dtype": dtype, "library": library, "m": n, "k": n, "n": n},
+                row={
+                    "name": f"square {n}",
+                    "sweep": "squares",
+                    "dtype": dtype,
+                    "library": library,
+                    "m": n,
+                    "k": n,
+                    "n": n,
+                },
                 label=f"square {n}",
                 series=library,
                 amount=2.0 * n**3,
                 build=partial(lambda call: call, call),
             )
             for library, call in calls.items()
+        ]
+
+
+def list_layers(device: Device, dtype: str, widths: Sequence[int]) -> Iterator[list[Case]]:
+    """Products of N tokens with a layer of K x K weights, by torch, as a model computes them."""
+    noise = torch.Generator(device.torch_device).manual_seed(0)
+    like: dict[str, Any] = {"dtype": device.dtype, "device": device.torch_device, "generator": noise}
+
+    def build(tokens: int, width: int) -> Call:
+        return partial(torch.matmul, torch.randn(tokens, width, **like), torch.randn(width, width, **like))
+
+    for width in widths:
+        yield [
+            Case(
+                row={"name": f"{tokens} x {width} x {width}", "sweep": "layers", "dtype": dtype, "library": "torch"}
+                | {"m": tokens, "k": width, "n": width, "tokens": tokens, "width": width},
+                label=f"width {width}",
+                series=f"layers of {tokens} tokens",
+                amount=2.0 * tokens * width**2,
+                build=partial(build, tokens, width),
+            )
+            for tokens in TOKENS[device.type]
         ]
 
 
