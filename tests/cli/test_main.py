@@ -133,7 +133,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["train", "quickstart", "--outt", "x"],
             2,
-            "unrecognized arguments: --outt x — megatoken train — see `megatoken train --help`",
+            "unrecognized arguments: --outt x — megatoken train — did you mean --out?",
         ),
         (["train", "quickstart", "machine.device=cuda"], 2, "no CUDA device for 'cuda': 0 found"),
         (["train", "quickstart", "data.path=/no/such/folder"], 3, "/no/such/folder"),

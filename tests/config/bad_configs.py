@@ -314,7 +314,8 @@ def conflicts() -> Iterator[BadConfig]:
 
 def wrong_names() -> Iterator[BadConfig]:
     near = {"quikstart": "quickstart", "gpt2": "gpt2-124m", "gpt2-xl": "gpt2-1558m", "gpt2-124": "gpt2-124m"}
-    near |= {"shakespear": "shakespeare", "GPT2-124M": "gpt2-124m", "llama": "llama-5m", "quickstart.yml": "quickstart"}
+    near |= {"shakespear": "shakespeare", "GPT2-124M": "gpt2-124m", "quickstart.yml": "quickstart"}
+    near |= {"llama": "llama-110m' or 'llama-5m"}
     for name, recipe in near.items():
         yield options(name, f"no recipe named '{name}'", f"did you mean '{recipe}'?")
     yield options("nowhere/x.yaml", "no recipe named 'nowhere/x.yaml'")

@@ -1,7 +1,6 @@
 """Parses the command line: every subcommand, its arguments and their help. No torch."""
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +10,10 @@ from megatoken import __version__
 from megatoken.bench.arguments import add_benches
 from megatoken.cli.help import format_example, format_overview
 from megatoken.cli.runs import DEFAULT, SORT_KEYS
-from megatoken.config.load import format_value, list_recipes, nearest_key
+from megatoken.config.load import format_value, list_recipes
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, resume_class
+from megatoken.config.words import suggest_choice, suggest_option
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.eval.tasks import TASKS
@@ -41,8 +41,10 @@ class Parser(argparse.ArgumentParser):
         if "expected one argument" in message:
             fix = "write a value that begins with - as --option='-value'"
         if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1, cutoff=0.0)
-            fix = f"did you mean {near[0]}? {fix}"
+            near = suggest_choice(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+            fix = f"did you mean {near}? {fix}" if near else fix
+        if "invalid int value" in message:
+            fix = f"give a whole number, {fix}"
         raise ConfigError(message, self.prog, fix)
 
 
@@ -57,10 +59,8 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
         words = others
     options, unknown = build_parser(commands).parse_known_args(words)
     if unknown:
-        command, (name, equals, _) = f"megatoken {options.command}", unknown[0].partition("=")
-        fix = f"see `{command} --help`"
-        if options.command in TAKE_OVERRIDES and (equals or ("." in name and "/" not in name)):
-            fix = f"settings are section.field=value, without --: {nearest_key(name.lstrip('-'))}=..."
+        command, known = f"megatoken {options.command}", re.findall(r"--[a-z][\w-]*|\b[A-Z_]{4,}\b", options.help())
+        fix = suggest_option(unknown, known, settings=options.command in TAKE_OVERRIDES) or f"see `{command} --help`"
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}", command, fix)
     options.words, options.overrides = given, overrides
     options.console = Console(to_stderr=options.json)
@@ -94,7 +94,7 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
         p: Parser = among.add_parser(name, help=doc, description=doc, usage=usage, epilog=epilog, formatter_class=raw)
         p.add_argument("--json", action="store_true", help="progress to stderr, one JSON line to stdout")
         p.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        p.set_defaults(call=commands[command or name])
+        p.set_defaults(call=commands[command or name], help=p.format_help)
         return p
 
     doc = "train a small GPT on this machine's Python files; sample from it"

@@ -207,7 +207,7 @@ def run_config(options: argparse.Namespace) -> Result:
 def _resolve_preset_or_recipe(options: argparse.Namespace, *overrides: str) -> tuple[Config, ModelConfig]:
     """The config, and its model with a vocabulary: the recipe's, else the preset's or GPT-2's."""
     name, words = options.preset, [*options.overrides, *overrides]
-    config = resolve_preset(name, words) if name in PRESETS else resolve(name, words).config
+    config = resolve_preset(name, words) if name in PRESETS else resolve(name, words, tuple(PRESETS)).config
     model = config.model
     return config, model.resolve(PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY)
 

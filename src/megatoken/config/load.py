@@ -4,7 +4,6 @@ The result is a checked `Config` with the origin of every value. Every mistake i
 file:line. YAML tags, anchors and merges are refused: nothing in a recipe is executed.
 """
 
-import difflib
 import math
 import re
 import warnings
@@ -16,8 +15,9 @@ from typing import Any
 import yaml
 
 from megatoken.config.fields import parse_value
-from megatoken.config.presets import PRESETS, PUBLISHED
+from megatoken.config.presets import PRESETS
 from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_config, flatten, resume_class, validate
+from megatoken.config.words import suggest_key, suggest_recipe, suggest_value
 from megatoken.errors import ConfigError
 from megatoken.redact import redact
 
@@ -32,31 +32,6 @@ PREPARE = {
     **{f"data/{name}": name for name in ("fineweb", "fineweb-100bt", "fineweb-350bt", "fineweb-edu")},
 }
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
-# What nanoGPT, llm.c, Composer, transformers and others call our fields, as far as the words are not alike.
-OTHER_NAMES = {
-    **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),
-    **dict.fromkeys(("betas", "adam_beta1"), "optim.beta1"),
-    **dict.fromkeys(("min_lr", "alpha_f", "final_lr_frac"), "optim.min_lr_ratio"),
-    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "grad_clip_norm"), "optim.grad_clip"),
-    **dict.fromkeys(("warmup_iters", "warmup_steps", "t_warmup"), "optim.warmup"),
-    **{"wd": "optim.weight_decay", "lr_scheduler": "optim.schedule", "optimizer": "optim.name"},
-    **dict.fromkeys(("n_embd", "hidden_size", "dim", "embed_dim", "d_embed"), "model.d_model"),
-    **dict.fromkeys(("block_size", "context_length", "n_positions", "max_seq_len", "n_ctx"), "model.seq_len"),
-    **dict.fromkeys(("num_layers", "num_hidden_layers", "depth"), "model.n_layer"),
-    **dict.fromkeys(("num_heads", "num_attention_heads"), "model.n_head"),
-    **{"num_key_value_heads": "model.n_kv_head", "n_query_groups": "model.n_kv_head"},
-    **{"intermediate_size": "model.d_ff", "n_inner": "model.d_ff", "activation_function": "model.mlp"},
-    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), "model.dropout"),
-    **{"init_from": "model.init", "tie_word_embeddings": "model.tie_embeddings", "dataset": "data.path"},
-    **dict.fromkeys(("max_iters", "max_steps", "num_iterations"), "budget.steps"),
-    **{"max_tokens": "budget.tokens", "num_train_epochs": "budget.epochs"},
-    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "budget.batch_tokens"),
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "machine.micro_batch"),
-    **{"dtype": "machine.precision", "fsdp": "machine.sharding", "tp": "machine.tensor_parallel"},
-    **{"gradient_checkpointing": "machine.activation_checkpointing", "save_interval": "save.every"},
-    **{"save_steps": "save.every", "save_total_limit": "save.keep_last", "eval_interval": "evaluate.every"},
-    **{"eval_steps": "evaluate.every", "eval_iters": "evaluate.tokens", "log_interval": "log.every"},
-}
 # Setting one of these in a later layer unsets the others.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
 
@@ -91,12 +66,13 @@ def prepare_words(dataset: str, out: str) -> list[str]:
     return ["prepare", source, "--out", out, *options]
 
 
-def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
+def resolve(recipe: str, overrides: Sequence[str] = (), others: Sequence[str] = ()) -> ResolvedConfig:
     """Read a recipe by file or name, apply `a.b=c` overrides, check everything.
 
-    Raises ConfigError naming file:line, the key and the nearest valid one.
+    others: names that the command knows beside recipes, for a suggestion. Raises ConfigError naming file:line, the key
+    and the nearest valid one.
     """
-    path = _find_recipe(recipe)
+    path = _find_recipe(recipe, others)
     return resolve_assignments(path.stem, read_recipe(path), overrides)
 
 
@@ -175,26 +151,16 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
         if any(known.startswith(f"{key}.") for known in FIELDS):
             raise ConfigError(f"{key} is a section, got {text!r:.80}", where, "write `field: value` lines below it")
         if key not in FIELDS:
-            raise ConfigError(f"unknown key '{key:.200}'", where, f"did you mean '{nearest_key(key)}'?")
+            raise ConfigError(f"unknown key '{key:.200}'", where, suggest_key(key))
         spec = FIELDS[key]
         try:
             values[key] = parse_value(spec, text)
         except ValueError as wrong:
-            fix = f"{spec.doc}{f' [{spec.unit}]' if spec.unit else ''}; default {format_value(spec.default)}"
+            what_it_is = f"{spec.doc}{f' [{spec.unit}]' if spec.unit else ''}; default {format_value(spec.default)}"
+            fix = f"{suggest_value(spec, text)} {what_it_is}"
             raise ConfigError(f"{key}: {wrong}", where, fix) from None
         origins[key] = where
     return notes
-
-
-def nearest_key(key: str) -> str:
-    """The nearest valid key: what another program's word stands for, else by whole key, else by name in any section."""
-    key = key[:200].lower().replace("-", "_").replace("/", ".").strip(".")
-    name = key.rpartition(".")[2]
-    names = {known.rpartition(".")[2]: known for known in FIELDS}
-    if other := OTHER_NAMES.get(name):
-        return other
-    near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.7)
-    return near[0] if near else names[difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]]
 
 
 def _split_override(word: str) -> Assignment:
@@ -204,7 +170,7 @@ def _split_override(word: str) -> Assignment:
     return Assignment(key, text, COMMAND_LINE)
 
 
-def _find_recipe(recipe: str) -> Path:
+def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
     known = list_recipes()
     try:
         if Path(recipe).is_file():
@@ -213,10 +179,9 @@ def _find_recipe(recipe: str) -> Path:
         raise ConfigError(f"cannot read recipe: {error.strerror}", recipe, "check the path") from None
     if recipe in known:
         return SHIPPED / f"{recipe}.yaml"
-    word = recipe.lower()
-    near = PUBLISHED.get(word) or difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
-    fix = f"did you mean '{near}'? known: {', '.join(known)}, or the path of a .yaml file"
-    raise ConfigError(f"no recipe named '{recipe}'", fix=fix)
+    raise ConfigError(
+        f"no recipe named '{recipe}'", fix=f"{suggest_recipe(recipe, [*known, *others])}, or the path of a .yaml file"
+    )
 
 
 class _Loader(yaml.SafeLoader):

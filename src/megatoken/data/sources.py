@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 
+from megatoken.config.words import suggest_choice
 from megatoken.data.shard_format import DESCRIPTION_NAME, INPUTS_NAME, MANIFEST_NAME, PROGRESS_NAME
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
@@ -135,7 +136,9 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         return _list_local(Path(spec).name, [(match.relative_to(start).as_posix(), match) for match in matches])
     if path.exists():
         raise DataError("neither a file nor a folder", spec, "write its content to a file first")
-    raise DataError(f"no such file, folder or named corpus (names: {', '.join(NAMES)})", spec, "check the spelling")
+    near = suggest_choice(spec, NAMES)
+    fix = f"did you mean {near}?" if near else "check the spelling"
+    raise DataError(f"no such file, folder or named corpus (names: {', '.join(NAMES)})", spec, fix)
 
 
 def _find_shakespeare(root: Path | None) -> Source:

@@ -5,7 +5,6 @@ GPT-2's, `BpeCache` gives the same ids faster. Special tokens in text are plain 
 """
 
 import contextlib
-import difflib
 import hashlib
 import itertools
 import json
@@ -21,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megatoken.config.words import suggest_choice
 from megatoken.data.bpe_cache import BpeCache
 from megatoken.data.gpt2_vocab import Merges, byte_characters, find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME
@@ -187,8 +187,8 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
         if (path / "vocab.json").exists() and (path / "merges.txt").exists():
             return _load_vocabulary(path)
         raise DataError("folder holds no tokenizer.json", spec, "name a tokenizer.json or a folder that holds one")
-    near = difflib.get_close_matches(spec, ("gpt2", "bytes"), 1)
-    fix = f"did you mean {near[0]}?" if near else "give one of gpt2, bytes, bpe:N, FILE"
+    near = suggest_choice(spec, ("gpt2", "bytes", "bpe:N"))
+    fix = f"{f'did you mean {near}? ' if near else ''}give one of gpt2, bytes, bpe:N, FILE"
     raise ConfigError(f"no tokenizer or file called {spec!r}", "tokenizer", fix)
 
 

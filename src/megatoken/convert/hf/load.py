@@ -7,6 +7,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatoken.config.words import nearest
 from megatoken.convert.fill_model import HEAD, fill_model
 from megatoken.convert.hf.families import Family, find_family
 from megatoken.errors import CheckpointError
@@ -43,8 +44,11 @@ def find_folder(name_or_folder: str) -> Path:
     folder = Path(name_or_folder)
     if folder.is_dir():
         return folder
-    if not HUB_NAME.fullmatch(name_or_folder):
-        fix = "give a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
+    parent = folder.parent
+    if not HUB_NAME.fullmatch(name_or_folder) or (parent.name and parent.is_dir()):
+        near = nearest(folder.name, sorted(path.name for path in parent.iterdir()) if parent.is_dir() else [])
+        known = "a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
+        fix = f"did you mean {parent / near}?" if near else f"give {known}"
         raise CheckpointError("no such folder", name_or_folder, fix)
     patterns = ["*.json", "*.safetensors", "*.txt"]
     try:
@@ -52,8 +56,9 @@ def find_folder(name_or_folder: str) -> Path:
 
         return Path(snapshot_download(name_or_folder, allow_patterns=patterns, cache_dir=huggingface_cache()))
     except Exception as error:  # the network and the hub raise many types; or huggingface_hub is not installed
-        what = f"no such folder, and no download from the hub: {str(error).partition('. ')[0]}"
-        fix = "check the name and the connection (pip install megatoken[hf]), or give a local folder"
+        reason = re.split(r"\.? An error|\. |\n", str(error))[0].removeprefix("Got: ")
+        what = f"no such folder here, and no download from the hub: {reason}"
+        fix = "check the name, or the connection (pip install megatoken[hf])"
         raise CheckpointError(what, name_or_folder, fix) from error
 
 

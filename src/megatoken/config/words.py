@@ -1,0 +1,319 @@
+"""The words that other tools have for our settings, values, recipes, commands, options: for suggestions.
+
+They are those of nanoGPT, llm.c, modded-nanogpt, nanochat, litgpt, torchtitan, Megatron, Composer and transformers'
+Trainer, as far as they are not like ours. What is neither known nor alike gets no suggestion.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from megatoken.config.fields import TRUTHS, ConfigField, Duration
+from megatoken.config.presets import PRESETS, PUBLISHED
+from megatoken.config.schema import FIELDS
+
+ALIKE = 0.6  # of difflib's ratio: less is no slip of the pen
+
+
+def _invert(table: Mapping[str, str]) -> dict[str, str]:
+    return {word: ours for ours, words in table.items() for word in words.split()}
+
+
+# Setting, or option of a command, by name or by section.name. What is not the same number has a note in CONVERSIONS.
+KEYS = _invert(
+    {
+        "seed": "data_seed global_seed",
+        "model.preset": "model_name model.name flavor model_type config_name",
+        "model.n_layer": "num_layers num_hidden_layers depth layers n_layers",
+        "model.n_head": "num_heads num_attention_heads heads n_heads",
+        "model.n_kv_head": "num_key_value_heads n_query_groups num_query_groups n_kv_heads kv_heads",
+        "model.d_model": "n_embd hidden_size dim embed_dim d_embed model_dim width",
+        "model.d_ff": "intermediate_size n_inner ffn_hidden_size ffn_dim",
+        "model.seq_len": "block_size context_length n_positions max_seq_len n_ctx seq_length sequence_length"
+        " train_seq_len max_position_embeddings max_seq_length context",
+        "model.mlp": "activation_function hidden_act activation",
+        "model.norm": "norm_type norm_class_name",
+        "model.norm_eps": "layer_norm_epsilon rms_norm_eps layer_norm_eps norm_epsilon",
+        "model.pos_emb": "positions position_embedding_type pos_embed",
+        "model.rope_theta": "rope_base rotary_base",
+        "model.bias": "no_bias use_bias",
+        "model.tie_embeddings": "tie_word_embeddings weight_tying",
+        "model.dropout": "attn_pdrop resid_pdrop embd_pdrop emb_pdrop hidden_dropout attention_dropout",
+        "model.init": "init_from model_name_or_path load_path initial_checkpoint_dir checkpoint_dir pretrained"
+        " resume_from from_pretrained",
+        "data.path": "dataset dataset_name dataset_path train_files val_files train_file data_path data_dir data_root"
+        " input_bin",
+        "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_dir hf_assets_path",
+        "optim.name": "optimizer optimizer_type",
+        "optim.lr": "learning_rate max_lr peak_lr matrix_lr",
+        "optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style decay_type decay_lr"
+        " scheduler.name",
+        "optim.warmup": "warmup_iters warmup_steps t_warmup lr_warmup_steps warmup_ratio"
+        " lr_warmup_iters num_warmup_steps",
+        "optim.decay": "lr_decay_iters cooldown_frac cooldown_iters warmdown_iters warmdown_ratio decay_ratio cooldown",
+        "optim.min_lr_ratio": "min_lr alpha_f final_lr_frac min_lr_factor",
+        "optim.beta1": "betas adam_beta1",
+        "optim.beta2": "adam_beta2",
+        "optim.eps": "epsilon adam_epsilon",
+        "optim.weight_decay": "wd",
+        "optim.grad_clip": "max_grad_norm gradient_clipping grad_clip_norm clip_grad max_norm clip_grad_norm",
+        "budget.steps": "max_iters max_steps num_iterations train_iters training_steps num_steps iterations"
+        " total_steps iters",
+        "budget.tokens": "max_tokens max_duration num_tokens train_tokens total_tokens",
+        "budget.epochs": "num_train_epochs num_epochs max_epochs epoch",
+        "budget.batch_tokens": "batch_size global_batch_size train_batch_size global_train_batch_size total_batch_size"
+        " batch",
+        "machine.device": "use_cpu no_cuda accelerator device_type",
+        "machine.precision": "dtype bf16 fp16 mixed_precision mixed_precision_param torch_dtype amp param_dtype",
+        "machine.compile": "torch_compile use_compile compile.enable",
+        "machine.micro_batch": "per_device_train_batch_size gradient_accumulation_steps micro_batch_size"
+        " local_batch_size device_batch_size device_train_microbatch_size grad_accum grad_accum_steps",
+        "machine.attention": "use_flash_attn attn_implementation attn_impl flash flash_attn",
+        "machine.activation_checkpointing": "gradient_checkpointing activation_checkpoint activation_checkpoint.mode"
+        " recompute",
+        "machine.sharding": "fsdp deepspeed zero_stage fsdp_config data_parallel_shard_degree strategy",
+        "machine.tensor_parallel": "tp tp_size tensor_parallel_degree tensor_model_parallel_size tensor_parallel_size",
+        "machine.threads": "num_threads omp_num_threads",
+        "save.every": "save_interval save_steps save_strategy save_freq checkpoint_interval checkpoint.interval"
+        " ckpt_every save_checkpoint checkpoint.freq save_every",
+        "save.keep_last": "save_total_limit save_num_checkpoints_to_keep keep_latest_k",
+        "evaluate.every": "eval_interval eval_steps eval_every eval_strategy evaluation_strategy val_loss_every"
+        " validate_every_n_epochs validate_every_n_batches"
+        " eval.interval validation.freq val_every eval_freq",
+        "evaluate.tokens": "eval_iters val_tokens eval_tokens eval.max_iters val_max_steps max_eval_samples",
+        "evaluate.tasks_every": "core_metric_every",
+        "log.every": "log_interval logging_steps log_freq",
+        "--out": "out_dir output_dir save_folder checkpoint.folder run_name logging_dir output out o",
+        "--nproc": "nproc_per_node devices num_gpus gpus n_gpus num_processes ngpu world_size",
+        "--explain": "verbose",
+    }
+)
+# Where the number is another one.
+CONVERSIONS = {
+    "optim.min_lr_ratio": ("min_lr", "it is a share of optim.lr"),
+    "optim.warmup": ("warmup_ratio", "0.1 is written 0.1dur"),
+    "optim.decay": ("cooldown_frac warmdown_ratio decay_ratio", "0.4 is written 0.4dur"),
+    "optim.beta1": ("betas", "the second is optim.beta2"),
+    "optim.schedule": ("decay_lr", "False is constant"),
+    "model.bias": ("no_bias", "the opposite"),
+    "budget.batch_tokens": (
+        "batch_size global_batch_size train_batch_size global_train_batch_size batch",
+        "it counts tokens: sequences x model.seq_len, of all processes and micro-batches",
+    ),
+    "machine.micro_batch": (
+        "gradient_accumulation_steps grad_accum grad_accum_steps",
+        "accumulation is what remains: budget.batch_tokens / (micro_batch x model.seq_len x processes)",
+    ),
+    "evaluate.tokens": (
+        "eval_iters eval.max_iters val_max_steps max_eval_samples",
+        "it counts tokens: batches x sequences x model.seq_len",
+    ),
+    "machine.precision": ("bf16 fp16 amp", "write machine.precision=bf16 or fp16"),
+}
+VALUES = {
+    "machine.precision": _invert(
+        {
+            "fp32": "float32 float full 32 32-true single no",
+            "bf16": "bfloat16 bf16-mixed bf16-true amp-bf16",
+            "fp16": "float16 half 16 16-mixed 16-true amp amp-fp16",
+        }
+    ),
+    "machine.sharding": _invert(
+        {
+            "none": "ddp no-shard 0 off false no",
+            "zero1": "1 stage1",
+            "zero2": "2 shard-grad-op",
+            "zero3": "3 fsdp fsdp2 full-shard true",
+            "hybrid": "hsdp hybrid-shard",
+        }
+    ),
+    "machine.attention": _invert(
+        {"flash": "sdpa flash-attention flash-attn torch", "fa2": "flash-attention-2", "explicit": "eager math"}
+    ),
+    "machine.activation_checkpointing": _invert({"block": "full true on yes", "none": "off false no"}),
+    "model.pos_emb": _invert({"rotary": "rope", "learned": "absolute learned-absolute"}),
+    "model.mlp": _invert({"swiglu": "silu llamamlp swish", "gelu": "gelu-new gelu-tanh gelu-pytorch-tanh"}),
+    "optim.name": _invert({"adamw": "adam adamw-torch adamw-torch-fused decoupled-adamw adamw8bit"}),
+    "optim.schedule": _invert(
+        {
+            "cosine": "cosine-with-warmup cosine-decay cosine-decay-with-warmup cosineannealinglr",
+            "linear": "linear-decay-with-warmup linear-with-warmup",
+            "wsd": "warmup-stable-decay trapezoidal trapezoid",
+            "constant": "constant-with-warmup none off",
+        }
+    ),
+}
+RECIPES = PUBLISHED | _invert(
+    {
+        "gpt2-124m": "gpt2-small gpt-2 gpt2-117m train_gpt2 124m d12 gpt_2",
+        "gpt2-355m": "gpt2-345m 355m d24",
+        "gpt2-774m": "gpt2-762m 774m d36",
+        "gpt2-1558m": "gpt2-1.5b gpt2-1542m gpt2xl d48",
+        "gpt3-1.3b": "gpt3-xl",
+        "shakespeare": "shakespeare_char train_shakespeare_char tinyshakespeare",
+        "quickstart": "default demo example",
+    }
+)
+CHOICES = _invert(  # commands, and values of their options and arguments
+    {
+        "train": "pretrain finetune resume fit continue",
+        "sample": "generate chat inference complete",
+        "eval": "evaluate validate test score",
+        "prepare": "tokenize preprocess data download",
+        "export": "convert convert_to_hf save",
+        "describe": "info summary params",
+        "dryrun": "estimate dry-run dry_run memory plan",
+        "bench": "benchmark profile speed",
+        "launch": "slurm torchrun k8s submit",
+        "doctor": "env check diagnose",
+        "plot": "curves draw",
+        "consolidate": "merge unshard",
+        "runs": "list ls status compare",
+        "scaling": "scaling-law chinchilla",
+        "slurm": "sbatch srun",
+        "k8s": "kubernetes kubectl",
+        "skypilot": "sky",
+        "hf": "huggingface transformers safetensors gguf",
+        "llmc": "llm.c bin",
+        "tinyshakespeare": "shakespeare shakespeare_char tiny_shakespeare",
+        "fineweb": "fineweb10b fineweb-10b",
+        "fineweb-edu": "edu_fineweb10b fineweb_edu fineweb-edu-10b edu-fineweb",
+        "gpt2": "gpt-2 r50k_base tiktoken",
+        "bytes": "byte char chars character",
+        "bpe:N": "bpe",
+        "fp32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+    }
+)
+OPTIONS = _invert(
+    {
+        "--tokens": "max_new_tokens max_tokens length num_tokens",
+        "--n": "num_samples num_return_sequences",
+        "--top-k": "topk",
+        "--temperature": "temp",
+        "PROMPT": "prompt start text input",
+        "MODEL": "checkpoint model_path ckpt out_dir checkpoint_dir pretrained",
+        "RECIPE": "config config_file",
+        "--init": "init_from model_name_or_path checkpoint_dir from_pretrained load_path",
+        "--to": "format",
+        "--dtype": "precision",
+        "--precision": "dtype",
+        "--tokenizer": "vocab_size vocab tokenizer_name encoding",
+        "--val-fraction": "val_split val_size test_size",
+        "--tp": "tensor_parallel tensor_parallel_size tp_size",
+        "--shard": "sharding zero zero_stage fsdp",
+        "--limit": "num_examples max_examples",
+        "--fewshot": "num_fewshot",
+        "--time": "walltime time_limit",
+    }
+) | {word: ours for word, ours in KEYS.items() if ours.startswith("--")}
+REMARKS = {
+    **dict.fromkeys(("resume", "auto_resume", "resume_from_checkpoint"), "the same command goes on with its run"),
+    **dict.fromkeys(
+        ("wandb", "wandb_log", "wandb_project", "report_to", "tensorboard"),
+        "metrics are rows of RUN/metrics.jsonl; `megatoken plot RUN` draws them",
+    ),
+}
+SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in FIELDS if "." in key))
+_OURS = {key.rpartition(".")[2]: key for key in FIELDS}  # of fields with one name the last, as `every`
+
+
+def nearest(word: str, names: Collection[str], cutoff: float = ALIKE) -> str:
+    """The name that is most like `word`, empty where none is alike."""
+    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=cutoff)), "")
+
+
+def suggest_choice(word: str, choices: Collection[str]) -> str:
+    """The command or value that a wrong one stands for or is like, empty where none is."""
+    known = CHOICES.get(word.lower(), "")
+    return known if known in choices else nearest(word.lower(), choices)
+
+
+def suggest_option(words: Sequence[str], options: Collection[str], *, settings: bool) -> str:
+    """What to write for the first of the words that a command does not know, empty where nothing is known or alike.
+
+    options: of the command, `--like-this` or PLACEHOLDERS. settings: it takes section.field=value words.
+    """
+    word, equals, value = words[0].partition("=")
+    name = word.strip("-.").replace("-", "_").lower()
+    if remark := REMARKS.get(name):
+        return remark
+    known = OPTIONS.get(name, "")
+    if known in options and known.isupper():
+        return f"write {known} alone, without {word}"
+    option = known if known in options else nearest(f"--{name}".replace("_", "-"), options)
+    field, note = find_key(name) if settings and (equals or word.startswith("-") or "." in word) else ("", "")
+    if field.startswith("--"):
+        option, field = field if field in options else option, ""
+    if not field or (option and name not in KEYS | _OURS):
+        if option and word.startswith("-"):
+            return f"did you mean {option}?"
+        return "settings are section.field=value" if settings and not word.startswith("-") else ""
+    value = value if equals else next((word for word in words[1:2] if not word.startswith("-")), "")
+    value = "" if note else find_value(FIELDS[field], value) or value
+    return f"settings are section.field=value, without --: {field}={value or '...'} {note}".strip()
+
+
+def find_key(key: str) -> tuple[str, str]:
+    """(our setting, or option such as --out; a note where its value is another one) for an unknown one; empty for none.
+
+    What another tool's word stands for, else what is alike: in its section, as a whole, by name.
+    """
+    key = key[:200].lower().replace("-", "_").replace("/", ".").strip(".")
+    section, _, name = key.rpartition(".")
+    in_section = f"{section}.{nearest(name, _OURS)}"
+    found = KEYS.get(key) or KEYS.get(name) or (in_section if in_section in FIELDS else "")
+    found = found or ("" if section in SECTIONS else nearest(key, FIELDS, 0.75))
+    parts = key.split(".")[::-1]  # a name may have a part of ours below it, as betas.0
+    found = found or next(filter(None, map((KEYS | _OURS).get, parts)), "") or _OURS.get(nearest(name, _OURS), "")
+    words, note = CONVERSIONS.get(found, ("", ""))
+    return found, note if {key, *parts} & {*words.split()} else ""
+
+
+def suggest_key(key: str) -> str:
+    """What to write for an unknown setting, or what there is where nothing is known or alike."""
+    found, note = find_key(key)
+    if found:
+        return f"did you mean '{found}'?{f' {note}' if note else ''}"
+    if "." in key and (near := nearest(key.partition(".")[0].lower(), SECTIONS)):
+        return f"{near} has {', '.join(known.partition('.')[2] for known in FIELDS if known.startswith(f'{near}.'))}"
+    return f"settings are section.field, sections {', '.join(SECTIONS)}: see `megatoken train --help`"
+
+
+def find_value(spec: ConfigField, text: str) -> str:
+    """The value that a wrong one stands for or is like, empty where none is."""
+    word = text.strip().lower().replace("_", "-")
+    truth = {"1": True, "0": False}.get(word) if spec.type is bool else TRUTHS.get(word)
+    if truth is not None and spec.type is bool:
+        return str(truth).lower()
+    on_off = ("on" if truth else "off") if truth is not None and "on" in spec.choices else ""
+    return VALUES.get(spec.key, {}).get(word) or on_off or nearest(word, spec.choices)
+
+
+def suggest_value(spec: ConfigField, text: str) -> str:
+    """What to write for a wrong value, empty where nothing is known or alike."""
+    if found := find_value(spec, text):
+        return f"did you mean {found}?"
+    if spec.type is Duration and re.fullmatch(r"\d+ ?(h|m|min|minutes?|hours?|s|seconds?|days?)", text.strip().lower()):
+        return "it is counted in steps or tokens, a wall-clock time is for save.time_limit;"
+    return ""
+
+
+def suggest_recipe(word: str, known: Sequence[str]) -> str:
+    """What to write for an unknown recipe: another's name, those that begin like it, the nearest; what there is.
+
+    A preset that is no recipe is an architecture for one.
+    """
+    path = PurePosixPath(word.lower())
+    if path.suffix == ".py":
+        return f"did you mean --nanogpt '{word}'? known: {', '.join(known)}"
+    name = re.sub(r"\.ya?ml$", "", path.name)
+    begin = [each for each in known if len(name) > 2 and each.startswith(name)]
+    near = RECIPES.get(name, "") if RECIPES.get(name) in known else ""
+    preset = name if name in PRESETS else nearest(name, PRESETS, 0.8)
+    guess = near or "' or '".join(begin[:4]) or nearest(name, known)
+    if preset and preset not in known and not near and not begin:
+        return f"{preset} is a preset, not a recipe: RECIPE model.preset={preset}; recipes: {', '.join(known)}"
+    return f"did you mean '{guess}'? known: {', '.join(known)}" if guess else f"known: {', '.join(known)}"

@@ -1,0 +1,166 @@
+"""What people type who come from other tools, or slip: one line, an exit code, and the suggestion they meant.
+
+The first list was found by users, the second collects the words of nanoGPT, llm.c, modded-nanogpt, nanochat, litgpt,
+torchtitan, Megatron, Composer and the Trainer of transformers.
+"""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatoken.cli.main import main
+from megatoken.config.fields import parse_value
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import FIELDS
+from megatoken.config.words import CHOICES, CONVERSIONS, KEYS, RECIPES, VALUES, find_key
+from megatoken.convert.recipes import composer, nanogpt
+
+TOKENS = "it counts tokens: sequences x model.seq_len"
+SETTING = "settings are section.field=value, without --: "
+FOUND = [
+    ("config quickstart optim.learning_rate=1", 2, "did you mean 'optim.lr'?"),
+    ("config quickstart model.n_embd=8", 2, "did you mean 'model.d_model'?"),
+    ("config quickstart model.block_size=8", 2, "did you mean 'model.seq_len'?"),
+    ("train gpt2", 2, "did you mean 'gpt2-124m'?"),
+    ("describe gpt2-xl", 2, "did you mean 'gpt2-1558m'?"),
+    ("trian quickstart", 2, "did you mean train?"),
+    ("train quickstart --data.path=d", 2, f"{SETTING}data.path=d"),
+    ("config quickstart optim.lrr=1", 2, "did you mean 'optim.lr'?"),
+    ("config quickstart model.padded_vocab_size=8", 2, "did you mean 'model.vocab_size'?"),
+    ("train quikstart", 2, "did you mean 'quickstart'?"),
+    ("sample runs/nope hello", 4, "no such folder — runs/nope — did you mean runs/nose?"),
+    ("sample runs/zz hello", 4, "no such folder — runs/zz — give a run folder"),
+    ("train fifo.yaml", 2, "no recipe named 'fifo.yaml' — known: gpt2-124m"),
+    ("train ''", 2, "no recipe named '' — known: gpt2-124m"),
+    ("train 'null:'", 2, "no recipe named 'null:' — known: gpt2-124m"),
+    ("train 'a\x01b'", 2, "no recipe named 'a\\x01b' — known: gpt2-124m"),
+    ("config quickstart 'null:=3'", 2, "settings are section.field=value"),
+    ("config quickstart zzz=1", 2, "settings are section.field, sections model, data, optim"),
+    ("config quickstart model.foo=3", 2, "model has preset, n_layer"),
+    ("config quickstart evaluate.eval_iters=8", 2, "'evaluate.tokens'? it counts tokens: batches x sequences x model"),
+    ("config quickstart budget.batch_size=8", 2, f"did you mean 'budget.batch_tokens'? {TOKENS}"),
+    ("prepare fifo --out d", 3, "neither a file nor a folder — fifo — write its content to a file first"),
+    ("prepare python --out d --tokenizer gpt-2", 2, "did you mean gpt2?"),
+    ("eval m --tasks hella_swag", 2, "did you mean hellaswag?"),
+    ("eval m --data d --split trian", 2, "did you mean train?"),
+    ("eval m --data d --tasks piqa --split train", 2, "--split has no effect here"),
+    ("launch slrum quickstart", 2, "did you mean slurm?"),
+    (
+        "config quickstart save.every=10minutes",
+        2,
+        "it is counted in steps or tokens, a wall-clock time is for save.time",
+    ),
+    ("config quickstart save.time_limit=soon", 2, "write it as 45s, 90m, 11h30m or 2d"),
+    ("bench ladders", 2, "did you mean ladder?"),
+]
+NEW = [
+    ("train quickstart --learning_rate=1e-3", 2, f"{SETTING}optim.lr=1e-3"),
+    ("train quickstart --lr 1e-3", 2, f"{SETTING}optim.lr=1e-3"),
+    ("train quickstart --batch_size=32", 2, f"{SETTING}budget.batch_tokens=... {TOKENS}"),
+    ("train quickstart --max_iters=100", 2, f"{SETTING}budget.steps=100"),
+    ("train quickstart --compile=False", 2, f"{SETTING}machine.compile=off"),
+    ("train quickstart --device=cuda", 2, f"{SETTING}machine.device=cuda"),
+    ("train quickstart --dtype bfloat16", 2, f"{SETTING}machine.precision=bf16"),
+    ("train quickstart --gradient_accumulation_steps=8", 2, "machine.micro_batch=... accumulation is what remains"),
+    ("train quickstart --config x.yaml", 2, "unrecognized arguments: --config x.yaml"),
+    ("train --config x.yaml", 2, "write RECIPE alone, without --config"),
+    ("train config/train_gpt2.py", 2, "did you mean --nanogpt 'config/train_gpt2.py'?"),
+    ("train train_gpt2", 2, "did you mean 'gpt2-124m'?"),
+    ("train gpt2-medium", 2, "did you mean 'gpt2-355m'?"),
+    ("train openai-community/gpt2-large", 2, "did you mean 'gpt2-774m'?"),
+    ("train gpt2-1.5B", 2, "did you mean 'gpt2-1558m'?"),
+    ("train shakespeare_char", 2, "did you mean 'shakespeare'?"),
+    ("train llama", 2, "did you mean 'llama-110m' or 'llama-5m'?"),
+    ("train meta-llama/Llama-3.2-1B", 2, "llama3.2-1b is a preset, not a recipe: RECIPE model.preset=llama3.2-1b"),
+    ("describe llama3.2-1", 2, "did you mean 'llama3.2-1b'?"),
+    ("train openwebtext", 2, "no recipe named 'openwebtext' — known: "),
+    ("train quickstart --out_dir=x", 2, "did you mean --out?"),
+    ("train quickstart --output_dir x", 2, "did you mean --out?"),
+    ("train quickstart --nproc gpu", 2, "give a whole number"),
+    ("train quickstart --nproc_per_node 2", 2, "did you mean --nproc?"),
+    ("train quickstart --resume", 2, "the same command goes on with its run"),
+    ("train quickstart --wandb_log=True", 2, "metrics are rows of RUN/metrics.jsonl"),
+    ("config quickstart lr=1", 2, "did you mean 'optim.lr'?"),
+    ("config quickstart n_embd=8", 2, "did you mean 'model.d_model'?"),
+    ("config quickstart optimizer.lr=1", 2, "did you mean 'optim.lr'?"),
+    ("config quickstart training.steps=8", 2, "did you mean 'budget.steps'?"),
+    ("config quickstart training.local_batch_size=8", 2, "did you mean 'machine.micro_batch'?"),
+    ("config quickstart checkpoint.interval=8", 2, "did you mean 'save.every'?"),
+    ("config quickstart parallelism.tensor_parallel_degree=8", 2, "did you mean 'machine.tensor_parallel'?"),
+    ("config quickstart warmup_ratio=0.1", 2, "did you mean 'optim.warmup'? 0.1 is written 0.1dur"),
+    ("config quickstart min_lr=1e-5", 2, "did you mean 'optim.min_lr_ratio'? it is a share of optim.lr"),
+    ("config quickstart total_batch_size=524288", 2, "did you mean 'budget.batch_tokens'?"),
+    ("config quickstart optim=adamw_torch", 2, "optim is a section"),
+    ("config quickstart optim.name=adam", 2, "did you mean adamw?"),
+    ("config quickstart optim.name=sgd", 2, "expected one of adamw"),
+    ("config quickstart optim.schedule=cosine_with_warmup", 2, "did you mean cosine?"),
+    ("config quickstart optim.schedule=warmup_stable_decay", 2, "did you mean wsd?"),
+    ("config quickstart machine.precision=float16", 2, "did you mean fp16?"),
+    ("config quickstart machine.precision=bfloat16", 2, "did you mean bf16?"),
+    ("config quickstart machine.compile=True", 2, "did you mean on?"),
+    ("config quickstart machine.tf32=1", 2, "did you mean true?"),
+    ("config quickstart machine.sharding=FULL_SHARD", 2, "did you mean zero3?"),
+    ("config quickstart machine.attention=sdpa", 2, "did you mean flash?"),
+    ("config quickstart machine.activation_checkpointing=full", 2, "did you mean block?"),
+    ("config quickstart model.pos_emb=rope", 2, "did you mean rotary?"),
+    ("config quickstart save.every=2h", 2, "a wall-clock time is for save.time_limit"),
+    ("config quickstart budget.tokens=10GB", 2, "expected a whole number, got '10GB'"),
+    ("pretrain quickstart", 2, "did you mean train?"),
+    ("generate runs/x", 2, "did you mean sample?"),
+    ("tokenize text.txt", 2, "did you mean prepare?"),
+    ("gpt2", 2, "invalid choice: 'gpt2' (choose from "),
+    ("sample m --max_new_tokens=10", 2, "did you mean --tokens?"),
+    ("sample m --start hi", 2, "write PROMPT alone, without --start"),
+    ("export m --format hf --out d", 2, "did you mean --to?"),
+    ("export m --to safetensors --out d", 2, "did you mean hf?"),
+    ("launch kubernetes quickstart", 2, "did you mean k8s?"),
+    ("prepare fineweb10B --out d", 3, "did you mean fineweb?"),
+    ("prepare shakespeare_char --out d", 3, "did you mean tinyshakespeare?"),
+    ("prepare python --out d --tokenizer char", 2, "did you mean bytes?"),
+    ("prepare python --out d --tokenizer bpe", 2, "did you mean bpe:N?"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "says"), FOUND + NEW)
+def test_mistakes_get_the_suggestion_that_was_meant(
+    line: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "nose").mkdir(parents=True)
+    os.mkfifo(tmp_path / "fifo")
+    assert main(shlex.split(line)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert says in err
+    meant = err.rpartition("did you mean ")[2].partition("?")[0] if "did you mean" in err else ""
+    assert not meant or meant in says, "another suggestion"
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "fifo"}
+
+
+@pytest.mark.parametrize("word", ["budget.tokens=1e9tokens", "budget.tokens=10k", "save.time_limit=2h", "log.plots=No"])
+def test_other_spellings_of_a_value_are_read(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "quickstart", word]) == 0
+
+
+def test_words_stand_for_what_exists() -> None:
+    options = {"--out", "--nproc", "--explain"}
+    assert set(KEYS.values()) <= FIELDS.keys() | options
+    assert CONVERSIONS.keys() <= set(KEYS.values())
+    assert all(word in KEYS for words, _ in CONVERSIONS.values() for word in words.split())
+    assert not KEYS.keys() & {key.rpartition(".")[2] for key in FIELDS}, "our own names need no translation"
+    for key, words in VALUES.items():
+        assert {parse_value(FIELDS[key], value) for value in words.values()} <= set(FIELDS[key].choices)
+        assert not words.keys() & set(FIELDS[key].choices)
+    assert set(RECIPES.values()) <= PRESETS.keys() | {"shakespeare", "quickstart"}
+    assert not any(word == ours for word, ours in CHOICES.items())
+
+
+@pytest.mark.parametrize("table", [nanogpt.TABLE, composer.TABLE])
+def test_suggestions_agree_with_the_translators(table: dict[str, nanogpt.Row]) -> None:
+    for names, row in table.items():
+        for name in names.split() if row.fields and names != "batch_size" else ():  # nanoGPT's is of one forward
+            assert find_key(name)[0] in (*row.fields.split(), "optim.beta1"), name  # for betas.1, too
