@@ -27,7 +27,7 @@ TRANSLATED = {  # options that replace RECIPE by a recipe of another program
     "--composer": ("FILE", "translate a YAML of Composer or llm-foundry"),
 }
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
-TAKE_OVERRIDES = ("quickstart", "train", "launch", "config", "describe", "dryrun")
+TAKE_OVERRIDES = ("quickstart", "train", "sweep", "launch", "config", "describe", "dryrun")
 RECIPE = "(RECIPE | --llmc FLAGS | --nanogpt WORDS | --composer FILE)"
 ENDING = "[--json] [--debug] [section.field=value ...]"
 Command = Callable[[argparse.Namespace], tuple[int, Any]]  # returns exit code and answer
@@ -175,6 +175,15 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--allow-changes", action="store_true", help="resume with other values of guarded fields, or other data")
     arg("--ending", type=local_path, help=argparse.SUPPRESS)  # where a stop is noted (launch/local.py)
     arg("--explain", action="store_true", help="print the measurements behind every setting left at auto")
+    doc = "search settings by short runs: section.field=log:LOW..HIGH, LOW..HIGH or A|B|C"
+    arg = add("sweep", doc, usage="RECIPE [--trials N] [--jobs N] [--out DIR] section.field=RANGE ...").add_argument
+    arg("recipe", metavar="RECIPE", help=recipe_doc)
+    arg(
+        "--trials", type=int, default=20, help="runs in all; a larger number goes on with a finished sweep (default 20)"
+    )
+    arg("--jobs", type=int, default=1, help="runs at a time, which share the CPU's threads (default 1)")
+    arg("--seed", type=int, default=0, help="of the search (default 0)")
+    arg("--out", type=local_path, metavar="DIR", help="folder of the search and its runs (default sweeps/RECIPE)")
     usage = "ENGINE RECIPE [--nodes N] [--nproc N] [--write FILE] ..."
     arg = add("launch", "write a script that trains on many machines", usage=usage).add_argument
     arg("engine", choices=list(ENGINES), help="torchrun (any machines), slurm, k8s or skypilot")

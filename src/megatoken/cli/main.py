@@ -346,6 +346,13 @@ def run_runs(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, {"runs": rows, "differences": differences}
 
 
+def run_sweep(options: argparse.Namespace) -> Result:
+    """sweep: search settings by short runs."""
+    from megatoken.cli.sweep import sweep
+
+    return sweep(options)
+
+
 def run_scaling(options: argparse.Namespace) -> Result:
     """scaling: fit the losses of finished runs."""
     from megatoken.cli.scaling import scaling
@@ -362,7 +369,7 @@ COMMANDS: dict[str, Command] = {
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_sample),
         *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
-        *(run_runs, run_scaling),
+        *(run_runs, run_scaling, run_sweep),
     )
 }
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)
