@@ -22,8 +22,9 @@ LONGEST_FUNCTION = 80
 READ_ENVIRONMENT = {"system/environment.py", "distributed/env.py", "redact.py"}
 # Imports inside functions: optional extras and modules that a platform may lack, anywhere; ...
 OPTIONAL = {
+    "optuna",
     *("pyarrow", "matplotlib", "huggingface_hub", "datasets", "transformers", "lm_eval"),
-    *("resource", "triton"),
+    *("optuna", "resource", "triton"),
 }
 # ... and where a process starts or the API is entered, whatever brings one of these: a typo must not wait for torch.
 STARTERS = {"__init__.py", "cli/main.py", "cli/quickstart.py", "bench/worker.py", "convert/recipes/llmc.py"}

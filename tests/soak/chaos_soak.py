@@ -186,9 +186,14 @@ def kill_all(chaos: Chaos) -> None:
     chaos.kill()
 
 
+def wait_for_save(chaos: Chaos) -> None:
+    """A save has begun; on a busy machine it may be over by the time this is seen."""
+    before, newest = drafts(chaos.out), newest_step(chaos.out)
+    wait_for(lambda: bool(drafts(chaos.out) - before) or newest_step(chaos.out) > newest, chaos.process, or_end=True)
+
+
 def kill_in_save(chaos: Chaos) -> None:
-    before = drafts(chaos.out)
-    wait_for(lambda: bool(drafts(chaos.out) - before), chaos.process, or_end=True)
+    wait_for_save(chaos)
     chaos.kill()
 
 
@@ -265,9 +270,8 @@ def last_logged(chaos: Chaos) -> int:
 
 
 def full_disk(chaos: Chaos) -> None:
-    """Full from the middle of a save, until a save has failed."""
-    before = drafts(chaos.out)
-    wait_for(lambda: bool(drafts(chaos.out) - before), chaos.process, or_end=True)
+    """Full from a save on, until a save has failed."""
+    wait_for_save(chaos)
     first, filler = last_logged(chaos), fill_disk(chaos)
     failed = chaos.printed().count("not saved")
     wait_for(lambda: chaos.printed().count("not saved") > failed, chaos.process, or_end=True)
@@ -376,7 +380,7 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 STOPS: dict[str, Fault] = {name: partial(stop, name=name) for name in SIGNALS}
 FAULTS: dict[str, Fault] = {
     "SIGKILL to all": kill_all,
-    "SIGKILL to all in a save": kill_in_save,
+    "SIGKILL to all at a save": kill_in_save,
     **STOPS,
     "SIGTERM twice": stop_twice,
     "SIGTERM to the process group": stop_group,

@@ -8,7 +8,7 @@ from tests.soak.chaos_soak import WORDS, Chaos
 from tests.soak.tiny_job import Layout, kill_group
 
 EVERY = ["save.every=5", "log.every=1", "evaluate.every=20", "sample.every=20"]
-NAMES = ["SIGKILL to all in a save", "SIGTERM", "bit flipped in the newest checkpoint"]
+NAMES = ["SIGKILL to all at a save", "SIGTERM", "bit flipped in the newest checkpoint"]
 
 
 @pytest.mark.fault(56)
