@@ -22,7 +22,6 @@ LONGEST_FUNCTION = 80
 READ_ENVIRONMENT = {"system/environment.py", "distributed/env.py", "redact.py"}
 # Imports inside functions: optional extras and modules that a platform may lack, anywhere; ...
 OPTIONAL = {
-    "optuna",
     *("pyarrow", "matplotlib", "huggingface_hub", "datasets", "transformers", "lm_eval"),
     *("optuna", "resource", "triton"),
 }
