@@ -12,6 +12,7 @@ GROUPS = {
     "train": {
         "train": "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.lr=1e-3",
         "runs": "megatoken runs --sort val_loss",
+        "sweep": "megatoken sweep quickstart optim.lr=log:1e-4..1e-2 --trials 12",
         "config": "megatoken config gpt2-124m optim.lr=1e-3",
         "describe": "megatoken describe gpt2-124m",
         "dryrun": "megatoken dryrun gpt2-1558m --gpus 8 --gpu h100",
@@ -20,7 +21,7 @@ GROUPS = {
     "measure": {
         "eval": "megatoken eval runs/mine --tasks hellaswag",
         "plot": "megatoken plot runs/mine runs/other",
-        "scaling": "megatoken scaling runs/small runs/medium runs/large",
+        "scaling": "megatoken scaling runs/size-*",
         "bench": "megatoken bench ladder",
     },
     "models": {
