@@ -57,11 +57,14 @@ def add_benches(add: Add) -> None:
     _add_preset(p, gpt_only=True)
     p.add_argument("--tokens", type=_count, default=256, help="new tokens (default 256)")
     p.add_argument("--prompt-tokens", type=_count, default=16, help="tokens before them (default 16)")
-    p = add("report", "records as one table, and changes beyond the noise against other records")
-    p.add_argument(
-        "folder", metavar="FOLDER", nargs="?", type=local_path, default=Path("records"), help="default records"
+    p = add(
+        "report", "records as one table; changes beyond the noise against older ones; of several machines a scoreboard"
     )
+    doc = "default records; several: the speeds that their records share, with ratios and bars"
+    p.add_argument("folders", metavar="FOLDER", nargs="*", type=local_path, default=[Path("records")], help=doc)
     p.add_argument("--against", metavar="FOLDER", type=local_path, help="older records to compare with")
+    p.add_argument("--record", metavar="NAME", type=_record_name, help="scoreboard of all speeds of this record")
+    p.add_argument("--plot", metavar="FILE", type=local_path, help="PNG for the scoreboard")
 
 
 def _bench(add: Add, name: str, doc: str, *, device: bool = True) -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from megatoken.bench import compare, data, generate, ladder, profile, report, sweep
+from megatoken.bench import compare, data, generate, ladder, profile, report, scoreboard, sweep
 from megatoken.bench.report import write_record
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
@@ -34,6 +34,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     `report` reads records and writes none. Raises StorageError before measuring if the folder cannot be written to.
     """
     if options.bench == "report":
+        if len(options.folders) > 1 or options.record or options.plot:
+            return scoreboard.run(options, console)
         return report.run(options, console)
     try:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -122,12 +122,18 @@ def save_picture(draw: Callable[[Any, Path], Path], path: Path, console: Console
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Show the records of a folder. Raises DataError when it, or the one to compare with, holds none."""
-    records = read_records(options.folder, console)
+    (folder,) = options.folders
+    records = read_records(folder, console)
     rows, described = [], []
     for name, record in records.items():
         leaves = dict(list_leaves(record["answer"]))
         headline = choose_headline(leaves)
-        about = {"name": name, "date": record["date"], "commit": record["commit"], "hardware": _hardware(record)}
+        about = {
+            "name": name,
+            "date": record["date"],
+            "commit": record["commit"],
+            "hardware": describe_hardware(record),
+        }
         rows += [about | {"figure": path, "value": format_cell(path, leaves[path])} for path in headline] or [about]
         figures = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, dict)}
         described.append(about | {"headline": headline, "figures": figures})
@@ -155,7 +161,8 @@ def read_records(folder: Path, console: Console) -> dict[str, dict[str, Any]]:
     return records
 
 
-def _hardware(record: Mapping[str, Any]) -> str:
+def describe_hardware(record: Mapping[str, Any]) -> str:
+    """The machine of a record."""
     return f"{record['hardware'].get('device')}, {record['hardware'].get('cores')} cores"
 
 
@@ -194,8 +201,9 @@ def compare(records: Mapping[str, Any], older: Mapping[str, Any], console: Conso
     """
     changes, cells = [], []
     for name in [name for name in records if name in older]:
-        if _hardware(records[name]) != _hardware(older[name]):
-            console.warn(f"{name}: measured on {_hardware(records[name])} now, on {_hardware(older[name])} before")
+        now, then = describe_hardware(records[name]), describe_hardware(older[name])
+        if now != then:
+            console.warn(f"{name}: measured on {now} now, on {then} before")
         before = dict(list_leaves(older[name]["answer"]))
         for path, new in dict(list_leaves(records[name]["answer"])).items():
             if isinstance(new, dict) and isinstance(old := before.get(path), dict):
