@@ -26,14 +26,21 @@ OPTIONAL = {
     *("optuna", "resource", "triton"),
 }
 # ... and where a process starts or the API is entered, whatever brings one of these: a typo must not wait for torch.
-STARTERS = {"__init__.py", "cli/main.py", "cli/quickstart.py", "bench/worker.py", "convert/recipes/llmc.py"}
+STARTERS = {
+    "__init__.py",
+    "cli/main.py",
+    "cli/quickstart.py",
+    "bench/worker.py",
+    "cli/plan.py",
+    "convert/recipes/llmc.py",
+}
 HEAVY = {"torch", "numpy", "tokenizers", "rich", "yaml", "safetensors", "xxhash"}
 # Quick to start, and testable without torch: the package, the commit protocol, the data order, the command line.
 WITHOUT_TORCH = (
     *("megatoken", "megatoken.cli.main", "megatoken.__main__", "megatoken.config.load", "megatoken.system.environment"),
     *("megatoken.data.prepare", "megatoken.data.dataset", "megatoken.data.permutation", "megatoken.checkpoint.commit"),
     *("megatoken.train.metrics_log", "megatoken.train.preemption", "megatoken.launch.local"),
-    *("megatoken.bench.arguments", "megatoken.bench.worker"),
+    *("megatoken.bench.arguments", "megatoken.bench.worker", "megatoken.cli.plan", "megatoken.estimate.plan"),
 )
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "base", "misc", "manager", "factory", "registry", "core"}
 # What runs code that a file brings: functions, and the arguments with which others do.

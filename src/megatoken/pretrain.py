@@ -20,7 +20,7 @@ from megatoken.console import Console, format_duration, format_step
 from megatoken.data.dataloader import Prefetcher
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
-from megatoken.distributed.parallel_dims import choose_dims
+from megatoken.distributed.memory import choose_dims
 from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
 from megatoken.launch.local import COMMAND, RESTARTS, launch

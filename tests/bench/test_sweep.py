@@ -22,7 +22,7 @@ from megatoken.errors import ExitCode
 from megatoken.model.flops import count_parameters, flops_per_token, state_bytes
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY
 from megatoken.model.kernels.attention import flash_attention
-from megatoken.model.loss import LOSS_CHUNK
+from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import MEASURED, cache_peak, open_device, product_calls, with_peak
 from megatoken.system.environment import cpu_count
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA

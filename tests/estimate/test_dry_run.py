@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +13,18 @@ from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import Config, build_config
+from megatoken.distributed.memory import USABLE
 from megatoken.errors import ExitCode, MegatokenError
-from megatoken.estimate.dry_run import GPU_MEMORY_GB, dry_run, gpu_memory_bytes
+from megatoken.estimate.dry_run import dry_run, gpu_memory_bytes
 from megatoken.estimate.memory_tracker import MemoryTracker
 from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
+from megatoken.system.gpus import GPUS
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step_async
 from tests.tiny_model import CPU
 
-H100 = GPU_MEMORY_GB["h100"] * 1e9
+H100 = GPUS["H100"].memory_bytes
 SMALL = ModelConfig(n_layer=3, n_head=2, d_model=64, d_ff=256, vocab_size=256, seq_len=32)
 
 
@@ -186,4 +187,17 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MegatokenError, match="unknown GPU"):
         gpu_memory_bytes("")
     assert gpu_memory_bytes("96GB") == 96e9
-    assert Counter(GPU_MEMORY_GB.values())[80] >= 2
+    assert gpu_memory_bytes("4090") == GPUS["RTX-4090"].memory_bytes
+
+
+def test_auto_takes_the_simplest_sharding_that_fits() -> None:
+    """What three copies of the state leave is too little for the activations, what a shard of them leaves is not."""
+    config = small_run(micro_batch=8)
+    need = {
+        sharding: dry_run(small_run(micro_batch=8, sharding=sharding), SMALL, 2, 0) for sharding in ("none", "zero1")
+    }
+    memory_bytes = need["none"].total_bytes / USABLE - 1
+    assert need["zero1"].total_bytes <= USABLE * memory_bytes
+    estimate = dry_run(config, SMALL, 2, memory_bytes)
+    assert (estimate.shard, estimate.total_bytes) == ("zero1", need["zero1"].total_bytes)
+    assert dry_run(config, SMALL, 2, 2 * memory_bytes).shard == "none"

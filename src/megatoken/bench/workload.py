@@ -18,7 +18,7 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.model.flops import flops_per_token, state_bytes
 from megatoken.model.gpt import GPT
-from megatoken.model.loss import LOSS_CHUNK
+from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device, open_device
 from megatoken.system.environment import free_memory_bytes
 from megatoken.system.timing import Timing

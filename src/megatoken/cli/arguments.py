@@ -27,7 +27,7 @@ TRANSLATED = {  # options that replace RECIPE by a recipe of another program
     "--composer": ("FILE", "translate a YAML of Composer or llm-foundry"),
 }
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
-TAKE_OVERRIDES = ("quickstart", "train", "sweep", "launch", "config", "describe", "dryrun")
+TAKE_OVERRIDES = ("quickstart", "train", "sweep", "launch", "config", "describe", "dryrun", "plan")
 RECIPE = "(RECIPE | --llmc FLAGS | --nanogpt WORDS | --composer FILE)"
 ENDING = "[--json] [--debug] [section.field=value ...]"
 Command = Callable[[argparse.Namespace], tuple[int, Any]]  # returns exit code and answer
@@ -206,6 +206,18 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--tp", type=int, help="the same as machine.tensor_parallel=...")
     arg("--shard", help="the same as machine.sharding=...")
     arg("--gpu", default="h100", help="GPU that it must fit on: a name or a number of GB (default h100)")
+    doc = "what a run will take: fit, tokens/s, hours, dollars, energy, on 1 to 1,024 GPUs and for a family of models"
+    usage = "RECIPE --gpus 8xA100-40GB [--tokens N] [--price USD] [--deadline TIME] [--budget USD] [--plot FILE] ..."
+    arg = add("plan", doc, usage=usage).add_argument
+    arg("recipe", metavar="RECIPE_OR_PRESET", help=recipe_doc + ", or a preset")
+    arg("--gpus", metavar="NxNAME", help="number and kind, such as 8xA100-40GB")
+    arg("--tokens", help="training tokens, such as 10e9, or chinchilla: 20 a parameter (default: the recipe's)")
+    arg("--price", type=float, metavar="USD", help="of a GPU-hour (default: a list with its date)")
+    arg("--deadline", metavar="TIME", help="find the fewest GPUs that end within it, such as 24h")
+    arg("--budget", type=float, metavar="USD", help="find the compute-optimal model and its tokens for it")
+    doc = "for --budget: 20 tokens a parameter, or the law fitted by Hoffmann et al. (default chinchilla)"
+    arg("--law", choices=("chinchilla", "fitted"), default="chinchilla", help=doc)
+    arg("--plot", type=local_path, metavar="FILE", help="PNG of speed, hours and dollars over the number of GPUs")
 
 
 def _add_models(add: Callable[..., Parser]) -> None:

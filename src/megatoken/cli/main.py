@@ -19,6 +19,7 @@ from typing import Any
 
 from megatoken.checkpoint.manifest import encode_model_config
 from megatoken.cli.arguments import TRANSLATED, Command, check_eval, parse
+from megatoken.cli.plan import plan
 from megatoken.cli.quickstart import quickstart
 from megatoken.cli.runs import show_runs
 from megatoken.config.load import ResolvedConfig, render, resolve, resolve_preset
@@ -261,6 +262,11 @@ def run_dryrun(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, {**dataclasses.asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
 
 
+def run_plan(options: argparse.Namespace) -> Result:
+    """plan: what a run will take on some GPUs."""
+    return ExitCode.DONE, plan(options)
+
+
 def run_sample(options: argparse.Namespace) -> Result:
     """sample: continue a prompt."""
     from megatoken.cli.sample import sample
@@ -367,7 +373,7 @@ def _pick(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 COMMANDS: dict[str, Command] = {
     command.__name__.removeprefix("run_"): command
     for command in (
-        *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_sample),
+        *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
         *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
         *(run_runs, run_scaling, run_sweep),
     )

@@ -17,10 +17,8 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError
-from megatoken.model.flops import count_padded_parameters
 
 SIMPLEST_FIRST = ("none", "zero1", "zero2", "zero3")
-STATE_SHARE = 0.7  # of memory for weights, gradients and optimizer state; the rest is for activations
 FP32 = 4  # bytes
 
 
@@ -78,22 +76,6 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
     return ParallelDims(
         sharding=sharding, dp_replicate=dp_replicate, dp_shard=dp_shard, tp_size=tp_size, rank=dist_env.rank
     )
-
-
-def choose_dims(
-    machine: MachineConfig, model_config: ModelConfig, precision: str, memory_bytes: int, dist_env: DistEnv
-) -> ParallelDims:
-    """The mesh of a run; `sharding=auto` is the simplest whose state leaves room for activations, zero3 if none does.
-
-    memory_bytes: of one process, 0 if unknown. Raises ConfigError when processes or sizes do not divide.
-    """
-    n_params = count_padded_parameters(model_config)
-    for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
-        dims = build_dims(sharding, machine.tensor_parallel, dist_env)
-        if not memory_bytes or count_state_bytes(dims, n_params, precision) <= STATE_SHARE * memory_bytes:
-            break
-    check_dims(dims, model_config)
-    return dims
 
 
 def count_state_bytes(dims: ParallelDims, n_params: int, precision: str) -> int:

@@ -4,11 +4,13 @@ Model, sharding, step and optimizer are those of training, with plain kernels; `
 micro-batch one sequence.
 """
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,13 @@ from megatoken.config.schema import Config, nearest_multiples
 from megatoken.console import format_quantity
 from megatoken.distributed.comm import Comm, ignore_view_warning
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, choose_dims
+from megatoken.distributed.memory import USABLE, choose_dims
+from megatoken.distributed.parallel_dims import SIMPLEST_FIRST
 from megatoken.errors import ConfigError
 from megatoken.estimate.memory_tracker import MemoryTracker
 from megatoken.model.gpt import GPT
 from megatoken.system.device import Device
+from megatoken.system.gpus import find_gpu
 from megatoken.system.torch_compat import FakeStore, FakeTensorMode
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import train_step_async
@@ -32,12 +36,6 @@ from megatoken.train.step import train_step_async
 PROCESSES_PER_MACHINE = 8
 TRACED = 3  # micro-batches: the first, one in the middle, the last
 EPOCH_TOKENS = 10**9  # for runs whose length is given in epochs
-# Memory of one GPU in GB, by vendor data sheets.
-GPU_MEMORY_GB = {
-    "t4": 16, "v100": 32, "a10": 24, "a30": 24, "a40": 48, "a100-40": 40, "a100": 80, "l4": 24, "l40s": 48, "h100": 80,
-    "h200": 141, "b200": 180, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "mi250x": 64, "mi300x": 192, "mi325x": 256,
-}  # fmt: skip
-USABLE = 0.9  # of it: the CUDA context, NCCL's buffers and fragmentation take the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +64,28 @@ class Estimate:
 
 
 def dry_run(config: Config, model_config: ModelConfig, processes: int, memory_bytes: float) -> Estimate:
-    """Estimate one step on `processes`, of which only the first is simulated. memory_bytes decides `sharding=auto`.
+    """Estimate one step on `processes`, of which only the first is simulated.
 
-    Raises ConfigError when batch, heads or processes do not divide.
+    `sharding=auto` is the simplest that fits in memory_bytes (0: unknown). Raises ConfigError when batch, heads or
+    processes do not divide.
     """
     if processes < 1:
         raise ConfigError(f"{processes} GPUs", "--gpus", "give one or more")
+    estimate = dry_run_once(config, model_config, processes, memory_bytes)
+    while (
+        config.machine.sharding == "auto"
+        and 0 < USABLE * memory_bytes < estimate.total_bytes
+        and estimate.readers > 1
+        and estimate.shard != SIMPLEST_FIRST[-1]
+    ):
+        sharding: Any = SIMPLEST_FIRST[SIMPLEST_FIRST.index(estimate.shard) + 1]
+        next_config = replace(config, machine=replace(config.machine, sharding=sharding))
+        estimate = dry_run_once(next_config, model_config, processes, memory_bytes)
+    return estimate
+
+
+def dry_run_once(config: Config, model_config: ModelConfig, processes: int, memory_bytes: float) -> Estimate:
+    """Trace one step in the layout that `choose_dims` takes."""
     start = time.perf_counter()
     with fake_process_group(processes), FakeTensorMode(), MemoryTracker() as tracker:
         state, step_config, device = build(config, model_config, processes, memory_bytes)
@@ -167,14 +181,9 @@ def count_local_bytes(tensors: Sequence[Tensor]) -> int:
 
 def gpu_memory_bytes(gpu: str) -> float:
     """Memory of a GPU, given by its name or a number of GB. Raises ConfigError for neither."""
-    gigabytes = GPU_MEMORY_GB.get(gpu.lower())
-    if gigabytes is None:
-        try:
-            gigabytes = int(gpu.lower().removesuffix("gb"))
-        except ValueError:
-            fix = f"use a number of GB, or one of {', '.join(GPU_MEMORY_GB)}"
-            raise ConfigError(f"unknown GPU '{gpu}'", "--gpu", fix) from None
-    return gigabytes * 1e9
+    if match := re.fullmatch(r"(\d{1,3})(gb)?", gpu.strip().lower()):
+        return int(match[1]) * 1e9
+    return find_gpu(gpu, "--gpu").memory_bytes
 
 
 def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:

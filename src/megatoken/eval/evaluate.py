@@ -24,7 +24,7 @@ from megatoken.eval.scorer import BATCH_NODES
 from megatoken.eval.tasks import TASKS, Example, find_tasks, read_examples
 from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import GPT
-from megatoken.model.loss import LOSS_CHUNK
+from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device, choose_device
 
 

@@ -21,7 +21,7 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.tensor_parallel import gather_lm_head
 from megatoken.errors import NumericsError
 from megatoken.model.gpt import GPT, TreeMask
-from megatoken.model.loss import LOSS_CHUNK
+from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import uncompiled
 

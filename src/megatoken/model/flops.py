@@ -13,12 +13,21 @@ from megatoken.config.model_config import ModelConfig
 
 def count_parameters(config: ModelConfig) -> int:
     """Trainable parameters, with the real vocabulary (padding rows are not counted)."""
-    d, f, gates = config.d_model, config.d_ff, int(config.mlp == "swiglu")
-    norm = 2 * d if config.bias and config.norm == "layernorm" else d
-    biases = (d + _kv_width(config)) + d + (1 + gates) * f + d if config.bias else 0
+    d = config.d_model
     embeddings = config.vocab_size * d * (1 if config.tie_embeddings else 2)
     embeddings += config.seq_len * d if config.pos_emb == "learned" else 0
-    return embeddings + config.n_layer * (_block_matrices(config) + biases + 2 * norm) + norm
+    return embeddings + config.n_layer * count_block_parameters(config) + _count_norm_parameters(config)
+
+
+def count_block_parameters(config: ModelConfig) -> int:
+    """Trainable parameters of one block."""
+    d, f, gates = config.d_model, config.d_ff, int(config.mlp == "swiglu")
+    biases = (d + _kv_width(config)) + d + (1 + gates) * f + d if config.bias else 0
+    return _block_matrices(config) + biases + 2 * _count_norm_parameters(config)
+
+
+def _count_norm_parameters(config: ModelConfig) -> int:
+    return 2 * config.d_model if config.bias and config.norm == "layernorm" else config.d_model
 
 
 def count_matmul_parameters(config: ModelConfig) -> int:

@@ -15,9 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatoken.model.kernels import LOSS, CrossEntropyFn
 
-# Default rows of logits per chunk, by device type: small enough for a CPU's caches, large enough to fill a GPU.
-LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
-
 
 def cross_entropy(
     hidden_BTC: Tensor,

@@ -20,7 +20,7 @@ from megatoken.config.schema import MachineConfig
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
-from megatoken.model.loss import LOSS_CHUNK
+from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.rope import rotary_cos_sin
 from megatoken.system.device import Device, is_out_of_memory, misses_triton
 from megatoken.system.environment import cache_get, cache_put, return_freed_memory

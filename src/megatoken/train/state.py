@@ -22,7 +22,7 @@ from megatoken.distributed.parallelize import ShardedParams, parallelize
 from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels import LOSS, CrossEntropyFn
-from megatoken.model.loss import LOSS_CHUNK
+from megatoken.model.memory import LOSS_CHUNK
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.optimizer import adopt_optimizer, build_optimizer
 from megatoken.system.device import Device

@@ -1,0 +1,226 @@
+"""The `megatoken plan` command: what a run will take, in words, tables and a picture. No torch unless it calibrates."""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatoken.config.fields import parse_time, parse_value
+from megatoken.config.load import list_recipes, resolve, resolve_preset
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
+from megatoken.config.schema import FIELDS, Config
+from megatoken.console import Console, format_duration, format_quantity
+from megatoken.distributed.memory import USABLE
+from megatoken.errors import ConfigError
+from megatoken.estimate.plan import (
+    GPU_COUNTS,
+    Optimum,
+    Plan,
+    find_deadline,
+    optimal_tokens,
+    plan_family,
+    plan_run,
+    scale_gpus,
+    spend_budget,
+)
+from megatoken.model.flops import count_parameters
+from megatoken.system.gpus import PRICES_FROM, parse_gpus
+
+MOST_DOLLARS = 1e12
+
+
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    """Plan a recipe or preset; print it, and return what --json prints."""
+    config, model, is_recipe = read_recipe(options.recipe, options.overrides)
+    price, budget = read_dollars(options.price, "--price"), read_dollars(options.budget, "--budget")
+    hours = read_hours(options.deadline)
+    if options.gpus is None:
+        raise ConfigError("no GPUs given", "megatoken plan", "give a number and a name: --gpus 8xA100-40GB")
+    gpus, gpu = parse_gpus(options.gpus)
+    tokens = read_tokens(options.tokens, model, is_recipe)
+    chosen = plan_run(config, model, gpu, gpus, tokens=tokens, price=price)
+    met = find_deadline(config, model, gpu, hours, tokens=tokens, price=price) if hours else None
+    optimum = spend_budget(config, budget, gpu, gpus, price, options.law) if budget else None
+    scaled = scale_gpus(config, model, gpu, sorted({*GPU_COUNTS, gpus}), tokens=tokens, price=price)
+    scaled = [each for each in scaled if each.fits]
+    family = plan_family(config, model.preset, gpu, [gpus], price) if model.preset else {}
+    answer = plan_answer(chosen) | {"scaling": [plan_answer(each) for each in scaled]}
+    answer |= {"family": {name: plan_answer(each) for name, (each,) in family.items()}}
+    console: Console = options.console
+    title = f"{options.recipe}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
+    console.table([("model", title), *describe_plan(chosen)])
+    if scaled:
+        console.print(f"\nthe same batch of {config.budget.batch_tokens:,} tokens on other numbers of {gpu.name}")
+        print_rows(console, SCALING, [scaling_row(each, scaled[0]) for each in scaled])
+    if family:
+        console.print(f"\nthe family at 20 tokens a parameter on {gpus} x {gpu.name}")
+        print_rows(console, FAMILY, [family_row(name, each) for name, (each,) in family.items()])
+    if hours:
+        console.print(f"\ndeadline  {describe_deadline(met, options.deadline, gpu.name)}")
+        answer["deadline"] = plan_answer(met) if met else None
+    if optimum:
+        console.print(f"\nbudget    {describe_optimum(optimum, budget)}")
+        answer["budget"] = dataclasses.asdict(optimum)
+    if options.plot:
+        from megatoken.estimate.plan_plot import draw_plan
+
+        drawn = plan_family(config, model.preset, gpu, GPU_COUNTS, price) if model.preset else {}
+        console.print(f"\npicture   {draw_plan(options.recipe, scaled, drawn, options.plot)}")
+        answer["picture"] = str(options.plot)
+    return answer
+
+
+def read_recipe(name: str, overrides: Sequence[str]) -> tuple[Config, ModelConfig, bool]:
+    """A recipe's config, else a preset's; its model with a vocabulary; whether it is a recipe."""
+    is_recipe = name in list_recipes() or name not in PRESETS
+    config = resolve(name, overrides).config if is_recipe else resolve_preset(name, overrides)
+    preset = config.model.preset
+    return config, config.model.resolve(PRESETS[preset].vocab_size if preset else GPT2_VOCABULARY), is_recipe
+
+
+def read_dollars(value: float | None, option: str) -> float:
+    """Dollars above 0; 0 where the option is left out. Raises ConfigError."""
+    if value is None:
+        return 0.0
+    if not (math.isfinite(value) and 0 < value <= MOST_DOLLARS):
+        raise ConfigError(f"{option} is {value:g}", option, "give US dollars above 0: 1.99")
+    return value
+
+
+def read_hours(text: str | None) -> float:
+    """Hours of a deadline such as 24h or 2d12h; 0 where it is left out. Raises ConfigError."""
+    try:
+        hours = parse_time(text or "") / 3600
+    except ValueError as wrong:
+        raise ConfigError(str(wrong), "--deadline", "write it as 90m, 24h or 2d12h") from None
+    if text is not None and not hours:
+        raise ConfigError(f"a deadline of {text or 'nothing'}", "--deadline", "write it as 90m, 24h or 2d12h")
+    return hours
+
+
+def read_tokens(text: str | None, model: ModelConfig, is_recipe: bool) -> float:
+    """Training tokens; 0 for the recipe's own budget, which a preset does not have. Raises ConfigError."""
+    if text == "chinchilla" or (text is None and not is_recipe):
+        return optimal_tokens(model)
+    if text is None:
+        return 0.0
+    try:
+        tokens = parse_value(FIELDS["budget.tokens"], text)
+    except ValueError as wrong:
+        raise ConfigError(str(wrong), "--tokens", "give a number such as 10e9 or 10B, or chinchilla") from None
+    if not tokens:
+        raise ConfigError("no tokens to train on", "--tokens", "give a number such as 10e9 or 10B, or chinchilla")
+    return float(tokens)
+
+
+def describe_plan(plan: Plan) -> list[tuple[str, str]]:
+    """Rows of a table: fit, layout, speed, time, price, energy."""
+    gpu, layout, memory, step = plan.gpu, plan.layout, plan.memory, plan.step
+    usable = USABLE * gpu.memory_bytes
+    parts = sorted(dataclasses.asdict(memory).items(), key=lambda part: -part[1])
+    share = f"{memory.total_bytes / usable:.0%} of {format_quantity(usable, 'B')} usable"
+    times = {name: seconds for name, seconds in dataclasses.asdict(step).items() if name != "tokens"}
+    where = sorted(times.items(), key=lambda part: -part[1])
+    low, high = (share * plan.tokens_per_second for share in plan.spread)
+    shards = f"sharded {layout.sharding}" if layout.sharding != "none" else "not sharded"
+    shards += f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
+    recomputed = {"none": "nothing", "gelu": "GELU outputs", "block": "blocks"}[layout.checkpointing]
+    size = f"{layout.micro_steps} x {layout.micro_batch} sequences a GPU and step"
+    hours = [plan.hours / share for share in reversed(plan.spread)]
+    span = " to ".join(format_duration(3600 * each) for each in hours)
+    fit = f"{'fits' if plan.fits else 'does not fit'}: {format_quantity(memory.total_bytes, 'B')}, {share}"
+    optimal = format_quantity(optimal_tokens(plan.model))
+    return [
+        ("on", f"{layout.gpus} x {gpu.name}, {layout.precision}, {layout.program}"),
+        ("memory", fit),
+        ("", ", ".join(f"{name.replace('_', ' ')} {format_quantity(part, 'B')}" for name, part in parts if part)),
+        ("layout", f"{shards}, {size}, recomputed: {recomputed}"),
+        ("speed", f"{plan.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f}), MFU {plan.mfu:.1%}"),
+        ("", ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in where if seconds)),
+        ("length", f"{format_quantity(plan.tokens)} tokens (compute-optimal: {optimal})"),
+        ("time", f"{format_duration(3600 * plan.hours)} ({span}), {plan.gpu_hours:,.1f} GPU-hours"),
+        ("price", describe_price(plan)),
+        ("energy", f"{plan.energy_kwh:,.1f} kWh of the GPUs alone, at their full {gpu.watts:.0f} W"),
+    ]
+
+
+def describe_price(plan: Plan) -> str:
+    """Dollars of a run, and whose price it is."""
+    if plan.dollars is None:
+        return f"unknown: no price of {plan.gpu.name} here; give dollars of a GPU-hour by --price"
+    source = PRICES_FROM if plan.price == plan.gpu.price else "--price"
+    return f"${plan.dollars:,.2f} at ${plan.price:.2f} a GPU-hour ({source})"
+
+
+SCALING = ("GPUs", "tokens/s", "speed-up", "MFU", "hours", "GPU-hours", "dollars", "layout")
+FAMILY = ("model", "tokens", "tokens/s", "MFU", "hours", "GPU-hours", "dollars", "layout")
+
+
+def scaling_row(plan: Plan, first: Plan) -> list[str]:
+    """Cells of SCALING. first: the fewest GPUs, to which the speed-up refers."""
+    speedup = plan.tokens_per_second / first.tokens_per_second * first.layout.gpus
+    return [f"{plan.layout.gpus:,}", f"{plan.tokens_per_second:,.0f}", f"{speedup:,.1f}", *_cost_cells(plan)]
+
+
+def family_row(name: str, plan: Plan) -> list[str]:
+    """Cells of FAMILY."""
+    if not plan.fits:
+        need = f"does not fit: {format_quantity(plan.memory.total_bytes, 'B')}"
+        return [name, format_quantity(plan.tokens), *[""] * 5, need]
+    return [name, format_quantity(plan.tokens), f"{plan.tokens_per_second:,.0f}", *_cost_cells(plan)]
+
+
+def _cost_cells(plan: Plan) -> list[str]:
+    layout = plan.layout
+    how = ", ".join(word for word in (layout.sharding, layout.checkpointing) if word != "none")
+    dollars = "" if plan.dollars is None else f"{plan.dollars:,.0f}"
+    cells = [f"{plan.mfu:.1%}", f"{plan.hours:,.2f}", f"{plan.gpu_hours:,.1f}", dollars]
+    return [*cells, f"{layout.micro_steps} x {layout.micro_batch}{', ' + how if how else ''}"]
+
+
+def print_rows(console: Console, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; all but the first and the last column to the right."""
+    table = [list(names), *map(list, rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(names))]
+    for row in table:
+        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
+        cells[0], cells[-1] = f"{row[0]:<{widths[0]}}", row[-1]
+        console.print("  ".join(cells).rstrip())
+
+
+def describe_deadline(plan: Plan | None, deadline: str, gpu: str) -> str:
+    """The fewest GPUs that meet it, in words."""
+    if plan is None:
+        return f"{deadline}: no number of {gpu} among which the batch divides is fast enough; raise budget.batch_tokens"
+    cost = "" if plan.dollars is None else f", ${plan.dollars:,.2f}"
+    return f"{deadline}: {plan.layout.gpus:,} x {gpu}, {format_duration(3600 * plan.hours)}{cost}"
+
+
+def describe_optimum(optimum: Optimum, dollars: float) -> str:
+    """The compute-optimal model for a budget, in words."""
+    law = "20 tokens a parameter" if optimum.law == "chinchilla" else "the fitted law"
+    sizes = f"{format_quantity(optimum.parameters)} parameters on {format_quantity(optimum.tokens)} tokens"
+    spent = f"{format_quantity(optimum.flops, 'FLOP')} for ${dollars:,.2f}, nearest preset {optimum.nearest}"
+    return f"{sizes} ({law}, Hoffmann et al. 2022): {spent}, predicted loss {optimum.loss:.2f} on their text"
+
+
+def plan_answer(plan: Plan) -> dict[str, Any]:
+    """What --json prints of a plan; rates in tokens/s, sizes in bytes."""
+    low, high = (share * plan.tokens_per_second for share in plan.spread)
+    return {
+        "fits": plan.fits,
+        "memory_bytes": plan.memory.total_bytes,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "hours": plan.hours,
+        "dollars": plan.dollars,
+        "energy_kwh": plan.energy_kwh,
+        "tokens": plan.tokens,
+        "gpu": plan.gpu.name,
+        "gpu_hours": plan.gpu_hours,
+        "tokens_per_second_low": low,
+        "tokens_per_second_high": high,
+        **dataclasses.asdict(plan.layout),
+    }

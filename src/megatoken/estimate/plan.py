@@ -1,0 +1,269 @@
+"""What a training run will take: fit, speed, hours, dollars, energy; by arithmetic, without torch.
+
+The layout (sharding, what the backward recomputes, micro-batch) is the fastest that fits in memory, in so far as the
+config leaves it open. distributed/memory.py has the memory, estimate/speed.py the time.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import Config, nearest_multiples
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.memory import USABLE, Memory, estimate_memory
+from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, build_dims, check_dims
+from megatoken.errors import ConfigError
+from megatoken.estimate.speed import Layout, StepTime, estimate_step
+from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.model.memory import LOSS_CHUNK
+from megatoken.system.gpus import Gpu
+
+TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, Chinchilla)
+GPU_COUNTS = tuple(2**i for i in range(11))
+# Of the predicted tokens/s: four in five published runs lie within (tests/estimate/test_published.py).
+SLOWEST, FASTEST = 0.77, 1.12
+MEASURED_SPREAD = 0.1  # either way, where this machine or a record was measured
+CHECKPOINTING = ("none", "gelu", "block")
+LOW_PRECISION = {"turing": "fp16", "volta": "fp16"}  # elsewhere bf16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One model on a number of GPUs. speed_factor: measured tokens/s over predicted ones, 1 where nothing was measured.
+
+    evaluated_tokens: of all evaluations, which take a third of training's time. price: dollars of a GPU-hour, 0 where
+    unknown. spread: lowest and highest tokens/s as shares of the expected ones.
+    """
+
+    model: ModelConfig
+    gpu: Gpu
+    layout: Layout
+    memory: Memory
+    step: StepTime
+    tokens: float
+    evaluated_tokens: float = 0.0
+    price: float = 0.0
+    speed_factor: float = 1.0
+    spread: tuple[float, float] = (SLOWEST, FASTEST)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total_bytes <= USABLE * self.gpu.memory_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.step.tokens_per_second * self.speed_factor
+
+    @property
+    def mfu(self) -> float:
+        """By full attention, over the peak of the precision trained in, as metrics.jsonl has it."""
+        peak = self.gpu.peak_flops(self.layout.precision) * self.layout.gpus
+        return self.tokens_per_second * flops_per_token(self.model, causal=False) / peak
+
+    @property
+    def hours(self) -> float:
+        return (self.tokens + self.evaluated_tokens / 3) / self.tokens_per_second / 3600
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.layout.gpus
+
+    @property
+    def dollars(self) -> float | None:
+        return self.gpu_hours * self.price if self.price else None
+
+    @property
+    def energy_kwh(self) -> float:
+        """Of the GPUs at their full power, without the machines around them."""
+        return self.gpu_hours * self.gpu.watts / 1000
+
+
+def plan_run(
+    config: Config, model: ModelConfig, gpu: Gpu, gpus: int, *, tokens: float = 0.0, price: float = 0.0
+) -> Plan:
+    """The fastest layout that fits; of those that do not, the one that needs the least memory.
+
+    tokens: 0 for the config's own budget. price: dollars of a GPU-hour, 0 for the table's. Raises ConfigError when the
+    batch does not divide among the GPUs, or the length is given in epochs.
+    """
+    tokens = tokens or budget_tokens(config)
+    others: dict[str, Any] = {"tokens": tokens, "evaluated_tokens": count_evaluated_tokens(config, tokens)}
+    others["price"] = price or gpu.price
+    plans = [
+        Plan(model=model, gpu=gpu, layout=layout, memory=memory, step=estimate_step(model, gpu, layout), **others)
+        for layout, memory in list_layouts(config, model, gpu, gpus)
+    ]
+    fitting = [plan for plan in plans if plan.fits]
+    # The first of equals is the simplest; a more complicated layout has to be worth it.
+    if fitting:
+        return max(fitting, key=lambda plan: round(plan.step.tokens_per_second / fitting[0].step.tokens_per_second, 2))
+    return min(plans, key=lambda plan: plan.memory.total_bytes)
+
+
+def list_layouts(config: Config, model: ModelConfig, gpu: Gpu, gpus: int) -> Iterator[tuple[Layout, Memory]]:
+    """Each sharding and recomputation that the config leaves open, with the largest micro-batch that fits."""
+    machine, tp = config.machine, config.machine.tensor_parallel
+    precision: str = machine.precision
+    if precision == "auto":
+        precision = LOW_PRECISION.get(gpu.architecture, "bf16")
+    dist_env = DistEnv(world_size=gpus, local_world_size=min(gpus, gpu.per_machine))
+    seen = set()
+    for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
+        dims = build_dims(sharding, tp, dist_env)
+        check_dims(dims, model)
+        batch_seqs = config.batch_seqs // dims.dp_size
+        if config.batch_seqs % dims.dp_size or not batch_seqs:
+            what = f"a batch of {config.batch_seqs:,} sequences does not divide among {dims.dp_size:,} GPUs"
+            near = ", ".join(f"{size * model.seq_len:,}" for size in nearest_multiples(config.batch_seqs, dims.dp_size))
+            raise ConfigError(what, "--gpus", f"nearest budget.batch_tokens: {near}")
+        if dims in seen:
+            continue  # one GPU: nothing to shard
+        seen.add(dims)
+        modes = CHECKPOINTING if machine.activation_checkpointing == "none" else (machine.activation_checkpointing,)
+        for mode in modes if tp == 1 else [mode for mode in modes if mode != "gelu"]:
+            sizes = [size for size in range(batch_seqs, 0, -1) if batch_seqs % size == 0]
+            if machine.micro_batch != "auto":
+                sizes = [machine.micro_batch]
+            for size in sizes:
+                memory = estimate_memory(
+                    model,
+                    dims,
+                    precision=precision,
+                    micro_batch=size,
+                    accumulates=size < batch_seqs,
+                    checkpointing=mode,
+                    loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
+                )
+                if memory.total_bytes <= USABLE * gpu.memory_bytes or size == sizes[-1]:
+                    break
+            layout = Layout(
+                gpus=gpus,
+                micro_batch=size,
+                micro_steps=max(1, batch_seqs // size),
+                precision="tf32" if precision == "fp32" and machine.tf32 else precision,
+                program="eager" if machine.compile == "off" else "compiled",
+                attention="explicit" if machine.attention == "explicit" or model.dropout else "flash",
+                checkpointing=mode,
+                sharding=dims.sharding,
+                tensor_parallel=tp,
+            )
+            yield layout, memory
+
+
+def budget_tokens(config: Config) -> float:
+    """Tokens of the config's budget. Raises ConfigError for a length in epochs: nobody knows the dataset here."""
+    if config.budget.epochs:
+        raise ConfigError(
+            "the recipe's length is in epochs", "--tokens", "give the tokens: --tokens 10e9 or chinchilla"
+        )
+    return float(config.budget.tokens or config.budget.steps * config.budget.batch_tokens)
+
+
+def count_evaluated_tokens(config: Config, tokens: float) -> float:
+    """Tokens of all evaluations of the loss."""
+    evaluate, batch_tokens = config.evaluate, config.budget.batch_tokens
+    steps = max(1, round(tokens / batch_tokens))
+    every = evaluate.every.steps(batch_tokens=batch_tokens, epoch_tokens=0, total_steps=steps)
+    return evaluate.tokens * (steps // every if every else 1)
+
+
+def optimal_tokens(model: ModelConfig) -> float:
+    """Compute-optimal training tokens: 20 a parameter."""
+    return TOKENS_PER_PARAMETER * count_parameters(model)
+
+
+def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[int], **options: float) -> list[Plan]:
+    """Strong scaling: the same batch on each number of GPUs among which it divides."""
+    plans = []
+    for count in counts:
+        with suppress(ConfigError):
+            plans.append(plan_run(config, model, gpu, count, **options))
+    return plans
+
+
+def plan_family(
+    config: Config, preset: str, gpu: Gpu, counts: Sequence[int], price: float = 0.0
+) -> dict[str, list[Plan]]:
+    """Every preset of a family (gpt2, gpt3, llama2, ...) at its compute-optimal length, with the config's batch, on the
+    numbers of GPUs among which that divides."""
+    family, plans = preset.partition("-")[0], {}
+    for name, model in PRESETS.items():
+        if name.partition("-")[0] == family and config.budget.batch_tokens % model.seq_len == 0:
+            sized = replace(config, model=model)
+            plans[name] = scale_gpus(sized, model, gpu, counts, tokens=optimal_tokens(model), price=price)
+    return plans
+
+
+def find_deadline(config: Config, model: ModelConfig, gpu: Gpu, hours: float, **options: float) -> Plan | None:
+    """The fewest GPUs that end within `hours`; None if no number does."""
+    counts = [count for count in range(1, config.batch_seqs + 1) if config.batch_seqs % count == 0]
+    tp = config.machine.tensor_parallel
+    plans = scale_gpus(config, model, gpu, [count * tp for count in counts], **options)
+    return next((plan for plan in plans if plan.fits and plan.hours <= hours), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """The model and length with the lowest loss for some FLOPs. loss: nats, by the fitted law."""
+
+    parameters: float
+    tokens: float
+    loss: float
+    flops: float
+    law: str
+    nearest: str  # preset
+
+
+# Approach 3 of Hoffmann et al. 2022: loss = E + A / parameters^ALPHA + B / tokens^BETA.
+E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
+
+
+def fitted_loss(parameters: float, tokens: float) -> float:
+    """Loss in nats of a model trained on tokens of MassiveText, by the law of Hoffmann et al. 2022, approach 3."""
+    return E + A / math.pow(parameters, ALPHA) + B / math.pow(tokens, BETA)
+
+
+def split_compute(flops: float, law: str) -> tuple[float, float]:
+    """(parameters, tokens) that are optimal for `flops`, which are 6 a parameter and token.
+
+    law: `chinchilla`, 20 tokens a parameter, or `fitted`, the minimum of `fitted_loss`.
+    """
+    if law == "chinchilla":
+        parameters = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
+    else:
+        total = ALPHA + BETA
+        parameters = math.pow(ALPHA * A / (BETA * B), 1 / total) * math.pow(flops / 6, BETA / total)
+    return parameters, flops / 6 / parameters
+
+
+def spend_budget(config: Config, dollars: float, gpu: Gpu, gpus: int, price: float, law: str) -> Optimum:
+    """The compute-optimal model and length for `dollars`, at the speed of the nearest GPT-3 that fits.
+
+    Raises ConfigError when no price is known.
+    """
+    price = price or gpu.price
+    if not price:
+        raise ConfigError(f"no price of {gpu.name} is known", "--budget", "give dollars of a GPU-hour: --price 1.99")
+    seconds = dollars / price * 3600
+    family = {name: model for name, model in PRESETS.items() if name.startswith("gpt3-")}
+    flops, nearest = 0.4 * seconds * gpu.peak_flops("bf16"), ""
+    for _ in range(4):  # the speed depends on the size that it decides
+        parameters, tokens = split_compute(flops, law)
+        ratios = {name: count_parameters(model) / parameters for name, model in family.items()}
+        nearest = min(ratios, key=lambda name: max(ratios[name], 1 / ratios[name]))
+        seq_len = family[nearest].seq_len
+        tokens_a_step = max(config.budget.batch_tokens // seq_len, gpus) // gpus * gpus * seq_len
+        sized = replace(
+            config,
+            model=replace(config.model, seq_len=seq_len),
+            budget=replace(config.budget, batch_tokens=tokens_a_step),
+        )
+        rate = plan_run(sized, family[nearest], gpu, gpus, tokens=tokens).tokens_per_second / gpus
+        flops = 6 * count_parameters(family[nearest]) * rate * seconds
+    parameters, tokens = split_compute(flops, law)
+    loss = fitted_loss(parameters, tokens)
+    return Optimum(parameters=parameters, tokens=tokens, loss=loss, flops=flops, law=law, nearest=nearest)

@@ -1,0 +1,69 @@
+"""Bytes that a micro-batch needs beside weights, gradients and moments, by arithmetic, without torch.
+
+Of the step as torch runs it uncompiled; torch.compile keeps less.
+"""
+
+from dataclasses import dataclass
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.model.flops import count_block_parameters
+
+FP32 = 4
+# Default rows of logits per chunk, by device type: small enough for a CPU's caches, large enough to fill a GPU.
+LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """What a micro-batch needs, in bytes: while its loss is computed, and when its backward ends.
+
+    blocks: what the backward needs of the forward. low_precision: copies of weights in the precision of products.
+    loss: logits and what is made of them, or the work of the last block's backward where that is more. end: gradients
+    of the embedding, beside its old one.
+    """
+
+    blocks: int
+    low_precision: int
+    loss: int
+    end: int
+
+
+def count_activation_bytes(
+    config: ModelConfig, tokens: int, *, precision: str, checkpointing: str, loss_chunk: int, sharded: bool
+) -> ActivationBytes:
+    """Bytes of a micro-batch of `tokens`.
+
+    sharded: weights are gathered in low precision, so that the residual stream has it, too; else autocast casts them,
+    and the stream is fp32. loss_chunk: rows of logits at once, 0 for all.
+    """
+    d, head, item = config.d_model, config.padded_vocab_size * config.d_model, FP32 if precision == "fp32" else 2
+    residual = item if sharded else FP32
+    kept_mode = "none" if checkpointing == "block" else checkpointing
+    block = _block_bytes_per_token(config, item, residual, kept_mode)
+    kept, again = (residual * d, block) if checkpointing == "block" else (block, 0)
+    rows = min(loss_chunk or tokens, tokens)
+    logits = rows * config.padded_vocab_size
+    if item == FP32:
+        loss = FP32 * (logits + head)
+    else:  # the softmax in fp32; the weight's gradient as a product, in fp32, and as it is handed on
+        softmax = logits * (item + FP32) + (rows < tokens) * head * (FP32 + item)
+        loss = max(softmax, item * logits + head * (FP32 + (1 + sharded) * item)) + (not sharded) * item * head
+    root = head * (1 if config.tie_embeddings else 2) + d * (config.seq_len if config.pos_emb == "learned" else 0)
+    return ActivationBytes(
+        blocks=tokens * (kept * config.n_layer + d * (3 * residual + item)),
+        low_precision=0 if sharded or item == FP32 else item * config.n_layer * count_block_parameters(config),
+        loss=max(loss, FP32 * head + tokens * max(4 * residual * d, again)),
+        end=root * (item + 2 * FP32) if sharded else 2 * FP32 * head,
+    )
+
+
+def _block_bytes_per_token(config: ModelConfig, item: int, residual: int, checkpointing: str) -> int:
+    d, kv = config.d_model, config.d_head * config.kv_heads
+    kept = 2 * residual * d  # the input of each norm
+    kept += 2 * item * d + 16  # its output, which products read; mean and scale
+    kept += 2 * FP32 * d if config.norm == "rmsnorm" else 0  # normalized, before the weight
+    kept += item * (d + 2 * kv)  # queries, keys, values
+    kept += item * (d + kv) if config.pos_emb == "rotary" else 0  # queries and keys, rotated
+    kept += item * d + FP32 * config.n_head  # attention's output; a sum of exponents a head
+    inputs = 2 if config.mlp == "swiglu" else 1
+    return kept + item * config.d_ff * (inputs if checkpointing == "gelu" else 2 * inputs)

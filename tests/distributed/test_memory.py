@@ -1,0 +1,110 @@
+"""The memory formula against the dry run: the real step on fake tensors."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig, build_config
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.memory import USABLE, choose_dims, estimate_memory
+from megatoken.distributed.parallel_dims import build_dims
+from megatoken.estimate.dry_run import dry_run
+from megatoken.system.gpus import GPUS
+
+# Preset with fewer layers, context, micro-batches: chosen so that each part of the formula is the largest somewhere.
+MODELS = [("gpt2-124m", 3, 1024), ("gpt3-1.3b", 2, 2048), ("llama-110m", 4, 1024)]
+
+
+@pytest.mark.parametrize(("preset", "n_layer", "seq_len"), MODELS)
+@pytest.mark.parametrize(
+    ("micro_batch", "sharding", "checkpointing", "precision", "micro_steps"),
+    [
+        (1, "none", "none", "bf16", 2),
+        (16, "none", "gelu", "bf16", 1),
+        (4, "none", "block", "fp32", 2),
+        (16, "zero1", "none", "bf16", 2),
+        (1, "zero1", "block", "fp32", 2),
+        (4, "zero2", "gelu", "bf16", 1),
+        (16, "zero3", "none", "fp32", 2),
+        (4, "zero3", "block", "bf16", 1),
+    ],
+)
+def test_the_formula_agrees_with_the_dry_run_to_10_percent(
+    preset: str,
+    n_layer: int,
+    seq_len: int,
+    micro_batch: int,
+    sharding: str,
+    checkpointing: str,
+    precision: str,
+    micro_steps: int,
+) -> None:
+    gpus = 1 if sharding == "none" else 8
+    values = {"model.preset": preset, "model.n_layer": n_layer, "model.seq_len": seq_len, "budget.steps": 1}
+    values |= {"budget.batch_tokens": micro_batch * micro_steps * gpus * seq_len, "machine.precision": precision}
+    values |= {"machine.micro_batch": micro_batch, "machine.sharding": sharding}
+    config = build_config(values | {"machine.activation_checkpointing": checkpointing})
+    model = config.model.resolve(PRESETS[preset].vocab_size)
+    memory = estimate_memory(
+        model,
+        build_dims(sharding, 1, DistEnv(world_size=gpus, local_world_size=gpus)),
+        precision=precision,
+        micro_batch=micro_batch,
+        accumulates=micro_steps > 1,
+        checkpointing=checkpointing,
+    )
+    assert memory.total_bytes == pytest.approx(dry_run(config, model, gpus, 0).total_bytes, rel=0.1)
+
+
+def choose(gpus: int, **machine: object) -> str:
+    """Sharding that is chosen for GPT-2 1558M on H100s."""
+    config = build_config({f"machine.{key}": value for key, value in machine.items()})
+    dist_env = DistEnv(world_size=gpus, local_world_size=gpus)
+    memory_bytes = GPUS["H100"].memory_bytes
+    return choose_dims(config.machine, PRESETS["gpt2-1558m"], "bf16", memory_bytes, dist_env).sharding
+
+
+def test_the_simplest_sharding_with_which_the_micro_batch_fits() -> None:
+    assert choose(8) == choose(8, micro_batch=8) == "none"
+    assert choose(8, micro_batch=18) == "zero1"
+    assert choose(8, micro_batch=64) == "zero3"  # fits in none
+    assert choose(8, micro_batch=64, activation_checkpointing="block") == "none"
+
+
+def test_published_runs_fit() -> None:
+    """GPT-2 1558M with 16 x 1,024 on one H100, 124M with 64 x 1,024 and 1.3B on A100s of 40 GB."""
+    for preset, gpu, gpus, machine in (
+        ("gpt2-1558m", "H100", 1, MachineConfig(micro_batch=16)),
+        ("gpt2-124m", "A100-40GB", 8, MachineConfig(micro_batch=64, sharding="zero1")),
+        ("gpt3-1.3b", "A100-40GB", 8, MachineConfig(micro_batch=4, activation_checkpointing="block")),
+    ):
+        memory_bytes = GPUS[gpu].memory_bytes
+        dist_env = DistEnv(world_size=gpus, local_world_size=gpus)
+        dims = choose_dims(machine, PRESETS[preset], "bf16", memory_bytes, dist_env)
+        assert isinstance(machine.micro_batch, int)
+        memory = estimate_memory(
+            PRESETS[preset],
+            dims,
+            precision="bf16",
+            micro_batch=machine.micro_batch,
+            accumulates=True,
+            checkpointing=machine.activation_checkpointing,
+        )
+        assert memory.total_bytes <= USABLE * memory_bytes
+        assert dims == replace(dims, sharding=machine.sharding if machine.sharding != "auto" else "none")
+
+
+def test_tensor_parallel_halves_what_a_layer_needs() -> None:
+    whole, half = (
+        estimate_memory(
+            PRESETS["gpt3-1.3b"],
+            build_dims("none", tp, DistEnv(world_size=tp, local_world_size=tp)),
+            precision="bf16",
+            micro_batch=4,
+            accumulates=True,
+        )
+        for tp in (1, 2)
+    )
+    assert half.activations == pytest.approx(whole.activations / 2, rel=0.01)
+    assert half.parameters == whole.parameters // 2

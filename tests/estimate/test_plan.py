@@ -1,0 +1,154 @@
+"""`megatoken plan`: fit, speed, cost, tables, and what it refuses."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatoken.cli.main import main
+from megatoken.cli.plan import read_recipe
+from megatoken.config.presets import PRESETS
+from megatoken.errors import ExitCode
+from megatoken.estimate.plan import Plan, find_deadline, fitted_loss, plan_run, scale_gpus, split_compute
+from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.system.gpus import GPUS
+
+A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
+
+
+def plan_recipe(name: str, gpu: str, gpus: int, *overrides: str, **options: float) -> Plan:
+    config, model, _ = read_recipe(name, overrides)
+    return plan_run(config, model, GPUS[gpu], gpus, **options)
+
+
+def test_published_run_of_llm_c() -> None:
+    """GPT-2 124M on 10B tokens: 1 h 47 min, about $20 on eight A100s of 40 GB."""
+    plan = plan_recipe("gpt2-124m", "A100-40GB", 8)
+    assert plan.fits
+    assert plan.hours == pytest.approx(107 / 60, rel=0.1)
+    assert plan.dollars == pytest.approx(20, rel=0.1)
+    assert plan.gpu_hours == plan.hours * 8
+    assert plan.energy_kwh == pytest.approx(plan.gpu_hours * 0.4)
+    flops = plan.tokens_per_second * flops_per_token(plan.model, causal=False)
+    assert plan.mfu == pytest.approx(flops / (8 * 312e12))
+
+
+def test_published_runs_fit() -> None:
+    assert plan_recipe("gpt2-1558m", "H100", 8, "machine.micro_batch=16", "machine.sharding=none").fits
+    assert plan_recipe("gpt2-124m", "A100-40GB", 8, "machine.micro_batch=64", "machine.sharding=zero1").fits
+    assert plan_recipe("gpt3-1.3b", "A100-40GB", 8).fits
+
+
+def test_what_makes_it_fit() -> None:
+    """7B on 24 GB takes all shards and recomputation, on 16 cards; 175B nothing makes fit."""
+    plan = plan_recipe("gpt3-6.7b", "RTX-4090", 16, tokens=1e9)
+    assert plan.fits
+    assert plan.layout.sharding == "zero3"
+    assert not plan_recipe("gpt3-175b", "A100-40GB", 8, tokens=1e9).fits
+    pinned = plan_recipe("gpt2-124m", "T4", 1, "machine.micro_batch=512")
+    assert (pinned.fits, pinned.layout.micro_batch, pinned.layout.precision) == (False, 512, "fp16")
+
+
+def test_strong_scaling() -> None:
+    config, model, _ = read_recipe("gpt2-124m", ())
+    plans = scale_gpus(config, model, A100, (1, 8, 64, 3, 1024))
+    assert [plan.layout.gpus for plan in plans] == [1, 8, 64]  # 512 sequences divide neither by 3 nor by 1,024
+    rates = [plan.tokens_per_second for plan in plans]
+    assert rates[0] < rates[1] < rates[2] < 64 * rates[0]
+    for plan in plans:
+        assert plan.layout.gpus * plan.layout.micro_batch * plan.layout.micro_steps == config.batch_seqs
+        assert plan.step.tokens == config.budget.batch_tokens
+
+
+def test_deadline_is_the_fewest_gpus() -> None:
+    config, model, _ = read_recipe("gpt2-124m", ())
+    plan = find_deadline(config, model, A100, 2.0)
+    assert plan is not None
+    assert plan.hours <= 2.0
+    fewer = plan_run(config, model, A100, plan.layout.gpus // 2)
+    assert fewer.hours > 2.0
+    assert find_deadline(config, model, A100, 0.01) is None
+
+
+def test_compute_optimal_split() -> None:
+    """Chinchilla: 5.76e23 FLOP are 67B parameters and 1.5T tokens by the first approach; 40B by the third."""
+    parameters, tokens = split_compute(5.76e23, "chinchilla")
+    assert tokens == pytest.approx(20 * parameters)
+    assert 6 * parameters * tokens == pytest.approx(5.76e23)
+    assert parameters == pytest.approx(69.3e9, rel=0.01)
+    fitted, fitted_tokens = split_compute(5.76e23, "fitted")
+    best = fitted_loss(fitted, fitted_tokens)
+    for factor in (0.9, 1.1):
+        assert fitted_loss(fitted * factor, fitted_tokens / factor) > best
+    assert math.isclose(6 * fitted * fitted_tokens, 5.76e23)
+
+
+def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpt3-1.3b", "--gpus", "8xA100-40GB", "--tokens", "chinchilla", "--price", "2", "--budget", "500"]
+    assert main(["plan", *words, "--deadline", "2d12h", "--json"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert len(printed.out.splitlines()) == 1
+    keys = ("fits", "memory_bytes", "tokens_per_second", "mfu", "hours", "dollars", "energy_kwh")
+    assert tuple(answer)[: len(keys)] == keys
+    assert answer["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
+    assert answer["dollars"] == pytest.approx(answer["gpu_hours"] * 2)
+    assert answer["tokens_per_second_low"] < answer["tokens_per_second"] < answer["tokens_per_second_high"]
+    assert answer["deadline"]["hours"] <= 60
+    assert {row["gpus"] for row in answer["scaling"]} >= {1, 8, 128}
+    assert set(answer["family"]) == {name for name in PRESETS if name.startswith("gpt3-")}
+    spent = 6 * answer["budget"]["parameters"] * answer["budget"]["tokens"]
+    assert spent == pytest.approx(500 / 2 * 3600 * 312e12 * answer["mfu"], rel=0.15)
+    assert "does not fit" in printed.err  # 175B
+
+
+def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt2-124m", "--gpus", "1xT4", "--json"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["dollars"] is None
+    assert "no price of T4" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpt2-124m"], "no GPUs given"),
+        (["gpt2-124m", "--gpus", "0xA100"], "0 GPUs"),
+        (["gpt2-124m", "--gpus", "8A100"], "write a number, x and a name"),
+        (["gpt2-124m", "--gpus", "8xA10000"], "unknown GPU 'A10000' — --gpus — nearest: A100-80GB"),
+        (["gpt2-124m", "--gpus", "7xH100"], "does not divide among 7 GPUs — --gpus — nearest budget.batch_tokens"),
+        (["gpt2-124m", "--gpus", "8xH100", "--price", "-1"], "--price is -1"),
+        (["gpt2-124m", "--gpus", "8xH100", "--price", "nan"], "--price is nan"),
+        (["gpt2-124m", "--gpus", "8xH100", "--price", "free"], "invalid float value: 'free'"),
+        (["gpt2-124m", "--gpus", "8xH100", "--budget", "0"], "--budget is 0"),
+        (["gpt2-124m", "--gpus", "8xT4", "--budget", "5"], "no price of T4 is known"),
+        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "soon"], "write it as 90m, 24h or 2d12h"),
+        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "0h"], "a deadline of 0h"),
+        (["gpt2-124m", "--gpus", "8xH100", "--tokens", "many"], "give a number such as 10e9 or 10B, or chinchilla"),
+        (["gpt2-124m", "--gpus", "8xH100", "--tokens", "0"], "no tokens"),
+        (["gpt2-125m", "--gpus", "8xH100"], "gpt2-124m"),
+        (["gpt2-124m", "--gpus", "8xH100", "--law", "moore"], "did you mean"),
+        (["gpt2-124m", "--gpus", "8xH100", "budget.epochs=1"], "the recipe's length is in epochs"),
+    ],
+)
+def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == ExitCode.CONFIG
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys; from megatoken.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    words = [sys.executable, "-c", code, "plan", "gpt3-1.3b", "--gpus", "8xA100-40GB"]
+    assert subprocess.run(words, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "plan.png"
+    assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(target)]) == ExitCode.DONE
+    assert target.read_bytes().startswith(b"\x89PNG")

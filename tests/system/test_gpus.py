@@ -1,0 +1,58 @@
+"""GPUs by name, and `8xA100-40GB`."""
+
+import pytest
+
+from megatoken.errors import ConfigError
+from megatoken.system.gpus import GPUS, find_gpu, parse_gpus
+from megatoken.system.peak_flops import PEAK_FLOPS
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("8xA100-40GB", 8, "A100-40GB"),
+        ("8 x a100-40", 8, "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", 1, "A100-80GB"),
+        ("a100", 1, "A100-80GB"),
+        ("2xNVIDIA H100 80GB HBM3", 2, "H100"),
+        ("1024*h200", 1024, "H200"),
+        ("4090", 1, "RTX-4090"),
+        ("8xRTX 4090", 8, "RTX-4090"),
+        ("rtx3090", 1, "RTX-3090"),
+        ("tesla t4", 1, "T4"),
+    ],
+)
+def test_number_and_name(text: str, count: int, name: str) -> None:
+    assert parse_gpus(text) == (count, GPUS[name])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0xA100", "0 GPUs — --gpus — give a whole number from 1 to 100,000: 8xH100"),
+        ("-1xH100", "-1 GPUs"),
+        ("1.5xH100", "1.5 GPUs"),
+        ("999999xH100", "999999 GPUs"),
+        ("8A100", "cannot read '8A100' — --gpus — write a number, x and a name: 8xH100"),
+        ("8x", "cannot read '8x'"),
+        ("", "unknown GPU ''"),
+        ("8xA10000", "unknown GPU 'A10000' — --gpus — nearest: A100-80GB, A100-40GB"),
+        ("h1000", "unknown GPU 'h1000' — --gpus — nearest: H100"),
+        ("quux", "unknown GPU 'quux' — --gpus — known: T4, V100-16GB"),
+    ],
+)
+def test_what_is_none_gets_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_gpus(text)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+def test_every_gpu_has_a_peak_and_less_memory_than_its_label() -> None:
+    for gpu in GPUS.values():
+        assert gpu.driver in PEAK_FLOPS
+        assert find_gpu(gpu.driver) == find_gpu(gpu.name) == gpu
+    assert GPUS["H100"].memory_bytes == pytest.approx(85.0e9, rel=1e-3)  # 80 GiB and less, more than 80e9 bytes
+    assert GPUS["A100-40GB"].memory_bytes == pytest.approx(42.3e9, rel=1e-3)
+    assert GPUS["H100"].peak_flops("bf16") == 989.4e12
+    assert GPUS["V100-32GB"].peak_flops("tf32") == GPUS["V100-32GB"].peak_flops("fp32") == 15.7e12
