@@ -83,8 +83,8 @@ LAYERS = (
     "eval",  # validation loss, multiple-choice tasks
     "train",  # state, step, autotune, metrics, preemption, setup, periodic actions
     "plots",  # curves and weight pictures
+    "estimate",  # time, cost, memory and traffic of a run before it starts
     "pretrain",  # the training program: read it first
-    "estimate",  # memory and traffic of a run, on fake tensors
     "bench",  # every speed, measured on this machine
     "cli",  # the `megatoken` command
 )

@@ -206,7 +206,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--tp", type=int, help="the same as machine.tensor_parallel=...")
     arg("--shard", help="the same as machine.sharding=...")
     arg("--gpu", default="h100", help="GPU that it must fit on: a name or a number of GB (default h100)")
-    doc = "what a run will take: fit, tokens/s, hours, dollars, energy, on 1 to 1,024 GPUs and for a family of models"
+    doc = "what a run will take on some GPUs: fit, speed, hours, dollars"
     usage = "RECIPE --gpus 8xA100-40GB [--tokens N] [--price USD] [--deadline TIME] [--budget USD] [--plot FILE] ..."
     arg = add("plan", doc, usage=usage).add_argument
     arg("recipe", metavar="RECIPE_OR_PRESET", help=recipe_doc + ", or a preset")
