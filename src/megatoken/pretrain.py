@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from megatoken.config.fields import parse_time
+from megatoken.config.fields import Duration, parse_time
 from megatoken.config.load import ResolvedConfig, from_python, render
 from megatoken.config.schema import Config
 from megatoken.console import Console, format_duration, format_step
@@ -30,6 +30,7 @@ from megatoken.system.atomic_write import local_path
 from megatoken.system.device import Device, memory_errors, open_device, with_peak
 from megatoken.train import setup
 from megatoken.train.actions import Action, CheckpointSaver, is_due, list_actions
+from megatoken.train.extend import BUDGET_KEYS, extend_budget, record_schedule, set_aside_decay
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
@@ -70,12 +71,14 @@ class Trainer:
         console: Console | None = None,
         explain: bool = False,
         allow_changes: bool = False,
+        extend: Duration | None = None,
     ) -> None:
         """model: a GPT of `config.model`'s architecture, to start from its weights. optimizer: built over that model's
         parameters; its groups' learning rates keep their ratio to `optim.lr`. callbacks: called with every row of
         metrics; one that returns True stops the run. nproc: processes on this machine. explain: print what was measured
-        for every automatic choice. allow_changes: resume with other values of guarded fields, or other data. Raises
-        ConfigError for arguments that cannot be combined.
+        for every automatic choice. allow_changes: resume with other values of guarded fields, or other data. extend:
+        by how much a run that has reached its end becomes longer. Raises ConfigError for arguments that cannot be
+        combined.
         """
         if nproc < 1:
             raise ConfigError(f"nproc is {nproc}", "Trainer", "give 1 or more")
@@ -88,7 +91,7 @@ class Trainer:
         self.out = local_path(out)
         self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
         self.nproc, self.console, self.explain = nproc, console or Console(), explain
-        self.allow_changes = allow_changes
+        self.allow_changes, self.extend = allow_changes, extend
 
     def fit(self) -> Summary:
         """Train to the end of the budget, or until a signal, the time limit or a callback asks to stop.
@@ -133,8 +136,11 @@ class Trainer:
             allow_changes=self.allow_changes,
         )
         if is_main:
-            run.changes = setup.check_folder(out, config, allow_changes=self.allow_changes)
+            allowed = BUDGET_KEYS if self.extend else ()
+            run.changes = setup.check_folder(out, config, allow_changes=self.allow_changes, allowed=allowed)
         setup.open_data(run)
+        if self.extend:
+            self.resolved = extend_budget(run, self.resolved, self.extend)
         if self.model is not None:
             setup.check_own_model(run, self.model, self.optimizer)
         with (
@@ -149,14 +155,17 @@ class Trainer:
                 run.device = with_peak(device)
             setup.print_summary(run, self.resolved.name, dims)
             setup.build_train_state(run, dims, self.model, self.optimizer)
+            if is_main and self.extend:
+                set_aside_decay(run)
             setup.restore(run)
             if comm.broadcast_from_rank0(setup.is_finished(run)):
-                run.console.print(f"this run is finished; nothing to do: {out}")
+                run.console.print(f"this run is finished: {out}; train --extend LENGTH makes it longer")
                 return ExitCode.DONE, run.state.step, ""
             if is_main:
                 setup.check_space(run)
                 setup.write_provenance(run, self.resolved)
                 setup.record_changes(run)
+                record_schedule(run)
             # The order matters: kernels may replace the compute model; its micro-batch is then measured; it is compiled
             # for that size; the hooks that reduce gradients go on its final parameters.
             setup.choose_kernels(run, explain=self.explain)
@@ -172,7 +181,8 @@ class Trainer:
             recipe.write_text(render(self.resolved.config, self.resolved.origins), encoding="utf-8")
             command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
             flags = {"--explain": self.explain, "--allow-changes": self.allow_changes}
-            code = launch([*command, *(flag for flag in flags if flags[flag])], self.nproc, RESTARTS)
+            command += [flag for flag in flags if flags[flag]] + (["--extend", str(self.extend)] if self.extend else [])
+            code = launch(command, self.nproc, RESTARTS)
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
             raise error_from_code(code, f"training in {self.nproc} processes failed, see their output — {self.out}")
         steps = max((row["step"] for row in read_metrics(self.out) if row["kind"] == "save"), default=0)

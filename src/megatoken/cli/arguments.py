@@ -10,6 +10,7 @@ from megatoken import __version__
 from megatoken.bench.arguments import add_benches
 from megatoken.cli.help import format_example, format_overview
 from megatoken.cli.runs import DEFAULT, SORT_KEYS
+from megatoken.config.fields import ConfigField, Duration, parse_value
 from megatoken.config.load import format_value, list_recipes
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, resume_class
@@ -127,6 +128,16 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     return parser
 
 
+def _length(text: str) -> Duration:
+    """A length of training above 0."""
+    try:
+        length = parse_value(ConfigField(Duration(0), "", low=0, open_low=True, type=Duration), text)
+    except ValueError as wrong:
+        raise argparse.ArgumentTypeError(str(wrong)) from None
+    assert isinstance(length, Duration)
+    return length
+
+
 def _add_runs(add: Callable[..., Parser]) -> None:
     arg = add("runs", "list runs, or compare the settings and losses of some").add_argument
     doc = "folder with runs at any depth (default runs); two or more RUNs are compared"
@@ -156,10 +167,10 @@ def _add_prepare(add: Callable[..., Parser]) -> None:
 
 def _add_training(add: Callable[..., Parser]) -> None:
     """train, config, launch, describe, dryrun: commands that take a recipe."""
-    recipe_doc = f"a .yaml file, or a built-in recipe: {', '.join(list_recipes())}"
+    recipe_doc = f"a .yaml file, the folder of a run to go on with, or a built-in recipe: {', '.join(list_recipes())}"
     preset_doc = f"{', '.join(PRESETS)}, or a recipe"
-    usage = f"{RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--restarts N] [--explain] [--allow-changes]"
-    train = add("train", "train a recipe, or resume it", usage=usage, epilog=describe_fields())
+    usage = f"{RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--extend LENGTH] [--allow-changes] ..."
+    train = add("train", "train a recipe, or go on with a run", usage=usage, epilog=describe_fields())
     config = add("config", "print every value of a recipe and where it comes from", usage=RECIPE)
     for p in (train, config):
         p.add_argument("recipe", metavar="RECIPE", nargs="?", help=recipe_doc)
@@ -167,11 +178,13 @@ def _add_training(add: Callable[..., Parser]) -> None:
             p.add_argument(name, metavar=metavar, help=doc)
     config.set_defaults(nproc=1)
     arg = train.add_argument
-    arg("--out", type=local_path, help="run folder (default runs/RECIPE)")
+    arg("--out", type=local_path, help="run folder (default runs/RECIPE, or the run)")
     arg("--init", metavar="RUN_OR_HF_DIR", help="initial weights; the same as model.init=...")
     arg("--nproc", type=int, default=1, metavar="N", help="processes on this machine, one per GPU (default 1)")
     doc = f"of --nproc's processes in a row without progress, when one hangs or is lost (default {RESTARTS})"
     arg("--restarts", type=int, default=RESTARTS, metavar="N", help=doc)
+    doc = "train a run that has reached its end this much longer: 2000steps, 1e9tok, 0.5ep, or 0.5dur of its length"
+    arg("--extend", metavar="LENGTH", type=_length, help=doc)
     arg("--allow-changes", action="store_true", help="resume with other values of guarded fields, or other data")
     arg("--ending", type=local_path, help=argparse.SUPPRESS)  # where a stop is noted (launch/local.py)
     arg("--explain", action="store_true", help="print the measurements behind every setting left at auto")

@@ -17,17 +17,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatoken.checkpoint.manifest import encode_model_config
+from megatoken.checkpoint.commit import list_steps, step_folder
+from megatoken.checkpoint.manifest import encode_model_config, verify
 from megatoken.cli.arguments import TRANSLATED, Command, check_eval, parse
 from megatoken.cli.plan import plan
 from megatoken.cli.quickstart import quickstart
 from megatoken.cli.runs import show_runs
-from megatoken.config.load import ResolvedConfig, render, resolve, resolve_preset
+from megatoken.config.load import (
+    RUN_CONFIG,
+    ResolvedConfig,
+    find_run,
+    read_recipe,
+    render,
+    resolve,
+    resolve_preset,
+    resolve_run,
+)
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.config.schema import Config
 from megatoken.distributed.env import read_dist_env
-from megatoken.errors import ConfigError, ExitCode, MegatokenError, StorageError
+from megatoken.errors import CheckpointError, ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.eval.tasks import find_tasks
 from megatoken.launch.local import COMMAND, at_parent_death, launch, stop_at_once, write_stop_marker
 from megatoken.launch.scripts import Job, check_job, name_job, write_script
@@ -128,7 +138,7 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         from megatoken.pretrain import Trainer
 
         out = options.out or named_out or Path("runs") / resolved.name
-        fields = _pick(options, "console", "explain", "allow_changes")
+        fields = _pick(options, "console", "explain", "allow_changes", "extend")
         summary = Trainer(resolved, out, **fields).fit()
         answer = dataclasses.asdict(summary) if is_main else None
         return write_stop_marker(options.ending) if summary.code == ExitCode.STOPPED else summary.code, answer
@@ -156,12 +166,27 @@ def find_recipe(options: argparse.Namespace) -> tuple[ResolvedConfig, Path | Non
         what = "no recipe given" if not given else f"{' and '.join(given)} are both given"
         raise ConfigError(what, "command line", f"give one of RECIPE, {', '.join(TRANSLATED)}")
     if options.recipe is not None:
+        if folder := find_run(options.recipe):
+            return resolve_run(folder, find_run_config(folder), options.overrides), folder
         return resolve(options.recipe, options.overrides), None
     from megatoken.convert.recipes import translate
 
     translation = translate(options)
     resolved = translation.resolve(options.overrides)
     return dataclasses.replace(resolved, notes=(*translation.notes, *resolved.notes)), translation.out
+
+
+def find_run_config(folder: Path) -> Path:
+    """The config.yaml of a run; where that cannot be read, the copy in the newest undamaged checkpoint."""
+    try:
+        read_recipe(folder / RUN_CONFIG)
+    except ConfigError:
+        for step in reversed(list_steps(folder / "checkpoints")):
+            copy = step_folder(folder / "checkpoints", step) / RUN_CONFIG
+            with suppress(CheckpointError):
+                verify(copy.parent, names=(RUN_CONFIG,))
+                return copy
+    return folder / RUN_CONFIG
 
 
 def _render_with_notes(resolved: ResolvedConfig, *, given_only: bool = False) -> str:
@@ -172,7 +197,8 @@ def _render_with_notes(resolved: ResolvedConfig, *, given_only: bool = False) ->
 def run_launch(options: argparse.Namespace) -> Result:
     """launch: check a recipe for a number of processes, then write a script that starts it."""
     resolved = resolve(options.recipe, options.overrides)
-    words = [options.recipe, "--out", str(options.out or Path("runs") / resolved.name), *options.overrides]
+    out = options.out or find_run(options.recipe) or Path("runs") / resolved.name
+    words = [options.recipe, "--out", str(out), *options.overrides]
     fields = _pick(options, "nodes", "nproc", "gpus", "time", "image")
     job = Job(name=name_job(resolved.name), train_args=words, **fields)
     check_job(job, resolved.config)

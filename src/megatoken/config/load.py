@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatoken.redact import redact
 
 VERSION = 2  # in version 1 optim.decay had a meaning under wsd and wsd-sqrt only, and every run folder gives it
 SHIPPED = Path(__file__).parent / "recipes"
+RUN_CONFIG = "config.yaml"  # of a run folder
 LARGEST_BYTES = 1 << 20
 COMMAND_LINE = "command line"  # the origin of an override
 # The datasets that shipped recipes name: source and options of the `megatoken prepare` command that makes each.
@@ -67,13 +69,38 @@ def prepare_words(dataset: str, out: str) -> list[str]:
 
 
 def resolve(recipe: str, overrides: Sequence[str] = (), others: Sequence[str] = ()) -> ResolvedConfig:
-    """Read a recipe by file or name, apply `a.b=c` overrides, check everything.
+    """Read a recipe by file or name, or the settings of a run by its folder, apply `a.b=c` overrides, check everything.
 
     others: names that the command knows beside recipes, for a suggestion. Raises ConfigError naming file:line, the key
     and the nearest valid one.
     """
+    if folder := find_run(recipe):
+        return resolve_run(folder, folder / RUN_CONFIG, overrides)
     path = _find_recipe(recipe, others)
     return resolve_assignments(path.stem, read_recipe(path), overrides)
+
+
+def find_run(recipe: str) -> Path | None:
+    """The run folder that a recipe's argument names, None where it names something else.
+
+    Raises ConfigError where a run folder and a recipe have that name.
+    """
+    folder = Path(recipe)
+    with suppress(OSError, ValueError):  # no path, as _find_recipe says
+        if recipe and ((folder / RUN_CONFIG).is_file() or (folder / "checkpoints").is_dir()):
+            if recipe in list_recipes():
+                fix = f"write ./{recipe} for the folder, {recipe}.yaml for the recipe"
+                raise ConfigError(f"'{recipe}' is both a run folder and a recipe", "command line", fix)
+            return folder
+    return None
+
+
+def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """The settings of a run from `file`, its config.yaml or a checkpoint's copy, with the origins that stand there."""
+    resolved = resolve_assignments(folder.absolute().name, read_recipe(file), overrides)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    noted = {f"{file}:{number}": line.rpartition("  # ")[2] for number, line in enumerate(lines, 1) if "  # " in line}
+    return replace(resolved, origins={key: noted.get(where, where) for key, where in resolved.origins.items()})
 
 
 def load_config(recipe: str, *overrides: str) -> Config:
@@ -177,8 +204,8 @@ def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
             return Path(recipe)
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise ConfigError(f"cannot read recipe: {error.strerror}", recipe, "check the path") from None
-    if recipe in known:
-        return SHIPPED / f"{recipe}.yaml"
+    if recipe.removesuffix(".yaml") in known:
+        return SHIPPED / f"{recipe.removesuffix('.yaml')}.yaml"
     raise ConfigError(
         f"no recipe named '{recipe}'", fix=f"{suggest_recipe(recipe, [*known, *others])}, or the path of a .yaml file"
     )

@@ -24,6 +24,17 @@ class LRSchedule:
     total: int
     ramp: BatchRamp | None = None
 
+    @property
+    def decay_begin(self) -> int:
+        """Where the decay begins, in the unit of lengths."""
+        if self.decay in ("wsd", "wsd-sqrt") and self.decay_length is not None:
+            return max(self.warmup, self.total - self.decay_length)
+        return self.warmup
+
+    def is_before_decay(self, step: int) -> bool:
+        """Whether the decay has touched none of the first `step` steps."""
+        return (self.ramp.before(step) if self.ramp else step) <= self.decay_begin
+
     def lr(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
         now, after = (self.ramp.before(step), self.ramp.before(step + 1)) if self.ramp else (step, step + 1)
@@ -31,12 +42,9 @@ class LRSchedule:
             return self.peak_lr * min(after, self.warmup) / self.warmup
         if self.decay == "constant":
             return self.peak_lr
-        begin, end = self.warmup, self.total
-        if self.decay_length is not None:
-            if self.decay in ("wsd", "wsd-sqrt"):
-                begin = max(begin, end - self.decay_length)
-            else:
-                end = begin + self.decay_length
+        begin, end = self.decay_begin, self.total
+        if self.decay_length is not None and self.decay not in ("wsd", "wsd-sqrt"):
+            end = begin + self.decay_length
         done = min(max((now - begin) / max(end - begin, 1), 0.0), 1.0)
         curves = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "wsd-sqrt": 1 - math.sqrt(done)}
         left = curves.get(self.decay, 1 - done)

@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,8 +135,10 @@ class RunContext:
         return flag
 
 
-def check_folder(out: Path, config: Config, *, allow_changes: bool = False) -> list[Change]:
-    """The settings that differ from those of the run in `out`.
+def check_folder(
+    out: Path, config: Config, *, allow_changes: bool = False, allowed: Collection[str] = ()
+) -> list[Change]:
+    """The settings that differ from those of the run in `out`. allowed: guarded ones that may.
 
     Raises ConfigError if it holds something else, or a change is fatal, or guarded and not allowed. A run has a
     provenance.json or a checkpoint of ours. What a start leaves that failed before them counts as nothing.
@@ -156,7 +158,7 @@ def check_folder(out: Path, config: Config, *, allow_changes: bool = False) -> l
             changes = list_changes(resolve(str(folder / CONFIG)).config, config)
             fatal = [change.key for change in changes if change.resume == "fatal"]
             refused = ["fatal"] if allow_changes else ["fatal", "guarded"]
-            if differs := [str(change) for change in changes if change.resume in refused]:
+            if differs := [str(c) for c in changes if c.resume in refused and c.key not in allowed]:
                 fix = "set these back, or go on with them by --allow-changes"
                 if fatal:
                     fix = f"{', '.join(fatal)} cannot change in a run: set back, or choose another --out"
