@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -95,10 +96,7 @@ def test_help_shows_every_command_once_in_its_group(words: list[str], capsys: py
         main(words)
     text = capsys.readouterr().out
     assert [line for line in text.splitlines() if len(line) > 100] == []
-    listed = [
-        words[0] for line in text.splitlines() if line.startswith("  ") and len(words := line.split(maxsplit=1)) > 1
-    ]
-    assert sorted(name for name in listed if name != "megatoken") == sorted(COMMANDS)
+    assert sorted(re.findall(r"^  ([a-z]+)  ", text, re.MULTILINE)) == sorted(COMMANDS)
     assert text.count("\n  megatoken ") == 5
 
 
@@ -148,7 +146,16 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["sample", "/no/such/run", "x", "--top-k", "-1"], 2, "--top-k is -1 — sampling — give 0 (all) or more"),
         (["bench", "gemm", "--out", ".", "--name", "a/b"], 2, "--name: 'a/b' is not a file name"),
         (["train", "quickstart", "machine.threads=100000"], 2, "at most 1024"),
-        ([], 2, "COMMAND"),
+        (["train", "runs/nope"], 2, "no recipe named 'runs/nope', and no such file or run folder — "),
+        *(
+            (words, 4, "no such folder — runs/nope — give a run folder")
+            for words in (
+                ["sample", "runs/nope", "a"],
+                ["eval", "runs/nope", "--tasks", "hellaswag"],
+                ["export", "runs/nope", "--out", "x"],
+            )
+        ),
+        (["plot", "runs/nope"], 3, "no metrics to read: No such file or directory — runs/nope/metrics.jsonl — "),
         (["prepare", "python", "--out", ""], 2, "a path is empty"),
         (["prepare", "python", "--out", "s3://bucket/out"], 2, "not a path on this machine: s3://bucket/out — mount"),
         (["train", "quickstart", "--out", "s3://bucket/run"], 2, "not a path on this machine"),

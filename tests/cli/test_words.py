@@ -32,7 +32,7 @@ FOUND = [
     ("train quikstart", 2, "did you mean 'quickstart'?"),
     ("sample runs/nope hello", 4, "no such folder — runs/nope — did you mean runs/nose?"),
     ("sample runs/zz hello", 4, "no such folder — runs/zz — give a run folder"),
-    ("train fifo.yaml", 2, "no recipe named 'fifo.yaml' — known: gpt2-124m"),
+    ("train fifo.yaml", 2, "no recipe named 'fifo.yaml', and no such file or run folder — known: gpt2-124m"),
     ("train ''", 2, "no recipe named '' — known: gpt2-124m"),
     ("train 'null:'", 2, "no recipe named 'null:' — known: gpt2-124m"),
     ("train 'a\x01b'", 2, "no recipe named 'a\\x01b' — known: gpt2-124m"),

@@ -297,6 +297,8 @@ def run_sample(options: argparse.Namespace) -> Result:
     """sample: continue a prompt."""
     from megatoken.cli.sample import sample
 
+    if options.prompt == "-" and sys.stdin.isatty():
+        print("text to continue, then Ctrl-D on a line of its own:", file=sys.stderr)
     prompt = sys.stdin.buffer.read() if options.prompt == "-" else options.prompt.encode(errors="surrogateescape")
     return ExitCode.DONE, sample(options, prompt.decode(errors="replace"))
 

@@ -206,9 +206,10 @@ def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
         raise ConfigError(f"cannot read recipe: {error.strerror}", recipe, "check the path") from None
     if recipe.removesuffix(".yaml") in known:
         return SHIPPED / f"{recipe.removesuffix('.yaml')}.yaml"
-    raise ConfigError(
-        f"no recipe named '{recipe}'", fix=f"{suggest_recipe(recipe, [*known, *others])}, or the path of a .yaml file"
-    )
+    is_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
+    what = f"no recipe named '{recipe}'{', and no such file or run folder' if is_path else ''}"
+    fix = f"{suggest_recipe(recipe, [*known, *others])}, or the path of a .yaml file or a run"
+    raise ConfigError(what, fix=fix)
 
 
 class _Loader(yaml.SafeLoader):

@@ -44,12 +44,7 @@ def find_folder(name_or_folder: str) -> Path:
     folder = Path(name_or_folder)
     if folder.is_dir():
         return folder
-    parent = folder.parent
-    if not HUB_NAME.fullmatch(name_or_folder) or (parent.name and parent.is_dir()):
-        near = nearest(folder.name, sorted(path.name for path in parent.iterdir()) if parent.is_dir() else [])
-        known = "a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
-        fix = f"did you mean {parent / near}?" if near else f"give {known}"
-        raise CheckpointError("no such folder", name_or_folder, fix)
+    refuse_missing_path(folder)
     patterns = ["*.json", "*.safetensors", "*.txt"]
     try:
         from huggingface_hub import snapshot_download
@@ -60,6 +55,17 @@ def find_folder(name_or_folder: str) -> Path:
         what = f"no such folder here, and no download from the hub: {reason}"
         fix = "check the name, or the connection (pip install megatoken[hf])"
         raise CheckpointError(what, name_or_folder, fix) from error
+
+
+def refuse_missing_path(path: Path) -> None:
+    """Raise CheckpointError for what is not there and can be no hub name: in a folder that is here, or in runs/."""
+    parent = path.parent
+    if not path.exists() and (
+        not HUB_NAME.fullmatch(str(path)) or parent.name == "runs" or (parent.name and parent.is_dir())
+    ):
+        near = nearest(path.name, sorted(other.name for other in parent.iterdir()) if parent.is_dir() else [])
+        known = "a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
+        raise CheckpointError("no such folder", path, f"did you mean {parent / near}?" if near else f"give {known}")
 
 
 def _list_tensors(folder: Path, family: Family) -> dict[str, Tensor]:
