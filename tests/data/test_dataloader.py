@@ -170,10 +170,23 @@ def test_evaluation_windows(corpus: tuple[Tokens, np.ndarray], limit: int, count
     assert (len(windows), windows.seq_len, windows.n_targets) == (count, length, count * length)
     rows = windows.rows(0, count)
     assert rows.shape == (count, length + 1)
-    assert np.array_equal(rows[:, :-1].reshape(-1), corpus[1][: count * length])
-    assert np.array_equal(rows[:, 1:].reshape(-1), corpus[1][1 : count * length + 1])
+    n_windows = (len(corpus[1]) - 1) // length
+    middles = [int((i + 0.5) * n_windows / count) * length for i in range(count)]
+    assert np.array_equal(rows, [corpus[1][start : start + length + 1] for start in middles])
     pieces = [windows.rows(first, 4) for first in range(0, count + 8, 4)]
     assert np.array_equal(np.concatenate(pieces), rows)
+
+
+def test_some_evaluation_windows_are_spread_evenly_over_the_split(tmp_path: Path) -> None:
+    n_tokens = 64 * 1000 + 1
+    np.save(tmp_path / "val.npy", (np.arange(n_tokens) // 64).astype(np.uint16))  # a token is its window's number
+    tokens = load_dataset(tmp_path).val
+    few = evaluation_windows(tokens, seq_len=64, limit_tokens=64 * 10).rows(0, 10)
+    assert few[:, 0].tolist() == [50, 150, 250, 350, 450, 550, 650, 750, 850, 950]
+    most = evaluation_windows(tokens, seq_len=64, limit_tokens=64 * 900).rows(0, 900)[:, 0]
+    assert sorted({*np.diff(most.astype(int)).tolist()}) == [1, 2]
+    every = evaluation_windows(tokens, seq_len=64, limit_tokens=10**9).rows(0, 10**6)[:, 0]
+    assert every.tolist() == list(range(1000))
 
 
 @pytest.mark.parametrize(("n_tokens", "count", "length"), [(40, 1, 39), (2, 1, 1), (1, 0, 1)])

@@ -382,7 +382,7 @@ def test_a_corpus_with_the_name_of_a_folder_is_refused(tmp_path: Path, monkeypat
         find_source("python")
     assert caught.value.code == ExitCode.CONFIG
     assert [file.name for file in find_source("./python").files] == ["a.txt"]
-    write(tmp_path / "b.py", "1")
+    write(tmp_path / "b.py", "x = 1")
     assert [file.name for file in find_source("python", root=tmp_path).files] == ["b.py"]
 
 
@@ -411,7 +411,22 @@ def test_python_is_always_there() -> None:
     assert "ast.py" in names
     assert "json/decoder.py" in names
     assert not [name for name in names if "/test/" in f"/{name}" or "site-packages" in name]
+    assert not [name for name in names if name.startswith(("encodings/", "pydoc_data/"))]
+    assert not {"html/entities.py", "stringprep.py", "locale.py", "keyword.py"} & {*names}  # tables
+    assert {"argparse.py", "pickletools.py", "_pydecimal.py", "typing.py", "http/client.py"} < {*names}
     assert len(names) > 300
+
+
+def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path) -> None:
+    code = "def area(side):\n    return side * side\n" * 4
+    docstring = '"""Tables."""\n' + '    """Docstring."""\n' * 20
+    strings = "names = {\n" + "    'eacute': 'small e, acute accent',\n" * 3 + "}\n"
+    numbers = "ids = [\n" + "    0x0041, -1, (2.5, None),\n" * 3 + "]\n"
+    files = {"code": code, "docstring": docstring, "strings": strings, "numbers": numbers, "mixed": code + strings}
+    for name, text in (files | {"long_code": code * 2 + strings, "empty": ""}).items():
+        write(tmp_path / f"{name}.py", text)
+    names = [file.name for file in find_source("python", root=tmp_path).files]
+    assert names == ["code.py", "docstring.py", "empty.py", "long_code.py"]
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def _add_models(add: Callable[..., Parser]) -> None:
     doc = "with --tasks: file of examples (.jsonl or .parquet), or folder with TASK.jsonl (default: the Hugging "
     doc += "Face hub); without: shards, or text in a format that `megatoken prepare` reads"
     arg("--data", type=local_path, metavar="PATH", help=doc)
-    arg("--limit", type=int, default=0, metavar="N", help="only the first N examples of each task, or N tokens; 0: all")
+    arg("--limit", type=int, default=0, metavar="N", help="only the first N examples of each task, or N tokens spread over the data; 0: all")
     arg("--split", choices=("train", "val"), help="split of the shards (default val, where there is one)")
     arg("--examples", action="store_true", help="also return the predictions for each example, in file order")
     arg("--no-token-mean", action="store_true", help="skip acc_token_mean: halves the time of HellaSwag")

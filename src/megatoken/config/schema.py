@@ -149,7 +149,7 @@ class EvalConfig:
     """Loss over a fixed set of held-out tokens, and scores in multiple-choice tasks."""
 
     every: Duration = config_field(Duration(0.1, "dur"), "0: only at the end", low=0)
-    tokens: int = config_field(1048576, "to score, from the start of the split; 0: none", "tokens", low=0)
+    tokens: int = config_field(1048576, "to score, spread evenly over the held-out split; 0: none", "tokens", low=0)
     tasks: str = config_field(
         "", "tasks to score, such as hellaswag,piqa; piqa?: if its examples can be had; empty: none"
     )

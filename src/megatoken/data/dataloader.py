@@ -152,7 +152,7 @@ def _check_divides(key: str, batch_size: int, seq_len: int, dp_size: int) -> Non
 
 @dataclass(frozen=True, slots=True)
 class EvaluationWindows:
-    """A fixed set of consecutive windows from the start of a split: the same for every rank and run."""
+    """A fixed set of windows, spread evenly over a split: the same for every rank, micro-batch and run."""
 
     tokens: Tokens
     seq_len: int
@@ -168,12 +168,14 @@ class EvaluationWindows:
 
     def rows(self, first: int, count: int) -> Ids:
         """Windows [first, first + count), cut off at the set's end, as (rows, seq_len + 1)."""
-        starts = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64) * self.seq_len
-        return self.tokens.gather(starts, self.seq_len + 1)
+        n_windows = (len(self.tokens) - 1) // self.seq_len  # of the split, in `count` equal parts: the middle of each
+        index = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64)
+        windows = (2 * index + 1) * n_windows // max(1, 2 * self.count)
+        return self.tokens.gather(windows * self.seq_len, self.seq_len + 1)
 
 
 def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
-    """Whole windows from the start of a split that hold at most limit_tokens targets, all if there are fewer.
+    """Whole windows, spread evenly over a split, of at most limit_tokens targets in all; all windows if there are fewer.
 
     A split (or limit) shorter than one window gives one shorter window; a split of less than two tokens gives none.
     Nothing is shuffled, so a validation loss is over the same tokens every time.

@@ -54,8 +54,12 @@ NAMES = ("python", "tinyshakespeare", *HUB)
 _OWN_NAMES = (MANIFEST_NAME, PROGRESS_NAME, INPUTS_NAME, "tokenizer.json", DESCRIPTION_NAME)
 _OWN_FILES = re.compile("|".join((*map(re.escape, _OWN_NAMES), r"(train|val)_[0-9]{6,}\.bin")))
 
-# Left out of the corpus "python": tests, installed packages, an editor, a converter, demos.
+# Left out of the corpus "python": tests, installed packages, an editor, a converter, demos, generated tables, and any
+# other file of which _TABLE_SHARE or more is in lines that begin with a string or a number (not a docstring).
 _NOT_PYTHON = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
+_NOT_PYTHON |= {"encodings", "pydoc_data"}
+_TABLE_LINE = re.compile(rb"""^[ \t([{+-]*(?:[bru]{0,2}(?:'(?!'')|"(?!""))|\d).*""", re.MULTILINE)
+_TABLE_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     if spec == "python":
         library = Path(root or sysconfig.get_paths()["stdlib"])
         found = [(name, path) for name, path in _walk(library, None, _NOT_PYTHON) if path.suffix == ".py"]
+        found = [(name, path) for name, path in found if not _is_table(path)]
         if not found:
             raise DataError("no Python sources here", library, "give root=, a folder of .py files")
         return _list_local("python", found)
@@ -139,6 +144,16 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     near = suggest_choice(spec, NAMES)
     fix = f"did you mean {near}?" if near else "check the spelling"
     raise DataError(f"no such file, folder or named corpus (names: {', '.join(NAMES)})", spec, fix)
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a Python file is a table, by the share of its bytes in lines that begin with a string or a number."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read: {error.strerror}", path, "check permissions, or leave it out") from error
+    in_table = sum(len(line.lstrip()) for line in _TABLE_LINE.findall(text))
+    return in_table > _TABLE_SHARE * sum(len(line.lstrip()) for line in text.splitlines())
 
 
 def _find_shakespeare(root: Path | None) -> Source:

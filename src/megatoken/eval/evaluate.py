@@ -45,7 +45,7 @@ def evaluate(
 
     tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or examples by task name. data: with tasks, a file
     for one, a folder with a file for each, or None for the Hugging Face hub; otherwise token shards, or any text that
-    `prepare` reads. limit: the first examples of each task, or targets. split: of shards, "train" or "val".
+    `prepare` reads. limit: the first examples of each task, or targets spread evenly. split: of shards, "train" or "val".
     token_mean=False leaves out acc_token_mean; per_example adds every prediction. device: None computes where the
     weights are, in their dtype. comm: ranks that share the work and all return the same.
 
@@ -79,7 +79,7 @@ def evaluate_loss(
 ) -> dict[str, Any]:
     """Loss, perplexity and bits per byte on shards or text, in windows of the model's context.
 
-    Every token but the first is a target; with a limit, as many as fill whole windows from the start.
+    Every token but the first is a target; with a limit, whole windows of as many, spread evenly.
     """
     rank, world_size = comm.dist_env.rank, comm.dist_env.world_size
     with open_tokens(data, tokenizer, split, comm) as (tokens, split):

@@ -98,7 +98,8 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
     )
     run.write("val", **{key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")})
     loss, n_targets = metrics["loss"], metrics["target_tokens"]
-    run.console.print(f"step {state.step}: validation loss {loss:.4f} over {n_targets:,} tokens")
+    bits = f", {metrics['bits_per_byte']:.4f} bits per byte" if metrics["text_bytes"] else ""
+    run.console.print(f"step {state.step}: validation loss {loss:.4f}{bits} over {n_targets:,} tokens")
 
 
 def score_tasks(run: RunContext, poll: Callable[[], None]) -> None:
