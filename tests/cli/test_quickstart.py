@@ -1,5 +1,6 @@
 """`megatoken quickstart`, and the prepare commands of shipped recipes."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -38,17 +39,57 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     assert main(["quickstart", "--json", *SHORT]) == ExitCode.DONE
     captured = capsys.readouterr()
     first = json.loads(captured.out)
-    assert list(first) == ["prepare", "train", "sample"]
+    assert list(first) == ["prepare", "train", "eval", "compressors", "sample"]
     assert first["prepare"]["tokenizer"]["vocab_size"] == 4096
     assert first["train"]["steps"] == 2
     assert "$ megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.03\n" in captured.err
-    assert 'sample runs/quickstart "class "' in captured.err
+    assert 'sample runs/quickstart "class"\n' in captured.err
+    assert len(first["sample"]["text"]) == 3
+    held_out = first["prepare"]["val_tokens"]
+    assert first["eval"]["target_tokens"] == held_out - 1  # all of it, whatever evaluate.tokens
+    gz, xz = (first["compressors"][name] for name in ("gzip -9", "xz -9"))
+    assert 1.2 < xz < gz < 2.5  # of Python sources
+    bits = first["eval"]["bits_per_byte"]
+    assert f"held out    {bits:.3f} bits per byte of text; gzip -9 {gz:.3f}, xz -9 {xz:.3f}\n" in captured.err
     assert (tmp_path / "runs/quickstart/metrics.jsonl").is_file()
     metrics = (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes()
 
     assert main(["quickstart", "--json", *SHORT]) == ExitCode.DONE
     again = json.loads(capsys.readouterr().out)
-    assert list(again) == ["train", "sample"]
+    assert list(again) == ["train", "eval", "compressors", "sample"]
     assert again["sample"] == first["sample"]
     assert (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes() == metrics
     assert main(["quickstart", "--json", *SHORT, "budget.steps=3"]) == ExitCode.CONFIG  # another run is in the folder
+
+
+def test_quickstart_on_own_text_is_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [f"Day {day}: we sailed {day * 7} miles, then {day % 5} more.\n" for day in range(3000)]
+    Path("ship log.txt").write_text("".join(lines))
+    words = ["quickstart", "--data", "ship log.txt", "--json", *SHORT]
+    assert main([*words, "--prompt", "Day a=1:"]) == ExitCode.DONE
+    captured = capsys.readouterr()
+    answers = json.loads(captured.out)
+    assert "$ megatoken prepare 'ship log.txt' --out data/ship-log --tokenizer bpe:" in captured.err
+    assert "$ megatoken sample runs/ship-log 'Day a=1:' -n 3\n" in captured.err
+    assert answers["train"]["run"] == "runs/ship-log"
+    assert resolve("runs/ship-log/config.yaml").config.sample.prompt == "Day a=1:"
+    held_out = "".join(lines)[-answers["eval"]["text_bytes"] :]
+    assert answers["compressors"]["gzip -9"] == pytest.approx(
+        8 * len(gzip.compress(held_out.encode(), 9)) / len(held_out)
+    )
+
+    assert main(words) == ExitCode.DONE  # prompted by how the held-out text begins
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["prepare"]["unchanged"]
+    prompt = re.search(r"sample runs/ship-log '?(.*?)'? -n 3\n", captured.err)
+    assert prompt
+    assert prompt[1] in "".join(lines)
+    assert len(prompt[1].split()) == 3
+
+    Path("ship log.txt").write_text("other text")
+    assert main(words) == ExitCode.DATA  # never trained on what is no longer the text
+    assert main(["quickstart", "--data", "data/ship-log", "--out", "runs/ship-log", "--json", *SHORT]) == ExitCode.DONE
+    assert "prepare" not in json.loads(capsys.readouterr().out)

@@ -38,6 +38,20 @@ def test_origins(tmp_path: Path) -> None:
     assert resolved.origins["seed"] == "default"
 
 
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_a_preset_on_the_command_line_replaces_every_size_and_switch_of_a_recipe(recipe: str) -> None:
+    batch = ("budget.batch_start=0", "budget.batch_ramp=0", "budget.batch_tokens=524288")  # of whole contexts
+    for name, preset in PRESETS.items():
+        resolved = resolve(recipe, [f"model.preset={name}", *batch])
+        model, vocab_size = resolved.config.model, resolve(recipe).config.model.vocab_size
+        found = model.resolve(preset.vocab_size).architecture()
+        assert found | {"vocab_size": 0} == preset.architecture() | {"vocab_size": 0}, name
+        assert model.vocab_size in (vocab_size, preset.vocab_size)
+        assert resolved.origins["model.n_layer"] == f"preset {name}"
+    shorter = resolve(recipe, ["model.n_layer=3", "model.preset=gpt2-124m", *batch])
+    assert shorter.config.model.n_layer == 3  # the command line's own
+
+
 def test_rendered_config_loads_again(tmp_path: Path) -> None:
     resolved = resolve(
         write(tmp_path, RECIPE), ['sample.prompt=a: b # c\n"d"', "save.time_limit=90m", "optim.lr=1e-05"]

@@ -55,7 +55,7 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
     if words and words[0] in TAKE_OVERRIDES:
         others: list[str] = []
         for previous, word in zip(["", *words], words, strict=False):
-            is_value = previous in ("--out", "--init", *TRANSLATED)
+            is_value = previous in ("--out", "--init", "--data", "--prompt", *TRANSLATED)
             (overrides if OVERRIDE.fullmatch(word) and not is_value else others).append(word)
         words = others
     options, unknown = build_parser(commands).parse_known_args(words)
@@ -98,9 +98,11 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
         p.set_defaults(call=commands[command or name], help=p.format_help)
         return p
 
-    doc = "train a small GPT on this machine's Python files; sample from it"
-    arg = add("quickstart", doc, usage="[--out RUN]").add_argument
-    arg("--out", type=local_path, default=Path("runs/quickstart"), help="run folder (default runs/quickstart)")
+    doc = "train a small GPT on this machine's Python files or your text; sample from it"
+    arg = add("quickstart", doc, usage="[--data TEXT] [--prompt TEXT] [--out RUN]").add_argument
+    arg("--data", metavar="TEXT", help="your text, or a dataset: any SOURCE of `prepare` (default python)")
+    arg("--prompt", metavar="TEXT", help="text to continue (default: the recipe's, or how your held-out text begins)")
+    arg("--out", type=local_path, help="run folder (default runs/quickstart, of your text runs/NAME)")
     _add_prepare(add)
     _add_training(add)
     _add_models(add)
@@ -252,7 +254,13 @@ def _add_models(add: Callable[..., Parser]) -> None:
     doc = "with --tasks: file of examples (.jsonl or .parquet), or folder with TASK.jsonl (default: the Hugging "
     doc += "Face hub); without: shards, or text in a format that `megatoken prepare` reads"
     arg("--data", type=local_path, metavar="PATH", help=doc)
-    arg("--limit", type=int, default=0, metavar="N", help="only the first N examples of each task, or N tokens spread over the data; 0: all")
+    arg(
+        "--limit",
+        type=int,
+        default=0,
+        metavar="N",
+        help="only the first N examples of each task, or N tokens spread over the data; 0: all",
+    )
     arg("--split", choices=("train", "val"), help="split of the shards (default val, where there is one)")
     arg("--examples", action="store_true", help="also return the predictions for each example, in file order")
     arg("--no-token-mean", action="store_true", help="skip acc_token_mean: halves the time of HellaSwag")

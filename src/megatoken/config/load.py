@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatoken.config.fields import parse_value
+from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_config, flatten, resume_class, validate
 from megatoken.config.words import suggest_key, suggest_recipe, suggest_value
@@ -36,6 +37,8 @@ PREPARE = {
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
 # Setting one of these in a later layer unsets the others.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
+# A preset in a later layer unsets these. The vocabulary goes with the data.
+PRESET_FIELDS = tuple(f"model.{name}" for name in ModelConfig().architecture() if name != "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +168,11 @@ def _refuse_conflicts(config: Config, origins: dict[str, str]) -> None:
 def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[str, str]) -> list[str]:
     """Parse and set the assignments; return a note for each that uses an old name."""
     notes = []
-    if any(assignment.key in ALTERNATIVES for assignment in layer):
-        for key in ALTERNATIVES:
-            values.pop(key, None)
-            origins.pop(key, None)
+    given = {assignment.key for assignment in layer if assignment.text}
+    unset = ALTERNATIVES if given.intersection(ALTERNATIVES) else ()
+    for key in (*unset, *(PRESET_FIELDS if "model.preset" in given else ())):
+        values.pop(key, None)
+        origins.pop(key, None)
     for assignment in layer:
         key, text, where = assignment.key, assignment.text, assignment.where
         if key in ALIASES:

@@ -175,7 +175,7 @@ class EvaluationWindows:
 
 
 def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
-    """Whole windows, spread evenly over a split, of at most limit_tokens targets in all; all windows if there are fewer.
+    """Whole windows, spread evenly over a split, of at most limit_tokens targets in all; every one if there are fewer.
 
     A split (or limit) shorter than one window gives one shorter window; a split of less than two tokens gives none.
     Nothing is shuffled, so a validation loss is over the same tokens every time.

@@ -45,7 +45,7 @@ def evaluate(
 
     tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or examples by task name. data: with tasks, a file
     for one, a folder with a file for each, or None for the Hugging Face hub; otherwise token shards, or any text that
-    `prepare` reads. limit: the first examples of each task, or targets spread evenly. split: of shards, "train" or "val".
+    `prepare` reads. limit: the first examples of each task, or targets, spread evenly. split: of shards, train or val.
     token_mean=False leaves out acc_token_mean; per_example adds every prediction. device: None computes where the
     weights are, in their dtype. comm: ranks that share the work and all return the same.
 
