@@ -121,6 +121,18 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
     doc = "also plot weights of the first run; of any MODEL of `sample` these alone, in --out (default plots/MODEL)"
     arg("--pictures", action="store_true", help=doc)
+    arg = add("report", "write runs as one page that opens offline: curves, samples, scores, cost").add_argument
+    arg("runs", metavar="RUN", nargs="+", type=local_path)
+    arg(
+        "--out",
+        type=local_path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="page to write (default report.html)",
+    )
+    arg("--serve", type=int, nargs="?", const=8765, metavar="PORT", help="show it on this machine while runs go on")
+    arg("--price", type=float, metavar="DOLLARS", help="of an hour of one process, for the cost")
+    arg("--ladder", type=local_path, metavar="FILE", help="record of `bench ladder` to show")
     doc = "fit loss against parameters and tokens of runs, and extrapolate"
     arg = add("scaling", doc).add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)

@@ -22,6 +22,7 @@ GROUPS = {
     "measure": {
         "eval": "megatoken eval runs/mine --tasks hellaswag",
         "plot": "megatoken plot runs/mine runs/other",
+        "report": "megatoken report runs/mine runs/other --out report.html",
         "scaling": "megatoken scaling runs/size-*",
         "bench": "megatoken bench ladder",
     },

@@ -387,6 +387,13 @@ def run_sweep(options: argparse.Namespace) -> Result:
     return sweep(options)
 
 
+def run_report(options: argparse.Namespace) -> Result:
+    """report: write runs as a page."""
+    from megatoken.cli.report import report
+
+    return ExitCode.DONE, report(options)
+
+
 def run_scaling(options: argparse.Namespace) -> Result:
     """scaling: fit the losses of finished runs."""
     from megatoken.cli.scaling import scaling
@@ -403,7 +410,7 @@ COMMANDS: dict[str, Command] = {
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
         *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
-        *(run_runs, run_scaling, run_sweep),
+        *(run_runs, run_report, run_scaling, run_sweep),
     )
 }
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)

@@ -1,0 +1,318 @@
+"""`megatoken report RUN... --out report.html`: runs as one page that opens offline; `--serve` shows them live.
+
+The page is HTML with its style, its script and its numbers inside (report_page/), and asks no other address. Tables are
+written here, curves are drawn by the script. A curve has at most MOST_POINTS points: means over equal spans of steps,
+and the lowest and highest training loss of each. So a page of any run opens at once.
+"""
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken import __version__
+from megatoken.cli.runs import list_differences, read_run
+from megatoken.console import Console, format_duration, format_quantity
+from megatoken.errors import ConfigError, StorageError
+from megatoken.eval.multiple_choice import SCORES
+from megatoken.redact import redact
+from megatoken.system.atomic_write import read_object, replace_file, storage_errors
+from megatoken.train.metrics_log import read_metrics
+
+PAGE = Path(__file__).parent / "report_page"
+MOST_POINTS = 1500
+MOST_SAMPLES = 12  # of each run, evenly spread, the last included
+LONG = 36  # characters of a cell, above which its lines are broken
+CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+# HellaSwag as others published it: acc, acc_norm, acc_token_mean; see docs/evaluation.md for whose count is whose.
+PUBLISHED = (
+    ("GPT-2 124M, lm-evaluation-harness", 0.2892, 0.3114, None),
+    ("GPT-2 124M, by llm.c", None, None, 0.2955),
+    ("llm.c's 124M, 10B tokens of FineWeb", 0.2859, 0.2955, None),
+    ("124M, 10B tokens of FineWeb-Edu", 0.2886, 0.3007, None),
+    ("1.5B, 10B tokens", 0.3450, 0.4122, None),
+    ("llm.c's 1.5B, 32B tokens", 0.3842, 0.4893, None),
+)
+Row = dict[str, Any]
+
+
+def report(options: Any) -> dict[str, Any]:
+    """Write the page, or serve it until Ctrl-C. Raises DataError for a folder without metrics, StorageError."""
+    if options.price is not None and not 0 < options.price < math.inf:
+        raise ConfigError(
+            f"--price is {options.price:g}", "--price", "give dollars an hour of one process, such as 1.99"
+        )
+    console: Console = options.console
+    page = build_page(options.runs, options.price, options.ladder)
+    if options.serve is not None:
+        serve(options, console)
+        return {"served": True}
+    with storage_errors(options.out, what="cannot write the report", fix="choose --out"):
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(options.out, page)
+    console.print(f"report: {options.out} ({format_quantity(len(page.encode()), 'B')})")
+    return {"report": str(options.out), "bytes": len(page.encode())}
+
+
+def serve(options: Any, console: Console) -> None:
+    """Answer each request on this machine with the page as it is now; the page asks again by itself."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of another site that resolves its own name to this machine does not get the answer.
+            host = self.headers.get("Host", "").rpartition(":")[0]
+            if self.path != "/" or host not in ("127.0.0.1", "localhost"):
+                self.send_error(404)
+                return
+            body = build_page(options.runs, options.price, options.ladder, is_live=True).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Requests are not logged."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", options.serve), Handler)
+    except OSError as error:
+        raise StorageError(
+            f"cannot serve: {error.strerror}", f"port {options.serve}", "choose another --serve PORT"
+        ) from None
+    console.print(f"http://127.0.0.1:{server.server_address[1]}/ until Ctrl-C")
+    with server:
+        server.serve_forever()
+
+
+def build_page(runs: Sequence[Path], price: float | None, ladder: Path | None, *, is_live: bool = False) -> str:
+    """The whole page as HTML. Raises DataError for a folder without metrics."""
+    names = name_runs(runs)
+    facts = [read_run(run) for run in runs]
+    rows = [read_metrics(run) for run in runs]
+    curves = [{"name": name, **read_curves(each)} for name, each in zip(names, rows, strict=True)]
+    title = ", ".join(names) if len(names) < 4 else f"{len(names)} runs"
+    sections = [
+        ("Runs", table(SUMMARY, [summarize(*each, price) for each in zip(names, runs, facts, rows, strict=True)])),
+        ("Curves", (PAGE / "curves.html").read_text("utf-8")),
+        ("Samples", list_samples(names, rows)),
+        ("Evaluation", tabulate_scores(names, rows)),
+        ("Speed-ups on this machine", tabulate_ladder(read_object(ladder)) if ladder else ""),
+        ("Settings that differ", tabulate_differences(names, runs)),
+        ("Events", list_events(names, rows)),
+        ("Provenance", list_provenance(names, runs)),
+    ]
+    body = "\n".join(f"<section><h2>{head}</h2>{content}</section>" for head, content in sections if content)
+    replacements = {
+        "TITLE": escape(f"{title} - megatoken {__version__}"),
+        "HEAD": escape(title),
+        "STYLE": (PAGE / "page.css").read_text("utf-8"),
+        "SCRIPT": (PAGE / "page.js").read_text("utf-8"),
+        "BODY": body,
+        # "</script>" inside a string would end the element.
+        "DATA": json.dumps({"live": is_live, "runs": curves}, allow_nan=False).replace("<", "\\u003c"),
+    }
+    before, *parts = (PAGE / "page.html").read_text("utf-8").split("{{")
+    for part in parts:  # in one pass: what is put in is never read as a place to put something
+        name, _, after = part.partition("}}")
+        before += replacements[name] + after
+    return before
+
+
+def escape(text: Any) -> str:
+    """Text of a run as HTML; without secrets."""
+    return html.escape(redact(str(text)))
+
+
+def name_runs(runs: Sequence[Path]) -> list[str]:
+    """The folders' names, or their paths where two have one name."""
+    names = [run.resolve().name for run in runs]
+    return names if len({*names}) == len(names) else [str(run) for run in runs]
+
+
+def read_curves(rows: Sequence[Row]) -> dict[str, Any]:
+    """Points of a run's curves: `train` in at most MOST_POINTS spans of steps, `val` and `eval` as they are."""
+    train, val = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
+    points = [columns(train, ("step", "tokens", "elapsed_seconds", *CURVES))]
+    bounds = np.linspace(0, len(train), min(len(train), MOST_POINTS) + 1).astype(int)[:-1]
+    result: dict[str, Any] = {"train": {}, "val": to_lists(columns(val, ("step", "tokens", "elapsed_seconds", "loss")))}
+    if len(train):
+        counts = np.diff([*bounds, len(train)])
+        with np.errstate(invalid="ignore"):
+            result["train"] = to_lists({name: np.add.reduceat(x, bounds) / counts for name, x in points[0].items()})
+            loss = points[0]["loss"]
+            result["train"] |= to_lists({"low": np.fmin.reduceat(loss, bounds), "high": np.fmax.reduceat(loss, bounds)})
+    scores = [row for row in rows if row["kind"] == "eval"]
+    tasks = dict.fromkeys(str(row.get("task")) for row in scores)
+    result["tasks"] = {
+        task: to_lists(
+            columns([r for r in scores if str(r.get("task")) == task], ("step", "tokens", "elapsed_seconds", *SCORES))
+        )
+        for task in tasks
+    }
+    return result
+
+
+def columns(rows: Sequence[Row], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The numbers of rows by name; NaN where a row has none."""
+    return {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in names}
+
+
+def number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+    return float(value) if is_number else math.nan
+
+
+def to_lists(values: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
+    """Six digits of each value, as JSON has them: no NaN."""
+    return {name: [float(f"{x:.6g}") if math.isfinite(x) else None for x in array] for name, array in values.items()}
+
+
+SUMMARY = (
+    "run",
+    "state",
+    "steps",
+    "tokens",
+    "loss",
+    "validation",
+    "bits/byte",
+    "tokens/s",
+    "MFU",
+    "time",
+    "FLOPs",
+    "cost",
+)
+
+
+def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: float | None) -> tuple[str, ...]:
+    """A run's cells of SUMMARY. Time and cost are of training, without pauses between starts."""
+    train, val = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
+    last, best = (train[-1] if train else {}), min((number(row.get("loss")) for row in val), default=math.nan)
+    provenance = read_object(run / "provenance.json")
+    seconds, processes = number(last.get("elapsed_seconds")), number(provenance.get("processes", 1))
+    speeds = [number(row.get("tokens_per_second")) for row in train]
+    mfus = [number(row.get("mfu")) for row in train]
+    peak, mfu = number(provenance.get("peak_flops")), np.nanmedian(mfus) if np.isfinite(mfus).any() else math.nan
+    steps = f"{facts['step'] or 0:,}" + (f" of {facts['total_steps']:,}" if facts["total_steps"] else "")
+    hours = seconds * processes / 3600
+    cells = [
+        steps,
+        format_quantity(number(last.get("tokens"))),
+        cell(number(last.get("loss")), ".4f"),
+        cell(number(val[-1].get("loss")) if val else math.nan, ".4f")
+        + (f", best {best:.4f}" if math.isfinite(best) else ""),
+        cell(number(val[-1].get("bits_per_byte")) if val else math.nan, ".4f"),
+        cell(float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan, ",.0f"),
+        cell(float(mfu), ".1%"),
+        (format_duration(seconds) if math.isfinite(seconds) else "-")
+        + (f" x {processes:.0f}" if processes > 1 else ""),
+        cell(seconds * processes * peak * float(mfu), ".2e"),
+        f"${hours * price:,.2f}" if price and math.isfinite(hours) else "-",
+    ]
+    return (name, facts["state"] + (f": {facts['message']}" if facts["message"] else ""), *cells)
+
+
+def cell(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "-"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> str:
+    """A table in HTML; columns without a value are left out, the first is a heading of its row."""
+    kept = [i for i in range(len(heads)) if i == 0 or any(str(row[i]) not in ("", "-") for row in rows)]
+    head = "".join(f'<th scope="col">{escape(heads[i])}</th>' for i in kept)
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td{' class=long' * (len(str(row[i])) > LONG)}>{escape(row[i])}</td>" for i in kept[1:])
+        lines.append(f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>')
+    return frame(f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>", note)
+
+
+def frame(content: str, note: str) -> str:
+    """A table that scrolls by itself where the window is narrow."""
+    caption = f"<caption>{escape(note)}</caption>" if note else ""
+    return f'<div class="wide" tabindex="0"><table>{caption}{content}</table></div>'
+
+
+def list_samples(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
+    """Samples over time: the last one open, others to be opened."""
+    parts = []
+    for name, run_rows in zip(names, rows, strict=True):
+        samples = [row for row in run_rows if row["kind"] == "sample" and row.get("text")]
+        chosen = sorted({round(i) for i in np.linspace(0, len(samples) - 1, min(len(samples), MOST_SAMPLES))})
+        parts += [f"<h3>{escape(name)}</h3>"] if chosen and len(names) > 1 else []
+        for index in chosen:
+            texts = samples[index]["text"] if isinstance(samples[index]["text"], list) else [samples[index]["text"]]
+            blocks = "".join(f"<pre>{escape(text)}</pre>" for text in texts)
+            is_open = " open" if index == len(samples) - 1 else ""
+            step = f"step {samples[index]['step']:,}, {format_quantity(number(samples[index]['tokens']))} tokens"
+            parts.append(f"<details{is_open}><summary>{escape(step)}</summary>{blocks}</details>")
+    return "".join(parts)
+
+
+def tabulate_scores(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
+    """The last scores of every task in percent, with HellaSwag's published ones below."""
+    lines = []
+    for name, run_rows in zip(names, rows, strict=True):
+        last = {str(row.get("task")): row for row in run_rows if row["kind"] == "eval"}
+        for task, row in last.items():
+            stderr = row["stderr"] if isinstance(row.get("stderr"), dict) else {}
+            scores = [format_score(row.get(score), stderr.get(score)) for score in SCORES]
+            lines.append((name, task, f"{row['step']:,}", *scores))
+    if any(line[1].startswith("hellaswag") for line in lines):
+        lines += [
+            (f"{name} (published)", "hellaswag", "", *(format_score(x) for x in scores)) for name, *scores in PUBLISHED
+        ]
+    return table(("run", "task", "step", *SCORES), lines, "percent, with standard errors") if lines else ""
+
+
+def format_score(value: Any, stderr: Any = None) -> str:
+    if not math.isfinite(number(value)):
+        return "-"
+    return f"{100 * number(value):.2f}" + (f" ± {100 * number(stderr):.2f}" if math.isfinite(number(stderr)) else "")
+
+
+def tabulate_ladder(record: Row) -> str:
+    """The rungs of a record of `bench ladder`, each with a bar as long as its speed."""
+    answer = record.get("answer", record)
+    rungs = [rung for rung in answer.get("rungs", []) if isinstance(rung, dict) and rung.get("tokens_per_second")]
+    if not rungs:
+        raise ConfigError("no record of `megatoken bench ladder`", "--ladder", "name its ladder.json")
+    fastest = max(number(rung["tokens_per_second"]) for rung in rungs)
+    lines = []
+    for rung in rungs:
+        share = number(rung["tokens_per_second"]) / fastest
+        speed = f"{number(rung['tokens_per_second']):,.0f} tokens/s, {number(rung.get('speedup')):.2f}x"
+        bar = f'<td class="bar"><meter min="0" max="1" value="{share:.4f}">{share:.0%}</meter></td>'
+        lines.append(f'<tr><th scope="row">{escape(rung.get("name"))}</th>{bar}<td>{escape(speed)}</td></tr>')
+    what = f"{answer.get('preset')}, {answer.get('batch_tokens')} tokens a step, {answer.get('device')}"
+    return frame(f"<tbody>{''.join(lines)}</tbody>", what)
+
+
+def tabulate_differences(names: Sequence[str], runs: Sequence[Path]) -> str:
+    differences = list_differences(runs) if len(runs) > 1 else {}
+    return table(("setting", *names), [(key, *values) for key, values in differences.items()]) if differences else ""
+
+
+def list_events(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
+    lines = [
+        (name, f"{row['step']:,}", row.get("what", ""), row.get("message", ""))
+        for name, run_rows in zip(names, rows, strict=True)
+        for row in run_rows
+        if row["kind"] == "event"
+    ]
+    return table(("run", "step", "what", "message"), lines[-200:]) if lines else ""
+
+
+def list_provenance(names: Sequence[str], runs: Sequence[Path]) -> str:
+    facts = [read_object(run / "provenance.json") for run in runs]
+    keys = dict.fromkeys(key for fact in facts for key in fact)
+
+    def text(value: Any) -> str:
+        return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+
+    return table(("", *names), [(key, *(text(fact.get(key)) for fact in facts)) for key in keys]) if keys else ""

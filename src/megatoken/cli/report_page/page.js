@@ -1,0 +1,196 @@
+"use strict";
+// Draws the curves of the runs in #data as SVG. A live page fetches itself every few seconds and redraws.
+
+const WIDTH = innerWidth < 560 ? 360 : 560, HEIGHT = 300,  // units of a picture; letters stay readable on a telephone
+   LEFT = 58, RIGHT = 14, TOP = 10, BOTTOM = 34, COLOURS = 8, REFRESH_MS = 5000;
+const SVG = "http://www.w3.org/2000/svg";
+const PANELS = [
+  {key: "loss", title: "loss (nats per token)"},
+  {key: "lr", title: "learning rate", zero: true},
+  {key: "grad_norm", title: "gradient norm", zero: true},
+  {key: "tokens_per_second", title: "tokens per second", zero: true},
+  {key: "mfu", title: "model FLOPs utilization", zero: true, percent: true},
+];
+const X_TITLES = {tokens: "training tokens", step: "steps", elapsed_seconds: "training time"};
+let data = JSON.parse(document.getElementById("data").textContent);
+
+function element(name, attributes, parent) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (parent) parent.append(made);
+  return made;
+}
+
+function formatNumber(value) {
+  const size = Math.abs(value);
+  for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
+    if (size >= unit) return `${+(value / unit).toPrecision(4)}${letter}`;
+  return size && size < 1e-3 ? value.toExponential(1) : `${+value.toPrecision(4)}`;
+}
+
+function formatSeconds(value) {
+  if (value < 120) return `${+value.toPrecision(3)}s`;
+  return value < 7200 ? `${+(value / 60).toPrecision(3)}min` : `${+(value / 3600).toPrecision(3)}h`;
+}
+
+function listTicks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map(times => times * power).find(size => size >= rough * 0.999) || rough;
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
+  return ticks;
+}
+
+function listLogTicks(low, high) {
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+    for (const digit of [1, 2, 3, 5, 7]) {
+      const tick = digit * 10 ** power;
+      if (tick >= low && tick <= high) ticks.push(tick);
+    }
+  return ticks.length > 1 ? ticks : [low, high];
+}
+
+// The curves of one panel: {name, index, x, y, low, high, dots, label}.
+function listCurves(panel, settings) {
+  const curves = [];
+  data.runs.forEach((run, index) => {
+    const sources = panel.task
+      ? Object.entries(run.tasks[panel.task] || {}).filter(([key]) => key.startsWith("acc"))
+        .map(([key, y]) => ({from: run.tasks[panel.task], y, name: `${run.name}, ${key}`, dots: true, label: key}))
+      : [{from: run.train, y: run.train[panel.key], name: run.name}];
+    if (panel.key === "loss") sources.push({from: run.val, y: run.val.loss, name: `${run.name}, validation`, dots: true});
+    for (const source of sources) {
+      const x = source.from[settings.x];
+      if (!x || !source.y) continue;
+      const last = Math.max(...(run.train[settings.x] || x).filter(value => value !== null));
+      const kept = x.map((value, i) => i).filter(
+        i => x[i] !== null && source.y[i] !== null && !(panel.key === "loss" && settings.late && x[i] < last / 10));
+      if (!kept.length) continue;
+      const pick = list => kept.map(i => list[i]);
+      const band = panel.key === "loss" && !source.dots ? {low: pick(run.train.low), high: pick(run.train.high)} : {};
+      curves.push({...source, index, x: pick(x), y: pick(source.y), ...band});
+    }
+  });
+  return curves;
+}
+
+function drawPanel(panel, settings) {
+  const curves = listCurves(panel, settings);
+  if (!curves.length) return null;
+  const isLog = panel.key === "loss" && settings.log && curves.every(curve => Math.min(...curve.y) > 0);
+  const scale = isLog ? Math.log : value => value;
+  const all = curves.flatMap(curve => curve.low ? curve.y.concat(curve.low, curve.high) : curve.y)
+    .filter(value => value !== null && (!isLog || value > 0));
+  let [low, high] = [Math.min(...all), Math.max(...all)];
+  if (panel.zero) low = Math.min(0, low);
+  if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  const from = settings.late && panel.key === "loss" ? Math.min(...curves.map(curve => curve.x[0])) : 0;
+  const to = Math.max(...curves.map(curve => curve.x[curve.x.length - 1]), from + 1e-9);
+  const px = x => LEFT + (x - from) / (to - from) * (WIDTH - LEFT - RIGHT);
+  const py = y => HEIGHT - BOTTOM - (scale(y) - scale(low)) / (scale(high) - scale(low)) * (HEIGHT - TOP - BOTTOM);
+  const figure = document.createElement("figure");
+  const caption = document.createElement("figcaption");
+  caption.textContent = panel.title;
+  const ends = curves.map(curve => `${curve.name}: ${formatNumber(curve.y[0])} to ${formatNumber(curve.y[curve.y.length - 1])}`);
+  const svg = element("svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: 0,
+    "aria-label": `${panel.title} over ${X_TITLES[settings.x]}. ${ends.join("; ")}. Arrow keys read values.`});
+  const formatY = panel.percent ? value => `${+(100 * value).toPrecision(3)}%` : formatNumber;
+  const formatX = settings.x === "elapsed_seconds" ? formatSeconds : formatNumber;
+  for (const tick of isLog ? listLogTicks(low, high) : listTicks(low, high, 5)) {
+    element("line", {x1: LEFT, x2: WIDTH - RIGHT, y1: py(tick), y2: py(tick), stroke: "var(--line)"}, svg);
+    element("text", {x: LEFT - 6, y: py(tick) + 4, "text-anchor": "end"}, svg).textContent = formatY(tick);
+  }
+  for (const tick of listTicks(from, to, 5)) {
+    element("line", {x1: px(tick), x2: px(tick), y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 4, stroke: "var(--line)"}, svg);
+    element("text", {x: px(tick), y: HEIGHT - BOTTOM + 17, "text-anchor": "middle"}, svg).textContent = formatX(tick);
+  }
+  element("text", {x: WIDTH - RIGHT, y: HEIGHT - 4, "text-anchor": "end"}, svg).textContent = X_TITLES[settings.x];
+  for (const curve of curves) {
+    const colour = `var(--c${curve.index % COLOURS})`;
+    const point = (x, y) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`;
+    if (curve.low) {
+      const usable = curve.x.map((x, i) => i).filter(i => curve.low[i] !== null && (!isLog || curve.low[i] > 0));
+      const edge = usable.map(i => point(curve.x[i], curve.high[i]))
+        .concat(usable.reverse().map(i => point(curve.x[i], curve.low[i])));
+      element("polygon", {points: edge.join(" "), fill: colour, opacity: 0.18}, svg);
+    }
+    if (!curve.dots || curve.x.length > 1)
+      element("polyline", {points: curve.x.map((x, i) => point(x, curve.y[i])).join(" "), fill: "none", stroke: colour,
+        "stroke-width": 1.6, "stroke-linejoin": "round", ...(curve.dots ? {"stroke-dasharray": "4 3"} : {})}, svg);
+    if (curve.label) {
+      const place = {x: px(curve.x[curve.x.length - 1]), y: py(curve.y[curve.y.length - 1]) - 7, "text-anchor": "end"};
+      element("text", place, svg).textContent = curve.label;
+    }
+    if (curve.dots)
+      curve.x.forEach((x, i) => element("circle", {cx: px(x), cy: py(curve.y[i]), r: 3, fill: colour, stroke: "var(--panel)"}, svg));
+  }
+  const cursor = element("line", {y1: TOP, y2: HEIGHT - BOTTOM, stroke: "var(--muted)", visibility: "hidden"}, svg);
+  const output = document.createElement("output");
+  const longest = curves.reduce((best, curve) => curve.x.length > best.x.length ? curve : best);
+  let place = -1;
+  const show = index => {
+    place = Math.min(Math.max(index, 0), longest.x.length - 1);
+    const x = longest.x[place];
+    cursor.setAttribute("x1", px(x));
+    cursor.setAttribute("x2", px(x));
+    cursor.setAttribute("visibility", "visible");
+    const values = curves.map(curve => {
+      const nearest = curve.x.reduce((best, value, i) => Math.abs(value - x) < Math.abs(curve.x[best] - x) ? i : best, 0);
+      return `${curve.name} ${formatY(curve.y[nearest])}`;
+    });
+    output.textContent = `${formatX(x)}: ${values.join(", ")}`;
+  };
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect();
+    const x = from + ((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT) * (to - from);
+    show(longest.x.reduce((best, value, i) => Math.abs(value - x) < Math.abs(longest.x[best] - x) ? i : best, 0));
+  });
+  svg.addEventListener("keydown", event => {
+    const step = {ArrowLeft: -1, ArrowRight: 1, PageUp: -50, PageDown: 50}[event.key];
+    if (!step) return;
+    event.preventDefault();
+    show(place < 0 ? longest.x.length - 1 : place + step);
+  });
+  figure.append(caption, svg, output);
+  return figure;
+}
+
+function draw() {
+  const form = document.getElementById("controls");
+  const settings = {x: form.elements.x.value, log: form.elements.log.checked, late: form.elements.late.checked};
+  const hasTime = data.runs.some(run => (run.train.elapsed_seconds || []).some(value => value !== null));
+  form.querySelector("[value=elapsed_seconds]").disabled = !hasTime;
+  const tasks = [...new Set(data.runs.flatMap(run => Object.keys(run.tasks)))];
+  const panels = PANELS.concat(tasks.map(task => ({key: task, task, title: task, percent: true})));
+  document.getElementById("charts").replaceChildren(...panels.map(panel => drawPanel(panel, settings)).filter(Boolean));
+  document.getElementById("legend").replaceChildren(...data.runs.map((run, index) => {
+    const item = document.createElement("li");
+    const mark = element("svg", {width: 24, height: 10, "aria-hidden": "true"}, item);
+    element("line", {x1: 0, x2: 24, y1: 5, y2: 5, stroke: `var(--c${index % COLOURS})`, "stroke-width": 3}, mark);
+    item.append(run.name);
+    return item;
+  }));
+}
+
+async function refresh() {
+  const state = document.getElementById("state");
+  try {
+    const page = new DOMParser().parseFromString(await (await fetch("/")).text(), "text/html");
+    data = JSON.parse(page.getElementById("data").textContent);
+    // Tables are replaced, the controls and what the reader has opened stay.
+    const now = [...document.querySelectorAll("main > section")], next = [...page.querySelectorAll("main > section")];
+    if (now.length !== next.length) location.reload();
+    next.forEach((section, i) => {
+      if (!section.querySelector("#charts, details")) now[i].replaceWith(document.adoptNode(section));
+    });
+    draw();
+    state.textContent = `updated ${new Date().toLocaleTimeString()}`;
+  } catch {
+    state.textContent = "the server has ended; the page stays as it was";
+  }
+}
+
+document.getElementById("controls").addEventListener("change", draw);
+draw();
+if (data.live) setInterval(refresh, REFRESH_MS);
