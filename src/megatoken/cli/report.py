@@ -33,7 +33,6 @@ CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 PUBLISHED = (
     ("GPT-2 124M, lm-evaluation-harness", 0.2892, 0.3114, None),
     ("GPT-2 124M, by llm.c", None, None, 0.2955),
-    ("llm.c's 124M, 10B tokens of FineWeb", 0.2859, 0.2955, None),
     ("124M, 10B tokens of FineWeb-Edu", 0.2886, 0.3007, None),
     ("1.5B, 10B tokens", 0.3450, 0.4122, None),
     ("llm.c's 1.5B, 32B tokens", 0.3842, 0.4893, None),

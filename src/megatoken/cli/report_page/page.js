@@ -2,7 +2,7 @@
 // Draws the curves of the runs in #data as SVG. A live page fetches itself every few seconds and redraws.
 
 const WIDTH = innerWidth < 560 ? 360 : 560, HEIGHT = 300,  // units of a picture; letters stay readable on a telephone
-   LEFT = 58, RIGHT = 14, TOP = 10, BOTTOM = 34, COLOURS = 8, REFRESH_MS = 5000;
+   LEFT = 58, RIGHT = 14, TOP = 18, BOTTOM = 34, COLOURS = 8, REFRESH_MS = 5000;
 const SVG = "http://www.w3.org/2000/svg";
 const PANELS = [
   {key: "loss", title: "loss (nats per token)"},
