@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatoken.config.schema import MachineConfig
@@ -22,7 +21,7 @@ Evaluation = Callable[[Namespace, LoadedModel, Device, Comm, Console], dict[str,
 @memory_errors("eval", "use --precision bf16 or --device cpu")
 def evaluate_model(options: Namespace, run_harness: Evaluation | None = None) -> dict[str, Any] | None:
     """Load the model and evaluate it, by lm-evaluation-harness if given. None on every rank but the first."""
-    refuse_missing_path(Path(options.model))
+    refuse_missing_path(options.model)
     own_tasks = options.tasks and not run_harness
     # Examples are read and checked before the model is loaded.
     tasks = read_examples(find_tasks(options.tasks), options.data, options.limit) if own_tasks else {}

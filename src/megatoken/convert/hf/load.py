@@ -44,7 +44,7 @@ def find_folder(name_or_folder: str) -> Path:
     folder = Path(name_or_folder)
     if folder.is_dir():
         return folder
-    refuse_missing_path(folder)
+    refuse_missing_path(name_or_folder)
     patterns = ["*.json", "*.safetensors", "*.txt"]
     try:
         from huggingface_hub import snapshot_download
@@ -57,15 +57,14 @@ def find_folder(name_or_folder: str) -> Path:
         raise CheckpointError(what, name_or_folder, fix) from error
 
 
-def refuse_missing_path(path: Path) -> None:
+def refuse_missing_path(name: str) -> None:
     """Raise CheckpointError for what is not there and can be no hub name: in a folder that is here, or in runs/."""
-    parent = path.parent
-    if not path.exists() and (
-        not HUB_NAME.fullmatch(str(path)) or parent.name == "runs" or (parent.name and parent.is_dir())
-    ):
-        near = nearest(path.name, sorted(other.name for other in parent.iterdir()) if parent.is_dir() else [])
-        known = "a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
-        raise CheckpointError("no such folder", path, f"did you mean {parent / near}?" if near else f"give {known}")
+    path, parent = Path(name), Path(name).parent
+    if path.exists() or (HUB_NAME.fullmatch(name) and parent.name != "runs" and not (parent.name and parent.is_dir())):
+        return
+    near = nearest(path.name, sorted(other.name for other in parent.iterdir()) if parent.is_dir() else [])
+    known = "a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
+    raise CheckpointError("no such folder", name, f"did you mean {parent / near}?" if near else f"give {known}")
 
 
 def _list_tensors(folder: Path, family: Family) -> dict[str, Tensor]:
