@@ -366,7 +366,7 @@ def wrong_translations() -> Iterator[BadConfig]:
         ("--llmc", "-e d12 -b 4 -t 1024 -d 1000", "1000 tokens a step are not a multiple of 4096"),
         ("--llmc", "-e d12 -t 4096", "sequences of 4096 tokens for a model of 1024 positions"),
         ("--llmc", "-e 'd12", "cannot read the command", "check its quotes"),
-        ("--llmc", "-e d12 -a 1", "-a 1 is not supported"),
+        ("--llmc", "-e d12 -a 2", "-a 2 is not supported"),
         ("--nanogpt", "--learning_rat=1", "nanoGPT setting learning_rat is not understood", "learning_rate"),
         ("--nanogpt", "--learning_rate", "cannot read '--learning_rate'", "--name=value"),
         ("--nanogpt", "--max_iters=many", "max_iters is 'many', not a whole number"),

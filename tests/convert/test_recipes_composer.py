@@ -355,6 +355,24 @@ def test_deepspeeds_clipping_and_a_dataset_of_so_many_tokens(tmp_path: Path) -> 
     assert resolved.config.budget.tokens == 2_000_000
 
 
+STREAMS = """\
+    streams:
+      web:
+        remote: s3://bucket/web
+        proportion: 0.6
+      books:
+        proportion: 0.4
+"""
+
+
+def test_streams_are_named_as_a_mixture(tmp_path: Path) -> None:
+    mixed = FOUNDRY.replace("    local: ./my-copy-c4\n", STREAMS)
+    notes = translate_composer(write(tmp_path, mixed)).notes
+    assert "its streams are mixed by data.path=data/web:0.6,data/books:0.4 once each is prepared" in notes
+    with pytest.raises(MegatokenError, match=r"books\.repeat: repeat counts samples .*file\.yaml:\d+"):
+        translate_composer(write(tmp_path, mixed.replace("proportion: 0.4", "repeat: 2")))
+
+
 def test_notes_name_what_differs(tmp_path: Path) -> None:
     notes = translate_composer(write(tmp_path, FOUNDRY.replace("10e6tok", "3ep"))).notes
     assert any("MPT draws kaiming_normal_ ones" in note for note in notes)

@@ -58,7 +58,7 @@ def test_golden_values() -> None:
 def test_mixing_is_splitmix64() -> None:
     """The first outputs of splitmix64 seeded with 0, as its authors' C code prints them."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [shuffle._mix_integer(step * shuffle._GOLDEN) for step in range(3)] == outputs
+    assert [shuffle._mix_integer(step * shuffle.GOLDEN) for step in range(3)] == outputs
 
 
 def test_keys_differ_over_seeds_and_epochs() -> None:

@@ -38,6 +38,28 @@ def test_slurm_variables() -> None:
     assert read_dist_env(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).local_world_size == 7
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    "PMIX_NAMESPACE": "2391867393",
+}
+
+
+def test_open_mpi_variables() -> None:
+    found = read_dist_env(OPEN_MPI)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 8)
+    assert found.address == "127.0.0.1"
+    assert 10_000 <= found.port < 50_000
+    assert read_dist_env(OPEN_MPI | {"PMIX_NAMESPACE": "2391867394"}).port != found.port
+    machines = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert read_dist_env(machines | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}).address == "head"
+    assert read_dist_env(machines | SLURM | {"SLURM_JOB_NODELIST": "gpu[003-004]"}).address == "gpu003"
+    assert read_dist_env(OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1  # torchrun's come first
+    assert read_dist_env({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == DistEnv()
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [("gpu[003-005,9],cpu1", "gpu003"), ("node7", "node7"), ("a1,a2", "a1"), ("rack[1,3]-ib", "rack1-ib")],
@@ -50,6 +72,8 @@ def test_first_host_of_a_list(hosts: str, first: str) -> None:
     ("variables", "message"),
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "mpirun -x MASTER_ADDR=HOST"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "RANK is 'one'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, "on this machine 0 of 4"),

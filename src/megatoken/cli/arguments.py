@@ -199,6 +199,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--restarts", type=int, default=RESTARTS, metavar="N", help=doc)
     doc = "train a run that has reached its end this much longer: 2000steps, 1e9tok, 0.5ep, or 0.5dur of its length"
     arg("--extend", metavar="LENGTH", type=_length, help=doc)
+    arg("--overfit-batch", action="store_true", help="train on the first batch only, a check: data.order=one-batch")
     arg("--allow-changes", action="store_true", help="resume with other values of guarded fields, or other data")
     arg("--ending", type=local_path, help=argparse.SUPPRESS)  # where a stop is noted (launch/local.py)
     arg("--explain", action="store_true", help="print the measurements behind every setting left at auto")

@@ -123,6 +123,7 @@ def run_prepare(options: argparse.Namespace) -> Result:
 def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """train: train a recipe into a run folder."""
     options.overrides += [f"model.init={options.init}"] if options.init else []
+    options.overrides += ["data.order=one-batch"] if options.overfit_batch else []
     with stop_at_once(options.ending):
         resolved, named_out = find_recipe(options)
         if options.ending and heartbeat_file() is None and (ask := at_parent_death(signal.SIGTERM)):

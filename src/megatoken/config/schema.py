@@ -16,6 +16,7 @@ from megatoken.config.model_config import ModelConfig, default_d_ff, nearest_div
 from megatoken.config.presets import PRESETS
 
 Resume = Literal["free", "guarded", "fatal"]
+DataOrder = Literal["shuffled", "sequential", "one-batch"]
 DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 
 
@@ -23,7 +24,16 @@ DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
 class DataConfig:
     """The dataset."""
 
-    path: str = config_field("", "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards")
+    path: str = config_field(
+        "",
+        "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards; several with their "
+        "weights: PATH:WEIGHT,PATH:WEIGHT,...",
+    )
+    order: DataOrder = config_field(
+        "shuffled",
+        "of the batches; sequential: in a row through each shard, as build-nanogpt; one-batch: the first, always, "
+        "to check that a model can learn it",
+    )
     tokenizer: str = config_field("gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own")
 
 
@@ -301,6 +311,8 @@ def _validate_ramp(config: Config) -> Iterator[tuple[str, str, str]]:
         near = ", ".join(map(str, nearest_multiples(budget.batch_start, seq_len)))
         what = f"batch_start {budget.batch_start} is not a multiple of seq_len {seq_len}"
         yield "budget.batch_start", what, f"nearest that are: {near}"
+    elif budget.batch_start and config.data.order == "sequential":
+        yield "data.order", "shards are cut into batches of one size", "set budget.batch_start=0 budget.batch_ramp=0"
     elif budget.batch_start > budget.batch_tokens:
         what = f"batch_start {budget.batch_start} is larger than batch_tokens {budget.batch_tokens}"
         yield "budget.batch_start", what, "the batch grows from batch_start to batch_tokens"

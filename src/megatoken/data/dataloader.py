@@ -1,9 +1,9 @@
 """Batches of a split as a pure function of (dataset, seed, step), so a run's data position is its step number.
 
 Sequence i of step s is entry s * batch_size + i of an endless list of windows (with a ramp of the batch: entry i after
-those of the batches before); epoch e visits every window once, in an order keyed by (seed, e). Ranks take consecutive
-slices of a batch, micro-batches consecutive slices of a rank's rows: the global order does not depend on the number of
-ranks, the micro-batch or gradient accumulation.
+those of the batches before), in one of the orders of data/window_order.py. Ranks take consecutive slices of a batch,
+micro-batches consecutive slices of a rank's rows: the global order does not depend on the number of ranks, the
+micro-batch or gradient accumulation.
 """
 
 from bisect import bisect_right
@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.config.batch_ramp import BatchRamp
+from megatoken.config.schema import DataOrder
 from megatoken.data.dataset import Tokens
 from megatoken.data.documents import Ids
-from megatoken.data.permutation import feistel_permutation, make_key
+from megatoken.data.window_order import Chunked, Mixed, Sequential, Shuffled, WindowOrder
 from megatoken.errors import ConfigError, DataError
-
-_CHUNK_WINDOWS = 4096  # the permutation is computed for this many windows at a time, to spread numpy's overhead
 
 
 class DataLoader:
-    """Shuffled batches of one split, for one data-parallel rank; iterating gives steps 0, 1, ... without end."""
+    """Batches of one split, for one data-parallel rank; iterating gives the steps of the first epoch."""
 
     def __init__(
         self,
@@ -38,11 +37,16 @@ class DataLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         ramp: BatchRamp | None = None,
+        order: DataOrder = "shuffled",
+        sources: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Windows of seq_len + 1 tokens at stride seq_len, batch_size of them a step over all ranks.
 
-        ramp: the batches grow to batch_size as it says. Raises ConfigError when a batch does not divide by dp_size,
-        DataError when the split holds fewer windows than one batch.
+        ramp: the batches grow to batch_size as it says. order: sequential cuts each shard into batches from its start
+        and leaves out what is shorter than a batch, as build-nanogpt and llm.c's train_gpt2.py; one-batch repeats the
+        first one. sources: (tokens, weight) of each source in `tokens`, which are shuffled each on its own. Raises
+        ConfigError when a batch does not divide by dp_size, DataError when the split holds fewer windows than one
+        batch, or a source not one.
         """
         for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
             if value < 1:
@@ -50,13 +54,27 @@ class DataLoader:
         assert 0 <= dp_rank < dp_size
         self.tokens, self.seq_len, self.batch_size = tokens, seq_len, batch_size
         self.seed, self.dp_rank, self.dp_size = seed, dp_rank, dp_size
-        self.n_windows = max(0, len(tokens) - 1) // seq_len
+        lengths = [length for length, _ in sources] or [len(tokens)]
+        unit = 1  # windows that are not divided
+        if order == "sequential":
+            lengths, unit = tokens.shard_tokens, batch_size
+        counts = [max(0, length - 1) // (unit * seq_len) * unit for length in lengths]
+        # Windows are numbered through all sources, or shards; these are the first of each, and its first token.
+        self._first_windows, self._first_tokens = (np.cumsum([0, *sizes[:-1]]) for sizes in (counts, lengths))
+        self.n_windows = sum(counts)
         _check_fit(len(tokens), self.n_windows, seq_len, batch_size, dp_size)
         if ramp:
             _check_divides("budget.batch_start", ramp.start // seq_len, seq_len, dp_size)
-        self._ramp = ramp
-        self._chunk_windows = min(_CHUNK_WINDOWS, self.n_windows)
-        self._chunk: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        self._ramp, self._repeats = ramp, order == "one-batch"
+        chosen: WindowOrder = Shuffled(self.n_windows, seed)
+        if order == "sequential":
+            chosen = Sequential(self.n_windows)
+        elif len(sources) > 1:
+            if not min(counts):
+                what = f"a source of {lengths[counts.index(0)]:,} tokens holds no sequence of {seq_len:,}"
+                raise DataError(what, "data.path", "leave it out, or set a smaller model.seq_len")
+            chosen = Mixed(counts, [weight for _, weight in sources], seed)
+        self._order = Chunked(chosen, self.n_windows)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -64,8 +82,8 @@ class DataLoader:
         return self.n_windows / self.batch_size
 
     def windows(self, step: int) -> NDArray[np.int64]:
-        """The windows (batch_size,) of a step over all ranks; window w starts at token w * seq_len."""
-        return self._shuffled(*self._entries(step))
+        """The windows (batch_size,) of a step over all ranks; those of a source, or shard, are numbered in a row."""
+        return self._order.windows(*self._entries(step))
 
     def rows(self, step: int) -> Ids:
         """This rank's windows of a step, (a batch's sequences // dp_size, seq_len + 1), in the shards' dtype.
@@ -74,8 +92,10 @@ class DataLoader:
         """
         first, size = self._entries(step)
         size //= self.dp_size
-        windows = self._shuffled(first + self.dp_rank * size, size)
-        return self.tokens.gather(windows * self.seq_len, self.seq_len + 1)
+        windows = self._order.windows(first + self.dp_rank * size, size)
+        place = np.searchsorted(self._first_windows, windows, side="right") - 1
+        starts = self._first_tokens[place] + (windows - self._first_windows[place]) * self.seq_len
+        return self.tokens.gather(starts, self.seq_len + 1)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's (inputs, targets) of a step, each int64 (sequences, seq_len). Raises as `rows`."""
@@ -93,30 +113,12 @@ class DataLoader:
 
     def _entries(self, step: int) -> tuple[int, int]:
         """The first entry of a step in the endless list, and their number."""
+        assert step >= 0
+        if self._repeats:
+            step = 0
         if self._ramp is None:
             return step * self.batch_size, self.batch_size
         return self._ramp.before(step) // self.seq_len, self._ramp.size(step) // self.seq_len
-
-    def _shuffled(self, first: int, size: int) -> NDArray[np.int64]:
-        """Entries [first, first + size) of the endless list of windows."""
-        assert first >= 0
-        per_chunk = self._chunk_windows
-        parts = []
-        for number in range(first // per_chunk, (first + size - 1) // per_chunk + 1):
-            chunk = self._chunk  # read once: another thread may replace it
-            if chunk[0] != number:
-                chunk = self._chunk = (number, self._permute(number * per_chunk, per_chunk))
-            parts.append(chunk[1][max(0, first - number * per_chunk) : first + size - number * per_chunk])
-        return np.concatenate(parts)
-
-    def _permute(self, first: int, size: int) -> NDArray[np.int64]:
-        parts = []
-        while size:
-            epoch, start = divmod(first, self.n_windows)
-            index = np.arange(start, min(start + size, self.n_windows), dtype=np.int64)
-            parts.append(feistel_permutation(index, self.n_windows, make_key(self.seed, epoch)))
-            first, size = first + len(index), size - len(index)
-        return np.concatenate(parts)
 
 
 def batch_of_step(step: int, skipped: Sequence[int]) -> int:

@@ -130,6 +130,11 @@ class Tokens:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def shard_tokens(self) -> list[int]:
+        """Tokens of each shard."""
+        return [file.shard.tokens for file in self._shards]
+
     def set_vocab_size(self, vocab_size: int) -> None:
         """Set the vocabulary that ids are checked against; every block is verified again."""
         self.vocab_size = vocab_size

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of splitmix64
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of splitmix64
 _ROUNDS = 8  # half rounds: each half of the index is rewritten four times
 
 
@@ -66,7 +66,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _mix_integer(value: int) -> int:
     """splitmix64: one step of the generator from the state `value`."""
-    value = (value + _GOLDEN) & _MASK
+    value = (value + GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from megatoken.errors import ConfigError
 PORT = 29500
 VARIABLES = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
 VARIABLES |= {"local_world_size": "LOCAL_WORLD_SIZE", "address": "MASTER_ADDR", "port": "MASTER_PORT"}
-FIX = "let torchrun, srun or --nproc set the ranks"
+FIX = "let torchrun, srun, mpirun or --nproc set the ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +36,13 @@ class DistEnv:
 
 
 def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
-    """Read the variables of torchrun (RANK, WORLD_SIZE, ...), else those of a Slurm task; neither: one process.
+    """Read the variables of torchrun (RANK, WORLD_SIZE, ...), of Open MPI or of a Slurm task; without any: one process.
 
     Raises ConfigError when they are incomplete or contradict each other.
     """
     variables = os.environ if variables is None else variables
+    if "RANK" not in variables and _read_int(variables, "OMPI_COMM_WORLD_SIZE", 1) > 1:
+        variables = _translate_open_mpi(variables)
     if "RANK" not in variables and "SLURM_STEP_ID" in variables and _read_int(variables, "SLURM_NTASKS", 1) > 1:
         variables = _translate_slurm(variables)
     if "RANK" not in variables:
@@ -57,6 +60,23 @@ def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
         what = f"rank {env.rank} of {env.world_size}, on this machine {env.local_rank} of {env.local_world_size}"
         raise ConfigError(what, "environment", FIX)
     return env
+
+
+def _translate_open_mpi(variables: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables from those of mpirun; jobs on one machine have different ports, by their names.
+
+    Raises ConfigError for processes on several machines without the address of rank 0, which mpirun does not tell.
+    """
+    found = {key: variables.get(f"OMPI_COMM_WORLD_{key}", "") for key in ("RANK", "LOCAL_RANK")}
+    found |= {f"{word}WORLD_SIZE": variables.get(f"OMPI_COMM_WORLD_{word}SIZE", "") for word in ("", "LOCAL_")}
+    address = variables.get("MASTER_ADDR")
+    if not address and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
+        if "SLURM_JOB_NODELIST" not in variables:
+            fix = "give the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."
+            raise ConfigError("mpirun on several machines, and MASTER_ADDR is not set", "environment", fix)
+        address = first_host(variables["SLURM_JOB_NODELIST"])
+    port = 10_000 + zlib.crc32(variables.get("PMIX_NAMESPACE", "").encode()) % 40_000
+    return found | {"MASTER_ADDR": address or "127.0.0.1", "MASTER_PORT": variables.get("MASTER_PORT", str(port))}
 
 
 def _translate_slurm(variables: Mapping[str, str]) -> dict[str, str]:

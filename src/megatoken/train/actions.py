@@ -1,5 +1,6 @@
 """What a run does between steps, each action at its own interval: validate, score tasks, sample, save."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 from megatoken.checkpoint.commit import prune
 from megatoken.checkpoint.save import AsyncSave
 from megatoken.data.dataloader import evaluation_windows
+from megatoken.data.dataset import Tokens
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import CheckpointError, MegatokenError, NumericsError, StorageError
@@ -71,13 +73,34 @@ def list_actions(run: RunContext, saver: "CheckpointSaver") -> list[Action]:
 def validate(run: RunContext, poll: Callable[[], None]) -> None:
     """Measure the validation loss, unless nothing is held out or this step's is logged already.
 
-    poll: called on all ranks before each batch; may raise StopRequested.
+    Of a mixture: of each dataset, and their mean weighted as in training. poll: called on all ranks before each batch;
+    may raise StopRequested.
     """
-    state, val, limit = run.state, run.dataset.val, run.config.evaluate.tokens
-    if not len(val) or not limit or ("val", state.step) in run.logged:
+    state = run.state
+    parts = [part for part in run.dataset.parts if len(part.dataset.val)]
+    if not parts or not run.config.evaluate.tokens or ("val", state.step) in run.logged:
         return
     run.begin("validate")
-    windows = evaluation_windows(val, seq_len=run.loader.seq_len, limit_tokens=limit)
+    found = {part.name: _measure_loss(run, part.dataset.val, poll) for part in parts}
+    if len(parts) == 1:
+        (row,) = found.values()
+    else:
+        total = sum(part.share for part in parts)
+        row = {
+            key: sum(part.share / total * found[part.name][key] for part in parts) for key in ("loss", "bits_per_byte")
+        }
+        row |= {"target_tokens": sum(each["target_tokens"] for each in found.values()), "sources": found}
+    run.write("val", **row)
+    each = "".join(f", {name} {values['loss']:.4f}" for name, values in found.items()) if len(parts) > 1 else ""
+    bits = f", {row['bits_per_byte']:.4f} bits per byte" if math.isfinite(row["bits_per_byte"]) else ""
+    n_targets = f"{row['target_tokens']:,}"
+    run.console.print(f"step {state.step}: validation loss {row['loss']:.4f}{bits} over {n_targets} tokens{each}")
+
+
+def _measure_loss(run: RunContext, val: Tokens, poll: Callable[[], None]) -> dict[str, Any]:
+    """loss (nats), target_tokens and bits_per_byte of a held-out split, over at most `evaluate.tokens`."""
+    state = run.state
+    windows = evaluation_windows(val, seq_len=run.loader.seq_len, limit_tokens=run.config.evaluate.tokens)
     # Each forward has the same windows for any number of ranks, which take turns; every rank takes as many.
     size, dims = run.step_config.micro_batch, state.dims
     starts = range(dims.dp_rank * size, len(windows) + dims.dp_rank * size, dims.dp_size * size)
@@ -96,10 +119,7 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
         byte_lengths=run.tokenizer.byte_lengths,
         dims=dims,
     )
-    run.write("val", **{key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")})
-    loss, n_targets = metrics["loss"], metrics["target_tokens"]
-    bits = f", {metrics['bits_per_byte']:.4f} bits per byte" if metrics["text_bytes"] else ""
-    run.console.print(f"step {state.step}: validation loss {loss:.4f}{bits} over {n_targets:,} tokens")
+    return {key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")}
 
 
 def score_tasks(run: RunContext, poll: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from megatoken.config.schema import Config
 from megatoken.console import Console, format_duration, format_quantity
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.dataloader import DataLoader
-from megatoken.data.dataset import Dataset, load_dataset
+from megatoken.data.mixture import Mixture, load_mixture
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import (
@@ -91,7 +91,7 @@ class RunContext:
     logged: set[tuple[str, int]] = field(default_factory=set)
     verified: dict[Path, Mapping[str, FileEntry]] = field(default_factory=dict)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    dataset: Dataset = field(init=False)
+    dataset: Mixture = field(init=False)
     model_config: ModelConfig = field(init=False)
     tasks: dict[str, list[EncodedExample]] = field(init=False)
     loader: DataLoader = field(init=False)
@@ -177,7 +177,7 @@ def open_data(run: RunContext) -> None:
     if not config.data.path:
         fix = "set data.path=FOLDER; `megatoken prepare SOURCE --out FOLDER` makes one"
         raise ConfigError("no dataset given", "data.path", fix)
-    run.dataset = load_dataset(config.data.path, external_tokenizer=config.data.tokenizer)
+    run.dataset = load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
     vocab_size, seq_len = run.tokenizer.vocab_size, config.model.seq_len
     if 0 < config.model.vocab_size < vocab_size:
         what = f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {vocab_size}"
@@ -193,8 +193,20 @@ def open_data(run: RunContext) -> None:
     run.tasks = {name: tasks[name] for name in tasks if all(name in names for names in on_ranks)}
     dims = build_dims("none", config.machine.tensor_parallel, env)
     check_dims(dims, config.model)  # tensor-parallel neighbours read the same batches
-    sizes = {"seq_len": seq_len, "batch_size": config.batch_seqs, "dp_rank": dims.dp_rank, "dp_size": dims.dp_size}
-    run.loader = DataLoader(run.dataset.train, seed=config.seed, ramp=config.budget.ramp, **sizes)
+    order, parts = config.data.order, run.dataset.parts
+    if order == "sequential" and len(parts) > 1:
+        raise ConfigError("a mixture is shuffled", "data.order", "set data.order=shuffled, or one dataset in data.path")
+    run.loader = DataLoader(
+        run.dataset.train,
+        seq_len=seq_len,
+        batch_size=config.batch_seqs,
+        seed=config.seed,
+        dp_rank=dims.dp_rank,
+        dp_size=dims.dp_size,
+        ramp=config.budget.ramp,
+        order=order,
+        sources=[(len(part.dataset.train), part.share) for part in parts],
+    )
     epoch_tokens = run.loader.n_windows * seq_len
     run.step_config = build_step_config(config, epoch_tokens=epoch_tokens, device_type=run.device.type)
 
@@ -249,15 +261,16 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
     tokens = steps.tokens_before(steps.total_steps)
     sizes = f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model}, context {model.seq_len}"
     counts = f"{count_parameters(model):,} parameters, {count_matmul_parameters(model):,} in matrix products"
-    splits = f"{len(dataset.train):,} train and {len(dataset.val):,} held-out tokens"
+    splits = f"{len(dataset.train):,} train and {dataset.n_val:,} held-out tokens"
     size = f"{steps.ramp.start:,} to {steps.batch_tokens:,}" if steps.ramp else f"{steps.batch_tokens:,}"
     length = f"{steps.total_steps:,} steps of {size} tokens = {format_quantity(tokens)} tokens"
     peak = f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})" if device.peak_flops else ""
     rows = [
         ("run", f"{name} in {run.out}"),
         ("model", f"{sizes}: {counts}"),
-        ("data", f"{dataset.path}: {splits}, tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} ids)"),
+        ("data", f"{dataset}: {splits}, tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} ids)"),
         ("budget", f"{length} = {tokens / steps.epoch_tokens:.3g} epochs"),
+        *(("", row) for row in _describe_parts(run, tokens)),
         ("work", f"{flops:,} FLOPs a token (full attention), {format_quantity(flops * tokens, 'FLOP')} in all"),
         ("machine", ", ".join(filter(None, (str(device.torch_device), device.name, device.precision, peak)))),
         ("layout", "" if dims == ParallelDims() else str(dims)),
@@ -268,8 +281,20 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
     for key, n_units in (("optim.warmup", schedule.warmup), ("optim.decay", schedule.decay_length or 0)):
         if n_units > schedule.total:
             run.console.warn(f"{key} is {n_units:,} {unit}, longer than the run of {schedule.total:,}")
-    if not len(dataset.val):
+    if not dataset.n_val:
         run.console.warn("the dataset has no validation split: no held-out loss will be measured")
+
+
+def _describe_parts(run: RunContext, tokens: int) -> list[str]:
+    """A line about each dataset of a mixture."""
+    parts, seq_len = run.dataset.parts, run.loader.seq_len
+    if len(parts) == 1:
+        return []
+    whole = [(len(part.dataset.train) - 1) // seq_len * seq_len for part in parts]
+    return [
+        f"{part.name}: {part.share:.1%} of the batches, {tokens * part.share / size:.3g} epochs of {size:,} tokens"
+        for part, size in zip(parts, whole, strict=True)
+    ]
 
 
 def build_train_state(
@@ -366,7 +391,7 @@ def restore(run: RunContext) -> bool:
                 what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"
                 fix = "point data.path at the dataset the run began with, or choose another --out"
                 fix += ", or go on with this one by --allow-changes" if same_ids else ": its tokens are others"
-                raise DataError(what, str(dataset.path), fix)
+                raise DataError(what, str(dataset), fix)
             run.changes.append(Change("dataset", trained_on, dataset.fingerprint, "guarded"))
         restore_state(folder, manifest, run.state)
         run.state.refresh_low_precision_copy()

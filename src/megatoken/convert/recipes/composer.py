@@ -151,7 +151,24 @@ def translate_composer(path: Path) -> Translation:
     if "warmup" in get("scheduler.name"):
         translation.notes.append("the first step is taken at lr/warm-up instead of 0: the ramp comes one step earlier")
     translation.notes.append("its data is a stream of its own: prepare yours and set data.path")
+    translation.notes += _describe_streams(given)
     return translation
+
+
+def _describe_streams(given: Mapping[str, Assignment]) -> list[str]:
+    """A note with the data.path that mixes the file's streams. Raises ConfigError for other shares."""
+    found = {key: re.fullmatch(r"train_(?:loader|dataset)\.(?:.+\.)?streams\.([^.]+)\.(\w+)", key) for key in given}
+    streams = {match[1]: "1" for match in found.values() if match}
+    for key, match in found.items():
+        if match and match[2] in ("repeat", "choose"):
+            what = f"{key}: {match[2]} counts samples of a stream"
+            raise ConfigError(what, given[key].where, "write the stream's share as its proportion")
+        if match and match[2] == "proportion":
+            streams[match[1]] = given[key].text
+    if len(streams) < 2:
+        return []
+    words = ",".join(f"data/{name}:{share}" for name, share in streams.items())
+    return [f"its streams are mixed by data.path={words} once each is prepared"]
 
 
 def _add_defaults(given: dict[str, Assignment], path: Path) -> None:

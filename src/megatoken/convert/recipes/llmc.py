@@ -36,7 +36,7 @@ FLAGS: dict[str, Row] = {
     "-s": Row(20, "sample.every", STEPS),  # steps between samples
     "-g": Row(64, "sample.tokens", lambda n: max(n - 1, 1)),  # length of a sample, whose first is <|endoftext|>
     "-h": Row(0),  # HellaSwag
-    "-a": Row(0, convert=only(0)),  # overfit one batch
+    "-a": Row(0, "data.order", {0: "shuffled", 1: "one-batch"}),  # overfit one batch
     "-f": Row(1, "machine.tf32", bool),  # TF32
     "-w": Row(1, convert=only(1)),  # fp32 master weights, which are always kept here
     "-z": Row(int, "machine.sharding", dict(enumerate(("none", "zero1", "zero2", "zero3")))),  # ZeRO stage

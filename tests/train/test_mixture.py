@@ -1,0 +1,159 @@
+"""What batches are made of: mixtures with weights, shards in a row, one batch again and again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatoken.cli.main import main
+from megatoken.config.load import resolve
+from megatoken.console import Console
+from megatoken.data.dataloader import DataLoader
+from megatoken.data.dataset import load_dataset
+from megatoken.data.mixture import load_mixture
+from megatoken.data.prepare import prepare
+from megatoken.errors import ConfigError, DataError, ExitCode, MegatokenError
+from megatoken.pretrain import Summary, Trainer
+from megatoken.train.metrics_log import read_metrics
+
+RECIPE = """\
+model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 16}
+data: {path: DATA, tokenizer: bytes}
+optim: {lr: 1e-2}
+budget: {steps: 12, batch_tokens: 128}
+machine: {device: cpu, precision: fp32, micro_batch: 4, threads: 1, attention: flash}
+save: {every: 5steps}
+evaluate: {every: 6steps, tokens: 256}
+log: {plots: false}
+"""
+LETTERS, DIGITS = b"to be or not to be, that is the question. ", b"0123456789876543210 "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """External shards of letters and, a tenth as many, of digits; a recipe of their mixture."""
+    folder = tmp_path_factory.mktemp("mixture")
+    for name, text, repeats in (("letters", LETTERS, 200), ("digits", DIGITS, 40)):
+        (folder / name).mkdir()
+        ids = np.frombuffer(text * repeats, np.uint8).astype(np.uint16)
+        np.save(folder / name / "train_0.npy", ids)
+        np.save(folder / name / "val_0.npy", ids[:300])
+    data = f"{folder}/letters:0.75,{folder}/digits:0.25"
+    (folder / "mixed.yaml").write_text(RECIPE.replace("DATA", f'"{data}"'))
+    return folder
+
+
+def train(folder: Path, out: Path, *words: str) -> Summary:
+    return Trainer(resolve(str(folder / "mixed.yaml"), words), out, console=Console(to_stderr=True)).fit()
+
+
+def test_a_batch_has_the_shares_of_its_sources_on_any_number_of_ranks(folder: Path) -> None:
+    mixture = load_mixture(f"{folder}/letters:3,{folder}/digits:1", external_tokenizer="bytes")
+    assert [part.share for part in mixture.parts] == [0.75, 0.25]
+    sources = [(len(part.dataset.train), part.share) for part in mixture.parts]
+    fixed = {"seq_len": 16, "batch_size": 12, "seed": 1, "sources": sources}
+    whole = DataLoader(mixture.train, **fixed)
+    ranks = [DataLoader(mixture.train, **fixed, dp_rank=rank, dp_size=3) for rank in range(3)]
+    for step in (0, 7, 1000):
+        rows = whole.rows(step)
+        assert np.array_equal(rows, np.concatenate([rank.rows(step) for rank in ranks]))
+        is_digits = [bytes(row.astype(np.uint8)).strip(b"0123456789 ") == b"" for row in rows]
+        assert sum(is_digits) == pytest.approx(3, abs=2)
+    rows = np.concatenate([whole.rows(step) for step in range(100)])
+    count = sum(bytes(row.astype(np.uint8)).strip(b"0123456789 ") == b"" for row in rows)
+    assert count == pytest.approx(300, abs=3)
+
+
+def test_each_source_is_validated_and_the_mean_has_the_weights(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(folder, tmp_path / "run").code == ExitCode.DONE
+    rows = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "val"]
+    assert [row["step"] for row in rows] == [0, 6, 12]
+    for row in rows:
+        letters, digits = (row["sources"][str(folder / name)] for name in ("letters", "digits"))
+        for key in ("loss", "bits_per_byte"):
+            assert row[key] == pytest.approx(0.75 * letters[key] + 0.25 * digits[key])
+        assert row["target_tokens"] == letters["target_tokens"] + digits["target_tokens"] == 512
+    shown = capsys.readouterr().err
+    assert f"{folder}/digits: 25.0% of the batches, 0.49 epochs of 784 tokens" in shown
+    with pytest.raises(MegatokenError, match="was trained on dataset") as refused:
+        train(folder, tmp_path / "run", f"data.path={folder}/letters:0.5,{folder}/digits:0.5", "budget.steps=12")
+    assert refused.value.code == ExitCode.DATA
+
+
+def test_a_mixture_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    train(folder, tmp_path / "whole")
+    stop = [lambda row: row["kind"] == "train" and row["step"] == 7]
+    config = resolve(str(folder / "mixed.yaml"), [])
+    assert Trainer(config, tmp_path / "cut", callbacks=stop, console=Console(quiet=True)).fit().code == ExitCode.STOPPED
+    train(folder, tmp_path / "cut")
+    keys = ("kind", "step", "loss", "grad_norm", "sources")
+    curves = [
+        [
+            {key: row.get(key) for key in keys}
+            for row in read_metrics(tmp_path / name)
+            if row["kind"] in ("train", "val")
+        ]
+        for name in ("whole", "cut")
+    ]
+    assert curves[0] == curves[1]
+
+
+def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text of letters, and more of it " * 50)
+    for name, tokenizer in (("bytes", "bytes"), ("bpe", "bpe:300")):
+        prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=tokenizer)
+    with pytest.raises(DataError, match=rf"different tokenizers: {tmp_path}/bytes of bytes .*, {tmp_path}/bpe of "):
+        load_mixture(f"{tmp_path}/bytes:1,{tmp_path}/bpe:1")
+    with pytest.raises(ConfigError, match=r"'x' has no weight .* PATH:WEIGHT,PATH:WEIGHT"):
+        load_mixture(f"{folder}/letters:1,x")
+    with pytest.raises(ConfigError, match="letters is named twice"):
+        load_mixture(f"{folder}/letters:1,{folder}/letters:2")
+    with pytest.raises(ConfigError, match="digits is next to nothing"):
+        load_mixture(f"{folder}/letters:1,{folder}/digits:0")
+    with pytest.raises(ConfigError, match="a mixture is shuffled"):
+        train(folder, tmp_path / "run", "data.order=sequential")
+    with pytest.raises(DataError, match="no dataset here"):
+        load_mixture(f"{folder}/letters:1")
+
+
+def read_in_a_row(shards: list[np.ndarray], batch: int) -> list[np.ndarray]:
+    """Batches as of build-nanogpt's loader, whose micro-batches on all ranks are the batch."""
+    batches, shard, position = [], 0, 0
+    while len(batches) < 30:
+        batches.append(shards[shard][position : position + batch + 1])
+        position += batch
+        if position + batch + 1 > len(shards[shard]):
+            shard, position = (shard + 1) % len(shards), 0
+    return batches
+
+
+def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shards = [rng.integers(0, 256, size).astype(np.uint16) for size in (1000, 8 * 16 + 1, 700, 8 * 16 * 3)]
+    for number, ids in enumerate(shards):
+        np.save(tmp_path / f"edufineweb_train_{number:06d}.npy", ids)
+    tokens = load_dataset(tmp_path, external_tokenizer="bytes").train
+    loader = DataLoader(tokens, seq_len=16, batch_size=8, seed=0, order="sequential")
+    assert loader.n_windows == 8 * (7 + 1 + 5 + 2)
+    for step, ids in enumerate(read_in_a_row(shards, 8 * 16)):
+        rows = loader.rows(step)
+        assert np.array_equal(rows[:, :-1].reshape(-1), ids[:-1])
+        assert np.array_equal(rows[:, 1:].reshape(-1), ids[1:])
+    rank = DataLoader(tokens, seq_len=16, batch_size=8, seed=0, order="sequential", dp_rank=1, dp_size=2)
+    assert np.array_equal(rank.rows(20), loader.rows(20)[4:])
+
+
+def test_one_batch_is_learnt_by_heart(folder: Path, tmp_path: Path) -> None:
+    words = [f"data.path={folder}/letters", "budget.steps=60", "optim.lr=3e-2"]
+    command = ["train", str(folder / "mixed.yaml"), "--overfit-batch", "--out", str(tmp_path / "run"), *words]
+    assert main(command) == ExitCode.DONE
+    assert resolve(str(tmp_path / "run" / "config.yaml")).config.data.order == "one-batch"
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    held_out = [row["loss"] for row in read_metrics(tmp_path / "run") if row["kind"] == "val"]
+    assert losses[-1] < 1 < 1.5 < held_out[-1]
+    tokens = load_dataset(folder / "letters", external_tokenizer="bytes").train
+    loader = DataLoader(tokens, seq_len=16, batch_size=8, seed=1337, order="one-batch")
+    first = DataLoader(tokens, seq_len=16, batch_size=8, seed=1337).rows(0)
+    assert all(np.array_equal(loader.rows(step), first) for step in (0, 1, 99))
