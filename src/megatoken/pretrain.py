@@ -243,6 +243,9 @@ class TrainLoop:
                     # All ranks read numbers after the same steps, so that they go back from a bad one together.
                     reads = run.check_stop(flag=bool(self.pending) and self.meter.elapsed_seconds > SYNC_SECONDS)
                     self.call_actions([action for action in self.actions if action.is_due(state.step)])
+                    if run.is_out_of_patience:
+                        self.report_early_stop()
+                        break
                     self.saver.commit_if_written()
                     if not self.pending:
                         run.begin("step")  # on a GPU not until its queue is empty
@@ -264,6 +267,15 @@ class TrainLoop:
         run.begin("finish")
         self.saver.save_last()
         return code
+
+    def report_early_stop(self) -> None:
+        """Log and show that the validation loss has not fallen for `evaluate.patience` validations."""
+        run = self.run
+        best = run.best_of(run.val_losses)
+        lowest = f"{run.val_losses[best]:.4f} at step {best}" if best is not None else "never finite"
+        message = f"the validation loss, {lowest}, has not fallen for {run.config.evaluate.patience} validations"
+        run.write("event", what="early stop", message=message)
+        run.console.print(f"step {self.state.step}: {message}: the run ends")
 
     def is_checked_after(self, step: int) -> bool:
         """Whether the weights of a step are used for more than the next one: an action is due, or it is the last."""

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -212,14 +212,19 @@ def list_surplus(steps: list[int], *, keep_last: int, keep_every: int) -> list[i
 
 
 def prune(
-    root: Path, *, keep_last: int, keep_every: int, verified: dict[Path, Mapping[str, FileEntry]] | None = None
+    root: Path,
+    *,
+    keep_last: int,
+    keep_every: int,
+    keep: Collection[int | None] = (),
+    verified: dict[Path, Mapping[str, FileEntry]] | None = None,
 ) -> list[Path]:
     """Remove old checkpoints after a commit; return the removed folders, oldest first.
 
-    Kept: the newest `keep_last` (at least 1) that verify, whatever is newer than those, and every step that is a
-    multiple of keep_every (0: none). verified: checkpoints that this process has hashed, with their files; those that
-    have changed since are hashed again, and prune adds what it hashes. Raises StorageError when a folder cannot be
-    moved.
+    Kept: the newest `keep_last` (at least 1) that verify, whatever is newer than those, the steps in `keep`, and every
+    step that is a multiple of keep_every (0: none). verified: checkpoints that this process has hashed, with their
+    files; those that have changed since are hashed again, and prune adds what it hashes. Raises StorageError when a
+    folder cannot be moved.
     """
     verified = {} if verified is None else verified
     steps, keep_last, valid = list_steps(root), max(1, keep_last), 0
@@ -231,7 +236,7 @@ def prune(
             with contextlib.suppress(CheckpointError):
                 verified[folder] = verify(folder, known=verified.get(folder)).files
                 valid += 1
-        elif not keep_every or step % keep_every:
+        elif step not in keep and (not keep_every or step % keep_every):
             doomed.insert(0, folder)
     moved = []
     with storage_errors(root, what="old checkpoints cannot be removed", fix="make the folder writable"):

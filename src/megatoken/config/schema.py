@@ -150,6 +150,7 @@ class SaveConfig:
 
     every: Duration = config_field(Duration(0), "0: only at the end and on a stop", low=0)
     keep_last: int = config_field(2, "newest checkpoints to keep", low=1)
+    keep_best: bool = config_field(False, "also save and keep the one with the lowest validation loss, as RUN/best")
     keep_every: Duration = config_field(Duration(0), "keep for ever what falls on this schedule; 0: none", low=0)
     time_limit: str = config_field("", "stop and save after this wall-clock time: seconds, or 90m, 11h30m")
 
@@ -160,6 +161,7 @@ class EvalConfig:
 
     every: Duration = config_field(Duration(0.1, "dur"), "0: only at the end", low=0)
     tokens: int = config_field(1048576, "to score, spread evenly over the held-out split; 0: none", "tokens", low=0)
+    patience: int = config_field(0, "end the run after so many validations without a lower loss; 0: never", low=0)
     tasks: str = config_field(
         "", "tasks to score, such as hellaswag,piqa; piqa?: if its examples can be had; empty: none"
     )
@@ -173,6 +175,7 @@ class SampleConfig:
     """Text generated during training."""
 
     every: Duration = config_field(Duration(0), "0: never", low=0)
+    at_start: bool = config_field(False, "also before the first step")
     prompt: str = config_field("", "text to continue; empty: a fresh document")
     tokens: int = config_field(64, "new tokens per sample", "tokens", low=1)
     temperature: float = config_field(0.8, "0: greedy", low=0.0)
@@ -296,6 +299,13 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "machine.activation_checkpointing", "tensor_parallel splits the GELU output already", "use none or block"
     if config.machine.sharding not in ("auto", "none") and config.machine.master_weights == "on":
         yield "machine.master_weights", "sharded weights are fp32 masters already", "use auto"
+    for key, given, needed in (
+        ("evaluate.patience", config.evaluate.patience, config.evaluate.every),
+        ("sample.at_start", config.sample.at_start, config.sample.every),
+    ):
+        if given and not needed.value:
+            section = key.partition(".")[0]
+            yield key, f"has no effect with {section}.every=0", f"set {section}.every, or leave {key} out"
     try:
         parse_time(config.save.time_limit)
     except ValueError as wrong:

@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatoken.checkpoint.commit import prune
+from megatoken.checkpoint.commit import list_steps, prune, step_folder
 from megatoken.checkpoint.save import AsyncSave
 from megatoken.data.dataloader import evaluation_windows
 from megatoken.data.dataset import Tokens
@@ -25,6 +26,7 @@ from megatoken.train.setup import CHECKPOINTS, CONFIG, TOKENIZER, RunContext
 from megatoken.train.state import gather_model
 
 RULE = "\n" + "-" * 40 + "\n"  # between samples
+BEST = "best"  # the link to the best checkpoint
 LAST_SAVE_RETRY_SECONDS = (5.0, 15.0, 60.0, 120.0)  # before the last save, which failed, is tried again
 
 
@@ -60,13 +62,18 @@ def list_actions(run: RunContext, saver: "CheckpointSaver") -> list[Action]:
         run.check_stop()
         saver.commit_if_written()
 
+    def validate_and_save() -> None:
+        validate(run, poll)
+        if config.save.keep_best and run.best_of(run.val_losses) == run.state.step:
+            saver.try_save()
+
     config, steps = run.config, run.step_config.steps
     sample_every = steps(config.sample.every)
     return [
         Action(steps(config.save.every), saver.try_save, at_start=False, at_end=False),
-        Action(steps(config.evaluate.every), partial(validate, run, poll)),
+        Action(steps(config.evaluate.every), validate_and_save),
         Action(steps(config.evaluate.tasks_every) if run.tasks else 0, partial(score_tasks, run, poll)),
-        Action(sample_every, partial(sample, run), at_start=False, at_end=sample_every > 0),
+        Action(sample_every, partial(sample, run), at_start=config.sample.at_start, at_end=sample_every > 0),
     ]
 
 
@@ -90,6 +97,7 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
             key: sum(part.share / total * found[part.name][key] for part in parts) for key in ("loss", "bits_per_byte")
         }
         row |= {"target_tokens": sum(each["target_tokens"] for each in found.values()), "sources": found}
+    run.val_losses[state.step] = row["loss"]
     run.write("val", **row)
     each = "".join(f", {name} {values['loss']:.4f}" for name, values in found.items()) if len(parts) > 1 else ""
     bits = f", {row['bits_per_byte']:.4f} bits per byte" if math.isfinite(row["bits_per_byte"]) else ""
@@ -227,6 +235,7 @@ class CheckpointSaver:
         values: dict[str, Any] = {"checkpoint": folder.name, "seconds": seconds, "stall_seconds": stall_seconds}
         run.write("save", step=pending.step, elapsed_seconds=pending.meta["elapsed_seconds"], **values)
         run.verified[folder] = pending.files
+        self._link_best()
         self._prune()
 
     def _prune(self) -> None:
@@ -234,10 +243,29 @@ class CheckpointSaver:
         if run.is_main:
             try:
                 keep_last = run.config.save.keep_last
-                prune(run.out / CHECKPOINTS, keep_last=keep_last, keep_every=self._keep_every, verified=run.verified)
+                root, keep = run.out / CHECKPOINTS, [self._find_best()]
+                prune(root, keep_last=keep_last, keep_every=self._keep_every, keep=keep, verified=run.verified)
             except MegatokenError as error:
                 run.write("event", what="old checkpoints not removed", message=str(error))
         run.comm.barrier()  # rank 0 may have read old checkpoints for longer than the groups of gradients wait
+
+    def _find_best(self) -> int | None:
+        """The step of the best checkpoint, where it is to be kept."""
+        run = self._run
+        return run.best_of(list_steps(run.out / CHECKPOINTS)) if run.config.save.keep_best else None
+
+    def _link_best(self) -> None:
+        """Let RUN/best point to the best checkpoint; the link is replaced atomically."""
+        run, step = self._run, self._find_best()
+        if not run.is_main or step is None:
+            return
+        link, new = run.out / BEST, run.out / f".{BEST}.new"
+        try:
+            new.unlink(missing_ok=True)
+            new.symlink_to(step_folder(Path(CHECKPOINTS), step))
+            new.replace(link)
+        except (OSError, NotImplementedError) as error:  # a disk without links
+            run.write("event", what="no link to the best checkpoint", message=f"{error}: it is step {step}")
 
     def save_last(self) -> None:
         """Save and commit this step, after which the run ends: a failure may be mended in LAST_SAVE_RETRY_SECONDS.

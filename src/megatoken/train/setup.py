@@ -5,11 +5,12 @@ All of it happens once, except `restore`, by which train/recovery.py goes back t
 
 import inspect
 import json
+import math
 import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,8 +76,9 @@ class RunContext:
 
     callbacks: called with every row (`kind`, `step`, `tokens`, `elapsed_seconds` and the values; train rows at every
     step); one that returns True asks the run to save and stop. logged: (kind, step) of the rows in the metrics log; of
-    an evaluation (task, step). verified: the files of the checkpoints that this process has hashed, so that pruning
-    hashes nothing twice. changes: what differs from the run's last start (all of it on rank 0 only).
+    an evaluation (task, step). val_losses: the validation loss of each step in the log. verified: the files of the
+    checkpoints that this process has hashed, so that pruning hashes nothing twice. changes: what differs from the run's
+    last start (all of it on rank 0 only).
     """
 
     config: Config
@@ -89,6 +91,7 @@ class RunContext:
     allow_changes: bool = False
     changes: list[Change] = field(default_factory=list)
     logged: set[tuple[str, int]] = field(default_factory=set)
+    val_losses: dict[int, float] = field(default_factory=dict)
     verified: dict[Path, Mapping[str, FileEntry]] = field(default_factory=dict)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     dataset: Mixture = field(init=False)
@@ -103,6 +106,18 @@ class RunContext:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.dataset.tokenizer
+
+    def best_of(self, steps: Iterable[int]) -> int | None:
+        """The one of these steps with the lowest validation loss, the first of equal ones; None where none has any."""
+        measured = [step for step in sorted(steps) if math.isfinite(self.val_losses.get(step, math.nan))]
+        return min(measured, key=self.val_losses.__getitem__, default=None)
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether the last `evaluate.patience` validations have not lowered the loss."""
+        best, patience = self.best_of(self.val_losses), self.config.evaluate.patience
+        since = sum(best is None or step > best for step in self.val_losses)
+        return 0 < patience <= since
 
     def write(self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any) -> None:
         """Add a row at `step` (None: the current one) to the metrics log and pass it to the callbacks.
@@ -221,7 +236,8 @@ def check_space(run: RunContext) -> None:
     n_saves = steps_left // every + 1 if every else 1
     saved = list_steps(run.out / CHECKPOINTS)
     surplus = list_surplus(saved, keep_last=save.keep_last, keep_every=steps.steps(save.keep_every))
-    missing = min(n_saves, max(0, save.keep_last + 1 - min(len(saved), save.keep_last) - len(surplus)))
+    kept = save.keep_last + save.keep_best
+    missing = min(n_saves, max(0, kept + 1 - min(len(saved), kept) - len(surplus)))
     needed, free = missing * state_bytes(run.model_config), shutil.disk_usage(run.out).free
     if free < needed:
         what = f"no room for checkpoints, {missing} more needed at once: {format_quantity(needed, 'B')}"
@@ -405,8 +421,10 @@ def restore(run: RunContext) -> bool:
         if steps:
             raise CheckpointError("no checkpoint of this run is whole", root, "choose another --out")
     run.log.rewind(run.state.step, elapsed_seconds)
-    rows = {(row.get("task", row["kind"]), row["step"]) for row in read_metrics(run.out)} if run.is_main else set()
-    run.logged = {(kind, step) for kind, step in run.comm.broadcast_from_rank0(sorted(rows))}
+    rows = read_metrics(run.out) if run.is_main else []
+    logged = {(row.get("task", row["kind"]), row["step"]) for row in rows}
+    val_losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "val"}
+    run.logged, run.val_losses = run.comm.broadcast_from_rank0((logged, val_losses))
     return bool(steps)
 
 
@@ -444,7 +462,8 @@ def record_changes(run: RunContext) -> None:
 
 def is_finished(run: RunContext) -> bool:
     """Whether the restored state is the end of a run whose status is `done`."""
-    return run.state.step >= run.step_config.total_steps and read_object(run.out / STATUS).get("state") == "done"
+    is_at_end = run.state.step >= run.step_config.total_steps or run.is_out_of_patience
+    return is_at_end and read_object(run.out / STATUS).get("state") == "done"
 
 
 def _update_json(path: Path, values: Mapping[str, Any]) -> None:
