@@ -107,6 +107,39 @@ def test_table_of_scores(run: Path, data: Path, capsys: pytest.CaptureFixture[st
     assert lambada.split()[5:8] == ["-", "-", "perplexity"]
 
 
+def test_several_models_in_one_table(run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them has a context that no choice fits into: it is scored all the same, and said so."""
+    short = tmp_path / "short"
+    short.mkdir()
+    write_hf(
+        short, draw_model(replace(TINY_GPT, n_layer=1, vocab_size=257, seq_len=8)), load_tokenizer("bytes"), "fp32"
+    )
+    models, tasks = [str(run), str(short)], ["--tasks", "hellaswag,lambada", "--data", str(data / "tasks")]
+    assert main(["eval", *models, *tasks, "--plot", str(tmp_path / "scores.svg")]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()[-6:-1]
+    assert head.split() == ["model", "parameters", "task", "n", "acc", "acc_norm", "acc_token_mean"]
+    cells = [line.split()[:4] for line in lines]
+    sizes = ["35,744", "21,248"]
+    assert cells == [[m, s, t, "40"] for m, s in zip(models, sizes, strict=True) for t in ("hellaswag", "lambada")]
+    assert lines[2].endswith(", 40 with a choice longer than the context, of which the end is scored")
+    picture = (tmp_path / "scores.svg").read_text()
+    assert all(
+        f"<!-- {text} -->" in picture for text in ("hellaswag", "lambada", "short", "run", "21.25 k", "acc_norm")
+    )
+    together = run_eval(*models, *tasks, capsys=capsys)["models"]
+    assert [answer.pop("parameters") for answer in together] == [35744, 21248]
+    for model, answer in zip(models, together, strict=True):
+        alone = run_eval(model, *tasks, capsys=capsys)
+        for metrics in (*alone["tasks"].values(), *answer["tasks"].values()):
+            del metrics["seconds"]
+        assert alone == answer
+    assert main(["eval", *models, "--data", str(data / "text.txt"), "--plot", str(tmp_path / "loss.svg")]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()[-4:-1]
+    assert head.split() == ["model", "parameters", "loss", "bits", "per", "byte", "perplexity", "tokens"]
+    assert [line.split()[:2] for line in lines] == [[m, s] for m, s in zip(models, sizes, strict=True)]
+    assert "<!-- bits per byte -->" in (tmp_path / "loss.svg").read_text()
+
+
 def test_predictions_are_in_file_order_and_give_the_scores(
     run: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +288,7 @@ def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None
         (["--tasks", "piqa", "--limit", "-1"], ExitCode.CONFIG, "--limit is -1"),
         (["--tasks", "piqa", "--split", "val"], ExitCode.CONFIG, "--split has no effect here"),
         (["--data", "DATA/other", "--examples"], ExitCode.CONFIG, "--examples has no effect here — --examples — leave"),
+        (["--tasks", "piqa", "--harness", "--plot", "x.png"], ExitCode.CONFIG, "--plot has no effect here — --plot"),
         (["--data", "DATA/other", "--fewshot", "3"], ExitCode.CONFIG, "it is for --harness"),
         (["--data", "DATA/rows.jsonl"], ExitCode.DATA, "rows.jsonl:1 — "),
         (["--tasks", "piqa", "--nproc", "0"], ExitCode.CONFIG, "--nproc is 0 — --nproc — give 1 or more"),

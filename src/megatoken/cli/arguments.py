@@ -262,7 +262,9 @@ def _add_models(add: Callable[..., Parser]) -> None:
     arg("--seed", type=int, default=0, help="same seed, same text (default 0)")
     arg("-n", "--n", type=int, default=1, help="sequences (default 1)")
     arg = evaluate.add_argument
-    arg("model", metavar="MODEL", help="run folder, checkpoint, or any other MODEL of `sample`")
+    doc = "run folder, checkpoint, or any other MODEL of `sample`; several: one table"
+    arg("models", metavar="MODEL", nargs="+", help=doc)
+    arg("--plot", type=local_path, metavar="FILE", help="PNG of the scores, or the loss, over the models' sizes")
     arg("--tasks", metavar="NAMES", help=f"comma-separated, of {', '.join(TASKS)}")
     doc = "with --tasks: file of examples (.jsonl or .parquet), or folder with TASK.jsonl (default: the Hugging "
     doc += "Face hub); without: shards, or text in a format that `megatoken prepare` reads"
@@ -306,6 +308,7 @@ def check_eval(options: argparse.Namespace) -> None:
     for flag, given, has_effect, purpose in (
         ("--split", options.split, not options.tasks, "--data without --tasks"),
         ("--examples", options.examples, options.tasks, "--tasks"),
+        ("--plot", options.plot, not options.harness, "our own scores and losses"),
         ("--fewshot", options.fewshot is not None, options.harness, "--harness"),
         ("--include", options.include, options.harness, "--harness"),
     ):

@@ -1,11 +1,12 @@
-"""`megatoken eval`: evaluate a model; prints a table, returns the dictionary for --json."""
+"""`megatoken eval`: evaluate models; prints a table, draws scores over sizes, returns the dictionary for --json."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatoken.config.schema import MachineConfig
-from megatoken.console import Console
+from megatoken.console import Console, format_quantity
 from megatoken.convert.hf.load import refuse_missing_path
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.distributed.comm import Comm, join_process_group
@@ -13,28 +14,37 @@ from megatoken.distributed.env import read_dist_env
 from megatoken.eval.evaluate import evaluate
 from megatoken.eval.multiple_choice import SCORES, describe_cut, format_score
 from megatoken.eval.tasks import find_tasks, read_examples
+from megatoken.model.flops import count_parameters
+from megatoken.plots import load_pyplot, save_figure
 from megatoken.system.device import Device, memory_errors, open_device
 
 Evaluation = Callable[[Namespace, LoadedModel, Device, Comm, Console], dict[str, Any]]
 
 
 @memory_errors("eval", "use --precision bf16 or --device cpu")
-def evaluate_model(options: Namespace, run_harness: Evaluation | None = None) -> dict[str, Any] | None:
-    """Load the model and evaluate it, by lm-evaluation-harness if given. None on every rank but the first."""
-    refuse_missing_path(options.model)
+def evaluate_models(options: Namespace, run_harness: Evaluation | None = None) -> dict[str, Any] | None:
+    """Load each model and evaluate it, by lm-evaluation-harness if given. None on every rank but the first.
+
+    The answer for one model; for several {"models": [one for each, with its `parameters`]}.
+    """
+    for name in options.models:
+        refuse_missing_path(name)
     own_tasks = options.tasks and not run_harness
-    # Examples are read and checked before the model is loaded.
+    # Examples are read and checked before a model is loaded.
     tasks = read_examples(find_tasks(options.tasks), options.data, options.limit) if own_tasks else {}
     dist_env = read_dist_env()
     console = Console(to_stderr=options.json, quiet=not dist_env.is_main_process)
     machine = MachineConfig(device=options.device, precision=options.precision)
     device = open_device(machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size)
+    answers: list[dict[str, Any]] = []
     with join_process_group(dist_env, device.type) as comm:
-        loaded = load_pretrained(options.model, console.warn)
-        loaded.model.to(device.torch_device)
-        if run_harness:
-            result = run_harness(options, loaded, device, comm, console)
-        else:
+        for name in options.models:
+            loaded = load_pretrained(name, console.warn)
+            loaded.model.to(device.torch_device)
+            about = {"model": loaded.source, "parameters": count_parameters(loaded.model.config)}
+            if run_harness:
+                answers.append(about | run_harness(options, loaded, device, comm, console))
+                continue
             result = evaluate(
                 loaded.model,
                 loaded.tokenizer,
@@ -47,19 +57,43 @@ def evaluate_model(options: Namespace, run_harness: Evaluation | None = None) ->
                 device=device,
                 comm=comm,
             )
-            if not options.json:
+            answers.append(about | result)
+            if len(options.models) > 1:
+                width = max(map(len, options.models)) + 2
+                head = "" if len(answers) > 1 else f"{'model':<{width}}{'parameters':>14}  "
+                print_row(head, f"{name:<{width}}{about['parameters']:>14,}  ", result, console)
+            elif not options.json:
                 (print_tasks if tasks else print_loss)(result, console)
-    return {"model": loaded.source, **result} if dist_env.is_main_process else None
+    if not dist_env.is_main_process:
+        return None
+    if options.plot:
+        console.print(f"picture: {draw_scores(options.models, answers, options.plot)}")
+    if len(answers) > 1:
+        return {"models": answers}
+    return {key: value for key, value in answers[0].items() if key != "parameters"}
 
 
-def print_tasks(result: dict[str, Any], console: Console) -> None:
-    """One line per task: scores in percent with their standard errors."""
-    width = max(map(len, result["tasks"])) + 2
-    console.print(f"{'task':<{width}}{'n':>7}" + "".join(f"{score:>18}" for score in SCORES))
+def print_row(head: str, lead: str, result: dict[str, Any], console: Console) -> None:
+    """The lines of one model of several behind `lead`, below the heads of the columns if `head` begins them."""
+    if "tasks" in result:
+        print_tasks(result, console, head, lead)
+        return
+    if head:
+        console.print(f"{head}{'loss':>10}{'bits per byte':>16}{'perplexity':>16}{'tokens':>16}")
+    bits = "-" if result["bits_per_byte"] is None else f"{result['bits_per_byte']:.4f}"
+    values = f"{result['loss']:>10.4f}{bits:>16}{result['perplexity']:>16.3f}{result['target_tokens']:>16,}"
+    console.print(lead + values)
+
+
+def print_tasks(result: dict[str, Any], console: Console, head: str | None = None, lead: str = "") -> None:
+    """One line per task: scores in percent with their standard errors. head: of the column of `lead`; "": no heads."""
+    width = max(map(len, [*result["tasks"], "task"])) + 2
+    if head != "":
+        console.print(f"{head or ''}{'task':<{width}}{'n':>7}" + "".join(f"{score:>18}" for score in SCORES))
     for name, metrics in result["tasks"].items():
         scores = "".join(f"{format_score(metrics, score):>18}" for score in SCORES)
         perplexity = f"   perplexity {metrics['perplexity']:.2f}" if "perplexity" in metrics else ""
-        console.print(f"{name:<{width}}{metrics['n']:>7,}{scores}{perplexity}{describe_cut(metrics)}")
+        console.print(f"{lead}{name:<{width}}{metrics['n']:>7,}{scores}{perplexity}{describe_cut(metrics)}")
 
 
 def print_loss(result: dict[str, Any], console: Console) -> None:
@@ -68,3 +102,38 @@ def print_loss(result: dict[str, Any], console: Console) -> None:
     bits = result["bits_per_byte"]
     rows = [("loss", loss), ("bits per byte", "no token is text" if bits is None else f"{bits:.4f}")]
     console.table([*rows, ("over", f"{over}{result['split']} of {result['data']}")])
+
+
+def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], target: Path) -> Path:
+    """Draw over the parameters of the models a panel for each task with its scores, or the loss and bits per byte."""
+    pyplot = load_pyplot()
+    order = sorted(range(len(names)), key=lambda index: float(answers[index]["parameters"]))
+    ordered, tasks = [answers[index] for index in order], list(answers[0].get("tasks", ()))
+    panels = tasks or ["loss", "bits_per_byte"]
+    columns = min(len(panels), 2)
+    size = {"figsize": (5.5 * columns, 4.2 * -(-len(panels) // columns)), "layout": "constrained", "squeeze": False}
+    figure, axes = pyplot.subplots(-(-len(panels) // columns), columns, **size)
+    parameters = [answer["parameters"] for answer in ordered]
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        curves = {panel: [(answer.get(panel), 0.0) for answer in ordered]}
+        if tasks:
+            scored = [answer["tasks"][panel] for answer in ordered]
+            curves = {score: [(each[score], each["stderr"][score] or 0.0) for each in scored] for score in SCORES}
+        for (curve, values), marker in zip(curves.items(), "osv", strict=False):
+            y, errors = zip(*values, strict=True)
+            if None not in y:
+                axis.errorbar(parameters, y, errors, marker=marker, ms=5, lw=1, label=curve)
+        for place, index in enumerate(order):
+            axis.axvline(parameters[place], color="0.9", zorder=0)
+            axis.annotate(Path(names[index]).name, (parameters[place], 0), xycoords=axis.get_xaxis_transform(),
+                          rotation=90, fontsize=8, xytext=(2, 4), textcoords="offset points")  # fmt: skip
+        axis.set(title=panel.replace("_", " ") if not tasks else panel, xlabel="parameters", xscale="log")
+        axis.set_xticks(sorted(set(parameters)), [format_quantity(value) for value in sorted(set(parameters))])
+        axis.minorticks_off()
+        axis.margins(x=0.1, y=0.2)
+        if tasks:
+            axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+            axis.legend()
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    return save_figure(pyplot, figure, target)

@@ -305,19 +305,19 @@ def run_sample(options: argparse.Namespace) -> Result:
 
 
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
-    """eval: score a model on tasks, or compute its loss."""
+    """eval: score models on tasks, or compute their loss."""
     check_eval(options)
     if options.tasks and not options.harness:
         find_tasks(options.tasks)
     if (code := launch_ranks(options)) is not None:
         return code, None
-    from megatoken.cli.eval import evaluate_model
+    from megatoken.cli.eval import evaluate_models
 
     if not options.harness:
-        return ExitCode.DONE, evaluate_model(options)
+        return ExitCode.DONE, evaluate_models(options)
     from megatoken.eval.lm_eval_adapter import run_harness
 
-    return ExitCode.DONE, evaluate_model(options, run_harness)
+    return ExitCode.DONE, evaluate_models(options, run_harness)
 
 
 def run_export(options: argparse.Namespace) -> Result:
