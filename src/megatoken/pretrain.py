@@ -35,6 +35,7 @@ from megatoken.train.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.setup import Callback, RunContext
+from megatoken.train.sinks import SinkProcesses, check_sinks
 from megatoken.train.step import PendingStep, StepMetrics, train_step_async, wait_for_steps
 from megatoken.train.throughput import ThroughputMeter
 
@@ -138,6 +139,7 @@ class Trainer:
         if is_main:
             allowed = BUDGET_KEYS if self.extend else ()
             run.changes = setup.check_folder(out, config, allow_changes=self.allow_changes, allowed=allowed)
+        check_sinks(config.log.sinks)
         setup.open_data(run)
         if self.extend:
             self.resolved = extend_budget(run, self.resolved, self.extend)
@@ -172,7 +174,11 @@ class Trainer:
             setup.choose_micro_batch(run)
             setup.compile_model(run)
             run.state.start_grad_reduction(comm)
-            return TrainLoop(run).fit(), run.state.step, run.preemption.stop_requested
+            sinks = SinkProcesses(config.log.sinks if is_main else "", out, run.console)
+            code = TrainLoop(run).fit()
+            if code == ExitCode.DONE:  # one that was asked to stop has no time to wait
+                sinks.finish()
+            return code, run.state.step, run.preemption.stop_requested
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, str]:
         """Train in `nproc` processes of the `megatoken` command."""

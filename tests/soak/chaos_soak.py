@@ -259,7 +259,7 @@ def pause_all(chaos: Chaos) -> None:
 
 def fill_disk(chaos: Chaos) -> Path:
     filler = chaos.disk / "filler"
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
+    with filler.open("ab", buffering=0) as file, suppress(OSError):
         while (free := shutil.disk_usage(chaos.disk).free) > LEFT_BYTES:
             file.write(bytes(free - LEFT_BYTES))
     return filler
@@ -274,7 +274,12 @@ def full_disk(chaos: Chaos) -> None:
     wait_for_save(chaos)
     first, filler = last_logged(chaos), fill_disk(chaos)
     failed = chaos.printed().count("not saved")
-    wait_for(lambda: chaos.printed().count("not saved") > failed, chaos.process, or_end=True)
+
+    def has_failed() -> bool:
+        fill_disk(chaos)  # again: a save that was under way has removed an older checkpoint since
+        return chaos.printed().count("not saved") > failed
+
+    wait_for(has_failed, chaos.process, or_end=True)
     filler.unlink()
     wait_for(lambda: last_logged(chaos) > first, chaos.process, or_end=True)
     chaos.state["full"].append([first, last_logged(chaos)])

@@ -121,6 +121,10 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
     doc = "also plot weights of the first run; of any MODEL of `sample` these alone, in --out (default plots/MODEL)"
     arg("--pictures", action="store_true", help=doc)
+    arg = add("sync", "send the metrics of a run to tensorboard, wandb or trackio").add_argument
+    arg("run", metavar="RUN", type=local_path)
+    arg("--to", required=True, metavar="SINKS", help="of tensorboard, wandb, trackio, with commas")
+    arg("--follow", action="store_true", help="go on until the run has ended; with one sink")
     arg = add("report", "write runs as one page that opens offline: curves, samples, scores, cost").add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)
     arg(

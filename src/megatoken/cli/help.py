@@ -23,6 +23,7 @@ GROUPS = {
         "eval": "megatoken eval runs/mine --tasks hellaswag",
         "plot": "megatoken plot runs/mine runs/other",
         "report": "megatoken report runs/mine runs/other --out report.html",
+        "sync": "megatoken sync runs/mine --to tensorboard",
         "scaling": "megatoken scaling runs/size-*",
         "bench": "megatoken bench ladder",
     },

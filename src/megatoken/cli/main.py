@@ -23,6 +23,7 @@ from megatoken.cli.arguments import TRANSLATED, Command, check_eval, parse
 from megatoken.cli.plan import plan
 from megatoken.cli.quickstart import quickstart
 from megatoken.cli.runs import show_runs
+from megatoken.cli.sync import sync
 from megatoken.config.load import (
     RUN_CONFIG,
     ResolvedConfig,
@@ -388,6 +389,11 @@ def run_sweep(options: argparse.Namespace) -> Result:
     return sweep(options)
 
 
+def run_sync(options: argparse.Namespace) -> Result:
+    """sync: send the metrics of a run elsewhere."""
+    return ExitCode.DONE, sync(options)
+
+
 def run_report(options: argparse.Namespace) -> Result:
     """report: write runs as a page."""
     from megatoken.cli.report import report
@@ -411,7 +417,7 @@ COMMANDS: dict[str, Command] = {
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
         *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
-        *(run_runs, run_report, run_scaling, run_sweep),
+        *(run_runs, run_report, run_sync, run_scaling, run_sweep),
     )
 }
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)

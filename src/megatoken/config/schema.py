@@ -190,6 +190,7 @@ class LogConfig:
     every: Duration = config_field(Duration(1), "steps between rows of metrics.jsonl", low=0, open_low=True)
     plots: bool = config_field(True, "draw the curves at the end (needs the plot extra)")
     pictures: bool = config_field(False, "draw position embeddings and a weight matrix too")
+    sinks: str = config_field("", "programs that get every row, too: of tensorboard, wandb, trackio, with commas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +220,14 @@ class Config:
             return budget.steps
         tokens = budget.tokens or budget.epochs * epoch_tokens
         return max(1, budget.ramp.count(tokens) if budget.ramp else round(tokens / budget.batch_tokens))
+
+
+SINKS = ("tensorboard", "wandb", "trackio")  # of log.sinks; their packages have the same names
+
+
+def split_sinks(names: str) -> list[str]:
+    """The names in a list with commas."""
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)}
@@ -306,6 +315,9 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         if given and not needed.value:
             section = key.partition(".")[0]
             yield key, f"has no effect with {section}.every=0", f"set {section}.every, or leave {key} out"
+    for name in split_sinks(config.log.sinks):
+        if name not in SINKS:
+            yield "log.sinks", f"unknown sink {name!r}", f"choose of {', '.join(SINKS)}"
     try:
         parse_time(config.save.time_limit)
     except ValueError as wrong:

@@ -102,7 +102,7 @@ class MetricsLogger:
         try:
             lines = path.read_bytes().splitlines(keepends=True) if self._file else []
             for line in lines:
-                row = _parse_row(line)
+                row = parse_row(line)
                 if row is not None and (row["kind"] == "event" or row["step"] <= step):
                     kept.append(line)
                     times += [] if row["kind"] == "event" else [_read_seconds(row.get("elapsed_seconds"))]
@@ -202,7 +202,7 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
         raise DataError(f"no metrics to read: {error.strerror}", path, "name the folder of a run") from error
     rows = []
     for number, line in enumerate(lines, start=1):
-        row = _parse_row(line)
+        row = parse_row(line)
         if row is None and number == len(lines) and not line.endswith(b"\n"):
             break
         if row is None:
@@ -223,14 +223,14 @@ def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any]]
             text = file.read()
             for kind in kinds:
                 start = text.rfind(b'{"kind": "%s"' % kind.encode())
-                if start >= 0 and (row := _parse_row(text[start:].partition(b"\n")[0])):
+                if start >= 0 and (row := parse_row(text[start:].partition(b"\n")[0])):
                     found[kind] = row
             if tail >= size or len(found) == len(kinds):
                 break
     return found
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """The row in a line, None if it is not one."""
     with contextlib.suppress(ValueError, RecursionError):
         match row := json.loads(line):
