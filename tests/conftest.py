@@ -54,6 +54,23 @@ def short_measurements() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[dict[str, str]]:
+    """Variables of the environment for a local S3 server with a bucket `tests`; skips without s3fs or moto."""
+    from tests.s3_server import serve
+
+    with serve() as variables:
+        yield variables
+
+
+@pytest.fixture
+def s3(s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """An empty folder on a local S3 server, for this process and those it starts."""
+    for name, value in s3_server.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://tests{tmp_path}"
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """torch on one thread: waking a second core costs more than tiny models take."""

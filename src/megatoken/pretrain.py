@@ -26,12 +26,13 @@ from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsErro
 from megatoken.launch.local import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
 from megatoken.plots import draw_run
-from megatoken.system.atomic_write import local_path
 from megatoken.system.device import Device, memory_errors, open_device, with_peak
+from megatoken.system.object_store import run_folder
 from megatoken.train import setup
 from megatoken.train.actions import Action, CheckpointSaver, is_due, list_actions
 from megatoken.train.extend import BUDGET_KEYS, extend_budget, record_schedule, set_aside_decay
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.train.mirror import Mirror, claim_mirror, fetch_from_mirror
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.setup import Callback, RunContext
@@ -89,7 +90,7 @@ class Trainer:
         if optimizer is not None and model is None:
             raise ConfigError("an optimizer is given without its model", "Trainer", "give the model it was built over")
         self.resolved = config if isinstance(config, ResolvedConfig) else from_python(config, Path(out).name)
-        self.out = local_path(out)
+        self.out = run_folder(out)
         self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
         self.nproc, self.console, self.explain = nproc, console or Console(), explain
         self.allow_changes, self.extend = allow_changes, extend
@@ -139,6 +140,8 @@ class Trainer:
         if is_main:
             allowed = BUDGET_KEYS if self.extend else ()
             run.changes = setup.check_folder(out, config, allow_changes=self.allow_changes, allowed=allowed)
+            if fetch_from_mirror(run):
+                run.changes = setup.check_folder(out, config, allow_changes=self.allow_changes, allowed=allowed)
         check_sinks(config.log.sinks)
         setup.open_data(run)
         if self.extend:
@@ -161,11 +164,13 @@ class Trainer:
                 set_aside_decay(run)
             setup.restore(run)
             if comm.broadcast_from_rank0(setup.is_finished(run)):
+                Mirror(run).finish()
                 run.console.print(f"this run is finished: {out}; train --extend LENGTH makes it longer")
                 return ExitCode.DONE, run.state.step, ""
             if is_main:
                 setup.check_space(run)
                 setup.write_provenance(run, self.resolved)
+                claim_mirror(run)
                 setup.record_changes(run)
                 record_schedule(run)
             # The order matters: kernels may replace the compute model; its micro-batch is then measured; it is compiled
@@ -235,6 +240,7 @@ class TrainLoop:
         # All ranks are here after a step that is not finite; of another error the others may know nothing.
         if self.run.comm.is_single_process or isinstance(error, NumericsError):
             self.saver.try_commit()
+            self.saver.finish_mirror()
         else:
             self.saver.try_commit_alone()
         raise error
@@ -272,6 +278,7 @@ class TrainLoop:
             self.recovery.check_replicas()
         run.begin("finish")
         self.saver.save_last()
+        self.saver.finish_mirror()
         return code
 
     def report_early_stop(self) -> None:

@@ -224,7 +224,9 @@ def wrong_overrides() -> Iterator[BadConfig]:
     yield override("seed=-1", "seed: must be at least 0")
     for key in ("sample.top_k", "budget.steps", "model.n_layer", "budget.batch_tokens"):
         yield override(f"{key}=1e30", f"{key}: must be at least ", "and at most 1e+15, got 1e30")
-    yield override("data.path=s3://bucket/data", "not a path on this machine: s3:/")
+    yield override("data.path=nothing://bucket/data", "not an address: Protocol not known: nothing")
+    yield override("save.mirror=nothing://bucket/run", "not an address: Protocol not known: nothing")
+    yield override("data.path=s3://KEY:a-secret@bucket/data", "an address holds credentials — s3://***@bucket/data")
 
 
 def other_tools() -> Iterator[BadConfig]:
@@ -335,7 +337,7 @@ def wrong_options() -> Iterator[BadConfig]:
     yield options("RECIPE --nproc two", "--nproc", "invalid int value: 'two'")
     yield options("RECIPE --restarts -1", "--restarts")
     yield options("RECIPE --out", "--out", "expected one argument")
-    yield options("RECIPE --out s3://bucket/run", "not a path on this machine")
+    yield options("RECIPE --out s3://bucket/run", "not a path on this machine", "save.mirror=s3://bucket/run")
     yield options("RECIPE --composer x.yaml", "recipe and composer are both given")
     yield options("RECIPE --init", "--init")
 

@@ -350,9 +350,9 @@ def test_manifest_without_enough_block_hashes_is_refused(tmp_path: Path) -> None
     refuse(tmp_path, "number of block hashes is 1, expected 0", "train_000000.bin")
 
 
-@pytest.mark.parametrize("path", ["x/**foo*.bin", "s3://bucket/data", "gs://bucket/*.bin", ""])
+@pytest.mark.parametrize("path", ["x/**foo*.bin", "nothing://bucket/data", "s3:/x", ""])
 def test_paths_that_cannot_be_opened(path: str) -> None:
-    with pytest.raises(MegatokenError, match=r"not a pattern|not a path on this machine|a path is empty"):
+    with pytest.raises(MegatokenError, match=r"not a pattern|not an address|not a path on|a path is empty"):
         load_dataset(path)
 
 

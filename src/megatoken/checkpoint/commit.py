@@ -24,12 +24,11 @@ from megatoken.checkpoint.manifest import (
     DamagedError,
     FileEntry,
     encode_manifest,
-    hash_file,
     list_files,
     verify,
 )
 from megatoken.errors import CheckpointError, StorageError
-from megatoken.system.atomic_write import error_number, storage_errors, sync_file, sync_folder
+from megatoken.system.atomic_write import error_number, hash_file, storage_errors, sync_file, sync_folder
 
 FileWriter = Callable[[Path], object]  # writes one file at the path it is given
 RETRY_SECONDS = (1.0, 5.0)  # before a file whose error may pass is written again

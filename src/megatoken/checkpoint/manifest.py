@@ -5,7 +5,6 @@ ending is the same in every format, so that a flipped bit is not mistaken for an
 not attacks.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ import xxhash
 from megatoken.config.fields import list_fields, parse_value
 from megatoken.config.model_config import ModelConfig, validate_model
 from megatoken.errors import CheckpointError
-from megatoken.system.atomic_write import MALFORMED, read_small_file
+from megatoken.system.atomic_write import MALFORMED, hash_file, read_small_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -68,25 +67,25 @@ def verify(
         found, files = list_files(folder), dict(manifest.files)
         for name, status in found.items():
             if not stat.S_ISREG(status.st_mode):
-                raise _damaged(folder / name, "it is a link or a device, not a file")
+                raise damaged(folder / name, "it is a link or a device, not a file")
         found.pop(MANIFEST, None)
         for name in sorted({*found, *files}):
             if name not in files:
-                raise _damaged(folder / name, "it is not in the manifest")
+                raise damaged(folder / name, "it is not in the manifest")
             if name not in found:
-                raise _damaged(folder / name, "it is missing")
+                raise damaged(folder / name, "it is missing")
             entry, size, mtime_ns = files[name], found[name].st_size, found[name].st_mtime_ns
             if size != entry.bytes:
-                raise _damaged(folder / name, f"it has {size:,} bytes, expected {entry.bytes:,}")
+                raise damaged(folder / name, f"it has {size:,} bytes, expected {entry.bytes:,}")
             before = (known or {}).get(name)
             if before != entry or before.mtime_ns != mtime_ns:
                 if names is not None and name not in names:
                     continue
                 if (actual := hash_file(folder / name)) != entry.xxh3_128:
-                    raise _damaged(folder / name, f"its xxh3-128 is {actual}, expected {entry.xxh3_128}")
+                    raise damaged(folder / name, f"its xxh3-128 is {actual}, expected {entry.xxh3_128}")
             files[name] = replace(entry, mtime_ns=mtime_ns)
     except OSError as error:
-        raise _damaged(Path(error.filename or folder), f"it cannot be read: {error.strerror}") from error
+        raise damaged(Path(error.filename or folder), f"it cannot be read: {error.strerror}") from error
     return replace(manifest, files=files)
 
 
@@ -94,26 +93,31 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a folder, its own hash, format and step checked. Raises as `verify`."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise _damaged(path, "it is missing, so this was never committed")
-    raw = read_small_file(path)
+        raise damaged(path, "it is missing, so this was never committed")
+    return parse_manifest(read_small_file(path), path, folder.name)
+
+
+def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> CheckpointManifest:
+    """The manifest in the bytes of the file at `path`, of a folder of that name. Raises as `verify`."""
     body, _, ending = raw.rpartition(_SEAL)
     expected = ending.removesuffix(b'"\n}\n').decode("ascii", "backslashreplace")
     if len(expected) != 32:
-        raise _damaged(path, "it does not end with its own hash")
+        raise damaged(path, "it does not end with its own hash")
     if raw != _seal(body):
-        raise _damaged(path, f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(body)}, expected {expected}")
+        raise damaged(path, f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(body)}, expected {expected}")
     try:
         content = json.loads(raw)
         if content["format"] != FORMAT:
             what = f"checkpoint has format {content['format']}, this megatoken reads format {FORMAT}"
-            raise CheckpointError(what, str(folder), "use the megatoken that wrote it, or move the folder away")
+            folder = str(path).removesuffix(f"/{MANIFEST}")
+            raise CheckpointError(what, folder, "use the megatoken that wrote it, or move the folder away")
         files = {name: FileEntry(int(entry["bytes"]), entry["xxh3_128"]) for name, entry in content["files"].items()}
         manifest = CheckpointManifest(int(content["step"]), dict(content["meta"]), files)
     except MALFORMED as error:
-        raise _damaged(path, f"it is malformed: {type(error).__name__}: {error}") from error
-    folder_step = STEP.fullmatch(folder.name)
+        raise damaged(path, f"it is malformed: {type(error).__name__}: {error}") from error
+    folder_step = STEP.fullmatch(folder_name)
     if folder_step and int(folder_step[1]) != manifest.step:
-        raise _damaged(path, f"it belongs to step {manifest.step}, not to this folder")
+        raise damaged(path, f"it belongs to step {manifest.step}, not to this folder")
     return manifest
 
 
@@ -154,11 +158,6 @@ def list_files(folder: Path) -> dict[str, os.stat_result]:
     return {path.relative_to(folder).as_posix(): path.lstat() for path in files}
 
 
-def hash_file(path: Path) -> str:
-    """xxh3-128 of a file, as 32 hex digits."""
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def _damaged(path: Path, reason: str) -> DamagedError:
+def damaged(path: Path | str, reason: str) -> DamagedError:
+    """The error for a file of a checkpoint."""
     return DamagedError(f"checkpoint is damaged: {reason}", str(path), "an older checkpoint is used where there is one")

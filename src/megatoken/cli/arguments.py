@@ -21,6 +21,7 @@ from megatoken.eval.tasks import TASKS
 from megatoken.launch.local import RESTARTS
 from megatoken.launch.scripts import ENGINES
 from megatoken.system.atomic_write import local_path
+from megatoken.system.object_store import is_address, path_or_address, run_folder
 
 TRANSLATED = {  # options that replace RECIPE by a recipe of another program
     "--llmc": ("FLAGS", "translate the flags of llm.c's train_gpt2cu, as one word in quotes"),
@@ -114,7 +115,7 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("folder", metavar="DIR", nargs="?", type=local_path, default=Path(), help="where to train (default .)")
     _add_runs(add)
     arg = add("verify", "check every hash of a dataset, run or checkpoint folder").add_argument
-    arg("folder", metavar="DIR", type=local_path)
+    arg("folder", metavar="DIR", type=path_or_address, help="folder, or an address such as s3://bucket/data")
     arg = add("plot", "plot the curves of one or more runs in one picture").add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)
     arg("--x", choices=("tokens", "steps", "seconds"), default="tokens", help="horizontal axis (default tokens)")
@@ -172,7 +173,8 @@ def _add_prepare(add: Callable[..., Parser]) -> None:
         help=sources
         + "python, tinyshakespeare, tinystories, fineweb, fineweb-edu (of 10B tokens; -100bt, -350bt, -full)",
     )
-    arg("--out", required=True, type=local_path, help="dataset folder to write")
+    doc = "dataset folder to write, or an address such as s3://bucket/data"
+    arg("--out", required=True, type=path_or_address, help=doc)
     arg("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N or a tokenizer.json (default gpt2)")
     arg("--workers", type=int, default=0, help="processes; does not change the result (default 0: all cores)")
     arg("--val-fraction", type=float, default=0.01, help="share of documents for validation (default 0.01)")
@@ -196,7 +198,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
             p.add_argument(name, metavar=metavar, help=doc)
     config.set_defaults(nproc=1)
     arg = train.add_argument
-    arg("--out", type=local_path, help="run folder (default runs/RECIPE, or the run)")
+    arg("--out", type=run_folder, help="run folder (default runs/RECIPE, or the run)")
     arg("--init", metavar="RUN_OR_HF_DIR", help="initial weights; the same as model.init=...")
     arg("--nproc", type=int, default=1, metavar="N", help="processes on this machine, one per GPU (default 1)")
     doc = f"of --nproc's processes in a row without progress, when one hangs or is lost (default {RESTARTS})"
@@ -222,7 +224,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("recipe", metavar="RECIPE", help=recipe_doc)
     arg("--nodes", type=int, default=1, help="machines (default 1)")
     arg("--nproc", type=int, default=8, help="processes on each, one per GPU (default 8)")
-    arg("--out", type=local_path, help="run folder, shared by all machines (default runs/RECIPE)")
+    arg("--out", type=run_folder, help="run folder, shared by all machines (default runs/RECIPE)")
     arg("--write", type=local_path, metavar="FILE", help="file for the script (default: stdout)")
     arg("--gpus", default="H100", help="for skypilot: GPU type (default H100); none: no GPUs")
     arg("--time", default="24:00:00", help="for slurm: time limit (default 24:00:00)")
@@ -257,7 +259,8 @@ def _add_models(add: Callable[..., Parser]) -> None:
     sample = add("sample", "generate text from a trained model")
     evaluate = add("eval", "score a model on tasks, or compute its loss on shards or text")
     arg = sample.add_argument
-    arg("model", metavar="MODEL", help="run folder, Hugging Face folder or hub name, llm.c's .bin, nanoGPT's ckpt.pt")
+    doc = "run folder or its save.mirror, Hugging Face folder or hub name, llm.c's .bin, nanoGPT's ckpt.pt"
+    arg("model", metavar="MODEL", help=doc)
     arg("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue (default -: stdin)")
     arg("--tokens", type=int, help="new tokens per sequence (default 128, or what fits in the context)")
     arg("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")
@@ -271,8 +274,8 @@ def _add_models(add: Callable[..., Parser]) -> None:
     arg("--plot", type=local_path, metavar="FILE", help="PNG of the scores, or the loss, over the models' sizes")
     arg("--tasks", metavar="NAMES", help=f"comma-separated, of {', '.join(TASKS)}")
     doc = "with --tasks: file of examples (.jsonl or .parquet), or folder with TASK.jsonl (default: the Hugging "
-    doc += "Face hub); without: shards, or text in a format that `megatoken prepare` reads"
-    arg("--data", type=local_path, metavar="PATH", help=doc)
+    doc += "Face hub); without: shards, also at an address, or text in a format that `megatoken prepare` reads"
+    arg("--data", type=path_or_address, metavar="PATH", help=doc)
     arg(
         "--limit",
         type=int,
@@ -309,6 +312,8 @@ def check_eval(options: argparse.Namespace) -> None:
     if not options.tasks and not options.data:
         fix = f"give --tasks ({', '.join(TASKS)}), or --data with shards or text"
         raise ConfigError("nothing to evaluate on", "megatoken eval", fix)
+    if options.tasks and options.data and is_address(options.data):
+        raise ConfigError("examples of tasks are read from this machine", "--data", "copy them to a local folder")
     for flag, given, has_effect, purpose in (
         ("--split", options.split, not options.tasks, "--data without --tasks"),
         ("--examples", options.examples, options.tasks, "--tasks"),

@@ -46,6 +46,7 @@ from megatoken.model import flops
 from megatoken.redact import RedactedStream, redact
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.environment import heartbeat_file, prepare_process
+from megatoken.system.object_store import is_address
 from megatoken.train.metrics_log import METRICS
 
 Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
@@ -113,10 +114,15 @@ def run_prepare(options: argparse.Namespace) -> Result:
     """prepare: tokenize text into shards."""
     from megatoken.cli.progress import PrepareBar
     from megatoken.data.prepare import prepare
+    from megatoken.data.remote import begin_upload, upload_dataset
 
     names = ("tokenizer", "workers", "val_fraction", "shard_tokens", "invalid", "text_key", "root")
+    folder = begin_upload(options.out) if is_address(options.out) else options.out
     with PrepareBar(options.console) as bar:
-        prepared = prepare(options.source, options.out, on_progress=bar.update, **_pick(options, *names))
+        prepared = prepare(options.source, folder, on_progress=bar.update, **_pick(options, *names))
+    if folder != options.out:
+        upload_dataset(folder, options.out, options.console.print)
+        options.console.print(f"uploaded; a copy stays in {folder}")
     bar.finish(options.out, prepared)
     return ExitCode.DONE, dataclasses.asdict(prepared)
 

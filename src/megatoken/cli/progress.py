@@ -40,7 +40,7 @@ class PrepareBar:
         done_bytes, total_bytes = progress.done_bytes, progress.total_bytes
         self.bar.update(self.task, description=stage, completed=done_bytes, total=total_bytes, speed=speed)
 
-    def finish(self, out: Path, result: PrepareResult) -> None:
+    def finish(self, out: Path | str, result: PrepareResult) -> None:
         """Print the result and the next command."""
         documents, shards = format_count(result.documents, "document"), format_count(result.shards, "shard")
         summary = f"{format_count(result.tokens, 'token')} of {documents} in {shards}"

@@ -7,11 +7,14 @@ from typing import Any
 
 from megatoken.checkpoint.commit import is_checkpoint, list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
+from megatoken.checkpoint.mirror import list_mirrored, verify_mirror
 from megatoken.config.load import resolve
 from megatoken.data.dataset import load_dataset, verify_dataset
+from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
 from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.data.tokenizer import load_saved_tokenizer
 from megatoken.errors import CheckpointError, DataError, MegatokenError
+from megatoken.system.object_store import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,17 @@ class Report:
     errors: list[MegatokenError]
 
 
-def verify_folder(folder: Path) -> Report:
-    """Check a dataset, run or checkpoint folder; damage is reported, not raised. DataError if it is none of them."""
+def verify_folder(folder: Path | str) -> Report:
+    """Check a dataset, run or checkpoint folder, or a dataset at an address; damage is reported, not raised.
+
+    DataError if it is none of them.
+    """
+    if isinstance(folder, str):
+        if list_mirrored(store := ObjectStore(folder)):
+            return Report("run", *verify_mirror(store))
+        if (remote := list_remote(folder)).shards:
+            return Report("dataset", len(remote.shards), verify_remote(remote))
+        folder = fetch_dataset(folder)  # external shards, which record no hashes
     root = folder / "checkpoints"
     if root.is_dir() or (folder / "provenance.json").is_file():
         steps = list_steps(root)

@@ -26,8 +26,8 @@ class DataConfig:
 
     path: str = config_field(
         "",
-        "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards; several with their "
-        "weights: PATH:WEIGHT,PATH:WEIGHT,...",
+        "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards; or an address: s3://...; "
+        "several with their weights: PATH:WEIGHT,PATH:WEIGHT,...",
     )
     order: DataOrder = config_field(
         "shuffled",
@@ -152,6 +152,9 @@ class SaveConfig:
     keep_last: int = config_field(2, "newest checkpoints to keep", low=1)
     keep_best: bool = config_field(False, "also save and keep the one with the lowest validation loss, as RUN/best")
     keep_every: Duration = config_field(Duration(0), "keep for ever what falls on this schedule; 0: none", low=0)
+    mirror: str = config_field(
+        "", "folder or address, such as s3://bucket/run, to copy checkpoints to and to fetch them from; empty: none"
+    )
     time_limit: str = config_field("", "stop and save after this wall-clock time: seconds, or 90m, 11h30m")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatoken.checkpoint.commit import find_checkpoint, list_steps
 from megatoken.checkpoint.load import load_checkpoint_model
+from megatoken.checkpoint.mirror import fetch_model
 from megatoken.config.presets import GPT2_VOCABULARY
 from megatoken.convert.hf.load import load_hf
 from megatoken.convert.llmc import read_llmc
@@ -14,6 +15,7 @@ from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_nanogpt
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
+from megatoken.system.object_store import is_address
 
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
@@ -29,12 +31,14 @@ class LoadedModel:
 
 def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> LoadedModel:
     """Load a run folder (its newest complete checkpoint), one checkpoint, a Hugging Face folder or hub name, llm.c's
-    model.bin, or nanoGPT's ckpt.pt (or the folder that holds it).
+    model.bin, nanoGPT's ckpt.pt (or the folder that holds it), or the copy of a run at an address (save.mirror).
 
     warn: called with a line for each damaged checkpoint that is skipped, and for a tokenizer that loses text. Raises
     CheckpointError when nothing can be loaded or the tokenizer does not fit, DataError when the tokenizer is missing.
     """
     path, source = Path(name), str(name)
+    if is_address(name):
+        path = fetch_model(source, warn)
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
         path /= CHECKPOINT
@@ -47,7 +51,9 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
         tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
     else:
         folder, model, tokenizer = _load_newest(path, warn)
-        source = source if folder == path else f"{path} at step {int(folder.name.removeprefix('step-'))}"
+        source = (
+            source if folder == path or is_address(name) else f"{path} at step {int(folder.name.removeprefix('step-'))}"
+        )
     if tokenizer.vocab_size > model.config.vocab_size:
         what = f"tokenizer has {tokenizer.vocab_size} ids, the model only {model.config.vocab_size}"
         raise CheckpointError(what, source, "use the tokenizer the model was trained with")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatoken.config.load import prepare_words
 from megatoken.data.documents import Ids
+from megatoken.data.remote import Report, local_dataset, no_report
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -37,7 +38,6 @@ from megatoken.data.shard_format import (
 )
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import DataError, MegatokenError
-from megatoken.system.atomic_write import local_path
 from megatoken.system.environment import allow_open_files
 
 _PERMISSIONS = "check the path and its permissions"
@@ -287,20 +287,23 @@ class Dataset:
         return str(hasher.hexdigest())
 
 
-def load_dataset(path: str | Path, *, external_tokenizer: str = "gpt2") -> Dataset:
-    """Open a prepared folder, or a folder, file or glob of llm.c / modded-nanogpt .bin or .npy token shards.
+def load_dataset(path: str | Path, *, external_tokenizer: str = "gpt2", report: Report = no_report) -> Dataset:
+    """Open a prepared folder, or a folder, file or glob of llm.c / modded-nanogpt .bin or .npy token shards, also at an
+    address such as s3://bucket/data, from which it is fetched first.
 
-    external_tokenizer: the tokenizer of shards that do not record one. Raises DataError, naming the file, when one is
-    missing, truncated, of another tokenizer or not a token shard.
+    external_tokenizer: the tokenizer of shards that do not record one. report: called with a line while data is
+    fetched. Raises DataError, naming the file, when one is missing, truncated, of another tokenizer or not a token
+    shard, and StorageError when it cannot be fetched.
     """
-    manifest, files = _list_shards(local_path(path), external_tokenizer)
+    path = local_dataset(path, report)
+    manifest, files = _list_shards(path, external_tokenizer)
     allow_open_files(len(files))
     opened = tuple(_open_shard(file, shard, manifest) for file, shard in zip(files, manifest.shards, strict=True))
     train, val = (
         Tokens([one for one in opened if one.shard.split == split], manifest.dtype, manifest.tokenizer["vocab_size"])
         for split in SPLITS
     )
-    return Dataset(Path(path), manifest, train, val, opened, external_tokenizer)
+    return Dataset(path, manifest, train, val, opened, external_tokenizer)
 
 
 def verify_dataset(path: str | Path, *, external_tokenizer: str = "gpt2") -> Iterator[MegatokenError]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import xxhash
 
 from megatoken.data.dataset import Dataset, Tokens, load_dataset
+from megatoken.data.remote import Report, no_report
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError, DataError
 
@@ -65,14 +66,14 @@ class Mixture:
         return ", ".join(f"{part.name} ({part.share:.3g})" for part in self.parts)
 
 
-def load_mixture(spec: str, *, external_tokenizer: str = "gpt2") -> Mixture:
+def load_mixture(spec: str, *, external_tokenizer: str = "gpt2", report: Report = no_report) -> Mixture:
     """Open the datasets of `spec`: the path of one, or `PATH:WEIGHT,PATH:WEIGHT,...`.
 
-    external_tokenizer: as of `load_dataset`. Raises ConfigError for weights that cannot be, DataError as `load_dataset`
-    and for datasets of different tokenizers.
+    external_tokenizer, report: as of `load_dataset`. Raises ConfigError for weights that cannot be, DataError as
+    `load_dataset` and for datasets of different tokenizers.
     """
     named = list(_split(spec))
-    datasets = [load_dataset(path, external_tokenizer=external_tokenizer) for path, _ in named]
+    datasets = [load_dataset(path, external_tokenizer=external_tokenizer, report=report) for path, _ in named]
     total = sum(weight for _, weight in named)
     parts = tuple(Part(dataset, weight / total) for dataset, (_, weight) in zip(datasets, named, strict=True))
     if len(parts) == 1:

@@ -142,13 +142,18 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         what = f"cannot read the manifest: {error.strerror}"
         raise DataError(what, path, "finish the preparation or correct the folder's name") from error
+    return parse_manifest(data, path)
+
+
+def parse_manifest(data: bytes, where: str | Path) -> Manifest:
+    """The manifest in the bytes of a `manifest.json`; raises as `read_manifest`."""
     body, seal, ending = data.rpartition(_SEAL)
     if not seal:
-        raise DataError("manifest is truncated or not ours: it does not end in its hash", path, RESTORE)
+        raise DataError("manifest is truncated or not ours: it does not end in its hash", where, RESTORE)
     if data != _seal(body):
         expected = ending.partition(b'"')[0].decode("ascii", "backslashreplace")
-        raise DataError(f"manifest is damaged: hash {hash_block(body)}, expected {expected}", path, RESTORE)
-    return _decode_manifest(body, path)
+        raise DataError(f"manifest is damaged: hash {hash_block(body)}, expected {expected}", where, RESTORE)
+    return _decode_manifest(body, where)
 
 
 def _seal(body: bytes) -> bytes:
@@ -173,13 +178,13 @@ def _encode_manifest(manifest: Manifest) -> bytes:
     ).encode("ascii")
 
 
-def _decode_manifest(body: bytes, path: Path) -> Manifest:
+def _decode_manifest(body: bytes, where: str | Path) -> Manifest:
     try:
         content = json.loads(body + b"}")
         version = content["version"]
         if content["format"] != "megatoken dataset" or version != FORMAT_VERSION:
             what = f"manifest of version {version!r}; this program reads version {FORMAT_VERSION}"
-            raise DataError(what, path, "use the program that wrote it or prepare the dataset again")
+            raise DataError(what, where, "use the program that wrote it or prepare the dataset again")
         manifest = Manifest(
             tokenizer=content["tokenizer"],
             dtype=content["dtype"],
@@ -189,7 +194,7 @@ def _decode_manifest(body: bytes, path: Path) -> Manifest:
         )
         _check_types(manifest)
     except MALFORMED as error:
-        raise DataError(f"manifest makes no sense: {error!r}", path, RESTORE) from error
+        raise DataError(f"manifest makes no sense: {error!r}", where, RESTORE) from error
     return manifest
 
 

@@ -15,6 +15,7 @@ from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import evaluation_windows
 from megatoken.data.dataset import Tokens, load_dataset
 from megatoken.data.prepare import prepare
+from megatoken.data.remote import local_dataset
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -44,10 +45,10 @@ def evaluate(
     """Scores in `tasks`, or without tasks the loss on `data`: the dictionary of `megatoken eval --json`.
 
     tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or examples by task name. data: with tasks, a file
-    for one, a folder with a file for each, or None for the Hugging Face hub; otherwise token shards, or any text that
-    `prepare` reads. limit: the first examples of each task, or targets, spread evenly. split: of shards, train or val.
-    token_mean=False leaves out acc_token_mean; per_example adds every prediction. device: None computes where the
-    weights are, in their dtype. comm: ranks that share the work and all return the same.
+    for one, a folder with a file for each, or None for the Hugging Face hub; otherwise token shards, also at an
+    address, or any text that `prepare` reads. limit: the first examples of each task, or targets, spread evenly. split:
+    of shards, train or val. token_mean=False leaves out acc_token_mean; per_example adds every prediction. device: None
+    computes where the weights are, in their dtype. comm: ranks that share the work and all return the same.
 
     Returns {"tasks": {name: acc, acc_norm, acc_token_mean, stderr, n, seconds}}; or loss (nats per target), perplexity,
     bits_per_byte (None without text), target_tokens, text_bytes, split and data. Raises ConfigError for an unknown task
@@ -59,7 +60,8 @@ def evaluate(
     if not tasks:
         if data is None:
             raise ConfigError("nothing to evaluate on", "evaluate", f"give tasks ({', '.join(TASKS)}) or data")
-        return evaluate_loss(model, tokenizer, Path(data), limit or 0, split, device, comm)
+        folder = local_dataset(data)
+        return evaluate_loss(model, tokenizer, folder, limit or 0, split, device, comm) | {"data": str(data)}
     if not isinstance(tasks, Mapping):
         tasks = read_examples(find_tasks(tasks), Path(data) if data else None, limit or 0)
     metrics = {}

@@ -1,9 +1,10 @@
-"""Small files read, files replaced atomically, fsync and errors of the disk.
+"""Small files read, files hashed and replaced atomically, fsync and errors of the disk.
 
 Every file that must be whole or absent is written here.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from megatoken.errors import ConfigError, StorageError
 
@@ -75,6 +78,12 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 of a file, as 32 hex digits."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def sync_file(path: Path) -> None:

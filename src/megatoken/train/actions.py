@@ -22,6 +22,7 @@ from megatoken.eval.val_loss import validation_loss
 from megatoken.redact import redact
 from megatoken.sampling.generate import generate_ids
 from megatoken.system.device import is_out_of_memory
+from megatoken.train.mirror import Mirror
 from megatoken.train.setup import CHECKPOINTS, CONFIG, TOKENIZER, RunContext
 from megatoken.train.state import gather_model
 
@@ -203,6 +204,8 @@ class CheckpointSaver:
         self._run = run
         self._keep_every = run.step_config.steps(run.config.save.keep_every)
         self._pending: AsyncSave | None = None
+        self.mirror = Mirror(run)
+        self.mirror.start()  # a run that was killed may not have copied its newest
         self._prune()  # a run that was killed after a commit left one too many
 
     def save(self) -> None:
@@ -236,18 +239,27 @@ class CheckpointSaver:
         run.write("save", step=pending.step, elapsed_seconds=pending.meta["elapsed_seconds"], **values)
         run.verified[folder] = pending.files
         self._link_best()
+        self.mirror.start()
         self._prune()
 
+    def finish_mirror(self) -> None:
+        """Wait until the newest checkpoint is in `save.mirror`, or cannot be copied."""
+        if self.mirror.finish():
+            self._prune_here()
+        self._run.comm.barrier()
+
     def _prune(self) -> None:
-        run = self._run
+        self._prune_here()
+        self._run.comm.barrier()  # rank 0 may have read old checkpoints for longer than the groups of gradients wait
+
+    def _prune_here(self) -> None:
+        run, save = self._run, self._run.config.save
         if run.is_main:
             try:
-                keep_last = run.config.save.keep_last
-                root, keep = run.out / CHECKPOINTS, [self._find_best()]
-                prune(root, keep_last=keep_last, keep_every=self._keep_every, keep=keep, verified=run.verified)
+                root, keep = run.out / CHECKPOINTS, [self._find_best(), self.mirror.step]
+                prune(root, keep_last=save.keep_last, keep_every=self._keep_every, keep=keep, verified=run.verified)
             except MegatokenError as error:
                 run.write("event", what="old checkpoints not removed", message=str(error))
-        run.comm.barrier()  # rank 0 may have read old checkpoints for longer than the groups of gradients wait
 
     def _find_best(self) -> int | None:
         """The step of the best checkpoint, where it is to be kept."""
@@ -299,7 +311,8 @@ class CheckpointSaver:
             self.try_commit()
 
     def commit_if_written(self) -> None:
-        """Commit the pending checkpoint once every process has written its part."""
+        """Commit the pending checkpoint once every process has written its part; log an upload that has ended."""
+        self.mirror.report()
         if self._pending is not None and self._pending.is_written():
             self._run.begin("save")
             self.try_commit()

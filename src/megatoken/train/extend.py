@@ -11,6 +11,7 @@ from typing import Any
 
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
+from megatoken.checkpoint.mirror import allow_rewind
 from megatoken.config.fields import Duration, parse_value
 from megatoken.config.load import RUN_CONFIG, ResolvedConfig, list_changes
 from megatoken.config.schema import FIELDS, build_config, flatten
@@ -67,6 +68,7 @@ def set_aside_decay(run: RunContext) -> None:
         return
     name = f"finished-step-{later[-1]:08d}"
     aside = next(path for n in range(1, 1000) if not (path := run.out / (name if n == 1 else f"{name}-{n}")).exists())
+    allow_rewind(run.out)
     with storage_errors(run.out):
         (aside / CHECKPOINTS).mkdir(parents=True)
         for file in (METRICS, RUN_CONFIG):

@@ -192,7 +192,8 @@ def open_data(run: RunContext) -> None:
     if not config.data.path:
         fix = "set data.path=FOLDER; `megatoken prepare SOURCE --out FOLDER` makes one"
         raise ConfigError("no dataset given", "data.path", fix)
-    run.dataset = load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
+    external_tokenizer, report = config.data.tokenizer, run.console.print
+    run.dataset = load_mixture(config.data.path, external_tokenizer=external_tokenizer, report=report)
     vocab_size, seq_len = run.tokenizer.vocab_size, config.model.seq_len
     if 0 < config.model.vocab_size < vocab_size:
         what = f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {vocab_size}"
@@ -229,14 +230,14 @@ def open_data(run: RunContext) -> None:
 def check_space(run: RunContext) -> None:
     """Raise StorageError unless the checkpoints that the run will hold at once, beside those it has, fit on the disk.
 
-    That is one more than it keeps: an old one is removed after a new one is committed.
+    That is one more than it keeps, two with a mirror: an old one is removed after a new one is committed and copied.
     """
     steps, save = run.step_config, run.config.save
     every, steps_left = steps.steps(save.every), steps.total_steps - run.state.step
     n_saves = steps_left // every + 1 if every else 1
     saved = list_steps(run.out / CHECKPOINTS)
     surplus = list_surplus(saved, keep_last=save.keep_last, keep_every=steps.steps(save.keep_every))
-    kept = save.keep_last + save.keep_best
+    kept = save.keep_last + save.keep_best + bool(save.mirror)
     missing = min(n_saves, max(0, kept + 1 - min(len(saved), kept) - len(surplus)))
     needed, free = missing * state_bytes(run.model_config), shutil.disk_usage(run.out).free
     if free < needed:

@@ -1,0 +1,303 @@
+"""The copy of a run's checkpoints at an address: whole or absent there too, whatever ends an upload."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from megatoken.checkpoint.commit import commit, list_steps, prune
+from megatoken.checkpoint.manifest import DamagedError, verify
+from megatoken.checkpoint.mirror import (
+    IDENTITY,
+    MirrorUploads,
+    allow_rewind,
+    claim,
+    fetch_run,
+    list_mirrored,
+    mirror_run,
+    verify_mirror,
+)
+from megatoken.errors import CheckpointError, ConfigError, StorageError
+from megatoken.system import object_store
+from megatoken.system.environment import python_command
+from megatoken.system.object_store import ObjectStore
+
+FILES = {"model.safetensors": 5000, "optimizer.00001-of-00002.safetensors": 3000, "tokenizer/vocab.json": 40}
+KEEP: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", (0.0,))
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """An empty place in memory, or a local S3 server's where a test asks for it."""
+    if getattr(request, "param", "memory") == "s3":
+        yield request.getfixturevalue("s3") + "/run"
+    else:
+        yield f"memory://{uuid.uuid4().hex}/run"
+        fsspec.filesystem("memory").store.clear()
+
+
+def save(run: Path, step: int) -> Path:
+    """A small checkpoint, and the run's small files as they are then."""
+    writers = {name: partial(Path.write_bytes, data=bytes([step % 251]) * size) for name, size in FILES.items()}
+    folder = commit(run / "checkpoints", step, writers, meta={"tokens": step})
+    for name in ("config.yaml", "machine.json", "metrics.jsonl", "provenance.json"):
+        (run / name).write_text(f"{name} of step {step}\n")
+    return folder
+
+
+def flip(store: ObjectStore, name: str) -> None:
+    content = bytearray(store.read(name))
+    content[len(content) // 2] ^= 1
+    store.write(name, bytes(content))
+
+
+def no_warning(line: str) -> None:
+    raise AssertionError(line)
+
+
+@pytest.mark.parametrize("address", ["memory", "s3"], indirect=True)
+def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other-machine" / "run"
+    assert fetch_run(run, address, no_warning) is None
+    save(run, 10)
+    answer = mirror_run(run, address, **KEEP)
+    assert (answer["uploaded"], answer["bytes"]) == (["step-00000010"], sum(FILES.values()))
+    assert mirror_run(run, address, **KEEP)["uploaded"] == []
+    assert fetch_run(other, address, no_warning) == other / "checkpoints" / "step-00000010"
+    for path in sorted(run.rglob("*")):
+        if path.is_file():
+            assert (other / path.relative_to(run)).read_bytes() == path.read_bytes()
+    assert fetch_run(other, address, no_warning) is None  # it has one
+    save(other, 20)
+    mirror_run(other, address, **KEEP)
+    assert verify_mirror(ObjectStore(address)) == (1, [])
+    for start in (lambda: fetch_run(run, address, no_warning), lambda: mirror_run(run, address, **KEEP)):
+        with pytest.raises(ConfigError, match=r"save\.mirror is ahead: step 20 there, 10 here"):
+            start()
+
+
+def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path) -> None:
+    """As one that is extended from before the decay: later checkpoints go when the newest here is there."""
+    run, store = tmp_path / "run", ObjectStore(address)
+    for step in (10, 20, 30):
+        save(run, step)
+        mirror_run(run, address, **KEEP)
+    allow_rewind(run)
+    for step in (20, 30):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    assert mirror_run(run, address, **KEEP)["uploaded"] == ["step-00000010"]
+    assert list_mirrored(store) == [10]
+    assert "rewound" not in (run / IDENTITY).read_text()
+
+
+def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Path) -> None:
+    run, store, rules = tmp_path / "run", ObjectStore(address), {"keep_last": 2, "keep_every": 40}
+    for step in range(10, 130, 10):
+        save(run, step)
+        prune(run / "checkpoints", **rules)
+        if step not in (30, 40):  # an upload that took that long
+            mirror_run(run, address, best=20, **rules)
+    assert list_steps(run / "checkpoints") == [40, 80, 110, 120]
+    assert list_mirrored(store) == [20, 40, 80, 110, 120]
+    assert {int(name.split("/")[1][-8:]) for name in store.list("checkpoints")} == {20, 40, 80, 110, 120}
+
+
+def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path) -> None:
+    run, store = tmp_path / "run", ObjectStore(address)
+    for step in (10, 20):
+        save(run, step)
+        mirror_run(run, address, keep_last=2, keep_every=0)
+    store.remove("checkpoints/step-00000020/model.safetensors")
+    save(run, 30)
+    mirror_run(run, address, keep_last=2, keep_every=0)
+    assert list_mirrored(store) == [10, 20, 30]
+    flip(store, "checkpoints/step-00000030/manifest.json")
+    assert mirror_run(run, address, keep_last=1, keep_every=0)["uploaded"] == ["step-00000030"]
+    assert list_mirrored(store) == [30]
+
+
+def test_the_step_being_uploaded_is_not_removed(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    prune(tmp_path / "checkpoints", keep_last=1, keep_every=0, keep=[10])
+    assert list_steps(tmp_path / "checkpoints") == [10, 30]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda store, name: store.remove(f"{name}/model.safetensors"), "model.safetensors — .*"),
+        (lambda store, name: flip(store, f"{name}/model.safetensors"), "its xxh3-128 is .*model.safetensors"),
+        (lambda store, name: store.write(f"{name}/tokenizer/vocab.json", b"{}"), "it has 2 bytes, expected 40.*vocab"),
+        (lambda store, name: flip(store, f"{name}/manifest.json"), r"manifest\.json"),
+        (lambda store, name: store.write(f"{name}/manifest.json", b""), "does not end with its own hash"),
+    ],
+)
+def test_damage_there_is_named_and_the_one_before_is_used(
+    damage: Callable[[ObjectStore, str], None], message: str, address: str, tmp_path: Path
+) -> None:
+    run, store = tmp_path / "run", ObjectStore(address)
+    for step in (10, 20):
+        save(run, step)
+        mirror_run(run, address, keep_last=2, keep_every=0)
+    damage(store, "checkpoints/step-00000020")
+    warnings: list[str] = []
+    assert fetch_run(tmp_path / "new", address, warnings.append) == tmp_path / "new" / "checkpoints" / "step-00000010"
+    (warning,) = warnings
+    assert f"{address}/checkpoints/step-00000020/" in warning
+    checked, (error,) = verify_mirror(store)
+    assert checked == 2
+    assert re.search(message, str(error))
+    damage(store, "checkpoints/step-00000010")
+    with pytest.raises(CheckpointError, match="no checkpoint there is whole"):
+        fetch_run(tmp_path / "newest", address, warnings.append)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process, within a call of the store."""
+
+
+def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every change of the store is the last one in turn, and is made to the half."""
+    run, call, moments = tmp_path / "run", ObjectStore._call, 0
+    monkeypatch.setattr(object_store, "THREADS", 1)
+    save(run, 10)
+    mirror_run(run, address, **KEEP)
+    step = 20
+    while True:
+        save(run, step)
+        left = moments
+
+        def count(self: ObjectStore, verb: str, name: str, function: Any, *args: Any, **options: Any) -> Any:
+            nonlocal left
+            if verb in ("write", "remove") and (left := left - 1) < 0:
+                if verb == "remove":
+                    for path in [*self._fs.find(args[0])][:1]:
+                        self._fs.rm_file(path)
+                elif function == self._fs.put_file:
+                    content = Path(args[0]).read_bytes()
+                    self._fs.pipe_file(args[1], content[: len(content) // 2])
+                else:
+                    self._fs.pipe_file(args[0], args[1][: len(args[1]) // 2])
+                raise Killed
+            return call(self, verb, name, function, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectStore, "_call", count)
+            try:
+                mirror_run(run, address, **KEEP)
+                break  # no change was left to end at
+            except Killed:
+                moments += 1
+        found = fetch_run(tmp_path / f"new-{moments}", address, lambda _line: None)
+        assert found is not None
+        assert verify(found).step in (step - 10, step)
+        mirror_run(run, address, **KEEP)
+        assert list_mirrored(ObjectStore(address)) == [step]
+        shutil.rmtree(run / "checkpoints" / f"step-{step - 10:08d}")
+        step += 10
+    assert moments == 4 + 3 + 1 + 2  # small files, files of the checkpoint, its mark, removals of the one before
+
+
+def test_a_process_that_is_killed_between_files_and_mark(tmp_path: Path) -> None:
+    """SIGKILL by itself after the files and before the mark."""
+    run, address = tmp_path / "run", f"file://{tmp_path}/mirror"
+    save(run, 10)
+    mirror_run(run, address, **KEEP)
+    save(run, 20)
+    program = f"""
+import os
+from megatoken.checkpoint import mirror
+write = mirror.ObjectStore.write
+def die(self, name, content):
+    if name.endswith({"manifest.json"!r}):
+        os.kill(os.getpid(), {int(signal.SIGKILL)})
+    write(self, name, content)
+mirror.ObjectStore.write = die
+mirror.main([{str(run)!r}, {address!r}, "1", "0", ""])
+"""
+    done = subprocess.run(python_command(program), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    store = ObjectStore(address)
+    assert "checkpoints/step-00000020/model.safetensors" in store.list("checkpoints")
+    assert list_mirrored(store) == [10]
+    assert fetch_run(tmp_path / "new", address, no_warning) == tmp_path / "new" / "checkpoints" / "step-00000010"
+    uploads = MirrorUploads(run, address, **KEEP)
+    uploads.start(None)
+    assert uploads.step == 20
+    uploads.start(None)  # another is wanted
+    answers = [uploads.poll(wait=True), uploads.poll(wait=True)]
+    assert [answer["uploaded"] for answer in answers if answer] == [["step-00000020"], []]
+    assert uploads.step is None
+    assert list_mirrored(store) == [20]
+
+
+def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    uploads = MirrorUploads(run, "s3://no-such-bucket/run", **KEEP)
+    uploads.start(None)
+    assert uploads.poll(wait=True) is None  # there is nothing to upload
+    folder = save(run, 10)
+    uploads.start(None)
+    answer = uploads.poll(wait=True)
+    assert answer is not None
+    assert "cannot write: The specified bucket does not exist — s3://no-such-bucket/run/mirror.json" in answer["error"]
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in json.dumps(answer)
+    (folder / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(DamagedError, match="has 1 bytes, expected 5,000"):
+        mirror_run(run, f"{s3}/run", **KEEP)
+    assert list_mirrored(ObjectStore(f"{s3}/run")) == []
+
+
+def test_what_a_store_changes_is_noticed(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    save(run, 10)
+    call = ObjectStore._call
+
+    def corrupt(self: ObjectStore, verb: str, name: str, function: Any, *args: Any, **options: Any) -> Any:
+        result = call(self, verb, name, function, *args, **options)
+        if verb == "write" and name.endswith("model.safetensors"):
+            self._fs.store[args[1]].getbuffer()[7] ^= 1
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "_call", corrupt)
+        with pytest.raises(StorageError, match=r"another content is read back.*step-00000010/model\.safetensors"):
+            mirror_run(run, address, **KEEP)
+    assert list_mirrored(ObjectStore(address)) == []
+    mirror_run(run, address, **KEEP)
+    assert list_mirrored(ObjectStore(address)) == [10]
+
+
+def test_one_copy_is_of_one_run(address: str, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    claim(one, ObjectStore(address))
+    save(two, 10)
+    claim(two, ObjectStore(address))  # of a run that was lost before its first checkpoint
+    assert (two / IDENTITY).read_bytes() == (one / IDENTITY).read_bytes()
+    mirror_run(two, address, **KEEP)
+    save(tmp_path / "three", 30)
+    refused = r"save\.mirror holds the copy of another run"
+    with pytest.raises(ConfigError, match=refused):
+        mirror_run(tmp_path / "three", address, **KEEP)
+    with pytest.raises(ConfigError, match=refused):
+        fetch_run(tmp_path / "three", address, no_warning)
+    assert list_mirrored(ObjectStore(address)) == [10]

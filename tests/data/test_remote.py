@@ -1,0 +1,217 @@
+"""Datasets at an address: fetched through the cache, uploaded with the manifest last; S3 by a local server."""
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from megatoken.cli.main import main
+from megatoken.cli.verify import verify_folder
+from megatoken.data.dataset import load_dataset
+from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
+from megatoken.errors import ConfigError, DataError, ExitCode, StorageError
+from megatoken.system import object_store
+from megatoken.system.object_store import ObjectStore, is_address
+from tests.data.small_dataset import write_dataset, write_external
+
+SIZES = {"train": [300_000, 150_001], "val": [5_000]}  # 3, 2 and 1 blocks
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", (0.0, 0.0))
+
+
+@pytest.fixture(params=["file", "memory"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty folder of a store; S3 where a test asks for it."""
+    if request.param == "s3":
+        yield request.getfixturevalue("s3") + "/data"
+    elif request.param == "memory":
+        name = uuid.uuid4().hex
+        yield f"memory://{name}/data"
+        fsspec.filesystem("memory").store.clear()
+    else:
+        yield f"file://{tmp_path}/store/data"
+
+
+def put(source: Path, address: str, *, without: str = "") -> ObjectStore:
+    store = ObjectStore(address)
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and path.name != without:
+            store.write(path.relative_to(source).as_posix(), path.read_bytes())
+    return store
+
+
+def flip(store: ObjectStore, name: str, at: int) -> None:
+    content = bytearray(store.read(name))
+    content[at] ^= 1
+    store.write(name, bytes(content))
+
+
+@pytest.mark.parametrize("address", ["file", "memory", "s3"], indirect=True)
+def test_shards_are_fetched_once_and_read_as_local_ones(address: str, tmp_path: Path) -> None:
+    ids = write_dataset(tmp_path / "made", SIZES)
+    store, lines = put(tmp_path / "made", address), list[str]()
+    dataset = load_dataset(address, report=lines.append)
+    for split in SIZES:
+        tokens = getattr(dataset, split)
+        assert np.array_equal(tokens.read(0, len(tokens)), ids[split])
+    assert dataset.fingerprint == load_dataset(tmp_path / "made").fingerprint
+    assert lines[0].startswith("fetching 913.1 kB from ")
+    assert dataset.path.is_relative_to(tmp_path / "cache" / "datasets")
+    for name in store.list():
+        if name.endswith(".bin"):
+            store.remove(name)
+    again: list[str] = []
+    assert load_dataset(address, report=again.append).path == dataset.path
+    assert again == []
+
+
+def test_a_damaged_shard_is_named_and_the_others_are_kept(address: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "made", SIZES)
+    store = put(tmp_path / "made", address)
+    flip(store, "train_000001.bin", 1024 + 262_144 + 5)  # in its second block
+    with pytest.raises(DataError, match=r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"):
+        fetch_dataset(address)
+    (cached,) = (tmp_path / "cache" / "datasets").iterdir()
+    assert not (cached / "manifest.json").exists()
+    assert not [*cached.glob("train_000001*")]
+    errors = verify_remote(list_remote(address))
+    assert len(errors) == 2  # the shard, and the tokenizer that this dataset never had
+    assert "train_000001.bin" in str(errors[0])
+    put(tmp_path / "made", address)
+    lines: list[str] = []
+    fetch_dataset(address, lines.append)
+    expected = 1024 + 2 * 150_001  # of the one that is missing
+    assert lines[0].startswith(f"fetching {expected / 1e3:.4g} kB")
+
+
+def test_without_a_manifest_there_is_no_dataset(address: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "made", SIZES)
+    put(tmp_path / "made", address, without="manifest.json")
+    with pytest.raises(DataError, match="their upload has not finished"):
+        load_dataset(address)
+    with pytest.raises(DataError, match="no dataset here"):
+        load_dataset(address + "/other")
+    put(tmp_path / "made", address)
+    flip(ObjectStore(address), "manifest.json", 40)
+    with pytest.raises(DataError, match="manifest is damaged: hash"):
+        load_dataset(address)
+
+
+def test_another_content_is_another_folder(address: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "first", SIZES)
+    write_dataset(tmp_path / "second", SIZES, seed=1)
+    put(tmp_path / "first", address)
+    first = load_dataset(address)
+    put(tmp_path / "second", address)
+    second = load_dataset(address)
+    assert first.path != second.path
+    assert first.fingerprint != second.fingerprint == load_dataset(tmp_path / "second").fingerprint
+
+
+@pytest.mark.parametrize("pattern", ["", "/*train*.bin", "/x_train_0.bin"])
+def test_external_shards(address: str, pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    ids = np.arange(3000, dtype="uint16")
+    for name in ("x_train_0.bin", "x_val_0.bin"):
+        write_external(tmp_path / "made" / name, ids)
+    store = put(tmp_path / "made", address)
+    dataset = load_dataset(address + pattern)
+    assert np.array_equal(dataset.train.read(0, 3000), ids)
+    assert len(dataset.val) == (0 if pattern else 3000)
+    assert verify_folder(address + pattern).errors == []
+    store.remove("x_train_0.bin")
+    with pytest.raises(DataError, match="no dataset here: no such shard"):
+        load_dataset(address + "/*train*.bin")
+
+
+def test_one_process_fetches_and_others_wait(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path / "made", SIZES)
+    put(tmp_path / "made", address)
+    fetched: list[str] = []
+    download = ObjectStore.download
+
+    def count(self: ObjectStore, name: str, path: Path) -> None:
+        fetched.append(name)
+        download(self, name, path)
+
+    monkeypatch.setattr(ObjectStore, "download", count)
+    threads = [threading.Thread(target=fetch_dataset, args=(address,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(fetched) == ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
+
+
+def test_a_full_disk_is_noticed_before(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path / "made", SIZES)
+    put(tmp_path / "made", address)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(StorageError, match=r"no room to fetch .*: 913,074 bytes needed, 1,000 free"):
+        fetch_dataset(address)
+
+
+def test_prepare_verify_and_eval_at_an_address(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`prepare` goes on after a store that failed in the middle; the manifest came last."""
+    (tmp_path / "text.txt").write_text("To be, or not to be.\n\n" * 2000)
+    words = ["prepare", str(tmp_path / "text.txt"), "--out", f"{s3}/data", "--tokenizer", "bytes", "--workers", "1"]
+    upload = ObjectStore.upload
+
+    def fail(self: ObjectStore, path: Path, name: str, xxh3_128: str) -> None:
+        if name.startswith("val"):
+            raise StorageError("cannot write: the store is gone", self.at(name))
+        upload(self, path, name, xxh3_128)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "upload", fail)
+        assert main(words) == ExitCode.STORAGE
+    assert "the store is gone" in capsys.readouterr().err
+    store = ObjectStore(f"{s3}/data")
+    names = store.list()
+    assert "manifest.json" not in names
+    assert "progress.json" in names
+    with pytest.raises(DataError, match="has not finished"):
+        load_dataset(f"{s3}/data")
+
+    assert main(words) == 0
+    assert f"next: megatoken train RECIPE data.path={s3}/data" in capsys.readouterr().out
+    assert {"manifest.json", "train_000000.bin", "tokenizer/megatoken_tokenizer.json"} <= store.list().keys()
+    assert "progress.json" not in store.list()
+    assert main(words) == 0  # unchanged
+    assert main(["verify", f"{s3}/data", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer == {"kind": "dataset", "checked": 2, "damaged": []}
+    assert load_dataset(f"{s3}/data").tokenizer.name == "bytes"
+
+    flip(store, "val_000000.bin", 1030)
+    assert main(["verify", f"{s3}/data"]) == ExitCode.DATA
+    assert f"{s3}/data/val_000000.bin" in capsys.readouterr().out
+    (tmp_path / "text.txt").write_text("Other text.\n\n" * 2000)
+    other = [*words[:3], f"{s3}/data/", *words[4:], "--val-fraction", "0"]
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "other-cache"))
+    assert main(other) == ExitCode.DATA
+    assert "another dataset is at this address" in capsys.readouterr().err
+
+
+def test_errors_are_one_line(s3: str) -> None:
+    with pytest.raises(ConfigError, match="not an address: Protocol not known: nothing"):
+        load_dataset("nothing://bucket/data")
+    with pytest.raises(DataError, match="no dataset here"):
+        load_dataset("s3://a-bucket-that-is-not-there/data")
+    with pytest.raises(StorageError, match=r"cannot write: .*bucket does not exist.* — s3://a-bucket-that"):
+        ObjectStore("s3://a-bucket-that-is-not-there/data").write("x", b"")
+    with pytest.raises(ConfigError, match="not a path on this machine"):
+        load_dataset(Path("s3://bucket/data"))
+    assert not is_address("C:/data")
+    assert not is_address("runs/a://b")

@@ -1,0 +1,43 @@
+"""A local server of the S3 protocol (moto), in a process of its own, for the fixture `s3` of conftest.py."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+
+PROGRAM = """
+import logging, sys
+import boto3
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+port = server.get_host_and_port()[1]
+keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
+boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", **keys).create_bucket(Bucket="tests")
+print(port, flush=True)
+sys.stdin.read()
+"""
+SECRET = "a-secret-of-the-tests"
+
+
+@contextmanager
+def serve() -> Iterator[dict[str, str]]:
+    """The variables by which every S3 client finds the server while the context is open."""
+    if missing := [name for name in ("s3fs", "moto", "flask_cors") if find_spec(name) is None]:
+        pytest.skip(f"{', '.join(missing)} of the dev extra not installed")
+    command = [sys.executable, "-P", "-c", PROGRAM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        yield {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "a-key-of-the-tests",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        assert process.stdin is not None
+        process.stdin.close()

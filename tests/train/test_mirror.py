@@ -1,0 +1,102 @@
+"""`save.mirror` of whole runs: the same command goes on from the copy when the machine is lost."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatoken.checkpoint.mirror import list_mirrored
+from megatoken.cli.main import main
+from megatoken.config.load import load_config
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.errors import ConfigError, ExitCode, StorageError
+from megatoken.pretrain import Trainer
+from megatoken.system.object_store import ObjectStore
+from megatoken.train import mirror
+from megatoken.train.metrics_log import read_metrics
+from tests.train.test_storage_faults import SAVING, events, tensors
+from tests.train.test_trainer import SMALL
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror, "RETRY_SECONDS", (0.0,))
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shards") / "train_0.npy"
+    text = b"to be or not to be, that is the question. " * 300
+    np.save(path, np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
+    return path
+
+
+def words(data: str, address: str) -> list[str]:
+    return [f"data.path={data}", *SMALL, *SAVING, "machine.precision=fp32", f"save.mirror={address}"]
+
+
+def stop_at_6(row: dict[str, Any]) -> bool:
+    return row["kind"] == "train" and row["step"] == 6
+
+
+def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data and checkpoints on S3: stopped at step 6, the folder lost, gone on elsewhere with the same bits."""
+    ObjectStore(f"{s3}/data").write(shard.name, shard.read_bytes())
+    config = load_config("quickstart", *words(f"{s3}/data", f"{s3}/run"))
+    stopped = Trainer(config, tmp_path / "run", callbacks=[stop_at_6]).fit()
+    assert (stopped.code, stopped.steps) == (ExitCode.STOPPED, 6)
+    assert list_mirrored(ObjectStore(f"{s3}/run"))[-1] == 6
+    assert "mirrored" in events(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    assert Trainer(config, tmp_path / "elsewhere").fit().steps == 12
+    output = capsys.readouterr().out
+    assert f"fetched step-00000006 from {s3}/run in" in output
+    assert "resuming from step-00000006" in output
+    steps = [row["step"] for row in read_metrics(tmp_path / "elsewhere") if row["kind"] == "train"]
+    assert steps == [*range(1, 13)]
+    undisturbed = load_config("quickstart", *words(str(shard), ""))
+    Trainer(undisturbed, tmp_path / "clean").fit()
+    expected, found = tensors(tmp_path / "clean"), tensors(tmp_path / "elsewhere")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    loaded = load_pretrained(f"{s3}/run")
+    weights = loaded.model.state_dict()
+    assert loaded.source == f"{s3}/run"
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    assert main(["verify", f"{s3}/run"]) == 0
+    n_steps = len(list_mirrored(ObjectStore(f"{s3}/run")))
+    assert f"run {s3}/run: {n_steps} checked, 0 damaged" in capsys.readouterr().out
+
+
+def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a file from step 5 on; when it is a folder again, the same command copies what is missing."""
+    copy, out = tmp_path / "copy", tmp_path / "run"
+    config = load_config("quickstart", *words(str(shard), str(copy)))
+
+    def break_mirror(row: dict[str, Any]) -> None:
+        if row["kind"] == "train" and row["step"] == 5:
+            shutil.rmtree(copy, ignore_errors=True)
+            copy.write_text("")
+
+    assert Trainer(config, out, callbacks=[break_mirror]).fit().code == ExitCode.DONE
+    assert "not mirrored" in events(out)
+    assert "warning: not copied to save.mirror: cannot " in capsys.readouterr().out
+    copy.unlink()
+    Trainer(config, out).fit()
+    assert list_mirrored(ObjectStore(str(copy))) == [12]
+
+
+def test_a_mirror_that_cannot_be_used_is_refused_before_the_first_step(shard: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot .*file/run"):
+        Trainer(load_config("quickstart", *words(str(shard), str(tmp_path / "file" / "run"))), tmp_path / "a").fit()
+    with pytest.raises(ConfigError, match="not an address: Protocol not known: nothing"):
+        Trainer(load_config("quickstart", *words(str(shard), "nothing://x/y")), tmp_path / "b").fit()
+
+
+def test_out_is_a_local_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstart", "--out", "s3://bucket/run"]) == ExitCode.CONFIG
+    assert "train in a local folder, with a copy there: save.mirror=s3://bucket/run" in capsys.readouterr().err
