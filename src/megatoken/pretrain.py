@@ -23,6 +23,7 @@ from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.memory import choose_dims
 from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
+from megatoken.estimate.expectation import Expectation, expect
 from megatoken.launch.local import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
 from megatoken.plots import draw_run
@@ -177,10 +178,12 @@ class Trainer:
             # for that size; the hooks that reduce gradients go on its final parameters.
             setup.choose_kernels(run, explain=self.explain)
             setup.choose_micro_batch(run)
-            setup.compile_model(run)
+            compiled = setup.compile_model(run)
             run.state.start_grad_reduction(comm)
+            if expectation := expect(run, compiled=compiled):
+                run.console.print(expectation.describe(run))
             sinks = SinkProcesses(config.log.sinks if is_main else "", out, run.console)
-            code = TrainLoop(run).fit()
+            code = TrainLoop(run, expectation).fit()
             if code == ExitCode.DONE:  # one that was asked to stop has no time to wait
                 sinks.finish()
             return code, run.state.step, run.preemption.stop_requested
@@ -203,8 +206,8 @@ class Trainer:
 class TrainLoop:
     """The steps of a run and the actions between them."""
 
-    def __init__(self, run: RunContext) -> None:
-        self.run, self.state = run, run.state
+    def __init__(self, run: RunContext, expectation: Expectation | None) -> None:
+        self.run, self.state, self.expectation = run, run.state, expectation
         self.saver = CheckpointSaver(run)
         self.actions = list_actions(run, self.saver)  # validate, tasks, sample, save: each with its interval
         self.log_every = run.step_config.steps(run.config.log.every)
@@ -356,6 +359,10 @@ class TrainLoop:
             left = format_duration(self.meter.remaining_seconds(step))
             run.console.print(f"stopped by {reason} at step {step}, all saved; the same command resumes ({left} left)")
             return
+        if self.expectation and self.meter.total_tokens:
+            batches = self.meter.total_tokens / run.step_config.batch_tokens
+            memory = run.device.peak_memory_bytes()
+            run.console.print(self.expectation.describe_error(batches, self.meter.total_seconds, memory))
         if run.config.log.plots:
             run.console.print(draw_run(run.out, pictures=run.config.log.pictures))
         run.console.print(f'done: {run.out}; next: megatoken sample {run.out} "your prompt"')

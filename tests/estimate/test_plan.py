@@ -13,6 +13,7 @@ from megatoken.cli.plan import read_recipe
 from megatoken.config.presets import PRESETS
 from megatoken.errors import ExitCode
 from megatoken.estimate.plan import Plan, find_deadline, fitted_loss, plan_run, scale_gpus, split_compute
+from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.gpus import GPUS
 
@@ -116,6 +117,8 @@ def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["gpt2-124m"], "no GPUs given"),
+        (["gpt2-124m", "--calibrate", "--gpus", "8xH100"], "--calibrate plans for this machine, --gpus for GPUs"),
+        (["gpt2-124m", "--gpus", "8xH100", "--records", "nowhere"], "no such folder"),
         (["gpt2-124m", "--gpus", "0xA100"], "0 GPUs"),
         (["gpt2-124m", "--gpus", "8A100"], "write a number, x and a name"),
         (["gpt2-124m", "--gpus", "8xA10000"], "unknown GPU 'A10000' — --gpus — nearest: A100-80GB"),
@@ -139,6 +142,32 @@ def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.Capt
     printed = capsys.readouterr()
     assert message in printed.err
     assert (printed.out, len(printed.err.splitlines())) == ("", 1)
+
+
+def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1.2 times the planned speed, by a record of that GPU; those of others say nothing."""
+    layout = Layout(micro_batch=16, micro_steps=2)
+    rate = 1.2 * estimate_step(PRESETS["gpt2-124m"], H100, layout).tokens_per_second
+    row = {"micro_batch": 16, "batch_tokens": 32 * 1024, "tokens_per_second": {"median": rate}}
+    answer = {"preset": "gpt2-124m", "seq_len": 1024, "precision": "bf16", "rows": [row]}
+    record = {"hardware": {"device": H100.driver}, "answer": answer}
+    words = ["plan", "gpt2-355m", "--json", "--records", str(tmp_path), "--gpus"]
+    (tmp_path / "batch.json").write_text(json.dumps(record))
+
+    def ask(gpus: str) -> dict[str, float]:
+        assert main([*words, gpus]) == ExitCode.DONE
+        answer: dict[str, float] = json.loads(capsys.readouterr().out)
+        return answer
+
+    known = ask("8xH100")
+    assert known["tokens_per_second"] == pytest.approx(
+        1.2 * plan_recipe("gpt2-355m", "H100", 8).tokens_per_second, rel=1e-6
+    )
+    assert known["tokens_per_second_low"] == pytest.approx(0.9 * known["tokens_per_second"])
+    assert ask("8xA100-40GB")["tokens_per_second"] == plan_recipe("gpt2-355m", "A100-40GB", 8).tokens_per_second
+    (tmp_path / "batch.json").write_text(json.dumps(record | {"answer": answer | {"rows": [{"micro_batch": 16}]}}))
+    assert main([*words, "8xH100"]) == ExitCode.CONFIG
+    assert "not a record of `megatoken bench batch`" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported() -> None:

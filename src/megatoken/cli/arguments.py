@@ -241,7 +241,8 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--shard", help="the same as machine.sharding=...")
     arg("--gpu", default="h100", help="GPU that it must fit on: a name or a number of GB (default h100)")
     doc = "what a run will take on some GPUs: fit, speed, hours, dollars"
-    usage = "RECIPE --gpus 8xA100-40GB [--tokens N] [--price USD] [--deadline TIME] [--budget USD] [--plot FILE] ..."
+    usage = "RECIPE (--gpus 8xA100-40GB | --calibrate) [--tokens N] [--price USD] "
+    usage += "[--deadline TIME] [--budget USD] [--law NAME] [--plot FILE] ..."
     arg = add("plan", doc, usage=usage).add_argument
     arg("recipe", metavar="RECIPE_OR_PRESET", help=recipe_doc + ", or a preset")
     arg("--gpus", metavar="NxNAME", help="number and kind, such as 8xA100-40GB")
@@ -251,7 +252,10 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--budget", type=float, metavar="USD", help="find the compute-optimal model and its tokens for it")
     doc = "for --budget: 20 tokens a parameter, or the law fitted by Hoffmann et al. (default chinchilla)"
     arg("--law", choices=("chinchilla", "fitted"), default="chinchilla", help=doc)
-    arg("--plot", type=local_path, metavar="FILE", help="PNG of speed, hours and dollars over the number of GPUs")
+    arg("--plot", type=local_path, metavar="FILE", help="PNG of speed and hours over the number of GPUs")
+    doc = "folder with records of `megatoken bench batch` on such a GPU, which correct the speed (default records)"
+    arg("--records", type=local_path, metavar="DIR", help=doc)
+    arg("--calibrate", action="store_true", help="measure this machine for half a minute, and plan for it")
 
 
 def _add_models(add: Callable[..., Parser]) -> None:

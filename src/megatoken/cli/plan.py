@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatoken.config.fields import parse_time, parse_value
@@ -16,19 +17,24 @@ from megatoken.distributed.memory import USABLE
 from megatoken.errors import ConfigError
 from megatoken.estimate.plan import (
     GPU_COUNTS,
+    MEASURED_SPREAD,
     Optimum,
     Plan,
+    budget_tokens,
+    count_evaluated_tokens,
     find_deadline,
+    measured_factor,
     optimal_tokens,
     plan_family,
     plan_run,
     scale_gpus,
     spend_budget,
 )
-from megatoken.model.flops import count_parameters
+from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.gpus import PRICES_FROM, parse_gpus
 
 MOST_DOLLARS = 1e12
+CALIBRATE_SECONDS = 30.0
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
@@ -36,21 +42,34 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     config, model, is_recipe = read_recipe(options.recipe, options.overrides)
     price, budget = read_dollars(options.price, "--price"), read_dollars(options.budget, "--budget")
     hours = read_hours(options.deadline)
-    if options.gpus is None:
-        raise ConfigError("no GPUs given", "megatoken plan", "give a number and a name: --gpus 8xA100-40GB")
-    gpus, gpu = parse_gpus(options.gpus)
     tokens = read_tokens(options.tokens, model, is_recipe)
-    chosen = plan_run(config, model, gpu, gpus, tokens=tokens, price=price)
-    met = find_deadline(config, model, gpu, hours, tokens=tokens, price=price) if hours else None
+    if options.calibrate:
+        for name in ("gpus", "deadline", "budget", "plot"):
+            if getattr(options, name) is not None:
+                what = f"--calibrate plans for this machine, --{name} for GPUs"
+                raise ConfigError(what, f"--{name}", "leave one of the two out")
+        return plan_here(options, config, model, tokens or budget_tokens(config), price)
+    if options.gpus is None:
+        fix = "give a number and a name, as --gpus 8xA100-40GB, or --calibrate for this machine"
+        raise ConfigError("no GPUs given", "megatoken plan", fix)
+    gpus, gpu = parse_gpus(options.gpus)
+    if options.records is not None and not options.records.is_dir():
+        raise ConfigError("no such folder", str(options.records), "give a folder of records of `megatoken bench batch`")
+    measured, n_measured = measured_factor(options.records or Path("records"), gpu)
+    known = {"tokens": tokens, "price": price, "measured": measured if n_measured else 0.0}
+    chosen = plan_run(config, model, gpu, gpus, **known)
+    met = find_deadline(config, model, gpu, hours, **known) if hours else None
     optimum = spend_budget(config, budget, gpu, gpus, price, options.law) if budget else None
-    scaled = scale_gpus(config, model, gpu, sorted({*GPU_COUNTS, gpus}), tokens=tokens, price=price)
+    scaled = scale_gpus(config, model, gpu, sorted({*GPU_COUNTS, gpus}), **known)
     scaled = [each for each in scaled if each.fits]
-    family = plan_family(config, model.preset, gpu, [gpus], price) if model.preset else {}
+    family = plan_family(config, model.preset, gpu, [gpus], **known) if model.preset else {}
     answer = plan_answer(chosen) | {"scaling": [plan_answer(each) for each in scaled]}
     answer |= {"family": {name: plan_answer(each) for name, (each,) in family.items()}}
     console: Console = options.console
     title = f"{options.recipe}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
     console.table([("model", title), *describe_plan(chosen)])
+    if n_measured:
+        console.print(f"{n_measured} measurements of this GPU: {measured:.2f} times the speed of the formula")
     if scaled:
         console.print(f"\nthe same batch of {config.budget.batch_tokens:,} tokens on other numbers of {gpu.name}")
         print_rows(console, SCALING, [scaling_row(each, scaled[0]) for each in scaled])
@@ -66,10 +85,43 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if options.plot:
         from megatoken.estimate.plan_plot import draw_plan
 
-        drawn = plan_family(config, model.preset, gpu, GPU_COUNTS, price) if model.preset else {}
+        drawn = plan_family(config, model.preset, gpu, GPU_COUNTS, **known) if model.preset else {}
         console.print(f"\npicture   {draw_plan(options.recipe, scaled, drawn, options.plot)}")
         answer["picture"] = str(options.plot)
     return answer
+
+
+def plan_here(
+    options: argparse.Namespace, config: Config, model: ModelConfig, tokens: float, price: float
+) -> dict[str, Any]:
+    """Measure this machine and plan for it; what --json prints. price: dollars of an hour of it, 0 where unknown."""
+    from megatoken.estimate.calibrate import calibrate
+
+    console: Console = options.console
+    console.print(f"measuring the training step for {CALIBRATE_SECONDS:.0f} s")
+    device, measured = calibrate(config, model, CALIBRATE_SECONDS)
+    micro_steps = max(1, config.batch_seqs // measured.micro_batch)
+    rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, micro_steps)
+    hours = (tokens + count_evaluated_tokens(config, tokens) / 3) / rate / 3600
+    memory_bytes, free_bytes = measured.memory_bytes(model.n_layer), device.memory_bytes(1)
+    mfu = rate * flops_per_token(model, causal=False) / device.peak_flops if device.peak_flops else None
+    fits = not free_bytes or memory_bytes <= free_bytes
+    low, high = rate * (1 - MEASURED_SPREAD), rate * (1 + MEASURED_SPREAD)
+    span = " to ".join(format_duration(3600 * hours * share) for share in (1 - MEASURED_SPREAD, 1 + MEASURED_SPREAD))
+    layers = f"models of {' and '.join(map(str, measured.layers))} layers"
+    free = f"{format_quantity(free_bytes, 'B')} free now" if free_bytes else "unknown how much is free"
+    rows = [
+        ("model", f"{options.recipe}: {count_parameters(model):,} parameters, context {model.seq_len:,}"),
+        ("on", f"{device.name}, {device.precision}, by {layers} with micro-batches of {measured.micro_batch}"),
+        ("memory", f"{'fits' if fits else 'does not fit'}: {format_quantity(memory_bytes, 'B')}, {free}"),
+        ("speed", f"{rate:,.0f} tokens/s ({low:,.0f} to {high:,.0f})" + (f", MFU {mfu:.1%}" if mfu else "")),
+        ("length", f"{format_quantity(tokens)} tokens (compute-optimal: {format_quantity(optimal_tokens(model))})"),
+        ("time", f"{format_duration(3600 * hours)} ({span})" + (f", ${hours * price:,.2f}" if price else "")),
+    ]
+    console.table(rows)
+    answer: dict[str, Any] = {"fits": fits, "memory_bytes": memory_bytes, "tokens_per_second": rate, "mfu": mfu}
+    answer |= {"hours": hours, "dollars": hours * price if price else None, "energy_kwh": None, "tokens": tokens}
+    return answer | {"device": device.name, "precision": device.precision, "micro_batch": measured.micro_batch}
 
 
 def read_recipe(name: str, overrides: Sequence[str]) -> tuple[Config, ModelConfig, bool]:

@@ -5,9 +5,11 @@ config leaves it open. distributed/memory.py has the memory, estimate/speed.py t
 """
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatoken.config.model_config import ModelConfig
@@ -20,6 +22,7 @@ from megatoken.errors import ConfigError
 from megatoken.estimate.speed import Layout, StepTime, estimate_step
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.model.memory import LOSS_CHUNK
+from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import Gpu
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, Chinchilla)
@@ -83,16 +86,26 @@ class Plan:
 
 
 def plan_run(
-    config: Config, model: ModelConfig, gpu: Gpu, gpus: int, *, tokens: float = 0.0, price: float = 0.0
+    config: Config,
+    model: ModelConfig,
+    gpu: Gpu,
+    gpus: int,
+    *,
+    tokens: float = 0.0,
+    price: float = 0.0,
+    measured: float = 0.0,
 ) -> Plan:
     """The fastest layout that fits; of those that do not, the one that needs the least memory.
 
-    tokens: 0 for the config's own budget. price: dollars of a GPU-hour, 0 for the table's. Raises ConfigError when the
-    batch does not divide among the GPUs, or the length is given in epochs.
+    tokens: 0 for the config's own budget. price: dollars of a GPU-hour, 0 for the table's. measured: tokens/s measured
+    over planned ones, 0 where nothing was measured. Raises ConfigError when the batch does not divide among the GPUs,
+    or the length is given in epochs.
     """
     tokens = tokens or budget_tokens(config)
     others: dict[str, Any] = {"tokens": tokens, "evaluated_tokens": count_evaluated_tokens(config, tokens)}
     others["price"] = price or gpu.price
+    if measured:
+        others |= {"speed_factor": measured, "spread": (1 - MEASURED_SPREAD, 1 + MEASURED_SPREAD)}
     plans = [
         Plan(model=model, gpu=gpu, layout=layout, memory=memory, step=estimate_step(model, gpu, layout), **others)
         for layout, memory in list_layouts(config, model, gpu, gpus)
@@ -102,6 +115,30 @@ def plan_run(
     if fitting:
         return max(fitting, key=lambda plan: round(plan.step.tokens_per_second / fitting[0].step.tokens_per_second, 2))
     return min(plans, key=lambda plan: plan.memory.total_bytes)
+
+
+def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
+    """(measured over planned tokens/s, number of measurements) of `megatoken bench batch` records of this GPU in a
+    folder; their median, 1 where there is none. Raises ConfigError for a record whose numbers are none."""
+    ratios = []
+    for path in sorted(folder.glob("*.json")):
+        record = read_object(path)
+        answer, hardware = record.get("answer"), record.get("hardware")
+        if not (isinstance(answer, dict) and isinstance(hardware, dict) and hardware.get("device") == gpu.driver):
+            continue
+        if "preset" not in answer or "seq_len" not in answer:
+            continue
+        try:
+            model = replace(PRESETS[answer["preset"]], seq_len=answer["seq_len"])
+            for row in answer["rows"]:
+                size, steps = row["micro_batch"], row["batch_tokens"] // (row["micro_batch"] * model.seq_len)
+                layout = Layout(micro_batch=size, micro_steps=steps, precision=answer["precision"])
+                rate = row["tokens_per_second"]["median"]
+                ratios.append(rate / estimate_step(model, gpu, layout).tokens_per_second)
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            what = f"not a record of `megatoken bench batch`: {type(error).__name__} {error}"
+            raise ConfigError(what, str(path), "remove it, or choose another folder") from None
+    return (statistics.median(ratios) if ratios else 1.0), len(ratios)
 
 
 def list_layouts(config: Config, model: ModelConfig, gpu: Gpu, gpus: int) -> Iterator[tuple[Layout, Memory]]:
@@ -186,7 +223,7 @@ def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[in
 
 
 def plan_family(
-    config: Config, preset: str, gpu: Gpu, counts: Sequence[int], price: float = 0.0
+    config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **options: float
 ) -> dict[str, list[Plan]]:
     """Every preset of a family (gpt2, gpt3, llama2, ...) at its compute-optimal length, with the config's batch, on the
     numbers of GPUs among which that divides."""
@@ -194,8 +231,8 @@ def plan_family(
     for name, model in PRESETS.items():
         if name.partition("-")[0] == family and config.budget.batch_tokens % model.seq_len == 0:
             sized = replace(config, model=model)
-            plans[name] = scale_gpus(sized, model, gpu, counts, tokens=optimal_tokens(model), price=price)
-    return plans
+            plans[name] = scale_gpus(sized, model, gpu, counts, **options | {"tokens": optimal_tokens(model)})
+    return {name: scaled for name, scaled in plans.items() if scaled}
 
 
 def find_deadline(config: Config, model: ModelConfig, gpu: Gpu, hours: float, **options: float) -> Plan | None:

@@ -537,8 +537,8 @@ def choose_micro_batch(run: RunContext) -> None:
     run.step_config = replace(run.step_config, micro_batch=int(micro_batch))
 
 
-def compile_model(run: RunContext) -> None:
-    """Compile the forward where that is wanted and works; one warning where it does not."""
+def compile_model(run: RunContext) -> bool:
+    """Compile the forward where that is wanted and works, and return whether it is; one warning where it does not."""
     mode, note = wants_compile(run.config.machine, run.device, run.step_config.total_steps)
     if mode != "off":
         mode = mode if run.state.dims.is_unsharded else "blocks"  # weights are gathered between them
@@ -550,6 +550,7 @@ def compile_model(run: RunContext) -> None:
         run.console.warn(note)
     if run.is_main:
         _update_json(run.out / MACHINE, {"compile": "off" if note else mode})
+    return mode != "off" and not note
 
 
 def write_provenance(run: RunContext, resolved: ResolvedConfig) -> None:

@@ -22,6 +22,8 @@ class ThroughputMeter:
     step_config: StepConfig
     world_size: int = 1
     smooth_seconds: float = 0.0  # of a full batch
+    total_seconds: float = 0.0  # of all steps that were read
+    total_tokens: int = 0
     _start: float = field(default_factory=time.perf_counter)
 
     def start(self) -> None:
@@ -41,6 +43,8 @@ class ThroughputMeter:
         self.device.synchronize()
         elapsed = self.elapsed_seconds
         seconds, rate = elapsed / steps, tokens / elapsed
+        self.total_seconds += elapsed
+        self.total_tokens += tokens
         # An exponential mean for the remaining time: one slow step must not make the estimate jump.
         full = self.step_config.batch_tokens / rate
         self.smooth_seconds = full if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * full

@@ -1,0 +1,151 @@
+"""Measures the real train_step on this machine for half a minute, and predicts runs from that.
+
+Models of the run's width with few layers are timed in turns; what a layer takes is their difference. The measurement
+is kept in the cache, for a later plan and for the line that training prints.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import Config, MachineConfig
+from megatoken.errors import ConfigError
+from megatoken.estimate.memory_tracker import MemoryTracker
+from megatoken.model.gpt import GPT
+from megatoken.system.device import Device, open_device, with_peak
+from megatoken.system.environment import cache_get, cache_put, peak_resident_bytes
+from megatoken.train.kernel_autotune import apply_choice, autotune
+from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
+from megatoken.train.step import forward_backward, train_step
+
+CALIBRATIONS = "calibrations.json"  # in the cache
+MOST_LAYERS = 4
+SMALLEST_TOKENS = 1024  # of a micro-batch that is left to `auto`: a larger one is hardly faster on a CPU
+FEWEST_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was measured for each number of `layers`: seconds of forward and backward of a micro-batch, of an update;
+    bytes of a step of several micro-batches beside `base_bytes`, which the process had before."""
+
+    layers: list[int]
+    micro_batch: int
+    backward_seconds: list[float]
+    update_seconds: list[float]
+    step_bytes: list[int]
+    base_bytes: int
+
+    def step_seconds(self, n_layer: int, micro_steps: int) -> float:
+        """One step of a model of that many layers."""
+        return micro_steps * self._extend(self.backward_seconds, n_layer) + self._extend(self.update_seconds, n_layer)
+
+    def memory_bytes(self, n_layer: int) -> int:
+        """Peak memory of the process."""
+        return self.base_bytes + round(self._extend(self.step_bytes, n_layer))
+
+    def _extend(self, values: list[float] | list[int], n_layer: int) -> float:
+        """The value at `n_layer` on the line through the first and the last."""
+        if len(values) == 1:
+            return float(values[0])
+        slope = (values[-1] - values[0]) / (self.layers[-1] - self.layers[0])
+        return values[0] + slope * (n_layer - self.layers[0])
+
+
+def calibration_key(model: ModelConfig, machine: MachineConfig, device: Device) -> str:
+    """Everything that a calibration depends on beside the number of layers."""
+    shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
+    threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
+    others = f"dropout {model.dropout}, recomputed {machine.activation_checkpointing}"
+    return f"{device.name}, {threads}{device.precision}, torch {torch.__version__}; {shape}, {others}"
+
+
+def find_calibration(
+    model: ModelConfig, machine: MachineConfig, device: Device, micro_batch: int
+) -> Calibration | None:
+    """The kept one for a model's width on this device; None if there is none for that micro-batch."""
+    kept: Any = cache_get(CALIBRATIONS).get(calibration_key(model, machine, device))
+    if not isinstance(kept, dict) or kept.get("micro_batch") != micro_batch:
+        return None
+    return Calibration(**kept)
+
+
+def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Device, Calibration]:
+    """Measure for about `seconds`, and keep the result. Raises ConfigError where not even one sequence fits."""
+    machine, seq_len = config.machine, model.seq_len
+    device = with_peak(open_device(machine))
+    base_bytes = peak_resident_bytes() if device.type == "cpu" else 0
+    micro_batch = choose_micro_batch(config, seq_len)
+    layers = sorted({1, min(MOST_LAYERS, model.n_layer)})
+    if model.n_layer <= MOST_LAYERS:
+        layers = [model.n_layer]
+    start = time.perf_counter()
+    choice = autotune(model, machine, device, micro_batch=micro_batch, dropout=model.dropout)
+    peaks, runs = [], []
+    for n_layer in layers:
+        with MemoryTracker() as tracker:
+            state, step_config = build_run(replace(model, n_layer=n_layer), machine, device, micro_batch)
+            apply_choice(state, choice, device)
+            runs.append((state, step_config))
+            take_steps(state, step_config, device)
+        peaks.append(tracker.peak_bytes)
+    times: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in layers])
+    while time.perf_counter() - start < seconds or len(times["backward"][-1]) < FEWEST_ROUNDS:
+        for index, (state, step_config) in enumerate(runs):
+            backward, whole = take_steps(state, step_config, device)
+            times["backward"][index].append(backward)
+            times["update"][index].append(max(0.0, whole - backward))
+    calibration = Calibration(
+        layers=layers,
+        micro_batch=micro_batch,
+        backward_seconds=[statistics.median(each) for each in times["backward"]],
+        update_seconds=[statistics.median(each) for each in times["update"]],
+        step_bytes=peaks,
+        base_bytes=base_bytes,
+    )
+    cache_put(CALIBRATIONS, {calibration_key(model, machine, device): asdict(calibration)})
+    return device, calibration
+
+
+def choose_micro_batch(config: Config, seq_len: int) -> int:
+    """The config's, else the smallest divisor of the batch that is long enough. Raises ConfigError if there is none."""
+    if config.machine.micro_batch != "auto":
+        return config.machine.micro_batch
+    fewest = max(1, min(config.batch_seqs, SMALLEST_TOKENS // seq_len))
+    divisors = [size for size in range(fewest, config.batch_seqs + 1) if config.batch_seqs % size == 0]
+    if not divisors:
+        raise ConfigError("the batch holds no sequence", "budget.batch_tokens", f"give a multiple of {seq_len}")
+    return divisors[0]
+
+
+def build_run(
+    model: ModelConfig, machine: MachineConfig, device: Device, micro_batch: int
+) -> tuple[TrainState, StepConfig]:
+    """An initialized model with its optimizer."""
+    batch_tokens = 2 * micro_batch * model.seq_len
+    config = replace(Config(), model=model, machine=machine)
+    config = replace(config, budget=replace(config.budget, steps=1, batch_tokens=batch_tokens))
+    state = build_state(GPT(model), config, device)
+    sizes = {"epoch_tokens": batch_tokens, "micro_batch": micro_batch}
+    return state, build_step_config(config, **sizes, device_type=device.type)
+
+
+def take_steps(state: TrainState, step_config: StepConfig, device: Device) -> tuple[float, float]:
+    """Seconds of forward and backward of one micro-batch, and of a step beyond its second one."""
+    shape = 2 * step_config.micro_batch, state.model.config.seq_len
+    ids = torch.randint(state.model.config.vocab_size, shape, device=device.torch_device)
+    device.synchronize()
+    start = time.perf_counter()
+    forward_backward(state, step_config, device, ids[: step_config.micro_batch], ids[: step_config.micro_batch])
+    state.optimizer.zero_grad(set_to_none=True)
+    device.synchronize()
+    middle = time.perf_counter()
+    state.step = 0
+    train_step(state, step_config, device, ids, ids)
+    device.synchronize()
+    return middle - start, time.perf_counter() - middle - (middle - start)

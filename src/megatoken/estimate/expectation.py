@@ -1,0 +1,78 @@
+"""What training expects of itself: one line at its start, and how far off that was at its end."""
+
+from dataclasses import dataclass
+
+from megatoken.console import format_duration
+from megatoken.distributed.memory import estimate_memory
+from megatoken.estimate.calibrate import find_calibration
+from megatoken.estimate.speed import Layout, estimate_step
+from megatoken.system.gpus import GPUS
+from megatoken.train.setup import RunContext
+
+MOST_OFF = 0.005  # share below which the plan was exact for any reader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """Seconds of a step with the full batch, peak bytes of a process, and what says so."""
+
+    step_seconds: float
+    memory_bytes: int
+    source: str
+
+    def describe(self, run: RunContext) -> str:
+        """The line at the start of the run, or of the rest of it."""
+        steps = run.step_config
+        left = steps.tokens_before(steps.total_steps) - steps.tokens_before(run.state.step)
+        seconds, rate = left / steps.batch_tokens * self.step_seconds, steps.batch_tokens / self.step_seconds
+        memory = f"{self.memory_bytes / 2**30:.2f} GiB"
+        return f"plan     {format_duration(seconds)} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
+
+    def describe_error(self, batches: float, seconds: float, memory_bytes: int) -> str:
+        """The line at the end. batches: full ones that took `seconds`."""
+        longer, more = seconds / (batches * self.step_seconds) - 1, memory_bytes / self.memory_bytes - 1
+        time = f"steps took {format_duration(seconds)}, {_compare(longer, 'longer', 'shorter')}"
+        return f"plan     {time}; memory {memory_bytes / 2**30:.2f} GiB, {_compare(more, 'more', 'less')}"
+
+
+def _compare(share: float, above: str, below: str) -> str:
+    if abs(share) < MOST_OFF:
+        return "as planned"
+    return f"{abs(share):.0%} {above if share > 0 else below} than planned"
+
+
+def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
+    """By a measurement of this machine (`megatoken plan --calibrate`), else by arithmetic for a GPU that is known; None
+    where neither is there, so that nothing is guessed."""
+    dims, model, device = run.state.dims, run.model_config, run.device
+    micro_batch = run.step_config.micro_batch
+    micro_steps = run.step_config.batch_tokens // model.seq_len // dims.dp_size // micro_batch
+    if run.comm.is_single_process and (known := find_calibration(model, run.config.machine, device, micro_batch)):
+        seconds, memory_bytes = known.step_seconds(model.n_layer, micro_steps), known.memory_bytes(model.n_layer)
+        return Expectation(step_seconds=seconds, memory_bytes=memory_bytes, source="this machine, measured before")
+    gpu = next((gpu for gpu in GPUS.values() if gpu.driver == device.name), None)
+    if gpu is None:
+        return None
+    machine = run.config.machine
+    memory = estimate_memory(
+        model,
+        dims,
+        precision=device.precision,
+        micro_batch=micro_batch,
+        accumulates=micro_steps > 1,
+        checkpointing=machine.activation_checkpointing,
+        loss_chunk=run.step_config.loss_chunk,
+    )
+    layout = Layout(
+        gpus=run.comm.dist_env.world_size,
+        micro_batch=micro_batch,
+        micro_steps=micro_steps,
+        precision="tf32" if device.precision == "fp32" and machine.tf32 else device.precision,
+        program="compiled" if compiled else "eager",
+        attention="explicit" if model.dropout or run.state.model.attention_name == "explicit" else "flash",
+        checkpointing=machine.activation_checkpointing,
+        sharding=dims.sharding,
+        tensor_parallel=dims.tp_size,
+    )
+    step = estimate_step(model, gpu, layout)
+    return Expectation(step_seconds=step.seconds, memory_bytes=memory.total_bytes, source="arithmetic")

@@ -1,0 +1,80 @@
+"""A plan by measurement of this machine, and what training says of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatoken.cli import plan
+from megatoken.cli.main import main
+from megatoken.config.load import load_config
+from megatoken.errors import ExitCode
+from megatoken.estimate.calibrate import Calibration, calibrate, choose_micro_batch, find_calibration
+from megatoken.estimate.expectation import Expectation
+from megatoken.pretrain import Trainer
+
+MODEL = ("model.n_layer=6", "model.n_head=2", "model.d_model=32", "model.seq_len=16", "model.vocab_size=257")
+MACHINE = ("machine.device=cpu", "machine.precision=fp32", "machine.micro_batch=4", "machine.threads=1")
+OTHERS = ("budget.steps=6", "budget.batch_tokens=128", "save.every=0", "evaluate.every=0", "sample.every=0")
+WORDS = (*MODEL, *MACHINE, *OTHERS, "log.plots=false", "data.tokenizer=bytes")
+
+
+def test_layers_and_micro_batches_add_up() -> None:
+    known = Calibration(
+        layers=[1, 4],
+        micro_batch=4,
+        backward_seconds=[2.0, 5.0],
+        update_seconds=[1.0, 2.5],
+        step_bytes=[100, 400],
+        base_bytes=50,
+    )
+    assert known.step_seconds(12, 1) == 2 + 11 + 1 + 11 * 0.5
+    assert known.step_seconds(12, 3) == 3 * 13 + 6.5
+    assert known.memory_bytes(12) == 50 + 1200
+    one = replace(known, layers=[2], backward_seconds=[2.0], update_seconds=[1.0], step_bytes=[100])
+    assert (one.step_seconds(2, 2), one.memory_bytes(2)) == (5.0, 150)
+
+
+def test_micro_batch_left_to_auto() -> None:
+    config = load_config("gpt2-124m", "model.seq_len=256", "budget.batch_tokens=3072")  # 12 sequences
+    assert choose_micro_batch(config, 256) == 4
+    assert choose_micro_batch(config, 2048) == 1
+
+
+def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    monkeypatch.setattr(plan, "CALIBRATE_SECONDS", 0.0)
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
+    config = load_config("quickstart", f"data.path={tmp_path}/*.npy", *WORDS)
+
+    def train(name: str) -> list[str]:
+        Trainer(config, tmp_path / name).fit()
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("plan ")]
+
+    assert train("before") == []  # nothing measured, nothing guessed
+    assert main(["plan", "quickstart", "--calibrate", "--json", *WORDS]) == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["tokens"] == 6 * 128
+    assert answer["hours"] * 3600 * answer["tokens_per_second"] >= answer["tokens"]
+    assert answer["memory_bytes"] > 12 * 6 * 12 * 32**2  # weights, gradients and moments of the blocks
+    device, _ = calibrate(config, config.model, 0.0)
+    known = find_calibration(config.model, config.machine, device, 4)
+    assert known is not None
+    assert known.layers == [1, 4]
+    assert find_calibration(config.model, config.machine, device, 8) is None
+    assert find_calibration(replace(config.model, d_model=64), config.machine, device, 4) is None
+    first, last = train("after")
+    assert "tokens/s" in first
+    assert "(this machine, measured before)" in first
+    assert "than planned" in last or "as planned" in last
+
+
+def test_the_error_of_a_plan_in_words() -> None:
+    expected = Expectation(step_seconds=2.0, memory_bytes=2**30, source="arithmetic")
+    line = expected.describe_error(100.0, 230.0, 2**30)
+    assert line == "plan     steps took 3m50s, 15% longer than planned; memory 1.00 GiB, as planned"
+    assert "10% shorter than planned; memory 2.00 GiB, 100% more than planned" in expected.describe_error(10, 18, 2**31)
