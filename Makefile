@@ -57,6 +57,7 @@ soak: $(VENV)/.dev
 	$(RECORD) prepare-calls -- $(BIN)python -m tests.soak.prepare_soak calls
 	$(RECORD) config-soak -- $(BIN)python -m tests.soak.config_soak
 	$(RECORD) launch-soak -- $(BIN)python -m tests.soak.launch_soak
+	$(RECORD) terminal-soak -- $(BIN)python -m tests.soak.terminal_soak
 	$(RECORD) guard-soak -- $(BIN)python -m tests.soak.guard_soak
 	$(RECORD) prepare-memory -- $(BIN)python -m tests.soak.prepare_soak memory
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json

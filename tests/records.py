@@ -23,7 +23,8 @@ LINK = re.compile(r"records/([\w.-]+)\.json\)" + f"({MARK}?)")
 STEP = ("model", "optim", "distributed", "train")
 RUN = ("data", *STEP, "launch", "checkpoint", "pretrain")
 CODE = {  # record: the packages whose code decides its figures; others: all
-    **dict.fromkeys(("kills", "chaos", "guard-soak", "launch-soak", "train-soak", "terminal-soak"), RUN),
+    **dict.fromkeys(("kills", "chaos", "guard-soak", "launch-soak", "train-soak"), RUN),
+    "terminal-soak": ("console", *RUN),
     **dict.fromkeys(("commit-soak", "flips", "hash-cost"), ("system", "checkpoint")),
     **dict.fromkeys(
         ("prepare", "prepare-kills", "prepare-calls", "prepare-memory", "prepare-speed", "loader"), ("data",)

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -484,17 +483,6 @@ def test_prompt_longer_than_the_context_is_refused(recipe: Path, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
-def test_closed_stdout_does_not_stop_training(recipe: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    words = [sys.executable, "-m", "megatoken", "train", str(recipe), "--out", str(out)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(timeout=250) == ExitCode.DONE
-    assert list_steps(out / "checkpoints")[-1] == 40
-
-
 @pytest.mark.fault(14)
 def test_the_last_step_is_saved_before_the_last_evaluation(
     recipe: Path, tmp_path: Path, clean: Path, monkeypatch: pytest.MonkeyPatch
@@ -588,44 +576,6 @@ def test_a_save_that_failed_is_tried_again_when_the_run_stops_there(
     summary = train(recipe, tmp_path / "run", "save.every=2", "evaluate.every=2", "sample.every=0")
     assert (summary.code, summary.steps) == (ExitCode.STOPPED, 2)
     assert list_steps(tmp_path / "run" / "checkpoints") == [2]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_full_disk_under_stdout_does_not_stop_training(recipe: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "megatoken", "train", str(recipe), "--out", str(tmp_path / "run"), "budget.steps=2"]
-    with open("/dev/full", "w") as full:
-        assert subprocess.run(words, stdout=full, stderr=full).returncode == ExitCode.DONE
-    assert list_steps(tmp_path / "run" / "checkpoints")[-1] == 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")
-@pytest.mark.parametrize("is_ignored", [False, True])
-def test_a_closed_terminal_saves_and_stops_or_is_ignored(is_ignored: bool, recipe: Path, tmp_path: Path) -> None:
-    import fcntl
-    import pty
-    import termios
-
-    def take_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
-
-    out, (master, terminal) = tmp_path / "run", pty.openpty()
-    steps = 60 if is_ignored else 100_000
-    words = [sys.executable, "-m", "megatoken", "train", str(recipe), "--out", str(out), f"budget.steps={steps}"]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    process = subprocess.Popen(
-        words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, preexec_fn=take_terminal,
-        env=environment,
-    )  # fmt: skip
-    os.close(terminal)
-    shown = b""
-    while b"/%d" % steps not in shown:
-        shown += os.read(master, 1 << 16)
-    os.close(master)
-    assert process.wait(timeout=250) == (ExitCode.DONE if is_ignored else ExitCode.STOPPED)
-    status = json.loads((out / "status.json").read_text())
-    assert status["message"] == ("" if is_ignored else "SIGHUP")
-    assert list_steps(out / "checkpoints")[-1] == status["step"] > 0
 
 
 def test_sample_that_cannot_be_written_does_not_stop_training(recipe: Path, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Runs whose terminal, pipe or disk for output goes away: some cases of tests/soak/terminal_soak.py."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatoken.errors import ExitCode
+from megatoken.launch.heartbeat import Heartbeat
+from megatoken.launch.local import COMMAND
+from megatoken.system.environment import HEARTBEAT
+from tests.soak.tiny_job import write_recipe
+
+if sys.platform != "linux":
+    pytest.skip("needs pseudo-terminals", allow_module_level=True)
+from tests.soak.terminal_soak import CASES, SAVED, Case, find_end
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.mark.fault(12, 21)
+@pytest.mark.parametrize(
+    "case",
+    [
+        BY_NAME["terminal closed in a step"],
+        BY_NAME["nohup, terminal closed, two processes"],
+        BY_NAME["output to /dev/full, --json"],
+        BY_NAME["| head -1"],
+        BY_NAME["full disk under the log"],
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_run_whose_output_fails_is_saved_or_runs_on(case: Case, tmp_path: Path) -> None:
+    steps = 100_000 if case.end == SAVED else 40
+    short = replace(case, words=(*case.words, f"budget.steps={steps}", "sample.every=0", "save.every=20steps"))
+    assert find_end(short, write_recipe(tmp_path / "job"), tmp_path / "run") == case.end
+
+
+def test_an_error_that_cannot_be_printed_keeps_its_code() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, "verify", "/nope", "--debug"], stdout=full, stderr=full)
+    assert done.returncode == ExitCode.DATA
+
+
+def test_a_heartbeat_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEARTBEAT, str(tmp_path / "rank-0"))
+    heartbeat = Heartbeat()
+    with open("/dev/full", "r+b", buffering=0) as full:
+        heartbeat._file = full.fileno()
+        heartbeat.beat("step", 1)

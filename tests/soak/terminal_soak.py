@@ -1,0 +1,295 @@
+"""Runs whose terminal, pipe or disk for output goes away: each must end whole ("ran on") or stop saved ("saved").
+
+    python -m tests.soak.terminal_soak [--only WORD]
+
+A terminal that is closed sends SIGHUP: the run saves, exits 75, and the same command goes on. Whatever cannot be
+written otherwise is lost, and the run goes on. Either way the end is that of an undisturbed run, bit for bit. Prints a
+line for each case and a JSON line at the end. Linux; needs no rights.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import pty
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatoken.errors import ExitCode
+from megatoken.launch.local import at_parent_death
+from megatoken.system.atomic_write import read_object
+from megatoken.train.metrics_log import read_metrics
+from tests.soak.tiny_job import STUCK_SECONDS, Layout, Process, command, drafts, newest_step, wait_for, write_recipe
+from tests.train.test_pretrain import fingerprint
+
+SAVED, RAN_ON = "saved", "ran on"
+FILE_LIMIT = 4 << 20  # bytes of a file, above those of a checkpoint
+Stream = Literal["terminal", "null", "full", "pipe", "closed", "long file"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a run's stdin, stdout and stderr are, and what happens to them.
+
+    hang_up: when the terminal is closed: in this phase of the run, "draft": while a checkpoint is written, "": never.
+    controls: the terminal sends SIGHUP when it is closed, which `nohup` ignores. prepare: called with the command and
+    the run folder first. Of a pipe one line is read, then it is closed; a long file is at FILE_LIMIT.
+    """
+
+    name: str
+    end: str
+    streams: tuple[Stream, Stream, Stream] = ("terminal",) * 3
+    hang_up: str = ""
+    controls: bool = True
+    nohup: bool = False
+    nproc: int = 1
+    words: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[Sequence[str], Path], object] | None = None
+    limits_files: bool = False
+    loses_rows: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.nproc, "none", micro_batch=3)
+
+
+def grow_log(words: Sequence[str], out: Path) -> None:
+    """Begin the run, then let its log reach FILE_LIMIT."""
+    subprocess.run([*words, "save.time_limit=1s"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    row = json.dumps({"kind": "event", "step": 0, "tokens": 0, "what": "x" * 900}) + "\n"
+    with (out / "metrics.jsonl").open("a") as log:
+        log.write(row * (FILE_LIMIT // len(row)))
+
+
+def block_files(_: Sequence[str], out: Path) -> None:
+    """Put folders in the place of files that a run writes beside its checkpoints, and files in that of folders."""
+    out.mkdir()
+    (out / "provenance.json").write_text('{"megatoken": "0.1.0"}')
+    (out / "samples").write_text("in the way")
+    (out / "plots").write_text("in the way")
+    (out / "status.json").mkdir()
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0"}
+NO_STDIN: tuple[Stream, Stream, Stream] = ("null", "full", "full")
+CASES = (
+    Case("terminal closed in a step", SAVED, hang_up="step"),
+    Case("terminal closed in an evaluation", SAVED, hang_up="validate"),
+    Case("terminal closed while a checkpoint is written", SAVED, hang_up="draft"),
+    Case("terminal closed, two processes", SAVED, hang_up="step", nproc=2),
+    Case("terminal closed under stderr alone, --json", SAVED, ("null", "null", "terminal"), "step", words=("--json",)),
+    Case("nohup, terminal closed", RAN_ON, hang_up="step", nohup=True),
+    Case("nohup, terminal closed, two processes", RAN_ON, hang_up="step", nohup=True, nproc=2),
+    Case("nohup, output to /dev/null, terminal closed", RAN_ON, ("terminal", "null", "null"), "step", nohup=True),
+    Case("dead terminal without a signal", RAN_ON, hang_up="step", controls=False),
+    Case("dead terminal without a signal, two processes", RAN_ON, hang_up="step", controls=False, nproc=2),
+    Case("dead terminal before the first line", RAN_ON, hang_up="start", controls=False),
+    Case("output to /dev/full", RAN_ON, NO_STDIN),
+    Case("output to /dev/full, two processes", RAN_ON, NO_STDIN, nproc=2),
+    Case("output to /dev/full, --json", RAN_ON, NO_STDIN, words=("--json",)),
+    Case("| head -1", RAN_ON, ("terminal", "pipe", "terminal")),
+    Case("2>&1 | head -1, two processes", RAN_ON, ("terminal", "pipe", "pipe"), nproc=2),
+    Case("stdin, stdout and stderr closed", RAN_ON, ("closed", "closed", "closed")),
+    Case("full disk under the output", RAN_ON, ("null", "long file", "long file"), limits_files=True),
+    Case("full disk under the log", RAN_ON, prepare=grow_log, limits_files=True, loses_rows=True),
+    Case("status, samples and plots cannot be written", RAN_ON, prepare=block_files, words=("log.plots=true",)),
+    Case("a locale without UTF-8, a dumb terminal", RAN_ON, environment=ASCII | {"TERM": "dumb"}),
+    Case("a terminal of one column, closed in a step", SAVED, hang_up="step", environment={"COLUMNS": "1"}),
+)
+
+
+class Terminal:
+    """A pseudo-terminal whose output somebody reads until it is closed."""
+
+    def __init__(self) -> None:
+        self._master, self.slave = pty.openpty()
+        self._wake, self._stop = os.pipe()
+        self._is_open = True
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # no process has it open any more
+            while self._wake not in select.select([self._master, self._wake], [], [])[0]:
+                os.read(self._master, 1 << 16)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._is_open:
+            os.write(self._stop, b"x")
+            self._reader.join()
+            for descriptor in (self._master, self._wake, self._stop):
+                os.close(descriptor)
+            self._is_open = False
+
+
+@contextmanager
+def open_streams(case: Case, folder: Path, terminal: Terminal) -> Iterator[list[int]]:
+    """Descriptors for stdin, stdout and stderr; -1 for one that is to be closed."""
+    with ExitStack() as stack:
+
+        def opened(path: str | Path, flags: int) -> int:
+            descriptor = os.open(path, flags, 0o600)
+            stack.callback(os.close, descriptor)
+            return descriptor
+
+        long_file, pipe = folder / f"{case.name.replace('/', '')}.log", -1
+        if "pipe" in case.streams:
+            reader, pipe = os.pipe()
+            stack.callback(os.close, pipe)
+            threading.Thread(target=read_line, args=(reader,), daemon=True).start()
+        if "long file" in case.streams:
+            long_file.write_bytes(b"\n" * FILE_LIMIT)
+        found = []
+        for stream in case.streams:
+            match stream:
+                case "terminal":
+                    found.append(terminal.slave)
+                case "pipe":
+                    found.append(pipe)
+                case "closed":
+                    found.append(-1)
+                case "long file":
+                    found.append(opened(long_file, os.O_WRONLY | os.O_APPEND))
+                case _:
+                    found.append(opened(f"/dev/{stream}", os.O_RDWR))
+        yield found
+
+
+def read_line(descriptor: int) -> None:
+    """`head -1`."""
+    while (byte := os.read(descriptor, 1)) and byte != b"\n":
+        pass
+    os.close(descriptor)
+
+
+def start(case: Case, words: Sequence[str], streams: Sequence[int], terminal: Terminal) -> Process:
+    """Start a run in a session of its own; it does not outlive this process."""
+    at_death = at_parent_death(signal.SIGKILL)
+    slave = os.ttyname(terminal.slave)
+
+    def prepare() -> None:
+        if at_death:
+            at_death()
+        if case.controls and "terminal" in case.streams:
+            tty = os.open(slave, os.O_RDWR)
+            fcntl.ioctl(tty, termios.TIOCSCTTY, 0)
+            os.close(tty)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if case.nohup else signal.SIG_DFL)
+        if case.limits_files:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+        for number, descriptor in enumerate(streams):
+            if descriptor < 0:
+                os.close(number)
+
+    stdin, stdout, stderr = (subprocess.DEVNULL if descriptor < 0 else descriptor for descriptor in streams)
+    environment = {**os.environ, "TERM": "xterm-256color", **case.environment}
+    return subprocess.Popen(
+        list(words),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=prepare,
+        env=environment,
+    )
+
+
+def disturb(case: Case, recipe: Path, out: Path) -> int:
+    """Run a case to its end; return the exit code."""
+    words = command(recipe, out, case.layout, case.words)
+    if case.prepare:
+        case.prepare(words, out)
+    terminal = Terminal()
+    try:
+        with open_streams(case, out.parent, terminal) as streams:
+            process = start(case, words, streams, terminal)
+        os.close(terminal.slave)
+        if case.hang_up:
+            wait_for(lambda: is_in(out, case.hang_up), process, or_end=True)
+            terminal.close()
+        return process.wait(timeout=STUCK_SECONDS)
+    finally:
+        terminal.close()
+
+
+def is_in(out: Path, phase: str) -> bool:
+    """Whether a run is in a phase, after some steps."""
+    status = read_object(out / "status.json")
+    if phase == "start":
+        return True
+    if phase == "draft":
+        return bool(drafts(out))
+    return status.get("phase") == phase and status.get("step", 0) >= 5
+
+
+def find_end(case: Case, recipe: Path, out: Path) -> str:
+    """How a case ended: SAVED with its last step, RAN_ON, or what there is to say of a run that is lost."""
+    code = disturb(case, recipe, out)
+    if code == ExitCode.DONE:
+        return RAN_ON
+    last = max((row["step"] for row in read_metrics(out) if row["kind"] == "train"), default=0)
+    is_saved = code == ExitCode.STOPPED and newest_step(out) == last > 0
+    return SAVED if is_saved else f"LOST: exit {code} after step {last}"
+
+
+def judge(case: Case, recipe: Path, out: Path, clean: Mapping[str, Any]) -> tuple[str, bool]:
+    """How a case ended, and whether its end, after the same command again where it was stopped, is the clean run's."""
+    end, code = find_end(case, recipe, out), 0
+    if end == SAVED:
+        words = command(recipe, out, case.layout, case.words)
+        code = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+    found = fingerprint(out)
+    rows = [row for row in found["rows"] if row["kind"] != "save"]
+    same_rows = case.loses_rows or rows == [row for row in clean["rows"] if row["kind"] != "save"]
+    return end, code == ExitCode.DONE and found["tensors"] == clean["tensors"] and same_rows
+
+
+def run_clean(recipe: Path, out: Path, nproc: int) -> dict[str, Any]:
+    """The end of an undisturbed run."""
+    words = command(recipe, out, Layout(nproc, "none"))
+    subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    return fingerprint(out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    cases = [case for case in CASES if options.only in case.name]
+    ends: dict[str, str] = {}
+    expected = identical = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = write_recipe(folder / "job")
+        clean = {n: run_clean(recipe, folder / f"clean-{n}", n) for n in sorted({case.nproc for case in cases})}
+        for number, case in enumerate(cases):
+            ends[case.name], same = judge(case, recipe, folder / f"run-{number}", clean[case.nproc])
+            expected += ends[case.name] == case.end
+            identical += same
+            print(f"{case.name}: {ends[case.name]}{'' if same else ', ANOTHER END'}", flush=True)
+    answer = {
+        "soak": "terminal",
+        "cases": len(cases),
+        "as_expected": expected,
+        "bit_identical": identical,
+        "ends": ends,
+    }
+    print(json.dumps(answer), flush=True)
+    return int(not len(cases) == expected == identical)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
