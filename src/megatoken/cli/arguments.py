@@ -104,6 +104,8 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("--data", metavar="TEXT", help="your text, or a dataset: any SOURCE of `prepare` (default python)")
     arg("--prompt", metavar="TEXT", help="text to continue (default: the recipe's, or how your held-out text begins)")
     arg("--out", type=local_path, help="run folder (default runs/quickstart, of your text runs/NAME)")
+    arg = add("completion", "print a script that completes words on the command line").add_argument
+    arg("shell", choices=("bash", "zsh"))
     _add_prepare(add)
     _add_training(add)
     _add_models(add)

@@ -4,7 +4,11 @@ import textwrap
 from collections.abc import Mapping
 
 GROUPS = {
-    "start": {"quickstart": "megatoken quickstart", "doctor": "megatoken doctor"},
+    "start": {
+        "quickstart": "megatoken quickstart",
+        "doctor": "megatoken doctor",
+        "completion": 'eval "$(megatoken completion bash)"',
+    },
     "data": {
         "prepare": "megatoken prepare texts/ --out data/mine --tokenizer bpe:4096",
         "verify": "megatoken verify data/mine",

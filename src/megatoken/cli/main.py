@@ -19,7 +19,8 @@ from typing import Any
 
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import encode_model_config, verify
-from megatoken.cli.arguments import TRANSLATED, Command, check_eval, parse
+from megatoken.cli.arguments import TRANSLATED, Command, build_parser, check_eval, parse
+from megatoken.cli.completion import write_completion
 from megatoken.cli.plan import plan
 from megatoken.cli.quickstart import quickstart
 from megatoken.cli.runs import show_runs
@@ -400,6 +401,14 @@ def run_sync(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, sync(options)
 
 
+def run_completion(options: argparse.Namespace) -> Result:
+    """completion: print a completion script."""
+    script = write_completion(build_parser(COMMANDS), options.shell)
+    if not options.json:
+        print(script, end="")
+    return ExitCode.DONE, {"script": script}
+
+
 def run_report(options: argparse.Namespace) -> Result:
     """report: write runs as a page."""
     from megatoken.cli.report import report
@@ -423,7 +432,7 @@ COMMANDS: dict[str, Command] = {
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
         *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
-        *(run_runs, run_report, run_sync, run_scaling, run_sweep),
+        *(run_completion, run_runs, run_report, run_sync, run_scaling, run_sweep),
     )
 }
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)
