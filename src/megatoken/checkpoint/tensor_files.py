@@ -85,6 +85,10 @@ class TensorReader:
                 raise ValueError(f"{tensor} has shape {shape_in_file}, its slice {stored.shape}")
             self._parts.setdefault(tensor, []).append((opened, stored))
 
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor, which has a dimension at least."""
+        return str(self._parts[name][0][0].get_slice(name)[:0].dtype).removeprefix("torch.")
+
     def read(self, name: str, wanted: TensorSlice | None = None) -> Tensor:
         """A tensor, or a slice of it, on the CPU in its saved dtype. Raises CheckpointError if a part is in no file."""
         shape, parts = self.shapes[name], self._parts[name]

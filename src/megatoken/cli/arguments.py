@@ -232,8 +232,9 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--time", default="24:00:00", help="for slurm: time limit (default 24:00:00)")
     arg("--image", default="pytorch/pytorch:latest", help="for k8s: container image with megatoken in it")
     doc = "parameters, FLOPs and memory of a preset or recipe"
-    arg = add("describe", doc, usage="PRESET_OR_RECIPE").add_argument
-    arg("preset", metavar="PRESET_OR_RECIPE", help=preset_doc)
+    arg = add("describe", doc, usage="PRESET_OR_RECIPE | describe MODEL --tensors").add_argument
+    arg("preset", metavar="PRESET_OR_RECIPE", help=f"{preset_doc}; with --tensors also any MODEL of `sample`")
+    arg("--tensors", action="store_true", help="list names, shapes, dtypes and numbers of all tensors")
     doc = "estimate memory and traffic of one GPU of many, without any"
     usage = "PRESET_OR_RECIPE --gpus N [--tp N] [--shard KIND] [--gpu NAME] ..."
     arg = add("dryrun", doc, usage=usage).add_argument

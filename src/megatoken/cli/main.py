@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from megatoken.config.load import (
     RUN_CONFIG,
     ResolvedConfig,
     find_run,
+    list_recipes,
     read_recipe,
     render,
     resolve,
@@ -38,6 +40,7 @@ from megatoken.config.load import (
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.config.schema import Config
+from megatoken.console import format_count
 from megatoken.distributed.env import read_dist_env
 from megatoken.errors import CheckpointError, ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.eval.tasks import find_tasks
@@ -249,7 +252,9 @@ def _resolve_preset_or_recipe(options: argparse.Namespace, *overrides: str) -> t
 
 
 def run_describe(options: argparse.Namespace) -> Result:
-    """describe: print the parameters, FLOPs and memory of a model."""
+    """describe: print the parameters, FLOPs and memory of a model, or its tensors."""
+    if options.tensors:
+        return ExitCode.DONE, describe_tensors(options)
     config, model = _resolve_preset_or_recipe(options)
     answer = {
         "parameters": flops.count_parameters(model),
@@ -279,6 +284,26 @@ def run_describe(options: argparse.Namespace) -> Result:
     if not options.json:
         options.console.table(rows)
     return ExitCode.DONE, answer
+
+
+def describe_tensors(options: argparse.Namespace) -> dict[str, Any]:
+    """Print the tensors of a preset, a recipe or the file of a model."""
+    from megatoken.convert.list_tensors import list_parameters, list_tensors
+
+    name = options.preset
+    if name in (*PRESETS, *list_recipes()) or Path(name).suffix in (".yaml", ".yml"):
+        tensors = list_parameters(_resolve_preset_or_recipe(options)[1])
+    elif options.overrides:
+        raise ConfigError("a model's file has its own sizes", options.overrides[0], "leave it out, or name a preset")
+    else:
+        tensors = list_tensors(name, options.console.warn)
+    rows = [{**tensor._asdict(), "parameters": math.prod(tensor.shape)} for tensor in tensors]
+    width, total = max((len(row["name"]) for row in rows), default=0), sum(row["parameters"] for row in rows)
+    for row in () if options.json else rows:
+        shape = " x ".join(map(str, row["shape"]))
+        options.console.print(f"{row['name']:<{width}}  {shape:<14} {row['dtype']:<9}{row['parameters']:>16,}")
+    options.console.print(f"{total:,} numbers in {format_count(len(rows), 'tensor')}")
+    return {"tensors": rows, "parameters": total}
 
 
 def run_dryrun(options: argparse.Namespace) -> Result:

@@ -57,8 +57,7 @@ def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
 def read_llmc(path: Path) -> GPT:
     """The model of a checkpoint, on the CPU in fp32. Raises CheckpointError naming the file and what is wrong."""
     config, dtype, padded_rows = read_header(path)
-    with torch.device("meta"):
-        views = _view_params(dict(GPT(config).named_parameters()), config)
+    views = list_llmc_params(path)
     values = torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)  # memory-mapped
     values, tensors = values[HEADER_BYTES // dtype.itemsize :], {}
     for name, view in views.items():
@@ -66,6 +65,14 @@ def read_llmc(path: Path) -> GPT:
         rows = padded_rows if name == "tokens.weight" else len(view)
         values = values[rows * view[0].numel() :]
     return fill_model(config, tensors, _view_params, str(path))
+
+
+def list_llmc_params(path: Path) -> dict[str, Tensor]:
+    """The parameters of a checkpoint by our names, in its order, on the meta device. Raises as `read_llmc`."""
+    config, dtype, _ = read_header(path)
+    with torch.device("meta"):
+        views = _view_params(dict(GPT(config).named_parameters()), config)
+    return {name: view.to(dtype) for name, view in views.items()}
 
 
 def write_llmc(path: Path, model: GPT, dtype: str) -> None:

@@ -36,17 +36,12 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
     warn: called with a line for each damaged checkpoint that is skipped, and for a tokenizer that loses text. Raises
     CheckpointError when nothing can be loaded or the tokenizer does not fit, DataError when the tokenizer is missing.
     """
-    path, source = Path(name), str(name)
-    if is_address(name):
-        path = fetch_model(source, warn)
-    is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
-    if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
-        path /= CHECKPOINT
-        source = str(path)
-    if path.is_file() or path.suffix in (".bin", *SUFFIXES):
-        model = read_nanogpt(path) if path.suffix in SUFFIXES else read_llmc(path)
+    kind, path = find_format(name, warn)
+    source = str(path if kind == "nanogpt" else name)
+    if kind in ("llmc", "nanogpt"):
+        model = read_nanogpt(path) if kind == "nanogpt" else read_llmc(path)
         tokenizer = load_tokenizer(find_tokenizer(path.parent, model.config.vocab_size))
-    elif not is_run and not list_steps(path):
+    elif kind == "hf":
         model, folder = load_hf(str(name))
         tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
     else:
@@ -62,6 +57,18 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
             f"tokenizer {tokenizer.name} has neither all bytes nor an unk token: other characters are left out of texts"
         )
     return LoadedModel(model, tokenizer, source)
+
+
+def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Path]:
+    """What a model's name stands for, run, hf, llmc or nanogpt, and its local path: of nanoGPT's out_dir that of the
+    file, of an address that of a copy."""
+    path = fetch_model(str(name), warn) if is_address(name) else Path(name)
+    is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
+    if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
+        path /= CHECKPOINT
+    if path.is_file() or path.suffix in (".bin", *SUFFIXES):
+        return "nanogpt" if path.suffix in SUFFIXES else "llmc", path
+    return "run" if is_run or list_steps(path) else "hf", path
 
 
 def _load_newest(path: Path, warn: Callable[[str], None]) -> tuple[Path, GPT, Tokenizer]:

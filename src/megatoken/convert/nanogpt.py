@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.serialization import safe_globals
 
 from megatoken.config.presets import GPT2_VOCABULARY
@@ -44,12 +45,7 @@ def read_nanogpt(path: Path) -> GPT:
 
     Raises CheckpointError in one line for a file that is truncated, damaged, asks to run code, or is not nanoGPT's.
     """
-    content = _load(path)
-    build_nanogpt = isinstance(content.get("config"), SimpleNamespace)
-    args = vars(content["config"]) if build_nanogpt else content.get("model_args")
-    state = content.get("model")
-    if not isinstance(state, dict) or not all(map(_is_entry, state.items())) or not isinstance(args, dict):
-        raise CheckpointError("not nanoGPT's checkpoint: it holds no 'model' with 'model_args'", str(path), OTHER_FILE)
+    state, args, build_nanogpt = read_content(path)
     sizes, mlp = {"bias": True, **args}, "gelu" if build_nanogpt else "gelu-erf"
     if str(sizes.get("vocab_size")) == str(PADDED_VOCABULARY):
         sizes["vocab_size"] = GPT2_VOCABULARY
@@ -59,6 +55,20 @@ def read_nanogpt(path: Path) -> GPT:
     if config.vocab_size == GPT2_VOCABULARY:
         tensors |= {name: tensors[name][:GPT2_VOCABULARY] for name in (EMBEDDING, HEAD) if name in tensors}
     return fill_model(config, tensors, replace(GPT2, conv1d=()).view_params, str(path))  # nn.Linear here
+
+
+def read_content(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], bool]:
+    """The memory-mapped tensors of a checkpoint by its names, its sizes, and whether build-nanogpt wrote it.
+
+    Raises as `read_nanogpt`.
+    """
+    content = _load(path)
+    build_nanogpt = isinstance(content.get("config"), SimpleNamespace)
+    args = vars(content["config"]) if build_nanogpt else content.get("model_args")
+    state = content.get("model")
+    if not isinstance(state, dict) or not all(map(_is_entry, state.items())) or not isinstance(args, dict):
+        raise CheckpointError("not nanoGPT's checkpoint: it holds no 'model' with 'model_args'", str(path), OTHER_FILE)
+    return state, args, build_nanogpt
 
 
 def _is_entry(entry: tuple[Any, Any]) -> bool:

@@ -69,15 +69,8 @@ def refuse_missing_path(name: str) -> None:
 
 def _list_tensors(folder: Path, family: Family) -> dict[str, Tensor]:
     """Every tensor of the folder's files, without buffers, by its name with the family's prefix; memory-mapped."""
-    paths = [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob(SHARDS))
-    if not paths:
-        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES):
-            what = f"{pickles[0]} is a pickle, which can run code when it is read, so it is never loaded"
-            fix = "convert it where you trust it: model.save_pretrained(folder, safe_serialization=True)"
-            raise CheckpointError(what, str(folder), fix)
-        raise CheckpointError(f"folder holds no {WEIGHTS}", str(folder), SAVE_PRETRAINED)
     tensors: dict[str, Tensor] = {}
-    for path in paths:
+    for path in list_files(folder):
         try:
             found = load_file(path)
         except (SafetensorError, OSError) as error:
@@ -88,3 +81,15 @@ def _list_tensors(folder: Path, family: Family) -> dict[str, Tensor]:
             if not family.buffers.fullmatch(name):
                 tensors[name] = tensor
     return tensors
+
+
+def list_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder. Raises CheckpointError when there are none."""
+    paths = [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob(SHARDS))
+    if not paths:
+        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES):
+            what = f"{pickles[0]} is a pickle, which can run code when it is read, so it is never loaded"
+            fix = "convert it where you trust it: model.save_pretrained(folder, safe_serialization=True)"
+            raise CheckpointError(what, str(folder), fix)
+        raise CheckpointError(f"folder holds no {WEIGHTS}", str(folder), SAVE_PRETRAINED)
+    return paths

@@ -1,0 +1,62 @@
+"""Names, shapes and dtypes of a model's tensors as its file has them, without reading the numbers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatoken.checkpoint.commit import find_checkpoint
+from megatoken.checkpoint.tensor_files import MODEL, TensorReader
+from megatoken.config.model_config import ModelConfig
+from megatoken.convert.hf.load import AGAIN, find_folder, list_files
+from megatoken.convert.llmc import list_llmc_params
+from megatoken.convert.load_pretrained import find_format
+from megatoken.convert.nanogpt import read_content
+from megatoken.errors import CheckpointError
+from megatoken.model.gpt import GPT
+
+NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
+
+
+class TensorInfo(NamedTuple):
+    """A tensor in a file. dtype: torch's name, or of one that torch lacks the file's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
+    """The tensors of any model that `load_pretrained` reads, in the order of its file; raises as that does."""
+    kind, path = find_format(name, warn)
+    if kind == "run":
+        folder, manifest = find_checkpoint(path, warn)
+        reader = TensorReader(folder, manifest, MODEL)
+        return [TensorInfo(name, shape, reader.dtype(name)) for name, shape in reader.shapes.items()]
+    if kind == "llmc":
+        return [_describe(name, tensor) for name, tensor in list_llmc_params(path).items()]
+    if kind == "nanogpt":
+        return [_describe(name, tensor) for name, tensor in read_content(path)[0].items()]
+    found = []
+    for file in list_files(find_folder(name)):
+        try:
+            opened: Any = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            what = f"cannot read the weights, the file is truncated or damaged: {error}"
+            raise CheckpointError(what, str(file), AGAIN) from error
+        for tensor in opened.keys():  # noqa: SIM118  # it is no mapping
+            values = opened.get_slice(tensor)
+            found.append(TensorInfo(tensor, tuple(values.get_shape()), NAMES.get(dtype := values.get_dtype(), dtype)))
+    return found
+
+
+def list_parameters(config: ModelConfig) -> list[TensorInfo]:
+    """The parameters that a model of this architecture has, those that pad its vocabulary with them."""
+    with torch.device("meta"):
+        return [_describe(name, parameter) for name, parameter in GPT(config, seed=None).named_parameters()]
+
+
+def _describe(name: str, tensor: Tensor) -> TensorInfo:
+    return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
