@@ -1,9 +1,11 @@
 """The wheel and the sdist: what is in them, and that an unpacked wheel runs outside the checkout."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,3 +85,21 @@ def test_sdist_holds_tests_and_docs(tmp_path: Path) -> None:
     assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "tests/conftest.py"} <= names
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= names
     assert {f"src/megatoken/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")} <= names
+
+
+def test_dockerfile_copies_and_installs_what_exists() -> None:
+    """Its lines are read, not built, which takes Docker; the RUN lines are shell."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    copied = {word for step, words in steps if step == "COPY" for word in words.split()[:-1]}
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == kept == {"pyproject.toml", "README.md", "LICENSE", "src"}
+    assert all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r'install --no-cache-dir "\.\[(.*)\]"', text)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert re.findall(r'"(torch>=.*)"', text) == [name for name in project["dependencies"] if name.startswith("torch>")]
+    for step, words in steps:
+        if step == "RUN":
+            subprocess.run(["sh", "-n", "-c", words], check=True)
+    assert ["USER", "1000"] in steps

@@ -18,13 +18,7 @@ from megatoken.launch.scripts import ENGINES, Job, name_job, write_script
 
 SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
 JOB = Job(
-    name="a-run",
-    train_args=["gpt2-124m", 'sample.prompt=it\'s "so"'],
-    nodes=2,
-    nproc=4,
-    gpus="A100",
-    time="1:00:00",
-    image="image",
+    name="a-run", train_args=["gpt2-124m", 'sample.prompt=it\'s "so"'], nodes=2, nproc=4, gpus="A100", time="1:00:00"
 )
 
 
@@ -95,6 +89,76 @@ def test_line_ends_in_an_argument_survive_yaml() -> None:
     (sky,) = yaml.safe_load_all(write_script("skypilot", job))
     for command in (task["spec"]["template"]["spec"]["containers"][0]["command"][2], sky["run"]):
         assert shlex.split(command)[-1] == "sample.prompt=one\n\n two"
+
+
+HOSTILE = """a b; touch "$PWD/owned" '$(touch owned)' `touch owned` \\ #x"""
+OF_A_SITE = {"partition": "gpu", "account": HOSTILE, "sbatch": ["qos=high", f"comment={HOSTILE}", "exclusive"]}
+
+
+def test_slurm_options_of_a_site(tmp_path: Path) -> None:
+    """Values in quotes that sbatch reads as a shell does; setup lines run before srun, one that fails ends the job."""
+    setup = ["unset_is_fine=$NOT_SET", "export PATH=$PWD/env:$PATH", "type megatoken"]
+    script = tmp_path / "job.sh"
+    script.write_text(write_script("slurm", replace(JOB, **OF_A_SITE, setup=setup)))  # type: ignore[arg-type]
+    lines = [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
+    expected = ["--partition=gpu", f"--account={HOSTILE}", "--qos=high", f"--comment={HOSTILE}", "--exclusive"]
+    assert [shlex.split(line) for line in lines][-5:] == [[word] for word in expected]
+    (tmp_path / "env").mkdir()
+    for path, text in (("srun", 'shift; exec "$@"'), ("env/megatoken", 'printf "%s\\n" "$@"')):
+        (tmp_path / path).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / path).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-4:] == ["--nproc", "4", "gpt2-124m", 'sample.prompt=it\'s "so"']
+    assert not (tmp_path / "owned").exists()
+    script.write_text(write_script("slurm", replace(JOB, setup=["false"])))
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_values_stay_one_value_in_yaml() -> None:
+    image = 'x", hostPID: true, a: "${IMAGE} # y'
+    service, job = yaml.safe_load_all(write_script("k8s", replace(JOB, image=image, namespace="ml")))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == image
+    assert service["metadata"]["namespace"] == job["metadata"]["namespace"] == "ml"
+    assert "namespace" not in next(yaml.safe_load_all(write_script("k8s", JOB)))["metadata"]
+    (task,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, image=image, gpus='A", x: "')))
+    assert task["resources"]["image_id"] == f"docker:{image}"
+    assert task["resources"]["accelerators"] == 'A", x: ":4'
+
+
+def test_skypilot_installs_what_is_there() -> None:
+    """A checkout that is copied, the lines given, or nothing in an image; no package that is not published."""
+    (checkout,) = yaml.safe_load_all(write_script("skypilot", JOB))
+    assert (checkout["workdir"], checkout["setup"]) == (".", 'pip install ".[data,s3]"\n')
+    (own,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, setup=["one", "two: # three"])))
+    assert ("workdir" in own, own["setup"]) == (False, "one\ntwo: # three\n")
+    (image,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, image="megatoken")))
+    assert not {"workdir", "setup"} & image.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["k8s", "--partition", "x"], "--partition has no effect on k8s — --partition — leave it out: it is for slurm"),
+        (["slurm", "--image", "x"], "--image has no effect on slurm"),
+        (["k8s", "--setup", "x=1"], "--setup has no effect on k8s"),
+        (["torchrun", "--sbatch", "qos=high"], "--sbatch has no effect on torchrun"),
+        (["slurm", "--partition", "x\n#SBATCH --uid=0"], "--partition is not one line of text"),
+        (["slurm", "--time", "1\nrm -rf x"], "--time is not one line of text"),
+        (["slurm", "--setup", "a\nb"], "--setup is not one line of text"),
+        (["slurm", "--sbatch", "qos=a\nb"], "--sbatch is not one line of text"),
+        (["slurm", "--sbatch=--qos=x"], "not an option of sbatch: '--qos=x'"),
+        (["k8s", "--namespace", "A_b"], "not a namespace: 'A_b'"),
+    ],
+)
+def test_options_without_effect_or_of_several_lines_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", words[0], "gpt2-124m", *words[1:]]) == ExitCode.CONFIG
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")

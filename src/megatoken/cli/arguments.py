@@ -56,7 +56,7 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
     if words and words[0] in TAKE_OVERRIDES:
         others: list[str] = []
         for previous, word in zip(["", *words], words, strict=False):
-            is_value = previous in ("--out", "--init", "--data", "--prompt", *TRANSLATED)
+            is_value = previous in ("--out", "--init", "--sbatch", "--setup", "--data", "--prompt", *TRANSLATED)
             (overrides if OVERRIDE.fullmatch(word) and not is_value else others).append(word)
         words = others
     options, unknown = build_parser(commands).parse_known_args(words)
@@ -230,7 +230,14 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--write", type=local_path, metavar="FILE", help="file for the script (default: stdout)")
     arg("--gpus", default="H100", help="for skypilot: GPU type (default H100); none: no GPUs")
     arg("--time", default="24:00:00", help="for slurm: time limit (default 24:00:00)")
-    arg("--image", default="pytorch/pytorch:latest", help="for k8s: container image with megatoken in it")
+    arg("--partition", default="", help="for slurm: partition")
+    arg("--account", default="", help="for slurm: account to charge")
+    doc = "for slurm: another option of sbatch, such as qos=high, constraint=a100 or exclusive; may be repeated"
+    arg("--sbatch", action="append", default=[], metavar="NAME=VALUE", help=doc)
+    doc = "line of shell before the run, such as 'module load cuda' or 'source .venv/bin/activate'; may be repeated"
+    arg("--setup", action="append", default=[], metavar="LINE", help=f"for slurm, torchrun and skypilot: {doc}")
+    arg("--image", default="", help="for k8s and skypilot: container image with megatoken (k8s: default megatoken)")
+    arg("--namespace", default="", help="for k8s: namespace")
     doc = "parameters, FLOPs and memory of a preset or recipe"
     arg = add("describe", doc, usage="PRESET_OR_RECIPE | describe MODEL --tensors").add_argument
     arg("preset", metavar="PRESET_OR_RECIPE", help=f"{preset_doc}; with --tensors also any MODEL of `sample`")

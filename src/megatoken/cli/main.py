@@ -211,8 +211,8 @@ def run_launch(options: argparse.Namespace) -> Result:
     resolved = resolve(options.recipe, options.overrides)
     out = options.out or find_run(options.recipe) or Path("runs") / resolved.name
     words = [options.recipe, "--out", str(out), *options.overrides]
-    fields = _pick(options, "nodes", "nproc", "gpus", "time", "image")
-    job = Job(name=name_job(resolved.name), train_args=words, **fields)
+    fields = _pick(options, "nodes", "nproc", "gpus", "time", "image", "partition", "account", "namespace")
+    job = Job(name=name_job(resolved.name), train_args=words, setup=options.setup, sbatch=options.sbatch, **fields)
     check_job(job, resolved.config)
     script = write_script(options.engine, job)
     if options.write:

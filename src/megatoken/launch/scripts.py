@@ -8,7 +8,7 @@ folder and the dataset have to be on a shared file system.
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
@@ -19,6 +19,13 @@ from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import ConfigError, ExitCode
 
 ENGINES = {"torchrun": "torchrun.sh", "slurm": "slurm.sh", "k8s": "k8s.yaml", "skypilot": "skypilot.yaml"}
+TAKEN_BY = {  # options that not every engine has
+    **dict.fromkeys(("--partition", "--account", "--sbatch"), ("slurm",)),
+    **{"--namespace": ("k8s",), "--image": ("k8s", "skypilot"), "--setup": ("slurm", "torchrun", "skypilot")},
+}
+INSTALL_CHECKOUT = 'pip install ".[data,s3]"'
+ONE_LINE = ("partition", "account", "namespace", "image", "gpus", "time")
+IMAGE = "megatoken"  # what the documentation builds from the Dockerfile
 MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit: for the current step and the save
 RESTARTED = ExitCode.DONE, ExitCode.STOPPED, ExitCode.PEER  # after any other code a restart is useless
@@ -32,7 +39,11 @@ class ScriptTemplate(Template):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """nproc: processes on each node; time: Slurm's limit."""
+    """nproc: processes on each node; time: Slurm's limit; setup: lines of shell before the run, as they are.
+
+    partition, account, sbatch (`name=value` or `name`): options of Slurm. image: of Kubernetes and SkyPilot. namespace:
+    of Kubernetes.
+    """
 
     name: str
     train_args: Sequence[str]
@@ -40,7 +51,12 @@ class Job:
     nproc: int
     gpus: str
     time: str
-    image: str
+    image: str = ""
+    setup: Sequence[str] = ()
+    partition: str = ""
+    account: str = ""
+    sbatch: Sequence[str] = ()
+    namespace: str = ""
 
 
 def check_job(job: Job, config: Config) -> None:
@@ -60,6 +76,24 @@ def check_job(job: Job, config: Config) -> None:
             raise ConfigError(what, "--nodes, --nproc", fix)
 
 
+def check_options(engine: str, job: Job) -> None:
+    """Raise ConfigError for an option that has no effect on this engine, or a value that cannot stand in its script."""
+    given = [(f"--{name}", [getattr(job, name)]) for name in ONE_LINE]
+    for flag, texts in [*given, ("--sbatch", job.sbatch), ("--setup", job.setup)]:
+        for text in filter(None, texts):
+            if engine not in TAKEN_BY.get(flag, ENGINES):
+                fix = f"leave it out: it is for {' and '.join(TAKEN_BY[flag])}"
+                raise ConfigError(f"{flag} has no effect on {engine}", flag, fix)
+            if not text.isprintable():
+                raise ConfigError(f"{flag} is not one line of text: {text!r}", flag, "write one line; of --setup each")
+    for option in job.sbatch:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*(=.*)?", option):
+            fix = "write it as qos=high, constraint=a100 or exclusive"
+            raise ConfigError(f"not an option of sbatch: {option!r}", "--sbatch", fix)
+    if job.namespace and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{,61}[a-z0-9])?", job.namespace):
+        raise ConfigError(f"not a namespace: {job.namespace!r}", "--namespace", "use a-z, 0-9 and -, 63 at most")
+
+
 def name_job(recipe: str) -> str:
     """A recipe's name as a host name: a letter, then letters, digits and hyphens, 40 at most."""
     name = re.sub(r"[^a-z0-9]+", "-", recipe.lower())
@@ -67,18 +101,26 @@ def name_job(recipe: str) -> str:
 
 
 def write_script(engine: str, job: Job) -> str:
-    """The script of an engine. Lines of its template about GPUs are left out when the job has none."""
-    template = (Path(__file__).parent / "templates" / ENGINES[engine]).read_text()
+    """The script of an engine, without the lines of its template whose values are empty. Raises as `check_options`."""
+    check_options(engine, job)
     has_gpus = job.gpus != "none"
-    if not has_gpus:
-        template = re.sub(r".*%{n_gpus}.*\n", "", template)
     train = shlex.join(["train", "--nproc", str(job.nproc), *job.train_args])
+    setup = list(job.setup)
     if engine == "skypilot":
         train = train.replace("\n", "\n  ")  # the indentation of its YAML block
+        setup = setup or ([] if job.image else [INSTALL_CHECKOUT])
+        setup = ["setup: |", *(f"  {line}" for line in setup)] if setup else []
     restarts = MAX_RESTARTS if job.nodes > 1 else 0  # on one machine --nproc starts ranks again
     values = asdict(job) | {
-        "n_gpus": job.nproc,
-        "machine": f"accelerators: {job.gpus}:{job.nproc}" if has_gpus else f"cpus: {job.nproc}+",
+        "n_gpus": job.nproc if has_gpus else "",
+        "machine": f"accelerators: {json.dumps(f'{job.gpus}:{job.nproc}')}" if has_gpus else f"cpus: {job.nproc}+",
+        "time": shlex.quote(job.time),
+        "sbatch": "\n".join(_sbatch_lines(job)),
+        "setup": "\n".join(setup),
+        "namespace": job.namespace and f"namespace: {job.namespace}",
+        "image": json.dumps(job.image or IMAGE),
+        "image_id": job.image and f"image_id: {json.dumps(f'docker:{job.image}')}",
+        "workdir": "" if job.image or job.setup else "workdir: .  # a checkout of megatoken, copied to every machine",
         "port": PORT,
         "torchrun": f"python -P -m megatoken.launch.torchrun --nnodes {job.nodes} --nproc-per-node 1",
         "max_restarts": restarts,
@@ -91,4 +133,16 @@ def write_script(engine: str, job: Job) -> str:
         "attempts": " ".join(str(number + 1) for number in range(restarts)),
         "peer_lost": int(ExitCode.PEER),
     }
+    template = (Path(__file__).parent / "templates" / ENGINES[engine]).read_text()
+    for name in ("n_gpus", "sbatch", "setup", "namespace", "image_id", "workdir"):
+        if not values[name]:
+            template = re.sub(rf".*%{{{name}}}.*\n", "", template)
     return ScriptTemplate(template).substitute(values)
+
+
+def _sbatch_lines(job: Job) -> Iterator[str]:
+    """Lines of options, in quotes that sbatch reads as a shell does."""
+    given = [("partition", job.partition), ("account", job.account), *(each.split("=", 1) for each in job.sbatch)]
+    for name, *value in given:
+        if value != [""]:
+            yield "#SBATCH --" + "=".join([name, *map(shlex.quote, value)])

@@ -244,9 +244,10 @@ class CheckpointSaver:
 
     def finish_mirror(self) -> None:
         """Wait until the newest checkpoint is in `save.mirror`, or cannot be copied."""
-        if self.mirror.finish():
-            self._prune_here()
-        self._run.comm.barrier()
+        if self._run.config.save.mirror:
+            if self.mirror.finish():
+                self._prune_here()
+            self._run.comm.barrier()
 
     def _prune(self) -> None:
         self._prune_here()

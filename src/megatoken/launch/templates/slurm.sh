@@ -9,7 +9,10 @@
 #SBATCH --signal=USR1@%{warn_seconds}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-set -euo pipefail
+%{sbatch}
+set -e
+%{setup}
+set -uo pipefail
 # SIGUSR1 goes to every task: the run finishes its step, saves and ends with %{stopped}. After a lost rank (%{peer_lost}) it is started
 # again.
 for _ in 0 %{attempts}; do

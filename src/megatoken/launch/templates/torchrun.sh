@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # %{name}: %{nodes} machines of %{nproc} processes. Run it on every machine: bash FILE ADDRESS_OF_THE_FIRST
 # Signals reach the run. The exit code is the run's: %{stopped} means stopped and saved, start it again.
-set -euo pipefail
+set -e
+%{setup}
+set -uo pipefail
 head=${1:?give the address of the first machine}
 exec %{torchrun} --max-restarts %{max_restarts} --rdzv-backend c10d --rdzv-id %{name} --rdzv-endpoint "$head:%{port}" -m megatoken %{train}
