@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from rich.color import Color
 
+from megatoken.cli.progress import PrepareBar
 from megatoken.console import ACCENT, MUTED, WARNING, Console, format_step, spell_controls
+from megatoken.data.prepare import Progress
 
 ROW = {"step": 410, "loss": 4.1234, "grad_norm": 1.02, "lr": 3.1e-4, "seconds": 0.098, "tokens_per_second": 5210.4}
 ROW |= {"mfu": 0.312}
@@ -95,6 +97,15 @@ def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[38" not in bars["NO_COLOR"]
     assert "#####-----  34%" in ESCAPE.sub("", bars["ascii"])
     assert bars["dumb"] == LINE + "\r\n" + "-- a title " + "-" * 69 + "\r\n"  # it cannot replace a line
+
+
+@LINUX
+def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch, 80) as received, PrepareBar(Console()) as bar:
+        bar.update(Progress("tokens", tokens=12_345_678, documents=9, done_bytes=3 * 10**8, total_bytes=10**9))
+    line = last_line(received)
+    assert re.match(r"━━━───────  30% \| left \S+ \| tokenizing \| 12,345,678 tokens", line), line
+    assert len(line) <= 80
 
 
 def test_colors_are_read_on_black_and_on_white() -> None:

@@ -357,7 +357,8 @@ class TrainLoop:
         run.log.status(state="done" if done else "stopped", phase="", exit_code=int(code), step=step, message=reason)
         if not done:
             left = format_duration(self.meter.remaining_seconds(step))
-            run.console.print(f"stopped by {reason} at step {step}, all saved; the same command resumes ({left} left)")
+            saved = f"stopped by {reason} at step {step}, all saved ({left} left)"
+            run.console.print(f"{saved}; the same command, or megatoken train {run.out}, goes on")
             return
         if self.expectation and self.meter.total_tokens:
             batches = self.meter.total_tokens / run.step_config.batch_tokens

@@ -1,44 +1,42 @@
-"""The progress bar of `megatoken prepare` and its summary."""
+"""The progress line of `megatoken prepare` and its summary."""
 
+import time
 from pathlib import Path
 from typing import Self
 
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
-
-from megatoken.console import Console, format_count, format_duration, format_quantity
+from megatoken.console import SEPARATOR, Console, format_count, format_duration, format_quantity
 from megatoken.data.prepare import PrepareResult, Progress
 
 
 class PrepareBar:
-    """Context manager: a progress bar over the bytes read."""
+    """Context manager: on a terminal, how much of the bytes is read and how long the rest takes."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.bar = RichProgress(
-            *(TextColumn("{task.description}"), BarColumn()),
-            *(TextColumn("{task.percentage:>3.0f}%  {task.fields[speed]}"), TimeElapsedColumn()),
-            *(TextColumn("left"), TimeRemainingColumn()),
-            console=console.rich,
-            transient=True,
-            disable=not console.is_live,
-        )
-        self.task = self.bar.add_task("reading", total=None, speed="")
+        self._stage, self._start = "", 0.0
 
     def __enter__(self) -> Self:
-        self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        self.console.close()
 
     def update(self, progress: Progress) -> None:
         """Show the progress of `prepare`."""
-        seconds = max(self.bar.tasks[0].elapsed or 0.0, 1e-6)
-        speed = f"{progress.tokens:,} tokens, {progress.tokens / seconds:,.0f} tokens/s"
-        stage = "learning the vocabulary" if progress.stage == "vocabulary" else "tokenizing"
-        done_bytes, total_bytes = progress.done_bytes, progress.total_bytes
-        self.bar.update(self.task, description=stage, completed=done_bytes, total=total_bytes, speed=speed)
+        if not self.console.is_live:
+            return
+        if progress.stage != self._stage:
+            self._stage, self._start = progress.stage, time.monotonic()
+        seconds = max(time.monotonic() - self._start, 1e-6)
+        share = min(progress.done_bytes / max(progress.total_bytes, 1), 1.0)
+        parts = (
+            f"{100 * share:3.0f}%",
+            f"left {format_duration(seconds / share - seconds) if share else 'unknown'}",
+            "learning the vocabulary" if progress.stage == "vocabulary" else "tokenizing",
+            f"{progress.tokens:,} tokens",
+            f"{progress.tokens / seconds:,.0f} tokens/s",
+        )
+        self.console.step(SEPARATOR.join(parts), share=share)
 
     def finish(self, out: Path | str, result: PrepareResult) -> None:
         """Print the result and the next command."""
