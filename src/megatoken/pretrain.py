@@ -127,6 +127,7 @@ class Trainer:
 
     def _fit(self, device: Device, comm: Comm) -> tuple[ExitCode, int, str]:
         """Set up the run, resume it and train: how it ended, at which step, and why it stopped."""
+        self.resolved = setup.take_architecture(self.resolved, self.out)
         config, out, is_main = self.resolved.config, self.out, comm.dist_env.is_main_process
         run = RunContext(
             config=config,
@@ -190,6 +191,7 @@ class Trainer:
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, str]:
         """Train in `nproc` processes of the `megatoken` command."""
+        self.resolved = setup.take_architecture(self.resolved, self.out)
         with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
             recipe = Path(folder) / f"{self.resolved.name}.yaml"
             recipe.write_text(render(self.resolved.config, self.resolved.origins), encoding="utf-8")

@@ -209,6 +209,10 @@ def test_the_launch_command_checks_and_writes(tmp_path: Path, capsys: pytest.Cap
         "does not divide among 7 data-parallel processes — --nodes, --nproc — change them, or budget.batch_tokens "
     )
     assert expected + "to 523264 or 530432" in capsys.readouterr().err
+    assert main(["launch", "slurm", "gpt3-1.3b", "--nodes", "4"]) == ExitCode.CONFIG
+    expected = "a batch of 16 sequences does not divide among 32 data-parallel processes"
+    assert expected in (error := capsys.readouterr().err)
+    assert "or budget.batch_start to 65536" in error
     assert main(["launch", "slurm", "gpt2-124m", "--nproc", "6", "machine.tensor_parallel=3"]) == ExitCode.DONE
     capsys.readouterr()
     assert main(["launch", "slurm", "gpt2-124m", "optim.lrr=1"]) == ExitCode.CONFIG

@@ -287,15 +287,8 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     if model.preset and model.preset not in PRESETS:
         yield "model.preset", f"unknown preset {model.preset!r}", "choose one of " + ", ".join(PRESETS)
     yield from validate_model(model)
-    if budget.batch_tokens % model.seq_len:
-        near = nearest_multiples(budget.batch_tokens, model.seq_len)
-        what = f"batch_tokens {budget.batch_tokens} is not a multiple of seq_len {model.seq_len}"
-        yield "budget.batch_tokens", what, f"nearest that are: {', '.join(map(str, near))}"
-    elif config.machine.micro_batch != "auto" and config.batch_seqs % config.machine.micro_batch:
-        what = f"micro_batch {config.machine.micro_batch} does not divide the batch of {config.batch_seqs} sequences"
-        fits = nearest_divisors(config.machine.micro_batch, config.batch_seqs)
-        yield "machine.micro_batch", what, f"nearest that do: {fits}, or auto"
-    yield from _validate_ramp(config)
+    if not (model.init and model.architecture() == ModelConfig().architecture()):  # else its sizes are still to come
+        yield from _validate_batch(config)
     chosen = [name for name in ("steps", "tokens", "epochs") if getattr(budget, name)]
     if len(chosen) != 1:
         what = "no length given" if not chosen else f"{' and '.join(chosen)} are both set"
@@ -327,15 +320,23 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "save.time_limit", str(wrong), "write it as 45s, 90m, 11h30m or 2d"
 
 
-def _validate_ramp(config: Config) -> Iterator[tuple[str, str, str]]:
+def _validate_batch(config: Config) -> Iterator[tuple[str, str, str]]:
     budget, seq_len = config.budget, config.model.seq_len
+    if budget.batch_tokens % seq_len:
+        near = nearest_multiples(budget.batch_tokens, seq_len)
+        what = f"batch_tokens {budget.batch_tokens} is not a multiple of seq_len {seq_len}"
+        yield "budget.batch_tokens", what, f"nearest that are: {', '.join(map(str, near))}"
+    elif config.machine.micro_batch != "auto" and config.batch_seqs % config.machine.micro_batch:
+        what = f"micro_batch {config.machine.micro_batch} does not divide the batch of {config.batch_seqs} sequences"
+        fits = nearest_divisors(config.machine.micro_batch, config.batch_seqs)
+        yield "machine.micro_batch", what, f"nearest that do: {fits}, or auto"
     if bool(budget.batch_start) != bool(budget.batch_ramp):
         given, missing = ("batch_start", "batch_ramp") if budget.batch_start else ("batch_ramp", "batch_start")
         yield f"budget.{given}", f"has no effect without budget.{missing}", f"set budget.{missing}, too"
     elif budget.batch_start % seq_len:
-        near = ", ".join(map(str, nearest_multiples(budget.batch_start, seq_len)))
+        near = nearest_multiples(budget.batch_start, seq_len)
         what = f"batch_start {budget.batch_start} is not a multiple of seq_len {seq_len}"
-        yield "budget.batch_start", what, f"nearest that are: {near}"
+        yield "budget.batch_start", what, f"nearest that are: {', '.join(map(str, near))}"
     elif budget.batch_start and config.data.order == "sequential":
         yield "data.order", "shards are cut into batches of one size", "set budget.batch_start=0 budget.batch_ramp=0"
     elif budget.batch_start > budget.batch_tokens:

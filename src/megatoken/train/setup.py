@@ -26,7 +26,7 @@ from megatoken.checkpoint.load import restore_state
 from megatoken.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedError, FileEntry, verify
 from megatoken.config.load import Change, ResolvedConfig, list_changes, render, resolve
 from megatoken.config.model_config import ModelConfig, describe_heads
-from megatoken.config.schema import Config
+from megatoken.config.schema import Config, validate
 from megatoken.console import Console, format_duration, format_quantity
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.dataloader import DataLoader
@@ -332,6 +332,23 @@ def build_train_state(
         run.state.sharded.copy_from_full(init_weights(model, config.seed))
     elif not is_own and not list_steps(run.out / CHECKPOINTS):
         run.state.sharded.copy_from_full(_pretrained_weights(run))
+
+
+def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
+    """The config with the sizes and switches of `model.init`, where it gives none but a context of its own.
+
+    They are those of a run in `out` once it has a checkpoint: `model.init` may be gone. Raises as `load_pretrained`.
+    """
+    model, origins = resolved.config.model, resolved.origins
+    own = {name for name in model.architecture() if origins.get(f"model.{name}", "default") != "default"}
+    if not model.init or own - {"seq_len"}:
+        return resolved
+    given = load_pretrained(out if list_steps(out / CHECKPOINTS) else model.init).model.config
+    sizes = {name: value for name, value in given.architecture().items() if name not in own}
+    config = replace(resolved.config, model=replace(model, **sizes))
+    for key, what, fix in validate(config):
+        raise ConfigError(f"{key}: {what}", f"model.init {model.init}", fix)
+    return replace(resolved, config=config, origins=origins | {f"model.{name}": "model.init" for name in sizes})
 
 
 def check_own_model(run: RunContext, model: GPT, optimizer: torch.optim.Optimizer | None) -> None:
