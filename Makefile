@@ -13,7 +13,7 @@ endif
 # What machine.precision=auto stands for in tests, where a test does not choose: make test PRECISION=fp32
 export MEGATOKEN_PRECISION := $(PRECISION)
 
-.PHONY: quickstart test test-fast faults check soak bench bench-gpu harness clean
+.PHONY: quickstart test test-fast faults check docs soak bench bench-gpu harness clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken quickstart
@@ -40,6 +40,11 @@ check: $(VENV)/.dev
 	$(BIN)ruff check .
 	$(BIN)mypy
 	$(BIN)python -m tests.records
+
+# The pages of docs/ as a site: build/site/index.html.
+docs: $(VENV)/.dev
+	$(BIN)python -m pip install -q -e ".[docs]"
+	$(BIN)python docs/build_site.py
 
 RECORD = $(BIN)python tests/soak/record.py
 

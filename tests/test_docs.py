@@ -1,16 +1,21 @@
-"""The Python of docs/python.md and docs/hacking.md, and of the notebooks under examples/, runs as printed."""
+"""The Python of docs/ and of the notebooks under examples/ runs as printed; the commands of all pages parse."""
 
 import json
 import os
 import re
+import shlex
 import traceback
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 import megatoken
+from megatoken.cli.arguments import parse
+from megatoken.cli.main import COMMANDS
+from megatoken.errors import ConfigError
 from tests.ranks import start_process
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +65,39 @@ def test_hacking_page(tmp_path: Path) -> None:
     program = snippets(ROOT / "docs" / "hacking.md")
     check = "\nassert config.optim.name == 'lion'\nprint('ok')\n"
     assert run(program + check, tmp_path).splitlines()[-1] == "ok"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The `megatoken` commands of a page as words, from its blocks and backticks; without abbreviated ones."""
+    text = page.read_text()
+    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    lines = re.findall(r"^(?:\$ )?(megatoken .*(?:\n {4}.*)*)", blocks, re.MULTILINE)
+    found = []
+    for line in [*lines, *re.findall(r"`(megatoken [^`]+)`", text)]:
+        words = shlex.split(line, comments=True)
+        words = list(takewhile(lambda word: word not in (">", "|", "&", "&&", "2>&1"), words))[1:]
+        if words[0] in COMMANDS and len(words) > 1 and not re.search(r"\.\.\.|\[", line):
+            found.append(words)
+    return found
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+STANDS_FOR = {"N": "2", "ENGINE": "slurm", "LENGTH": "100steps", "W": "2", "PORT": "8765"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_commands_of_a_page_parse(page: Path) -> None:
+    """In a sentence a command may leave out what it is about."""
+    for words in commands(page):
+        if "optim.lrr=1e-3" in words or "--help" in words:  # the example of a mistake
+            continue
+        try:
+            parse([STANDS_FOR.get(word, word) for word in words], COMMANDS)
+        except ConfigError as error:
+            if "arguments are required" not in error.what:
+                raise
 
 
 def test_pages_name_files_that_exist() -> None:
