@@ -30,7 +30,8 @@ QUIET = Console(quiet=True)
 TINY_GPT = ModelConfig(n_layer=1, n_head=2, d_model=32, d_ff=128, vocab_size=128, seq_len=16)  # nothing to pad
 GIVEN = {"--n-layer": 1, "--n-head": 2, "--d-model": 32, "--vocab-size": 128, "--seq-len": 16, "--batch-seqs": 4}
 SIZES = [str(word) for pair in GIVEN.items() for word in pair]
-HAVE = "have some of transformers, nanogpt, build-nanogpt: install it, or add --nanogpt or --build-nanogpt PATH"
+HAVE = "have some of transformers, nanogpt, build-nanogpt, llmc: install it, or add "
+HAVE += "--nanogpt, --build-nanogpt or --llmc PATH"
 SPEC = WorkerSpec(name=OURS, model_config=TINY_GPT, batch_seqs=4, device="cpu")
 
 # The interface of nanoGPT's model.py on a model without attention; what trains at its end must not run.

@@ -40,7 +40,11 @@ def add_benches(add: Add) -> None:
     p.add_argument("--nanogpt", metavar="PATH", type=local_path, help="your checkout of nanoGPT, or its model.py")
     p.add_argument("--build-nanogpt", metavar="PATH", type=local_path, help="your checkout of build-nanogpt, or its "
                    "train_gpt2.py, of which only imports, classes and functions are run")  # fmt: skip
-    p.add_argument("--only", metavar="NAME,...", help="some of transformers, nanogpt, build-nanogpt (default all)")
+    doc = "your checkout of llm.c, whose C trainer is built with its Makefile's flags and timed in fp32"
+    p.add_argument("--llmc", metavar="PATH", type=local_path, help=doc)
+    p.add_argument(
+        "--only", metavar="NAME,...", help="some of transformers, nanogpt, build-nanogpt, llmc (default all)"
+    )
     p.add_argument("--no-compile", action="store_true", help="leave out the compiled configurations of peers")
     p = _bench(add, "parts", "where the time of one training step goes: products, attention, norm, loss, optimizer ..")
     _add_preset(p)

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatoken.bench.spec import OURS, WorkerSpec
+from megatoken.bench.llmc import LlmcTrainer
+from megatoken.bench.spec import LLMC, OURS, WorkerSpec
 from megatoken.bench.workload import ONE_PROCESS, STEPS, build_workload, draw_ids
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig, OptimConfig
@@ -50,6 +51,7 @@ class Training:
     steps: int = 0
     comm: Comm = field(default_factory=lambda: Comm(ONE_PROCESS))
     resources: ExitStack = field(default_factory=ExitStack)  # closed with the process
+    peak_memory_bytes: Callable[[], int] | None = None  # None: of this process or its device
 
     def run(self, steps: int) -> dict[str, Any]:
         """Train on the next batches; drawing them is not timed."""
@@ -66,7 +68,7 @@ class Training:
             self.steps += 1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the next worker may need it
-        memory = self.device.peak_memory_bytes()
+        memory = (self.peak_memory_bytes or self.device.peak_memory_bytes)()
         if self.device.type == "cpu":  # all processes share it
             memory = int(self.comm.sum(torch.tensor(memory)))
         return {"seconds": seconds, "loss": loss, "peak_memory_bytes": memory}
@@ -74,6 +76,8 @@ class Training:
 
 def build_training(spec: WorkerSpec) -> Training:
     """Ours or a baseline, built in this process."""
+    if spec.name == LLMC:
+        return build_llmc(spec)
     return build_ours(spec) if spec.name == OURS else build_baseline(spec)
 
 
@@ -137,6 +141,24 @@ def build_baseline(spec: WorkerSpec) -> Training:
 
     device = Device(torch_device=torch_device, name="", precision=spec.precision, peak_flops=0.0, peak_source="unknown")
     return Training(spec=spec, device=device, step=step, chosen=spec.configuration)
+
+
+def build_llmc(spec: WorkerSpec) -> Training:
+    """llm.c's C trainer in a process of its own."""
+    start = time.perf_counter()
+    trainer = LlmcTrainer(Path(spec.source), spec.model_config, OPTIM, spec.batch_seqs)
+    device = Device(torch_device=torch.device("cpu"), name="", precision="fp32", peak_flops=0.0, peak_source="unknown")
+    resources = ExitStack()
+    resources.callback(trainer.close)
+    return Training(
+        spec=spec,
+        device=device,
+        step=trainer.step,
+        chosen=f"{spec.configuration}, no gradient clipping",
+        tuning_seconds=time.perf_counter() - start,
+        resources=resources,
+        peak_memory_bytes=trainer.peak_memory_bytes,
+    )
 
 
 def build_transformers(spec: WorkerSpec, device: torch.device) -> Baseline:

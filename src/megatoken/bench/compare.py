@@ -7,12 +7,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megatoken.bench.report import show_rows
 from megatoken.bench.runner import Worker, measure_workers
-from megatoken.bench.spec import OURS, WorkerSpec
+from megatoken.bench.spec import LLMC, OURS, WorkerSpec
 from megatoken.bench.workload import SPEED, describe_peak, describe_seconds, format_peak
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import default_d_ff, validate_model
@@ -23,7 +22,8 @@ from megatoken.errors import ConfigError, PeerError
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.timing import Timing
 
-FILES = {"transformers": "", "nanogpt": "model.py", "build-nanogpt": "train_gpt2.py"}  # baselines; of a checkout
+# Baselines, and of a checkout the file.
+FILES = {"transformers": "", "nanogpt": "model.py", "build-nanogpt": "train_gpt2.py", LLMC: "train_gpt2.c"}
 SIZES = ("n_layer", "n_head", "d_model", "vocab_size", "seq_len")  # of a preset that options override
 REST = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}  # last columns of a worker
 NOT_TIMED = ("device", "threads", "deterministic")  # where, not how; what a process sets once
@@ -60,12 +60,14 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     compiled. Raises ConfigError for a baseline that is not there, PeerError when ours fails."""
     sources = find_sources(options)
     ours, device = open_step(options, console)
+    if LLMC in sources and device.type != "cpu":
+        raise ConfigError("llm.c's C trainer computes on a CPU", "--llmc", "leave it out, or add --device cpu")
     precisions = ["fp32", "bf16"] if device.precision == "bf16" else ["fp32"]
     cases = [(p, c) for p in precisions for c in ("eager", "compile") if c == "eager" or not options.no_compile]
     specs = [
         replace(ours, name=name, source=source, precision=p, compile=c == "compile", configuration=f"{p} {c}")
         for name, source in sources.items()
-        for p, c in cases
+        for p, c in (cases if name != LLMC else [("fp32", "C")])
     ]
     workers = measure_workers([ours, *specs], options.repeats, console)
     if workers[0].skipped:
@@ -136,12 +138,12 @@ def apply_setting(spec: WorkerSpec, setting: str, value: Any) -> WorkerSpec:
 
 def find_sources(options: argparse.Namespace) -> dict[str, str]:
     """The baselines asked for, else all that are there, with the file that defines each."""
-    paths: dict[str, Path | None] = {"nanogpt": options.nanogpt, "build-nanogpt": options.build_nanogpt}
+    paths = {"nanogpt": options.nanogpt, "build-nanogpt": options.build_nanogpt, LLMC: options.llmc}
     there = [name for name in FILES if paths.get(name) or (name == "transformers" and find_spec(name))]
     sources: dict[str, str] = {}
     for name in options.only.split(",") if options.only else there:
         if name not in there:
-            fix = f"have some of {', '.join(FILES)}: install it, or add --nanogpt or --build-nanogpt PATH"
+            fix = f"have some of {', '.join(FILES)}: install it, or add --nanogpt, --build-nanogpt or --llmc PATH"
             raise ConfigError(f"there is no '{name}' to measure", "--only", fix)
         path = paths.get(name)
         file = path / FILES[name] if path and path.is_dir() else path

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatoken.config.model_config import ModelConfig
 
-OURS = "megatoken"
+OURS, LLMC = "megatoken", "llmc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
