@@ -8,6 +8,7 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from megatoken.checkpoint.mirror import (
     MirrorUploads,
     allow_rewind,
     claim,
+    fetch_model,
     fetch_run,
     list_mirrored,
     mirror_run,
     verify_mirror,
 )
+from megatoken.convert.hf.load import refuse_missing_path
 from megatoken.errors import CheckpointError, ConfigError, StorageError
 from megatoken.system import object_store
 from megatoken.system.environment import python_command
@@ -89,6 +92,23 @@ def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path) -> None:
     for start in (lambda: fetch_run(run, address, no_warning), lambda: mirror_run(run, address, **KEEP)):
         with pytest.raises(ConfigError, match=r"save\.mirror is ahead: step 20 there, 10 here"):
             start()
+
+
+def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    for step in (10, 20):
+        save(tmp_path / "run", step)
+        mirror_run(tmp_path / "run", address, keep_last=2, keep_every=0)
+        with ThreadPoolExecutor(4) as threads:
+            (folder,) = set(threads.map(lambda _: fetch_model(address, no_warning), range(4)))
+        assert folder.name == f"step-{step:08d}"
+        assert list_steps(folder.parent) == [step]
+    assert fetch_model(f"{address}/checkpoints/step-00000010", no_warning).name == "step-00000010"
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        fetch_model(address + "/other", no_warning)
+    refuse_missing_path(address)
 
 
 def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from megatoken.checkpoint.manifest import (
     parse_manifest,
     verify,
 )
-from megatoken.data.remote import cache_folder
+from megatoken.data.remote import cache_folder, only_one
 from megatoken.errors import CheckpointError, ConfigError, MegatokenError
 from megatoken.launch.local import FORWARDED, at_parent_death
 from megatoken.redact import redact
@@ -255,13 +255,14 @@ def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
     store = ObjectStore(run if named else address)
     steps = [step for step in list_mirrored(store) if not named or step == int(named[1])]
     root = cache_folder("models", store.address, b"") / CHECKPOINTS
-    folder = fetch_newest(store, steps, root, warn)
-    if folder is None:
-        what = "no checkpoint there is whole" if steps else "holds no checkpoint"
-        raise CheckpointError(what, address, "name the address of a run's save.mirror")
-    for other in root.iterdir():
-        if other != folder:
-            discard(other)
+    with storage_errors(root), only_one(root.parent):
+        folder = fetch_newest(store, steps, root, warn)
+        if folder is None:
+            what = "no checkpoint there is whole" if steps else "holds no checkpoint"
+            raise CheckpointError(what, address, "name the address of a run's save.mirror")
+        for other in root.iterdir():
+            if other != folder:
+                discard(other)
     return folder
 
 

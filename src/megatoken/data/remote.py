@@ -82,7 +82,7 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
         there = sum(size for name, size in remote.files.items() if _size(folder / name) == size)
         return f"{format_quantity(there, 'B')} of {format_quantity(sum(remote.files.values()), 'B')} fetched"
 
-    with storage_errors(folder), _only_one(folder, lambda: report(describe())):
+    with storage_errors(folder), only_one(folder, lambda: report(describe())):
         missing = [name for name, size in remote.files.items() if _size(folder / name) != size]
         if missing or not (folder / remote.mark).exists():
             needed, free = sum(remote.files[name] for name in missing), shutil.disk_usage(folder).free
@@ -246,7 +246,7 @@ def _size(path: Path) -> int:
 
 
 @contextmanager
-def _only_one(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def only_one(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
     """Create a folder of the cache and hold its lock; on_wait: called while another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock", timeout=REPORT_SECONDS)
@@ -255,7 +255,8 @@ def _only_one(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
             lock.acquire()
             break
         except filelock.Timeout:
-            on_wait()
+            if on_wait:
+                on_wait()
     try:
         yield
     finally:

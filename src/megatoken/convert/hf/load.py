@@ -14,6 +14,7 @@ from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 from megatoken.system.atomic_write import MALFORMED, read_json
 from megatoken.system.environment import huggingface_cache
+from megatoken.system.object_store import is_address
 
 WEIGHTS, SHARDS, CONFIG = "model.safetensors", "model-*-of-*.safetensors", "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -60,7 +61,11 @@ def find_folder(name_or_folder: str) -> Path:
 def refuse_missing_path(name: str) -> None:
     """Raise CheckpointError for what is not there and can be no hub name: in a folder that is here, or in runs/."""
     path, parent = Path(name), Path(name).parent
-    if path.exists() or (HUB_NAME.fullmatch(name) and parent.name != "runs" and not (parent.name and parent.is_dir())):
+    if (
+        is_address(name)
+        or path.exists()
+        or (HUB_NAME.fullmatch(name) and parent.name != "runs" and not (parent.name and parent.is_dir()))
+    ):
         return
     near = nearest(path.name, sorted(other.name for other in parent.iterdir()) if parent.is_dir() else [])
     known = "a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
