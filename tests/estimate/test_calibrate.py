@@ -13,7 +13,10 @@ from megatoken.config.load import load_config
 from megatoken.errors import ExitCode
 from megatoken.estimate.calibrate import Calibration, calibrate, choose_micro_batch, find_calibration
 from megatoken.estimate.expectation import Expectation
+from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.pretrain import Trainer
+from megatoken.system import device
+from megatoken.system.gpus import GPUS
 
 MODEL = ("model.n_layer=6", "model.n_head=2", "model.d_model=32", "model.seq_len=16", "model.vocab_size=257")
 MACHINE = ("machine.device=cpu", "machine.precision=fp32", "machine.micro_batch=4", "machine.threads=1")
@@ -61,16 +64,31 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     assert answer["tokens"] == 6 * 128
     assert answer["hours"] * 3600 * answer["tokens_per_second"] >= answer["tokens"]
     assert answer["memory_bytes"] > 12 * 6 * 12 * 32**2  # weights, gradients and moments of the blocks
-    device, _ = calibrate(config, config.model, 0.0)
-    known = find_calibration(config.model, config.machine, device, 4)
+    here, _ = calibrate(config, config.model, 0.0)
+    known = find_calibration(config.model, config.machine, here, 4)
     assert known is not None
     assert known.layers == [1, 4]
-    assert find_calibration(config.model, config.machine, device, 8) is None
-    assert find_calibration(replace(config.model, d_model=64), config.machine, device, 4) is None
+    assert find_calibration(config.model, config.machine, here, 8) is None
+    assert find_calibration(replace(config.model, d_model=64), config.machine, here, 4) is None
     first, last = train("after")
     assert "tokens/s" in first
     assert "(this machine, measured before)" in first
     assert "than planned" in last or "as planned" in last
+
+
+def test_a_gpu_that_is_known_is_planned_by_arithmetic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """A CPU under the name of an H100: the line has the planner's speed for that card."""
+    np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
+    monkeypatch.setattr(device, "find_processor_name", lambda: GPUS["H100"].driver)
+    config = load_config("quickstart", f"data.path={tmp_path}/*.npy", *WORDS)
+    Trainer(config, tmp_path / "run").fit()
+    first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("plan "))
+    layout = Layout(micro_batch=4, micro_steps=2, precision="tf32", program="eager")
+    rate = estimate_step(config.model.resolve(257), GPUS["H100"], layout).tokens_per_second
+    assert first.startswith(f"plan     0s of steps, {rate:,.0f} tokens/s, 0.00 GiB (arithmetic)")
+    assert "longer than planned" in last
 
 
 def test_the_error_of_a_plan_in_words() -> None:
