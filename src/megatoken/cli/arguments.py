@@ -104,7 +104,7 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("--data", metavar="TEXT", help="your text, or a dataset: any SOURCE of `prepare` (default python)")
     arg("--prompt", metavar="TEXT", help="text to continue (default: the recipe's, or how your held-out text begins)")
     arg("--out", type=local_path, help="run folder (default runs/quickstart, of your text runs/NAME)")
-    arg = add("completion", "print a script that completes words on the command line").add_argument
+    arg = add("completion", "print a script for the shell that completes words").add_argument
     arg("shell", choices=("bash", "zsh"))
     _add_prepare(add)
     _add_training(add)
@@ -211,7 +211,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--allow-changes", action="store_true", help="resume with other values of guarded fields, or other data")
     arg("--ending", type=local_path, help=argparse.SUPPRESS)  # where a stop is noted (launch/local.py)
     arg("--explain", action="store_true", help="print the measurements behind every setting left at auto")
-    doc = "search settings by short runs: section.field=log:LOW..HIGH, LOW..HIGH or A|B|C"
+    doc = "search settings by short runs: optim.lr=log:1e-4..1e-2, or A..B or A|B|C"
     arg = add("sweep", doc, usage="RECIPE [--trials N] [--jobs N] [--out DIR] section.field=RANGE ...").add_argument
     arg("recipe", metavar="RECIPE", help=recipe_doc)
     arg(

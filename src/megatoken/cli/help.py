@@ -7,7 +7,7 @@ GROUPS = {
     "start": {
         "quickstart": "megatoken quickstart",
         "doctor": "megatoken doctor",
-        "completion": 'eval "$(megatoken completion bash)"',
+        "completion": "megatoken completion bash",
     },
     "data": {
         "prepare": "megatoken prepare texts/ --out data/mine --tokenizer bpe:4096",
