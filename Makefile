@@ -68,7 +68,8 @@ soak: $(VENV)/.dev
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json
 
 # Speeds, side by side with what they are compared to; an hour on two cores. NANOGPT=CHECKOUT adds nanoGPT, whose example
-# data must be prepared, BUILD_NANOGPT=CHECKOUT build-nanogpt, LLMC=CHECKOUT llm.c, and TEXT=FILE of tiny Shakespeare the race to its loss.
+# data must be prepared, BUILD_NANOGPT=CHECKOUT build-nanogpt, LLMC=CHECKOUT llm.c, and TEXT=FILE of tiny Shakespeare the
+# race to its loss.
 BENCH = $(BIN)megatoken bench
 PEERS = $(BENCH) peers $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(LLMC),--llmc $(LLMC)) --out records
 SMALL = --n-layer 6 --n-head 6 --d-model 384 --seq-len 256 --batch-seqs 16

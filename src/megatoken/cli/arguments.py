@@ -239,7 +239,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--image", default="", help="for k8s and skypilot: container image with megatoken (k8s: default megatoken)")
     arg("--namespace", default="", help="for k8s: namespace")
     doc = "parameters, FLOPs and memory of a preset or recipe"
-    arg = add("describe", doc, usage="PRESET_OR_RECIPE | describe MODEL --tensors").add_argument
+    arg = add("describe", doc, usage="(PRESET_OR_RECIPE [--tensors] | MODEL --tensors)").add_argument
     arg("preset", metavar="PRESET_OR_RECIPE", help=f"{preset_doc}; with --tensors also any MODEL of `sample`")
     arg("--tensors", action="store_true", help="list names, shapes, dtypes and numbers of all tensors")
     doc = "estimate memory and traffic of one GPU of many, without any"
