@@ -89,6 +89,7 @@ bench: $(VENV)/.dev
 	$(BENCH) loader --out records
 	$(BENCH) prepare --out records
 	$(BENCH) generate --out records
+	$(RECORD) quickstart -- $(BIN)python -m tests.soak.quickstart_race
 	$(RECORD) ranks-race -- $(BIN)python -m tests.soak.ranks_race
 	$(RECORD) ranks-overlap -- $(BIN)python -m tests.soak.ranks_soak overlap
 	$(RECORD) ranks-curves -- $(BIN)python -m tests.soak.ranks_soak curves

@@ -107,10 +107,10 @@ def test_a_sample_without_memory_does_not_end_the_run(
 
     monkeypatch.setattr(actions, "generate_ids", generate_ids)
     monkeypatch.setattr(setup, "compile_forward", lambda *_: "")
-    words = [f"data.path={config.data.path}", *SMALL, "sample.every=6steps", "machine.compile=on"]
-    given = load_config("quickstart", *words)
-    given = replace(given, machine=replace(given.machine, master_weights="on"))
-    summary = Trainer(given, tmp_path / "run").fit()
+    words = ["sample.every=6steps", "machine.compile=on", "machine.master_weights=on"]
+    summary = Trainer(
+        load_config("quickstart", f"data.path={config.data.path}", *SMALL, *words), tmp_path / "run"
+    ).fit()
     assert summary.steps == 12
     output = capsys.readouterr().out
     assert output.count("no sample: out of memory — sample — lower sample.num_samples or sample.tokens") == 2
@@ -214,9 +214,9 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> N
     shorter = load_config("quickstart", *SMALL, "model.seq_len=8")
     with pytest.raises(ConfigError, match=r"the model differs from config.model — model — set model.seq_len=8"):
         fit(config, tmp_path / "run", model=GPT(shorter.model, vocab_size=257))
-    with pytest.raises(ConfigError, match="the optimizer updates 0 of the model's 28 parameters and 28 others"):
+    with pytest.raises(ConfigError, match="the optimizer updates 0 of the model's 16 parameters and 16 others"):
         fit(config, tmp_path / "run", model=model, optimizer=momentum_sgd(GPT(config.model, vocab_size=257)))
-    with pytest.raises(ConfigError, match="the optimizer updates 1 of the model's 28 parameters"):
+    with pytest.raises(ConfigError, match="the optimizer updates 1 of the model's 16 parameters"):
         fit(config, tmp_path / "run", model=model, optimizer=torch.optim.SGD([model.tokens.weight], lr=1e-2))
     with pytest.raises(ConfigError, match=r"set model.dropout=0.5"):
         fit(config, tmp_path / "run", model=GPT(replace(config.model, dropout=0.5), vocab_size=257))
