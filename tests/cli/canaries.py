@@ -71,8 +71,8 @@ def list_commands(*, short: bool) -> list[list[str]]:
     train = ["train", "in/tiny.yaml", "--out", "run"]
     works = [
         ["prepare", "in/text.txt", "--out", "data", "--tokenizer", "bytes", "--workers", "1", "--val-fraction", "0"],
-        [*train, "--explain", "sample.num_samples=2", "evaluate.tasks_data=" + signed],
-        ["config", "in/tiny.yaml", f"evaluate.tasks_data={address}", "--json"],
+        [*train, "--explain", "sample.num_samples=2", "evaluate.tasks=piqa?", "evaluate.tasks_data=" + signed],
+        ["config", "in/tiny.yaml", "evaluate.tasks=piqa", f"evaluate.tasks_data={address}", "--json"],
         ["sample", "run", f"to {WRITTEN['github']}", "--tokens", "1", "--json"],
         ["eval", "run", "--data", "in/text.txt", "--limit", "32", "--json"],
         ["export", "run", "--out", "export"],

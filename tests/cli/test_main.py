@@ -105,7 +105,7 @@ def test_help_of_a_command_ends_with_an_example(command: str, capsys: pytest.Cap
     with pytest.raises(SystemExit, match=r"^0$"):
         main([command, "--help"])
     assert f"example:\n  {EXAMPLES[command]}\n" in capsys.readouterr().out
-    program, *words = shlex.split(EXAMPLES[command])
+    program, *words = shlex.split(EXAMPLES[command].removeprefix('eval "$(').removesuffix(')"'))
     assert program == "megatoken"
     assert parse(words, COMMANDS).command == command
 
@@ -156,6 +156,9 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             )
         ),
         (["plot", "runs/nope"], 3, "no metrics to read: No such file or directory — runs/nope/metrics.jsonl — "),
+        (["train", "quickstart", "--restarts", "2"], 2, "--restarts has no effect here — --restarts — leave it out"),
+        (["prepare", "a.txt", "--root", "x", "--out", "OUT"], 2, "--root has no effect beside a.txt"),
+        (["eval", "m", "--data", "x", "--no-token-mean"], 2, "--no-token-mean has no effect here"),
         (["prepare", "python", "--out", ""], 2, "a path is empty"),
         (["prepare", "python", "--out", "nothing://bucket/out"], 2, "not an address: Protocol not known: nothing"),
         (["prepare", "python", "--out", "file:///out"], 2, "not a path on this machine: file:///out — mount"),
@@ -297,15 +300,16 @@ def test_prepare_train_sample_verify_plot(
     streamed = run(*greedy, capsys=capsys)[1]
     assert streamed == "the cat" + first["text"][0] + "\n"  # type: ignore[index]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((corpus / "00.txt").read_bytes())))
-    code, text, _ = run("sample", str(out), "--tokens", "4", "-n", "2", capsys=capsys)
-    assert code == ExitCode.CONFIG  # the whole document is longer than the context
-    assert text == ""
+    code, text, err = run("sample", str(out), "--tokens", "4", "-n", "2", capsys=capsys)
+    assert (code, text.startswith("document 0: the cat")) == (0, True)
+    assert re.fullmatch(r"note: the prompt has \d+ tokens, the model sees the last 32: its context\n", err)
+    code, _, err = run("sample", str(out), "the cat", "--tokens", "40", capsys=capsys)
+    assert (code, err) == (0, "note: beyond the context of 32 tokens the model sees the newest ones only\n")
     several = run_json("sample", str(out), "the", "--tokens", "4", "-n", "3", capsys=capsys)
     lengths = [len(ids) for ids in several["ids"]]  # type: ignore[attr-defined]
     assert len(lengths) == 3
     assert max(lengths) == 4  # one that ends its document is shorter
     assert run("verify", str(out), capsys=capsys)[0] == 0
-    assert run("sample", str(out), "the cat", capsys=capsys)[0] == 0  # as many tokens as there is room for
     code, text, _ = run("sample", str(out), "the cat", "--tokens", "0", capsys=capsys)
     assert (code, text) == (ExitCode.CONFIG, "")
     code, _, err = run("sample", str(out), "the cat", "--device", "abacus", capsys=capsys)

@@ -53,9 +53,8 @@ def test_a_preset_on_the_command_line_replaces_every_size_and_switch_of_a_recipe
 
 
 def test_rendered_config_loads_again(tmp_path: Path) -> None:
-    resolved = resolve(
-        write(tmp_path, RECIPE), ['sample.prompt=a: b # c\n"d"', "save.time_limit=90m", "optim.lr=1e-05"]
-    )
+    words = ['sample.prompt=a: b # c\n"d"', "sample.every=1", "save.time_limit=90m", "optim.lr=1e-05"]
+    resolved = resolve(write(tmp_path, RECIPE), words)
     again = resolve(write(tmp_path, render(resolved.config, resolved.origins)))
     assert again.config == resolved.config
 
@@ -64,7 +63,7 @@ def test_rendered_config_loads_again(tmp_path: Path) -> None:
     "text", ["*.npy", "-", "---", "\U0001f600", "a\u2028b\x85\x7f\ufeff\0", "\udc80", "#", "", "x" * 300, "?"]
 )
 def test_any_text_is_rendered_so_that_it_loads_again(tmp_path: Path, text: str) -> None:
-    resolved = resolve(write(tmp_path, RECIPE), [f"data.path={text}", f"sample.prompt={text}"])
+    resolved = resolve(write(tmp_path, RECIPE), [f"data.path={text}", f"sample.prompt={text}", "sample.every=1"])
     again = resolve(write(tmp_path, render(resolved.config, resolved.origins)))
     assert again.config == resolved.config
 
@@ -133,7 +132,8 @@ def test_the_decay_of_version_1_had_a_meaning_under_wsd_only(tmp_path: Path, sch
     assert str(old.optim.decay) == decay
     new = resolve(write(tmp_path, text.replace("  decay: 0.2dur\n", ""))).config
     assert list_changes(old, new) == []
-    assert str(resolve(write(tmp_path, f"version: 2\n{text}")).config.optim.decay) == "0.2dur"
+    if schedule != "constant":
+        assert str(resolve(write(tmp_path, f"version: 2\n{text}")).config.optim.decay) == "0.2dur"
 
 
 def test_recipe_names() -> None:

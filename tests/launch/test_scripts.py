@@ -213,7 +213,10 @@ def test_the_launch_command_checks_and_writes(tmp_path: Path, capsys: pytest.Cap
     expected = "a batch of 16 sequences does not divide among 32 data-parallel processes"
     assert expected in (error := capsys.readouterr().err)
     assert "or budget.batch_start to 65536" in error
-    assert main(["launch", "slurm", "gpt2-124m", "--nproc", "6", "machine.tensor_parallel=3"]) == ExitCode.DONE
+    six_seqs = ["launch", "slurm", "gpt2-124m", "--nproc", "12", "budget.batch_tokens=6144"]
+    assert main([*six_seqs, "machine.tensor_parallel=2"]) == ExitCode.DONE
     capsys.readouterr()
+    assert main([*six_seqs, "machine.tensor_parallel=3"]) == ExitCode.CONFIG
+    assert "3 does not divide the seq_len of 1,024" in capsys.readouterr().err
     assert main(["launch", "slurm", "gpt2-124m", "optim.lrr=1"]) == ExitCode.CONFIG
     assert "did you mean 'optim.lr'" in capsys.readouterr().err

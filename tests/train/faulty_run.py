@@ -144,8 +144,8 @@ def read_late(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Read numbers when rank 0 asks for it, after every second step or so: the others would never."""
     build = pretrain.TrainLoop.__init__
 
-    def init(loop: pretrain.TrainLoop, run: RunContext) -> None:
-        build(loop, run)
+    def init(loop: pretrain.TrainLoop, *arguments: Any) -> None:
+        build(loop, *arguments)
         loop.reads_every_step = False
 
     patch.setattr(pretrain.TrainLoop, "__init__", init)

@@ -339,12 +339,14 @@ def test_run_keeps_the_kernels_it_started_with(recipe: Path, tmp_path: Path) -> 
 
 
 def test_explain_prints_the_timings(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = resolve(str(recipe), ["sample.every=0", "budget.steps=1", "model.dropout=0", "machine.fused=on"])
+    config = resolve(str(recipe), ["sample.every=0", "budget.steps=1", "model.dropout=0"]).config
+    config = replace(config, machine=replace(config.machine, fused="on", sharding="zero1"))
     Trainer(config, tmp_path / "run", explain=True).fit()
     output = capsys.readouterr().out
     assert re.search(r"kernels +attention \w+", output)
     assert re.search(r"attention +(flash|blocked) \(flash [\d.e-]+ ms, blocked [\d.e-]+ ms\)", output)
     assert "warning: fused kernels are left out: there is no GPU to run them (cpu)" in output
+    assert "warning: machine.sharding=zero1 is left out: one data-parallel process shards nothing" in output
 
 
 @pytest.mark.fault(18)

@@ -107,10 +107,10 @@ def test_a_sample_without_memory_does_not_end_the_run(
 
     monkeypatch.setattr(actions, "generate_ids", generate_ids)
     monkeypatch.setattr(setup, "compile_forward", lambda *_: "")
-    words = ["sample.every=6steps", "machine.compile=on", "machine.master_weights=on"]
-    summary = Trainer(
-        load_config("quickstart", f"data.path={config.data.path}", *SMALL, *words), tmp_path / "run"
-    ).fit()
+    words = [f"data.path={config.data.path}", *SMALL, "sample.every=6steps", "machine.compile=on"]
+    given = load_config("quickstart", *words)
+    given = replace(given, machine=replace(given.machine, master_weights="on"))
+    summary = Trainer(given, tmp_path / "run").fit()
     assert summary.steps == 12
     output = capsys.readouterr().out
     assert output.count("no sample: out of memory — sample — lower sample.num_samples or sample.tokens") == 2

@@ -204,7 +204,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--init", metavar="RUN_OR_HF_DIR", help="initial weights; the same as model.init=...")
     arg("--nproc", type=int, default=1, metavar="N", help="processes on this machine, one per GPU (default 1)")
     doc = f"of --nproc's processes in a row without progress, when one hangs or is lost (default {RESTARTS})"
-    arg("--restarts", type=int, default=RESTARTS, metavar="N", help=doc)
+    arg("--restarts", type=int, metavar="N", help=doc)
     doc = "train a run that has reached its end this much longer: 2000steps, 1e9tok, 0.5ep, or 0.5dur of its length"
     arg("--extend", metavar="LENGTH", type=_length, help=doc)
     arg("--overfit-batch", action="store_true", help="train on the first batch only, a check: data.order=one-batch")
@@ -276,7 +276,7 @@ def _add_models(add: Callable[..., Parser]) -> None:
     doc = "run folder or its save.mirror, Hugging Face folder or hub name, llm.c's .bin, nanoGPT's ckpt.pt"
     arg("model", metavar="MODEL", help=doc)
     arg("prompt", metavar="PROMPT", nargs="?", default="-", help="text to continue (default -: stdin)")
-    arg("--tokens", type=int, help="new tokens per sequence (default 128, or what fits in the context)")
+    arg("--tokens", type=int, default=128, help="new tokens per sequence (default 128)")
     arg("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")
     arg("--top-k", type=int, default=50, help="sample from the k likeliest tokens; 0: all (default 50)")
     arg("--top-p", type=float, default=1.0, help="sample from the likeliest tokens that sum to p (default 1)")
@@ -328,13 +328,20 @@ def check_eval(options: argparse.Namespace) -> None:
         raise ConfigError("nothing to evaluate on", "megatoken eval", fix)
     if options.tasks and options.data and is_address(options.data):
         raise ConfigError("examples of tasks are read from this machine", "--data", "copy them to a local folder")
-    for flag, given, has_effect, purpose in (
-        ("--split", options.split, not options.tasks, "--data without --tasks"),
-        ("--examples", options.examples, options.tasks, "--tasks"),
-        ("--plot", options.plot, not options.harness, "our own scores and losses"),
-        ("--fewshot", options.fewshot is not None, options.harness, "--harness"),
-        ("--include", options.include, options.harness, "--harness"),
-    ):
+    has_tasks, in_harness = bool(options.tasks), options.harness
+    refuse_without_effect(
+        ("--split", options.split, not has_tasks, "--data without --tasks"),
+        ("--examples", options.examples, has_tasks, "--tasks"),
+        ("--no-token-mean", options.no_token_mean, has_tasks and not in_harness, "--tasks without --harness"),
+        ("--plot", options.plot, not in_harness, "our own scores and losses"),
+        ("--fewshot", options.fewshot is not None, in_harness, "--harness"),
+        ("--include", options.include, in_harness, "--harness"),
+    )
+
+
+def refuse_without_effect(*rows: tuple[str, Any, bool, str]) -> None:
+    """Raise ConfigError for an option in vain. rows: option, given?, has it an effect?, what it is for."""
+    for flag, given, has_effect, purpose in rows:
         if given and not has_effect:
             raise ConfigError(f"{flag} has no effect here", flag, f"leave it out: it is for {purpose}")
 

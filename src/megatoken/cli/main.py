@@ -20,7 +20,7 @@ from typing import Any
 
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import encode_model_config, verify
-from megatoken.cli.arguments import TRANSLATED, Command, build_parser, check_eval, parse
+from megatoken.cli.arguments import TRANSLATED, Command, build_parser, check_eval, parse, refuse_without_effect
 from megatoken.cli.completion import write_completion
 from megatoken.cli.plan import plan
 from megatoken.cli.quickstart import quickstart
@@ -39,12 +39,13 @@ from megatoken.config.load import (
 )
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
-from megatoken.config.schema import Config
+from megatoken.config.schema import FIELDS, Config
 from megatoken.console import format_count
 from megatoken.distributed.env import read_dist_env
+from megatoken.distributed.parallel_dims import ParallelDims, check_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.eval.tasks import find_tasks
-from megatoken.launch.local import COMMAND, at_parent_death, launch, stop_at_once, write_stop_marker
+from megatoken.launch.local import COMMAND, RESTARTS, at_parent_death, launch, stop_at_once, write_stop_marker
 from megatoken.launch.scripts import Job, check_job, name_job, write_script
 from megatoken.model import flops
 from megatoken.redact import RedactedStream, redact
@@ -135,11 +136,12 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """train: train a recipe into a run folder."""
     options.overrides += [f"model.init={options.init}"] if options.init else []
     options.overrides += ["data.order=one-batch"] if options.overfit_batch else []
+    refuse_without_effect(("--restarts", options.restarts is not None, options.nproc != 1, "--nproc above 1"))
     with stop_at_once(options.ending):
         resolved, named_out = find_recipe(options)
         if options.ending and heartbeat_file() is None and (ask := at_parent_death(signal.SIGTERM)):
             ask()  # torchrun is the parent
-        if (code := launch_ranks(options, options.restarts)) is not None:
+        if (code := launch_ranks(options, RESTARTS if options.restarts is None else options.restarts)) is not None:
             return write_stop_marker(options.ending) if code == ExitCode.STOPPED else code, None
         is_main = read_dist_env().is_main_process
         if is_main and options.recipe:
@@ -180,11 +182,14 @@ def find_recipe(options: argparse.Namespace) -> tuple[ResolvedConfig, Path | Non
     if options.recipe is not None:
         if folder := find_run(options.recipe):
             return resolve_run(folder, find_run_config(folder), options.overrides), folder
-        return resolve(options.recipe, options.overrides), None
+        resolved = resolve(options.recipe, options.overrides)
+        check_recipe(resolved.config)
+        return resolved, None
     from megatoken.convert.recipes import translate
 
     translation = translate(options)
     resolved = translation.resolve(options.overrides)
+    check_recipe(resolved.config)
     return dataclasses.replace(resolved, notes=(*translation.notes, *resolved.notes)), translation.out
 
 
@@ -201,6 +206,17 @@ def find_run_config(folder: Path) -> Path:
     return folder / RUN_CONFIG
 
 
+def check_recipe(config: Config) -> None:
+    """Raise what the run would, as far as that is known without its data, devices and processes."""
+    check_dims(ParallelDims(tp_size=config.machine.tensor_parallel), config.model.resolve(config.model.vocab_size))
+    if config.evaluate.tasks:
+        find_tasks([name.strip().removesuffix("?") for name in config.evaluate.tasks.split(",")])
+    if config.data.tokenizer != FIELDS["data.tokenizer"].default:
+        from megatoken.data.tokenizer import load_tokenizer
+
+        load_tokenizer(config.data.tokenizer)
+
+
 def _render_with_notes(resolved: ResolvedConfig, *, given_only: bool = False) -> str:
     notes = "".join(f"# {note}\n" for note in resolved.notes)
     return notes + render(resolved.config, resolved.origins, given_only=given_only)
@@ -210,6 +226,7 @@ def run_launch(options: argparse.Namespace) -> Result:
     """launch: check a recipe for a number of processes, then write a script that starts it."""
     resolved = resolve(options.recipe, options.overrides)
     out = options.out or find_run(options.recipe) or Path("runs") / resolved.name
+    check_recipe(resolved.config)
     words = [options.recipe, "--out", str(out), *options.overrides]
     fields = _pick(options, "nodes", "nproc", "gpus", "time", "image", "partition", "account", "namespace")
     job = Job(name=name_job(resolved.name), train_args=words, setup=options.setup, sbatch=options.sbatch, **fields)

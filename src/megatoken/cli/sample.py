@@ -7,7 +7,7 @@ from typing import Any
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, spell_controls
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.sampling.generate import TextStream, check_settings, default_new_tokens, generate_ids, to_column_major
+from megatoken.sampling.generate import TextStream, check_settings, describe_window, generate_ids, to_column_major
 from megatoken.system.device import memory_errors, open_device
 
 FLAGS = ("--tokens", "--temperature", "--top-k", "--top-p", "--n")
@@ -17,17 +17,19 @@ FLAGS = ("--tokens", "--temperature", "--top-k", "--top-p", "--n")
 def sample(options: Namespace, prompt: str) -> dict[str, Any]:
     """Print the continuation while it is generated, unless `--json`; return it as ids and text without the prompt.
 
-    Raises ConfigError for numbers out of range or a prompt longer than the context.
+    Raises ConfigError for numbers out of range.
     """
-    tokens = 1 if options.tokens is None else options.tokens
-    check_settings(tokens, options.temperature, options.top_k, options.top_p, options.n, FLAGS)
-    loaded = load_pretrained(options.model, Console(to_stderr=True).warn)
+    check_settings(options.tokens, options.temperature, options.top_k, options.top_p, options.n, FLAGS)
+    messages = Console(to_stderr=True)
+    loaded = load_pretrained(options.model, messages.warn)
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
     model, tokenizer = loaded.model.to(device.torch_device), loaded.tokenizer
     if device.type == "cpu" and device.precision == "fp32":
         to_column_major(model)
     prompt_ids = tokenizer.encode(prompt).tolist()
     start_ids = tokenizer.start_ids(prompt_ids)
+    if note := describe_window(model.config, len(start_ids), options.tokens):
+        messages.print(f"note: {note}")
     streams = options.n == 1 and not options.json
     stream, pending = TextStream(tokenizer, prompt_ids), [prompt]
     shown = spell_controls if options.console.is_live else str  # a file or pipe gets the text alone, as it is
@@ -43,7 +45,7 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
     sequences = generate_ids(
         model,
         start_ids,
-        max_new_tokens=default_new_tokens(model.config, start_ids) if options.tokens is None else options.tokens,
+        max_new_tokens=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

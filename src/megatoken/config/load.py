@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from megatoken.config.effects import list_without_effect
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
@@ -80,7 +81,10 @@ def resolve(recipe: str, overrides: Sequence[str] = (), others: Sequence[str] = 
     if folder := find_run(recipe):
         return resolve_run(folder, folder / RUN_CONFIG, overrides)
     path = _find_recipe(recipe, others)
-    return resolve_assignments(path.stem, read_recipe(path), overrides)
+    assignments = read_recipe(path)
+    # What `config` and a run folder write holds every value.
+    is_own = path.parent != SHIPPED and not {assignment.key for assignment in assignments}.issuperset(ALTERNATIVES)
+    return resolve_assignments(path.stem, assignments, overrides, is_own=is_own)
 
 
 def find_run(recipe: str) -> Path | None:
@@ -114,10 +118,13 @@ def load_config(recipe: str, *overrides: str) -> Config:
     return resolved.config
 
 
-def resolve_assignments(name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = ()) -> ResolvedConfig:
+def resolve_assignments(
+    name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = (), *, is_own: bool = False
+) -> ResolvedConfig:
     """Check assignments that were read already. Raises ConfigError naming where a wrong value was written.
 
-    name: of the run, and of its folder in runs/ unless --out is given.
+    name: of the run, and of its folder in runs/ unless --out is given. is_own: the recipe holds what its user chose, of
+    which nothing may be without effect; of the overrides nothing may be either way.
     """
     if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
         raise ConfigError(f"a run cannot be called {name!r:.80}", fix="rename the recipe, or its run_name")
@@ -129,6 +136,11 @@ def resolve_assignments(name: str, recipe: Sequence[Assignment], overrides: Sequ
     config = build_config(values)
     notes += _note_other_preset(preset_of_recipe, config, origins)
     _refuse_conflicts(config, origins)
+    layers = dict.fromkeys(origins if is_own else (), 1)
+    layers |= {key: 2 for key, origin in origins.items() if overrides and origin == COMMAND_LINE}
+    for key, cause, why in list_without_effect(config, layers):
+        what = f"{key} has no effect beside {cause}={format_value(flatten(config)[cause])}: {why}"
+        raise ConfigError(what, origins[key], f"leave it out, or change {cause}")
     preset = config.model.preset
     given = {f"model.{name}" for name in PRESETS[preset].architecture()} if preset else set()
     defaults = {key: f"preset {preset}" if key in given else "default" for key in FIELDS}
@@ -149,7 +161,7 @@ def _note_other_preset(preset_of_recipe: str, config: Config, origins: dict[str,
 def resolve_preset(name: str, overrides: Sequence[str]) -> Config:
     """One step of a published architecture, with `a.b=c` overrides. Raises ConfigError like `resolve`."""
     one_step = [Assignment("model.preset", name, "preset"), Assignment("budget.steps", "1", "preset")]
-    return resolve_assignments(name, one_step, overrides).config
+    return resolve_assignments(name, [*one_step, *map(_split_override, overrides)]).config
 
 
 def from_python(config: Config, name: str) -> ResolvedConfig:

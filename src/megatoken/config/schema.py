@@ -304,13 +304,8 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "machine.activation_checkpointing", "tensor_parallel splits the GELU output already", "use none or block"
     if config.machine.sharding not in ("auto", "none") and config.machine.master_weights == "on":
         yield "machine.master_weights", "sharded weights are fp32 masters already", "use auto"
-    for key, given, needed in (
-        ("evaluate.patience", config.evaluate.patience, config.evaluate.every),
-        ("sample.at_start", config.sample.at_start, config.sample.every),
-    ):
-        if given and not needed.value:
-            section = key.partition(".")[0]
-            yield key, f"has no effect with {section}.every=0", f"set {section}.every, or leave {key} out"
+    if config.evaluate.patience and not config.evaluate.every.value:
+        yield "evaluate.patience", "has no effect with evaluate.every=0", "set evaluate.every, or evaluate.patience=0"
     for name in split_sinks(config.log.sinks):
         if name not in SINKS:
             yield "log.sinks", f"unknown sink {name!r}", f"choose of {', '.join(SINKS)}"

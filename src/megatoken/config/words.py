@@ -13,7 +13,7 @@ from megatoken.config.fields import TRUTHS, ConfigField, Duration
 from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.config.schema import FIELDS
 
-ALIKE = 0.6  # of difflib's ratio: less is no slip of the pen
+ALIKE, KEYS_ALIKE = 0.6, 0.75  # of difflib's ratio: less is no slip of the pen
 
 
 def _invert(table: Mapping[str, str]) -> dict[str, str]:
@@ -30,6 +30,7 @@ KEYS = _invert(
         "model.n_kv_head": "num_key_value_heads n_query_groups num_query_groups n_kv_heads kv_heads",
         "model.d_model": "n_embd hidden_size dim embed_dim d_embed model_dim width",
         "model.d_ff": "intermediate_size n_inner ffn_hidden_size ffn_dim",
+        "model.vocab_size": "padded_vocab_size n_vocab",
         "model.seq_len": "block_size context_length n_positions max_seq_len n_ctx seq_length sequence_length"
         " train_seq_len max_position_embeddings max_seq_length context",
         "model.mlp": "activation_function hidden_act activation",
@@ -252,7 +253,7 @@ def suggest_option(words: Sequence[str], options: Collection[str], *, settings: 
             return f"did you mean {option}?"
         return "settings are section.field=value" if settings and not word.startswith("-") else ""
     value = value if equals else next((word for word in words[1:2] if not word.startswith("-")), "")
-    value = "" if note else find_value(FIELDS[field], value) or value
+    value = "" if note or name.split(".")[-1] not in KEYS | _OURS else find_value(FIELDS[field], value) or value
     return f"settings are section.field=value, without --: {field}={value or '...'} {note}".strip()
 
 
@@ -263,11 +264,12 @@ def find_key(key: str) -> tuple[str, str]:
     """
     key = key[:200].lower().replace("-", "_").replace("/", ".").strip(".")
     section, _, name = key.rpartition(".")
-    in_section = f"{section}.{nearest(name, _OURS)}"
+    near = nearest(name, _OURS, KEYS_ALIKE)
+    in_section = f"{section}.{near}"
     found = KEYS.get(key) or KEYS.get(name) or (in_section if in_section in FIELDS else "")
-    found = found or ("" if section in SECTIONS else nearest(key, FIELDS, 0.75))
+    found = found or ("" if section in SECTIONS else nearest(key, FIELDS, KEYS_ALIKE))
     parts = key.split(".")[::-1]  # a name may have a part of ours below it, as betas.0
-    found = found or next(filter(None, map((KEYS | _OURS).get, parts)), "") or _OURS.get(nearest(name, _OURS), "")
+    found = found or next(filter(None, map((KEYS | _OURS).get, parts)), "") or _OURS.get(near, "")
     words, note = CONVERSIONS.get(found, ("", ""))
     return found, note if {key, *parts} & {*words.split()} else ""
 

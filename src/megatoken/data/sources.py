@@ -102,6 +102,8 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     found, or token shards are; ConfigError when `spec` names a corpus and a file here.
     """
     path = local_path(spec)
+    if root and spec not in NAMES:
+        raise ConfigError(f"--root has no effect beside {spec}", "--root", f"it is for {', '.join(NAMES)}")
     if spec in NAMES and not root and path.exists():
         what = f"{spec} is a corpus, and a {'folder' if path.is_dir() else 'file'} here"
         raise ConfigError(what, path.absolute(), f"write ./{spec} for what is here, or start elsewhere for the corpus")

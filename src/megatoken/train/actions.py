@@ -170,7 +170,7 @@ def sample(run: RunContext) -> None:
         sequences = generate_ids(
             model,
             prompt,
-            max_new_tokens=min(config.tokens, model.config.seq_len + 1 - len(prompt)),
+            max_new_tokens=config.tokens,
             temperature=config.temperature,
             top_k=config.top_k,
             seed=run.config.seed,

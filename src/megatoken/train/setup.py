@@ -265,6 +265,8 @@ def apply_dims(run: RunContext, dims: ParallelDims) -> None:
     for name in ("master_weights", "fused"):
         if getattr(asked, name) == "on" != getattr(machine, name):
             run.console.warn(f"machine.{name}=on is left out: the model is split ({dims})")
+    if asked.sharding not in ("auto", dims.sharding):
+        run.console.warn(f"machine.sharding={asked.sharding} is left out: one data-parallel process shards nothing")
     if machine.deterministic and not dims.is_unsharded:
         what = "machine.deterministic: gradients of a split model are added in an order that changes with the ranks"
         run.console.warn(f"{what}; machine.sharding=none and tensor_parallel=1 keep it")
@@ -510,7 +512,10 @@ def choose_kernels(run: RunContext, *, explain: bool) -> None:
         run.console.warn("machine.master_weights=on is left out: in fp32 the weights are their own masters")
     reasons = choice.explain()
     if run.config.model.dropout and choice.kernels.attention in BUILT_IN:
-        reasons.append(("dropout", "attention trains by the explicit formula: torch's kernels cannot take its masks"))
+        reason = "trains by the explicit formula with dropout: torch's kernels cannot take its masks"
+        reasons.append(("dropout", f"attention {reason}"))
+        if attention not in ("auto", "explicit"):
+            run.console.warn(f"machine.attention={attention} evaluates and samples; it {reason}")
     for name, reason in reasons if explain else []:
         run.console.print(f"  {name:<9} {reason}")
 
