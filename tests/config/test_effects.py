@@ -45,8 +45,8 @@ def test_every_setting_has_a_rule_or_always_an_effect() -> None:
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        ("model.rope_theta=1000", "model.pos_emb=learned"),
-        ("model.rope_factor=8", "model.pos_emb=learned"),
+        ("model.pos_emb=learned model.rope_theta=1000", "model.pos_emb=learned"),
+        ("model.pos_emb=learned model.rope_factor=8", "model.pos_emb=learned"),
         ("model.pos_emb=rotary model.rope_low=2", "model.rope_factor=1.0"),
         ("model.pos_emb=rotary model.rope_high=2", "model.rope_factor=1.0"),
         ("model.pos_emb=rotary model.rope_context=2", "model.rope_factor=1.0"),
