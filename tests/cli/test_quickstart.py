@@ -43,7 +43,7 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     assert first["prepare"]["tokenizer"]["vocab_size"] == 4096
     assert first["train"]["steps"] == 2
     assert "$ megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.05\n" in captured.err
-    assert 'sample runs/quickstart "class"\n' in captured.err
+    assert "sample runs/quickstart class\n" in captured.err
     assert len(first["sample"]["text"]) == 3
     held_out = first["prepare"]["val_tokens"]
     assert first["eval"]["target_tokens"] == held_out - 1  # all of it, whatever evaluate.tokens

@@ -4,11 +4,13 @@ import json
 import signal
 import subprocess
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatoken.cli import sweep
 from megatoken.cli.main import main
 from megatoken.cli.sweep import SearchRange, parse_space
 from megatoken.config.load import load_config
@@ -16,7 +18,7 @@ from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.launch.local import COMMAND
 
-pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna")
 RECIPE = """version: 1
 model: {{n_layer: 1, n_head: 1, d_model: 16, seq_len: 16}}
 data: {{path: {data}}}
@@ -87,6 +89,17 @@ def test_a_search_finds_the_better_rate_and_goes_on_with_more_trials(
     assert load_config(answer["recipe"]).optim.lr == 3e-2
     assert main(["sweep", recipe, "--out", str(tmp_path / "out"), "optim.lr=1e-5|3e-3"]) == ExitCode.CONFIG
     assert "the sweep in this folder has another ranges" in capsys.readouterr().err
+
+
+def test_a_search_that_goes_on_draws_other_values(recipe: str, tmp_path: Path) -> None:
+    ranges, _ = parse_space(recipe, ["optim.lr=log:1e-4..1e-1"])
+    drawn = []
+    for _ in range(3):
+        study = sweep._open_study(optuna, Namespace(seed=0, jobs=1, out=tmp_path, recipe=recipe), ranges, [])
+        trial = study.ask()
+        drawn.append(ranges[0].suggest(trial))
+        study.tell(trial, 1.0)
+    assert len({*drawn}) == 3
 
 
 def test_a_sweep_that_is_ended_goes_on_where_it_was(

@@ -106,7 +106,7 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
         prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=tokenizer)
     with pytest.raises(DataError, match=rf"different tokenizers: {tmp_path}/bytes of bytes .*, {tmp_path}/bpe of "):
         load_mixture(f"{tmp_path}/bytes:1,{tmp_path}/bpe:1")
-    with pytest.raises(ConfigError, match=r"'x' has no weight .* PATH:WEIGHT,PATH:WEIGHT"):
+    with pytest.raises(ConfigError, match=r"'x' has no weight above 0 .* PATH:WEIGHT,PATH:WEIGHT"):
         load_mixture(f"{folder}/letters:1,x")
     with pytest.raises(ConfigError, match="letters is named twice"):
         load_mixture(f"{folder}/letters:1,{folder}/letters:2")

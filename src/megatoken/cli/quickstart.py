@@ -53,20 +53,21 @@ def quickstart(options: Namespace, commands: Mapping[str, Command]) -> tuple[int
         _, source, *how = prepare_words(default, data)
         run("prepare", own or source, *how)
     dataset = load_dataset(data)
-    if own is not None:
-        overrides.insert(0, f"sample.prompt={find_prompt(dataset)}")
-    if options.prompt is not None:
-        overrides.append(f"sample.prompt={options.prompt}")
-    config = resolve(RECIPE, overrides).config
+    config, prompt = resolve(RECIPE, overrides).config, options.prompt
+    if prompt is None:
+        is_chosen = own is None or any(word.startswith("sample.prompt=") for word in overrides)
+        prompt = config.sample.prompt if is_chosen else find_prompt(dataset)
+    if config.sample.every.value and prompt != config.sample.prompt:
+        overrides.insert(0, f"sample.prompt={prompt}")
     if code := run("train", RECIPE, "--out", out, *overrides):
         return code, answers
     if len(dataset.val) > 1:
         limit = ["--limit", str(EVAL_TOKENS)] if len(dataset.val) > EVAL_TOKENS else []
         run("eval", out, "--data", data, "--split", "val", *limit)
         answers["compressors"] = measure_compressors(dataset, config.model.seq_len)
-    run("sample", out, config.sample.prompt, "-n", str(SAMPLES))
+    run("sample", out, prompt, "-n", str(SAMPLES))
     console.print("")
-    console.table(describe_end(out, answers))
+    console.table(describe_end(out, answers, prompt if own else "class"))
     return ExitCode.DONE, answers
 
 
@@ -99,13 +100,13 @@ def measure_compressors(dataset: Any, seq_len: int) -> dict[str, float]:
     return {name: 8 * size / len(text) for name, size in sizes.items()}
 
 
-def describe_end(out: str, answers: dict[str, Any]) -> list[tuple[str, str]]:
+def describe_end(out: str, answers: dict[str, Any], prompt: str) -> list[tuple[str, str]]:
     """(name, value) for the user: what was made, how good it is, what to type next."""
     curves, program = Path(out) / "plots" / "curves.png", name_program()
     rows = [
         ("run folder", out),
         ("curves", str(curves) if curves.is_file() else f"pip install matplotlib, then: {program} plot {out}"),
-        ("next", f'{program} sample {out} "class"'),
+        ("next", f"{program} sample {shlex.join([out, prompt])}"),
         ("your text", f'{program} quickstart --data FOLDER_OR_FILE --prompt "Once upon a time"'),
     ]
     if "eval" in answers:

@@ -242,14 +242,14 @@ def _open_study(optuna: Any, options: Namespace, ranges: Sequence[SearchRange], 
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler = optuna.samplers.TPESampler(seed=options.seed, constant_liar=options.jobs > 1)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS)
     storage = JournalStorage(JournalFileBackend(str(options.out / JOURNAL)))
-    study = optuna.create_study(
-        storage=storage, sampler=sampler, pruner=pruner, study_name="sweep", load_if_exists=True
-    )
+    study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", load_if_exists=True)
+    # With the number of trials: a search that goes on does not draw its first values again.
+    seed = options.seed + len(study.get_trials(deepcopy=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=options.jobs > 1)
     search = {"recipe": options.recipe, "ranges": [repr(space) for space in ranges], "fixed": list(fixed)}
     if (before := study.user_attrs.get("search", search)) != search:
         changed = ", ".join(name for name in search if before[name] != search[name])

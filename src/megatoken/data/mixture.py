@@ -95,7 +95,7 @@ def _split(spec: str) -> Iterator[tuple[str, float]]:
     seen = set[str]()
     for item, match in zip(items, matches, strict=True):
         if match is None:
-            raise ConfigError(f"data.path: {item!r} has no weight", spec, "write PATH:WEIGHT,PATH:WEIGHT,...")
+            raise ConfigError(f"data.path: {item!r} has no weight above 0", spec, "write PATH:WEIGHT,PATH:WEIGHT,...")
         if match["path"] in seen:
             raise ConfigError(f"data.path: {match['path']} is named twice", spec, "give it one weight")
         seen.add(match["path"])
