@@ -31,6 +31,13 @@ def write_run(folder: Path, *overrides: str, metrics: str = "", **status: Any) -
     return folder
 
 
+def test_a_copy_of_save_mirror_has_a_state_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (write_run(tmp_path / "copy") / "status.json").unlink()
+    (tmp_path / "copy" / "mirror.json").write_text('{"run": "1"}')
+    rows, _ = list_runs(capsys, str(tmp_path))
+    assert [rows["copy"][key] for key in ("state", "message", "step")] == ["copy", "", 100]
+
+
 def list_runs(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, dict[str, Any]], str]:
     """The rows by name, and the table."""
     assert main(["runs", *words, "--json"]) == 0
@@ -112,7 +119,7 @@ def test_a_comparison_shows_the_settings_that_differ(tmp_path: Path, capsys: pyt
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", *runs]
     assert ["val", "loss", "3.2500", "3.2500"] in lines
-    assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.002"]]
+    assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.004"]]
 
 
 def test_sorted_the_best_first_and_unknown_ones_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

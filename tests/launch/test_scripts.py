@@ -118,7 +118,7 @@ def test_slurm_options_of_a_site(tmp_path: Path) -> None:
 
 
 def test_values_stay_one_value_in_yaml() -> None:
-    image = 'x", hostPID: true, a: "${IMAGE} # y'
+    image = 'x",hostPID:true,a:"${IMAGE}#y'
     service, job = yaml.safe_load_all(write_script("k8s", replace(JOB, image=image, namespace="ml")))
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["image"] == image
@@ -150,7 +150,16 @@ def test_skypilot_installs_what_is_there() -> None:
         (["slurm", "--time", "1\nrm -rf x"], "--time is not one line of text"),
         (["slurm", "--setup", "a\nb"], "--setup is not one line of text"),
         (["slurm", "--sbatch", "qos=a\nb"], "--sbatch is not one line of text"),
-        (["slurm", "--sbatch=--qos=x"], "not an option of sbatch: '--qos=x'"),
+        (["slurm", "--sbatch", "-q=x"], "expected one argument"),
+        (["slurm", "--sbatch=Q=x"], "not an option of sbatch: 'Q=x'"),
+        (["slurm", "--sbatch", "nodes=9"], "--sbatch nodes contradicts --nodes — --sbatch — use --nodes"),
+        (["slurm", "--sbatch", "--time=1"], "--sbatch time contradicts --time"),
+        (["slurm", "--sbatch=ntasks=2"], "--sbatch ntasks contradicts --nodes and --nproc"),
+        *(
+            (["slurm", "--time", time], f"not a time limit of Slurm: {time!r}")
+            for time in ("banana", "12h", "1-", "1:2:3:4")
+        ),
+        (["k8s", "--image", "a b"], "an image has no white space in its name: 'a b'"),
         (["k8s", "--namespace", "A_b"], "not a namespace: 'A_b'"),
     ],
 )
@@ -159,6 +168,16 @@ def test_options_without_effect_or_of_several_lines_are_refused(
 ) -> None:
     assert main(["launch", words[0], "gpt2-124m", *words[1:]]) == ExitCode.CONFIG
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--sbatch", "--constraint=a=b"], ["--sbatch=--constraint=a=b"]])
+@pytest.mark.parametrize("time", ["90", "90:30", "12:00:00", "2-12", "2-12:30", "2-12:30:00"])
+def test_sbatch_options_with_dashes_and_every_form_of_a_time(
+    words: list[str], time: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "gpt2-124m", "--time", time, *words]) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert {"#SBATCH --constraint=a=b", f"#SBATCH --time={time}"} <= {*lines}
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")

@@ -87,6 +87,14 @@ def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path, capsys: p
     copy.unlink()
     Trainer(config, out).fit()
     assert list_mirrored(ObjectStore(str(copy))) == [12]
+    for place in (str(copy), f"file://{copy}"):
+        assert main(["verify", place]) == ExitCode.DONE
+        assert f"run {copy}: 1 checked, 0 damaged" in capsys.readouterr().out
+    weights = next(copy.glob("checkpoints/*/model*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert main(["verify", f"file://{copy}"]) == ExitCode.CHECKPOINT
+    shutil.rmtree(out / "tokenizer")
+    assert main(["verify", str(out)]) != ExitCode.DONE  # a run folder needs its own
 
 
 def test_a_mirror_that_cannot_be_used_is_refused_before_the_first_step(shard: Path, tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ def list_mirrored(store: ObjectStore) -> list[int]:
     return _parse_steps(folder.name for folder in marks if folder.parent == PurePosixPath(CHECKPOINTS))
 
 
+def is_copy(folder: Path) -> bool:
+    """Whether a folder is what `mirror_run` writes, not a run folder."""
+    return (folder / IDENTITY).is_file() and not (folder / "status.json").exists()
+
+
 def claim(run: Path, store: ObjectStore) -> None:
     """Make sure that the copy at an address is of this run and not ahead of it, or begin one.
 

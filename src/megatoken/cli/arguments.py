@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,6 +58,9 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
         others: list[str] = []
         for previous, word in zip(["", *words], words, strict=False):
             is_value = previous in ("--out", "--init", "--sbatch", "--setup", "--data", "--prompt", *TRANSLATED)
+            if previous == "--sbatch" and word.startswith("--") and "=" in word:  # argparse takes it for an option
+                others[-1] = f"{previous}={word}"
+                continue
             (overrides if OVERRIDE.fullmatch(word) and not is_value else others).append(word)
         words = others
     options, unknown = build_parser(commands).parse_known_args(words)
@@ -117,7 +121,8 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("folder", metavar="DIR", nargs="?", type=local_path, default=Path(), help="where to train (default .)")
     _add_runs(add)
     arg = add("verify", "check every hash of a dataset, run or checkpoint folder").add_argument
-    arg("folder", metavar="DIR", type=path_or_address, help="folder, or an address such as s3://bucket/data")
+    doc = "folder, or an address such as s3://bucket/data"
+    arg("folder", metavar="DIR", type=lambda text: path_or_address(re.sub("^file:///", "/", text)), help=doc)
     arg = add("plot", "plot the curves of one or more runs in one picture").add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)
     arg("--x", choices=("tokens", "steps", "seconds"), default="tokens", help="horizontal axis (default tokens)")
@@ -233,7 +238,8 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--partition", default="", help="for slurm: partition")
     arg("--account", default="", help="for slurm: account to charge")
     doc = "for slurm: another option of sbatch, such as qos=high, constraint=a100 or exclusive; may be repeated"
-    arg("--sbatch", action="append", default=[], metavar="NAME=VALUE", help=doc)
+    strip = partial(re.sub, "^--", "")
+    arg("--sbatch", action="append", default=[], type=strip, metavar="NAME=VALUE", help=doc)
     doc = "line of shell before the run, such as 'module load cuda' or 'source .venv/bin/activate'; may be repeated"
     arg("--setup", action="append", default=[], metavar="LINE", help=f"for slurm, torchrun and skypilot: {doc}")
     arg("--image", default="", help="for k8s and skypilot: container image with megatoken (k8s: default megatoken)")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatoken.checkpoint.mirror import is_copy
 from megatoken.config.load import format_value, resolve
 from megatoken.config.schema import Config, flatten
 from megatoken.console import WARNING, Console, format_duration, format_quantity
@@ -88,7 +89,7 @@ def read_run(run: Path) -> Row:
     """What status.json, config.yaml and the end of metrics.jsonl say of a run; `message` says what cannot be read.
 
     state: running, done, stopped, failed; dead: it says running on this machine, and its process is gone; broken:
-    status.json cannot be read.
+    status.json cannot be read; copy: of save.mirror, which has none.
     """
     status, config, problems = dict[str, Any](), None, list[str]()
     try:
@@ -107,6 +108,8 @@ def read_run(run: Path) -> Row:
     state = "broken" if not isinstance(status.get("state"), str) else status["state"]
     if state == "running" and status.get("host") == socket.gethostname() and not _is_alive(status.get("pid")):
         state = "dead"
+    if is_copy(run):
+        state, problems = "copy", [problem for problem in problems if not problem.startswith(STATUS)]
     total = _number(status.get("total_steps")) or (_count_steps(config) if config else None)
     message = str(status.get("message") or "") if state == "failed" else ""
     return {

@@ -208,4 +208,4 @@ def read_rows(run: Path, *, follow: bool) -> Iterator[Row | None]:
 
 
 def has_ended(run: Path) -> bool:
-    return read_run(run)["state"] not in ("running", "broken")
+    return read_run(run)["state"] not in ("running", "broken", "copy")

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatoken.checkpoint.commit import is_checkpoint, list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.mirror import list_mirrored, verify_mirror
+from megatoken.checkpoint.mirror import is_copy, list_mirrored, verify_mirror
 from megatoken.config.load import resolve
 from megatoken.data.dataset import load_dataset, verify_dataset
 from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
@@ -41,7 +41,9 @@ def verify_folder(folder: Path | str) -> Report:
     if root.is_dir() or (folder / "provenance.json").is_file():
         steps = list_steps(root)
         errors = [error for step in steps for error in _catch(_verify_checkpoint, step_folder(root, step))]
-        errors += _catch(resolve, str(folder / "config.yaml")) + _catch(load_saved_tokenizer, folder / "tokenizer")
+        errors += _catch(resolve, str(folder / "config.yaml"))
+        if not is_copy(folder):  # in which only the checkpoints have a tokenizer
+            errors += _catch(load_saved_tokenizer, folder / "tokenizer")
         return Report("run", len(steps), errors)
     if is_checkpoint(folder):
         return Report("checkpoint", 1, _catch(_verify_checkpoint, folder))

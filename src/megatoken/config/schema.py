@@ -309,6 +309,9 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     for name in split_sinks(config.log.sinks):
         if name not in SINKS:
             yield "log.sinks", f"unknown sink {name!r}", f"choose of {', '.join(SINKS)}"
+    if config.save.mirror.startswith("memory:"):
+        what = "memory: ends with its process, and each upload is a process of its own"
+        yield "save.mirror", what, "use a folder, or an address such as s3://bucket/run"
     try:
         parse_time(config.save.time_limit)
     except ValueError as wrong:

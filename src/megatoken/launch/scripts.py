@@ -23,6 +23,10 @@ TAKEN_BY = {  # options that not every engine has
     **dict.fromkeys(("--partition", "--account", "--sbatch"), ("slurm",)),
     **{"--namespace": ("k8s",), "--image": ("k8s", "skypilot"), "--setup": ("slurm", "torchrun", "skypilot")},
 }
+SBATCH_TAKEN = {  # options of sbatch whose values an option of ours gives
+    **{name: f"--{name}" for name in ("nodes", "time", "partition", "account")},
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "--nodes and --nproc"),
+}
 INSTALL_CHECKOUT = 'pip install ".[data,s3]"'
 ONE_LINE = ("partition", "account", "namespace", "image", "gpus", "time")
 IMAGE = "megatoken"  # what the documentation builds from the Dockerfile
@@ -90,6 +94,13 @@ def check_options(engine: str, job: Job) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9-]*(=.*)?", option):
             fix = "write it as qos=high, constraint=a100 or exclusive"
             raise ConfigError(f"not an option of sbatch: {option!r}", "--sbatch", fix)
+        if ours := SBATCH_TAKEN.get(name := option.split("=")[0]):
+            raise ConfigError(f"--sbatch {name} contradicts {ours}", "--sbatch", f"use {ours}")
+    if not re.fullmatch(r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}", job.time):
+        fix = "write it as 90 (minutes), 12:00:00 or 2-12:00:00 (days-hours:minutes:seconds)"
+        raise ConfigError(f"not a time limit of Slurm: {job.time!r}", "--time", fix)
+    if re.search(r"\s", job.image):
+        raise ConfigError(f"an image has no white space in its name: {job.image!r}", "--image", "leave it out")
     if job.namespace and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{,61}[a-z0-9])?", job.namespace):
         raise ConfigError(f"not a namespace: {job.namespace!r}", "--namespace", "use a-z, 0-9 and -, 63 at most")
 
