@@ -21,8 +21,8 @@ A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
 
 
 def plan_recipe(name: str, gpu: str, gpus: int, *overrides: str, **options: float) -> Plan:
-    config, model, _ = read_recipe(name, overrides)
-    return plan_run(config, model, GPUS[gpu], gpus, **options)
+    resolved, model, _ = read_recipe(name, overrides)
+    return plan_run(resolved.config, model, GPUS[gpu], gpus, **options)
 
 
 def test_published_run_of_llm_c() -> None:
@@ -53,8 +53,51 @@ def test_what_makes_it_fit() -> None:
     assert (pinned.fits, pinned.layout.micro_batch, pinned.layout.precision) == (False, 512, "fp16")
 
 
+@pytest.mark.parametrize(("name", "gpus"), [("gpt2-124m", 128), ("gpt3-125m", 256), ("gpt2-355m", 256)])
+def test_nothing_is_recomputed_that_fits(name: str, gpus: int) -> None:
+    """The whole batch fits at once: a second forward makes no room, though its time would hide communication."""
+    layout = plan_recipe(name, "H100", gpus).layout
+    assert (layout.micro_steps, layout.checkpointing) == (1, "none")
+
+
+def test_recomputation_that_was_chosen_is_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt2-1558m", "--gpus", "8xRTX-4090", "--json"]
+    setting = "machine.activation_checkpointing"
+    expected = [
+        ((), "gelu", [f"{setting}=gelu"]),
+        ((f"{setting}=none",), "none", []),
+        ((f"{setting}=gelu",), "gelu", []),
+    ]
+    for given, chosen, settings in expected:
+        assert main([*words, *given]) == ExitCode.DONE
+        printed = capsys.readouterr()
+        answer = json.loads(printed.out)
+        assert (answer["checkpointing"], answer["settings"]) == (chosen, settings)
+        assert ("train with machine." in printed.err) == bool(settings)
+    assert main(["plan", "gpt2-124m", "--gpus", "128xH100"]) == ExitCode.DONE
+    assert "settings  train with machine.sharding=zero2\n" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt3-175b", "--gpus", "8xH100", "--json"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert [answer[key] for key in ("hours", "gpu_hours", "dollars", "energy_kwh")] == [None] * 4
+    assert answer["fewest_gpus"] == 50
+    assert plan_recipe("gpt3-175b", "H100", 50).fits
+    assert not plan_recipe("gpt3-175b", "H100", 40).fits  # the next number among which 1,600 sequences divide
+    above = printed.err.partition("the same batch")[0]
+    assert "fits on  50 x H100" in above
+    assert not any(row in above for row in ("\ntime", "\nprice", "\nenergy"))
+    assert main(["plan", "gpt2-124m", "--gpus", "1xT4", "machine.micro_batch=512", "--json"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["fewest_gpus"] is None
+    assert "fits on  no number up to 1,024" in printed.err
+
+
 def test_strong_scaling() -> None:
-    config, model, _ = read_recipe("gpt2-124m", ())
+    resolved, model, _ = read_recipe("gpt2-124m", ())
+    config = resolved.config
     plans = scale_gpus(config, model, A100, (1, 8, 64, 3, 1024))
     assert [plan.layout.gpus for plan in plans] == [1, 8, 64]  # 512 sequences divide neither by 3 nor by 1,024
     rates = [plan.tokens_per_second for plan in plans]
@@ -65,7 +108,8 @@ def test_strong_scaling() -> None:
 
 
 def test_deadline_is_the_fewest_gpus() -> None:
-    config, model, _ = read_recipe("gpt2-124m", ())
+    resolved, model, _ = read_recipe("gpt2-124m", ())
+    config = resolved.config
     plan = find_deadline(config, model, A100, 2.0)
     assert plan is not None
     assert plan.hours <= 2.0
@@ -130,6 +174,13 @@ def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpus", "8xT4", "--budget", "5"], "no price of T4 is known"),
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", "soon"], "write it as 90m, 24h or 2d12h"),
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", "0h"], "a deadline of 0h"),
+        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "5"], "a deadline of 5 without a unit — --deadline — write"),
+        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "2d5"], "a deadline of 2d5 without a unit"),
+        (["gpt2-124m", "--gpus", "8xH100", "--deadline", " "], "a deadline of nothing"),
+        (
+            ["gpt3-175b", "--gpus", "1024xH100", "machine.tensor_parallel=8"],
+            "a batch of 1,600 sequences does not divide among 128 replicas of 8 GPUs",
+        ),
         (["gpt2-124m", "--gpus", "8xH100", "--tokens", "many"], "give a number such as 10e9 or 10B, or chinchilla"),
         (["gpt2-124m", "--gpus", "8xH100", "--tokens", "0"], "no tokens"),
         (["gpt2-125m", "--gpus", "8xH100"], "gpt2-124m"),

@@ -263,8 +263,8 @@ def run_config(options: argparse.Namespace) -> Result:
 def _resolve_preset_or_recipe(options: argparse.Namespace, *overrides: str) -> tuple[Config, ModelConfig]:
     """The config, and its model with a vocabulary: the recipe's, else the preset's or GPT-2's."""
     name, words = options.preset, [*options.overrides, *overrides]
-    config = resolve_preset(name, words) if name in PRESETS else resolve(name, words, tuple(PRESETS)).config
-    model = config.model
+    resolved = resolve_preset(name, words) if name in PRESETS else resolve(name, words, tuple(PRESETS))
+    config, model = resolved.config, resolved.config.model
     return config, model.resolve(PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.config.fields import parse_time, parse_value
-from megatoken.config.load import list_recipes, resolve, resolve_preset
+from megatoken.config.load import ResolvedConfig, list_recipes, resolve, resolve_preset
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.config.schema import FIELDS, Config
@@ -16,6 +16,7 @@ from megatoken.console import Console, format_duration, format_quantity
 from megatoken.distributed.memory import USABLE
 from megatoken.errors import ConfigError
 from megatoken.estimate.plan import (
+    CHECKPOINTING,
     GPU_COUNTS,
     MEASURED_SPREAD,
     Optimum,
@@ -23,6 +24,7 @@ from megatoken.estimate.plan import (
     budget_tokens,
     count_evaluated_tokens,
     find_deadline,
+    list_settings,
     measured_factor,
     optimal_tokens,
     plan_family,
@@ -39,7 +41,8 @@ CALIBRATE_SECONDS = 30.0
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """Plan a recipe or preset; print it, and return what --json prints."""
-    config, model, is_recipe = read_recipe(options.recipe, options.overrides)
+    resolved, model, is_recipe = read_recipe(options.recipe, options.overrides)
+    config = resolved.config
     price, budget = read_dollars(options.price, "--price"), read_dollars(options.budget, "--budget")
     hours = read_hours(options.deadline)
     tokens = read_tokens(options.tokens, model, is_recipe)
@@ -56,18 +59,31 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if options.records is not None and not options.records.is_dir():
         raise ConfigError("no such folder", str(options.records), "give a folder of records of `megatoken bench batch`")
     measured, n_measured = measured_factor(options.records or Path("records"), gpu)
-    known = {"tokens": tokens, "price": price, "measured": measured if n_measured else 0.0}
+    given = resolved.origins["machine.activation_checkpointing"] != "default"
+    modes = (config.machine.activation_checkpointing,) if given else CHECKPOINTING
+    known: dict[str, Any] = {"tokens": tokens, "price": price, "modes": modes}
+    known["measured"] = measured if n_measured else 0.0
     chosen = plan_run(config, model, gpu, gpus, **known)
     met = find_deadline(config, model, gpu, hours, **known) if hours else None
-    optimum = spend_budget(config, budget, gpu, gpus, price, options.law) if budget else None
+    optimum = spend_budget(config, budget, gpu, gpus, price, options.law, modes) if budget else None
     scaled = scale_gpus(config, model, gpu, sorted({*GPU_COUNTS, gpus}), **known)
     scaled = [each for each in scaled if each.fits]
     family = plan_family(config, model.preset, gpu, [gpus], **known) if model.preset else {}
     answer = plan_answer(chosen) | {"scaling": [plan_answer(each) for each in scaled]}
     answer |= {"family": {name: plan_answer(each) for name, (each,) in family.items()}}
+    answer["settings"] = settings = list_settings(config, chosen) if chosen.fits else []
     console: Console = options.console
     title = f"{options.recipe}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
-    console.table([("model", title), *describe_plan(chosen)])
+    rows = [("model", title), *describe_plan(chosen)]
+    if settings:
+        rows.append(("settings", f"train with {' '.join(settings)}"))
+    if not chosen.fits:
+        smallest = find_deadline(config, model, gpu, math.inf, **known)
+        fewest = smallest.layout.gpus if smallest and smallest.layout.gpus <= GPU_COUNTS[-1] else None
+        answer["fewest_gpus"] = fewest
+        fitting = f"{fewest:,} x {gpu.name}" if fewest else f"no number up to {GPU_COUNTS[-1]:,}"
+        rows.append(("fits on", f"{fitting}, of those among which the batch divides"))
+    console.table(rows)
     if n_measured:
         console.print(f"{n_measured} measurements of this GPU: {measured:.2f} times the speed of the formula")
     if scaled:
@@ -124,12 +140,12 @@ def plan_here(
     return answer | {"device": device.name, "precision": device.precision, "micro_batch": measured.micro_batch}
 
 
-def read_recipe(name: str, overrides: Sequence[str]) -> tuple[Config, ModelConfig, bool]:
-    """A recipe's config, else a preset's; its model with a vocabulary; whether it is a recipe."""
+def read_recipe(name: str, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelConfig, bool]:
+    """A recipe's config, else a preset's, with origins; its model with a vocabulary; whether it is a recipe."""
     is_recipe = name in list_recipes() or name not in PRESETS
-    config = resolve(name, overrides).config if is_recipe else resolve_preset(name, overrides)
-    preset = config.model.preset
-    return config, config.model.resolve(PRESETS[preset].vocab_size if preset else GPT2_VOCABULARY), is_recipe
+    resolved = resolve(name, overrides) if is_recipe else resolve_preset(name, overrides)
+    model = resolved.config.model
+    return resolved, model.resolve(PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY), is_recipe
 
 
 def read_dollars(value: float | None, option: str) -> float:
@@ -147,8 +163,9 @@ def read_hours(text: str | None) -> float:
         hours = parse_time(text or "") / 3600
     except ValueError as wrong:
         raise ConfigError(str(wrong), "--deadline", "write it as 90m, 24h or 2d12h") from None
-    if text is not None and not hours:
-        raise ConfigError(f"a deadline of {text or 'nothing'}", "--deadline", "write it as 90m, 24h or 2d12h")
+    if text is not None and (not hours or text.strip()[-1].isdigit()):
+        what = f"a deadline of {text.strip() or 'nothing'}{' without a unit' if hours else ''}"
+        raise ConfigError(what, "--deadline", "write it as 90m, 24h or 2d12h")
     return hours
 
 
@@ -168,7 +185,7 @@ def read_tokens(text: str | None, model: ModelConfig, is_recipe: bool) -> float:
 
 
 def describe_plan(plan: Plan) -> list[tuple[str, str]]:
-    """Rows of a table: fit, layout, speed, time, price, energy."""
+    """Rows of a table: fit, layout, speed, length; where it fits time, price, energy."""
     gpu, layout, memory, step = plan.gpu, plan.layout, plan.memory, plan.step
     usable = USABLE * gpu.memory_bytes
     parts = sorted(dataclasses.asdict(memory).items(), key=lambda part: -part[1])
@@ -180,11 +197,9 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     shards += f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     recomputed = {"none": "nothing", "gelu": "GELU outputs", "block": "blocks"}[layout.checkpointing]
     size = f"{layout.micro_steps} x {layout.micro_batch} sequences a GPU and step"
-    hours = [plan.hours / share for share in reversed(plan.spread)]
-    span = " to ".join(format_duration(3600 * each) for each in hours)
     fit = f"{'fits' if plan.fits else 'does not fit'}: {format_quantity(memory.total_bytes, 'B')}, {share}"
     optimal = format_quantity(optimal_tokens(plan.model))
-    return [
+    rows = [
         ("on", f"{layout.gpus} x {gpu.name}, {layout.precision}, {layout.program}"),
         ("memory", fit),
         ("", ", ".join(f"{name.replace('_', ' ')} {format_quantity(part, 'B')}" for name, part in parts if part)),
@@ -192,6 +207,13 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
         ("speed", f"{plan.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f}), MFU {plan.mfu:.1%}"),
         ("", ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in where if seconds)),
         ("length", f"{format_quantity(plan.tokens)} tokens (compute-optimal: {optimal})"),
+    ]
+    if not plan.fits:
+        return rows
+    hours = [plan.hours / share for share in reversed(plan.spread)]
+    span = " to ".join(format_duration(3600 * each) for each in hours)
+    return [
+        *rows,
         ("time", f"{format_duration(3600 * plan.hours)} ({span}), {plan.gpu_hours:,.1f} GPU-hours"),
         ("price", describe_price(plan)),
         ("energy", f"{plan.energy_kwh:,.1f} kWh of the GPUs alone, at their full {gpu.watts:.0f} W"),
@@ -259,19 +281,19 @@ def describe_optimum(optimum: Optimum, dollars: float) -> str:
 
 
 def plan_answer(plan: Plan) -> dict[str, Any]:
-    """What --json prints of a plan; rates in tokens/s, sizes in bytes."""
+    """What --json prints of a plan; rates in tokens/s, sizes in bytes. Without a price where it does not fit."""
     low, high = (share * plan.tokens_per_second for share in plan.spread)
     return {
         "fits": plan.fits,
         "memory_bytes": plan.memory.total_bytes,
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
-        "hours": plan.hours,
-        "dollars": plan.dollars,
-        "energy_kwh": plan.energy_kwh,
+        "hours": plan.hours if plan.fits else None,
+        "dollars": plan.dollars if plan.fits else None,
+        "energy_kwh": plan.energy_kwh if plan.fits else None,
         "tokens": plan.tokens,
         "gpu": plan.gpu.name,
-        "gpu_hours": plan.gpu_hours,
+        "gpu_hours": plan.gpu_hours if plan.fits else None,
         "tokens_per_second_low": low,
         "tokens_per_second_high": high,
         **dataclasses.asdict(plan.layout),

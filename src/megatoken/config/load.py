@@ -158,10 +158,10 @@ def _note_other_preset(preset_of_recipe: str, config: Config, origins: dict[str,
     return [f"{rest}: the recipe {preset} has its own"]
 
 
-def resolve_preset(name: str, overrides: Sequence[str]) -> Config:
+def resolve_preset(name: str, overrides: Sequence[str]) -> ResolvedConfig:
     """One step of a published architecture, with `a.b=c` overrides. Raises ConfigError like `resolve`."""
     one_step = [Assignment("model.preset", name, "preset"), Assignment("budget.steps", "1", "preset")]
-    return resolve_assignments(name, [*one_step, *map(_split_override, overrides)]).config
+    return resolve_assignments(name, [*one_step, *map(_split_override, overrides)])
 
 
 def from_python(config: Config, name: str) -> ResolvedConfig:

@@ -16,7 +16,7 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import Config, nearest_multiples
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.memory import USABLE, Memory, estimate_memory
+from megatoken.distributed.memory import USABLE, Memory, choose_dims, estimate_memory
 from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, build_dims, check_dims
 from megatoken.errors import ConfigError
 from megatoken.estimate.speed import Layout, StepTime, estimate_step
@@ -94,12 +94,13 @@ def plan_run(
     tokens: float = 0.0,
     price: float = 0.0,
     measured: float = 0.0,
+    modes: Sequence[str] = CHECKPOINTING,
 ) -> Plan:
     """The fastest layout that fits; of those that do not, the one that needs the least memory.
 
     tokens: 0 for the config's own budget. price: dollars of a GPU-hour, 0 for the table's. measured: tokens/s measured
-    over planned ones, 0 where nothing was measured. Raises ConfigError when the batch does not divide among the GPUs,
-    or the length is given in epochs.
+    over planned ones, 0 where nothing was measured. modes: of recomputation, from the least, to choose from where the
+    config has none. Raises ConfigError when the batch does not divide among the GPUs, or the length is given in epochs.
     """
     tokens = tokens or budget_tokens(config)
     others: dict[str, Any] = {"tokens": tokens, "evaluated_tokens": count_evaluated_tokens(config, tokens)}
@@ -108,7 +109,7 @@ def plan_run(
         others |= {"speed_factor": measured, "spread": (1 - MEASURED_SPREAD, 1 + MEASURED_SPREAD)}
     plans = [
         Plan(model=model, gpu=gpu, layout=layout, memory=memory, step=estimate_step(model, gpu, layout), **others)
-        for layout, memory in list_layouts(config, model, gpu, gpus)
+        for layout, memory in list_layouts(config, model, gpu, gpus, modes)
     ]
     fitting = [plan for plan in plans if plan.fits]
     # The first of equals is the simplest; a more complicated layout has to be worth it.
@@ -141,8 +142,11 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
     return (statistics.median(ratios) if ratios else 1.0), len(ratios)
 
 
-def list_layouts(config: Config, model: ModelConfig, gpu: Gpu, gpus: int) -> Iterator[tuple[Layout, Memory]]:
-    """Each sharding and recomputation that the config leaves open, with the largest micro-batch that fits."""
+def list_layouts(
+    config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str] = CHECKPOINTING
+) -> Iterator[tuple[Layout, Memory]]:
+    """Each sharding and recomputation that the config leaves open, with the largest micro-batch that fits; more
+    recomputation only where it makes room for a larger one."""
     machine, tp = config.machine, config.machine.tensor_parallel
     precision: str = machine.precision
     if precision == "auto":
@@ -154,13 +158,15 @@ def list_layouts(config: Config, model: ModelConfig, gpu: Gpu, gpus: int) -> Ite
         check_dims(dims, model)
         batch_seqs = config.batch_seqs // dims.dp_size
         if config.batch_seqs % dims.dp_size or not batch_seqs:
-            what = f"a batch of {config.batch_seqs:,} sequences does not divide among {dims.dp_size:,} GPUs"
+            among = f"{dims.dp_size:,} replicas of {tp} GPUs" if tp > 1 else f"{gpus:,} GPUs"
+            what = f"a batch of {config.batch_seqs:,} sequences does not divide among {among}"
             near = ", ".join(f"{size * model.seq_len:,}" for size in nearest_multiples(config.batch_seqs, dims.dp_size))
             raise ConfigError(what, "--gpus", f"nearest budget.batch_tokens: {near}")
         if dims in seen:
             continue  # one GPU: nothing to shard
         seen.add(dims)
-        modes = CHECKPOINTING if machine.activation_checkpointing == "none" else (machine.activation_checkpointing,)
+        modes = modes if machine.activation_checkpointing == "none" else (machine.activation_checkpointing,)
+        largest = 0  # micro-batch that fits with less recomputation
         for mode in modes if tp == 1 else [mode for mode in modes if mode != "gelu"]:
             sizes = [size for size in range(batch_seqs, 0, -1) if batch_seqs % size == 0]
             if machine.micro_batch != "auto":
@@ -175,8 +181,11 @@ def list_layouts(config: Config, model: ModelConfig, gpu: Gpu, gpus: int) -> Ite
                     checkpointing=mode,
                     loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
                 )
-                if memory.total_bytes <= USABLE * gpu.memory_bytes or size == sizes[-1]:
+                if fits := memory.total_bytes <= USABLE * gpu.memory_bytes:
                     break
+            if largest and not (fits and size > largest):
+                continue
+            largest = size if fits else 0
             layout = Layout(
                 gpus=gpus,
                 micro_batch=size,
@@ -189,6 +198,17 @@ def list_layouts(config: Config, model: ModelConfig, gpu: Gpu, gpus: int) -> Ite
                 tensor_parallel=tp,
             )
             yield layout, memory
+
+
+def list_settings(config: Config, plan: Plan) -> list[str]:
+    """Overrides of the plan that `train` would not choose itself on these GPUs."""
+    layout, machine = plan.layout, config.machine
+    dist_env = DistEnv(world_size=layout.gpus, local_world_size=min(layout.gpus, plan.gpu.per_machine))
+    precision = "fp32" if layout.precision == "tf32" else layout.precision
+    dims = choose_dims(machine, plan.model, precision, plan.gpu.memory_bytes, dist_env)
+    chosen = {"sharding": layout.sharding, "activation_checkpointing": layout.checkpointing}
+    trained = {"sharding": dims.sharding, "activation_checkpointing": machine.activation_checkpointing}
+    return [f"machine.{key}={value}" for key, value in chosen.items() if value != trained[key]]
 
 
 def budget_tokens(config: Config) -> float:
@@ -213,7 +233,7 @@ def optimal_tokens(model: ModelConfig) -> float:
     return TOKENS_PER_PARAMETER * count_parameters(model)
 
 
-def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[int], **options: float) -> list[Plan]:
+def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[int], **options: Any) -> list[Plan]:
     """Strong scaling: the same batch on each number of GPUs among which it divides."""
     plans = []
     for count in counts:
@@ -222,9 +242,7 @@ def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[in
     return plans
 
 
-def plan_family(
-    config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **options: float
-) -> dict[str, list[Plan]]:
+def plan_family(config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **options: Any) -> dict[str, list[Plan]]:
     """Every preset of a family (gpt2, gpt3, llama2, ...) at its compute-optimal length, with the config's batch, on the
     numbers of GPUs among which that divides."""
     family, plans = preset.partition("-")[0], {}
@@ -235,8 +253,8 @@ def plan_family(
     return {name: scaled for name, scaled in plans.items() if scaled}
 
 
-def find_deadline(config: Config, model: ModelConfig, gpu: Gpu, hours: float, **options: float) -> Plan | None:
-    """The fewest GPUs that end within `hours`; None if no number does."""
+def find_deadline(config: Config, model: ModelConfig, gpu: Gpu, hours: float, **options: Any) -> Plan | None:
+    """The fewest GPUs that fit and end within `hours`; None if no number does."""
     counts = [count for count in range(1, config.batch_seqs + 1) if config.batch_seqs % count == 0]
     tp = config.machine.tensor_parallel
     plans = scale_gpus(config, model, gpu, [count * tp for count in counts], **options)
@@ -277,7 +295,9 @@ def split_compute(flops: float, law: str) -> tuple[float, float]:
     return parameters, flops / 6 / parameters
 
 
-def spend_budget(config: Config, dollars: float, gpu: Gpu, gpus: int, price: float, law: str) -> Optimum:
+def spend_budget(
+    config: Config, dollars: float, gpu: Gpu, gpus: int, price: float, law: str, modes: Sequence[str] = CHECKPOINTING
+) -> Optimum:
     """The compute-optimal model and length for `dollars`, at the speed of the nearest GPT-3 that fits.
 
     Raises ConfigError when no price is known.
@@ -299,7 +319,7 @@ def spend_budget(config: Config, dollars: float, gpu: Gpu, gpus: int, price: flo
             model=replace(config.model, seq_len=seq_len),
             budget=replace(config.budget, batch_tokens=tokens_a_step),
         )
-        rate = plan_run(sized, family[nearest], gpu, gpus, tokens=tokens).tokens_per_second / gpus
+        rate = plan_run(sized, family[nearest], gpu, gpus, tokens=tokens, modes=modes).tokens_per_second / gpus
         flops = 6 * count_parameters(family[nearest]) * rate * seconds
     parameters, tokens = split_compute(flops, law)
     loss = fitted_loss(parameters, tokens)
