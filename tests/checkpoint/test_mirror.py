@@ -16,10 +16,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from megatoken.checkpoint.commit import commit, list_steps, prune
+from megatoken.checkpoint.commit import IDENTITY, commit, list_steps, prune
 from megatoken.checkpoint.manifest import DamagedError, verify
 from megatoken.checkpoint.mirror import (
-    IDENTITY,
     MirrorUploads,
     allow_rewind,
     claim,

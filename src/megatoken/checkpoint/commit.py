@@ -30,6 +30,7 @@ from megatoken.checkpoint.manifest import (
 from megatoken.errors import CheckpointError, StorageError
 from megatoken.system.atomic_write import error_number, hash_file, storage_errors, sync_file, sync_folder
 
+IDENTITY = "mirror.json"  # of save.mirror: in the run folder and in the copy
 FileWriter = Callable[[Path], object]  # writes one file at the path it is given
 RETRY_SECONDS = (1.0, 5.0)  # before a file whose error may pass is written again
 MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
@@ -156,6 +157,11 @@ def remove_leftovers(root: Path) -> None:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder looks like a checkpoint, damaged or not: datasets have no config, run folders no tensors."""
     return (folder / "config.yaml").is_file() and any(folder.glob("*.safetensors"))
+
+
+def is_copy(folder: Path) -> bool:
+    """Whether a folder is what `save.mirror` makes, not a run folder."""
+    return (folder / IDENTITY).is_file() and not (folder / "status.json").exists()
 
 
 def list_steps(root: Path) -> list[int]:

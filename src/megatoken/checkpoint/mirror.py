@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatoken.checkpoint.commit import discard, list_steps, open_draft, publish, step_folder, write_files
+from megatoken.checkpoint.commit import IDENTITY, discard, list_steps, open_draft, publish, step_folder, write_files
 from megatoken.checkpoint.manifest import (
     MANIFEST,
     STEP,
@@ -38,7 +38,6 @@ from megatoken.system.atomic_write import read_object, replace_file, storage_err
 from megatoken.system.environment import python_command
 from megatoken.system.object_store import MissingObjectError, ObjectInfo, ObjectStore, run_parallel
 
-IDENTITY = "mirror.json"
 CHECKPOINTS = "checkpoints"
 PROVENANCE = "provenance.json"
 RUN_FILES = ("config.yaml", "machine.json", "metrics.jsonl", PROVENANCE)
@@ -50,11 +49,6 @@ def list_mirrored(store: ObjectStore) -> list[int]:
     """Steps of the checkpoints with a commit mark, ascending."""
     marks = [PurePosixPath(name).parent for name in store.list(CHECKPOINTS) if name.endswith(f"/{MANIFEST}")]
     return _parse_steps(folder.name for folder in marks if folder.parent == PurePosixPath(CHECKPOINTS))
-
-
-def is_copy(folder: Path) -> bool:
-    """Whether a folder is what `mirror_run` writes, not a run folder."""
-    return (folder / IDENTITY).is_file() and not (folder / "status.json").exists()
 
 
 def claim(run: Path, store: ObjectStore) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatoken.checkpoint.mirror import is_copy
+from megatoken.checkpoint.commit import is_copy
 from megatoken.config.load import format_value, resolve
 from megatoken.config.schema import Config, flatten
 from megatoken.console import WARNING, Console, format_duration, format_quantity

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.checkpoint.commit import is_checkpoint, list_steps, step_folder
+from megatoken.checkpoint.commit import is_checkpoint, is_copy, list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.mirror import is_copy, list_mirrored, verify_mirror
+from megatoken.checkpoint.mirror import list_mirrored, verify_mirror
 from megatoken.config.load import resolve
 from megatoken.data.dataset import load_dataset, verify_dataset
 from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
