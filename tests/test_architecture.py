@@ -28,12 +28,15 @@ OPTIONAL = {
 # ... and where a process starts or the API is entered, whatever brings one of these: a typo must not wait for torch.
 STARTERS = {
     "__init__.py",
+    "__main__.py",
     "cli/main.py",
     "cli/quickstart.py",
     "bench/worker.py",
     "cli/plan.py",
     "convert/recipes/llmc.py",
 }
+# A process alone splits no model: torch's code for it is a quarter of what a run loads.
+STARTERS |= {"distributed/parallelize.py", "distributed/tensor_parallel.py", "estimate/calibrate.py"}
 HEAVY = {"torch", "numpy", "tokenizers", "rich", "yaml", "safetensors", "xxhash"}
 # Quick to start, and testable without torch: the package, the commit protocol, the data order, the command line.
 WITHOUT_TORCH = (
@@ -264,6 +267,9 @@ def test_layers_exist() -> None:
 
 def test_torch_is_not_imported_where_it_is_not_needed() -> None:
     code = "import sys, importlib\nfor name in sys.argv[1:]:\n importlib.import_module(name)\n"
-    code += " if 'torch' in sys.modules: sys.exit(name)"
+    code += " if 'torch' in sys.modules: sys.exit(name)\n"
+    # A process alone splits no model.
+    code += "import megatoken.pretrain\nfor name in ('sympy', 'torch.distributed.tensor'):\n"
+    code += " if name in sys.modules: sys.exit(name)"
     process = subprocess.run([sys.executable, "-c", code, *WITHOUT_TORCH], capture_output=True, text=True)
     assert (process.returncode, process.stderr.strip()) == (0, "")

@@ -48,7 +48,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         info = f"megatoken-{megatoken.__version__}.dist-info"
         assert archive.read(f"{info}/entry_points.txt").decode().split("\n")[:2] == [
             "[console_scripts]",
-            "megatoken = megatoken.cli.main:main",
+            "megatoken = megatoken.__main__:main",
         ]
         metadata = archive.read(f"{info}/METADATA").decode()
     assert f"\nVersion: {megatoken.__version__}\n" in metadata

@@ -1,11 +1,27 @@
-"""`python -m megatoken`: the command without its entry point."""
+"""The `megatoken` command, also as `python -m megatoken`."""
 
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # the current folder, whose files may be named like modules
 
-from megatoken.cli.main import main
+import os
+import signal
+
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+STOPPED = 75
+
+
+def main() -> int:
+    """Run the command. One that trains handles signals before it imports anything: they are a stop, not a crash."""
+    if sys.argv[1:2] == ["train"] and "--ending" not in sys.argv:  # torchrun would count the exit code as a failure
+        for number in (getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, lambda *_: os._exit(STOPPED))
+    from megatoken.cli.main import main
+
+    return main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from megatoken.config.fields import Duration, parse_time
-from megatoken.config.load import ResolvedConfig, from_python, render
+from megatoken.config.load import Change, ResolvedConfig, from_python, render
 from megatoken.config.schema import Config
 from megatoken.console import Console, format_duration, format_step
 from megatoken.data.dataloader import Prefetcher
@@ -31,11 +32,13 @@ from megatoken.system.device import Device, memory_errors, open_device, with_pea
 from megatoken.system.object_store import run_folder
 from megatoken.train import setup
 from megatoken.train.actions import Action, CheckpointSaver, is_due, list_actions
-from megatoken.train.extend import BUDGET_KEYS, extend_budget, record_schedule, set_aside_decay
-from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.train.extend import extend_budget, record_schedule, set_aside_decay
+from megatoken.train.metrics_log import read_metrics
 from megatoken.train.mirror import Mirror, claim_mirror, fetch_from_mirror
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
+from megatoken.train.restore import restore
+from megatoken.train.run_folder import BUDGET_KEYS, check_folder
 from megatoken.train.setup import Callback, RunContext
 from megatoken.train.sinks import SinkProcesses, check_sinks
 from megatoken.train.step import PendingStep, StepMetrics, train_step_async, wait_for_steps
@@ -139,11 +142,7 @@ class Trainer:
             callbacks=self.callbacks,
             allow_changes=self.allow_changes,
         )
-        if is_main:
-            allowed = BUDGET_KEYS if self.extend else ()
-            run.changes = setup.check_folder(out, config, allow_changes=self.allow_changes, allowed=allowed)
-            if fetch_from_mirror(run):
-                run.changes = setup.check_folder(out, config, allow_changes=self.allow_changes, allowed=allowed)
+        run.changes = comm.run_on_rank0(partial(open_folder, run, BUDGET_KEYS if self.extend else ()))
         check_sinks(config.log.sinks)
         setup.open_data(run)
         if self.extend:
@@ -151,7 +150,7 @@ class Trainer:
         if self.model is not None:
             setup.check_own_model(run, self.model, self.optimizer)
         with (
-            MetricsLogger.open(out) if is_main else MetricsLogger(out) as run.log,
+            setup.open_log(run) as run.log,
             PreemptionHandler(parse_time(config.save.time_limit) or None) as run.preemption,
         ):
             memory_bytes = comm.broadcast_from_rank0(device.memory_bytes(comm.dist_env.local_world_size))
@@ -162,19 +161,14 @@ class Trainer:
                 run.device = with_peak(device)
             setup.print_summary(run, self.resolved.name, dims)
             setup.build_train_state(run, dims, self.model, self.optimizer)
-            if is_main and self.extend:
-                set_aside_decay(run)
-            setup.restore(run)
+            if self.extend:
+                comm.run_on_rank0(partial(set_aside_decay, run))
+            restore(run)
             if comm.broadcast_from_rank0(setup.is_finished(run)):
                 Mirror(run).finish()
                 run.console.print(f"this run is finished: {out}; train --extend LENGTH makes it longer")
                 return ExitCode.DONE, run.state.step, ""
-            if is_main:
-                setup.check_space(run)
-                setup.write_provenance(run, self.resolved)
-                claim_mirror(run)
-                setup.record_changes(run)
-                record_schedule(run)
+            comm.run_on_rank0(partial(begin, run, self.resolved))
             # The order matters: kernels may replace the compute model; its micro-batch is then measured; it is compiled
             # for that size; the hooks that reduce gradients go on its final parameters.
             setup.choose_kernels(run, explain=self.explain)
@@ -203,6 +197,22 @@ class Trainer:
             raise error_from_code(code, f"training in {self.nproc} processes failed, see their output — {self.out}")
         steps = max((row["step"] for row in read_metrics(self.out) if row["kind"] == "save"), default=0)
         return ExitCode(code), steps, ""
+
+
+def open_folder(run: RunContext, allowed: Sequence[str]) -> list[Change]:
+    """What differs from the start before, in the run folder or in its mirror. allowed: guarded settings that may."""
+    check = partial(check_folder, run.out, run.config, allow_changes=run.allow_changes, allowed=allowed)
+    changes = check()
+    return check() if fetch_from_mirror(run) else changes
+
+
+def begin(run: RunContext, resolved: ResolvedConfig) -> None:
+    """What rank 0 does alone before training: check the space, write what the run is made of and what has changed."""
+    setup.check_space(run)
+    setup.write_provenance(run, resolved)
+    claim_mirror(run)
+    setup.record_changes(run)
+    record_schedule(run)
 
 
 class TrainLoop:

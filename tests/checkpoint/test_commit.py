@@ -261,8 +261,8 @@ def test_a_file_is_written_again_when_its_error_passes(
         if call == failing and errors:
             raise errors.pop()
 
-    monkeypatch.setattr(protocol, "sync_file", lambda path: fail("fsync"))
-    monkeypatch.setattr(protocol, "hash_file", lambda path: (fail("read"), hash_file(path))[1])
+    monkeypatch.setattr(protocol, "sync_file", lambda path, *_: fail("fsync"))
+    monkeypatch.setattr(protocol, "hash_file", lambda path, _: (fail("read"), hash_file(path))[1])
     folder = commit(tmp_path, 1, {"a": write}, meta={})
     assert written == [False, False, False]  # each time from its beginning
     assert (folder / "a").read_bytes() == b"whole"

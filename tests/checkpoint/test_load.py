@@ -1,19 +1,25 @@
 """Saving and restoring the training state with any optimizer; checkpoints of another model are refused."""
 
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatoken.checkpoint import save as checkpoint_save
 from megatoken.checkpoint.commit import commit, prune
 from megatoken.checkpoint.load import describe_optimizer, load_checkpoint_model, restore_state
-from megatoken.checkpoint.manifest import CheckpointManifest, verify
-from megatoken.checkpoint.save import copy_tensors, save_state
+from megatoken.checkpoint.manifest import CheckpointManifest, VerifiedFile, verify
+from megatoken.checkpoint.save import AsyncSave, copy_tensors, save_state
 from megatoken.checkpoint.tensor_files import consolidate
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.tokenizer import load_tokenizer
@@ -119,6 +125,50 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_called_damaged(tmp_path: Pat
         load_pretrained(tmp_path)
 
 
+@pytest.mark.fault(47)
+def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "tokenizer").mkdir()
+    hangs, goes_on = threading.Event(), threading.Event()
+    seen: list[int] = []
+    polls: list[int] = []
+    write, read_progress = checkpoint_save.write_tensors, AsyncSave._read_progress
+
+    def hang(path: Path, **tensors: Any) -> None:
+        if path.name == "optimizer.safetensors":
+            hangs.set()
+            assert goes_on.wait(120)
+        write(path, **tensors)
+
+    def poll(save: AsyncSave) -> int:
+        polls.append(read_progress(save))
+        return polls[-1]
+
+    def wait_for_polls(count: int) -> None:
+        enough = len(polls) + count
+        while len(polls) < enough:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(checkpoint_save, "write_tensors", hang)
+    monkeypatch.setattr(checkpoint_save, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(AsyncSave, "_read_progress", poll)
+    config, tokenizer = tmp_path / "config.yaml", tmp_path / "tokenizer"
+    pending = AsyncSave(tmp_path, tiny_state(), config=config, tokenizer=tokenizer, meta={})
+    assert hangs.wait(120)
+    with ThreadPoolExecutor(1) as threads:
+        finished = threads.submit(pending.finish, seen.append)
+        wait_for_polls(2)
+        assert seen == [1]  # of what was written before
+        wait_for_polls(5)
+        assert seen == [1]
+        goes_on.set()
+        assert finished.result().name == "step-00000000"
+    assert seen == [*range(1, len(seen) + 1)] != [1]
+    sizes = [path.stat().st_size for path in finished.result().glob("*.safetensors")]
+    synced = 2 * 64 * 2**20 if sys.platform == "linux" else 0
+    assert pending._n_bytes == sum(sizes) + synced  # hashed, and made durable in pieces
+
+
 def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
     """A state with AdamW as built, or with another optimizer whose state is created in the first step."""
     state = tiny_state(seed=seed)
@@ -147,6 +197,26 @@ def test_training_resumes_bit_exactly(optimizer: str, tmp_path: Path) -> None:
         assert losses[0] == losses[1]
     for name, tensor in state.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name])
+
+
+def test_a_load_verifies_each_byte_that_it_uses_and_reads_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, manifest = save(trained(2, "sgd"), tmp_path)
+    monkeypatch.setattr("megatoken.checkpoint.manifest.hash_file", pytest.fail)
+    path = saved / "optimizer.safetensors"
+    data = path.read_bytes()
+    for place in (9, len(data) // 2, len(data) - 1):  # in the header, in a tensor, in the last byte
+        path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        state = new_state("sgd", seed=5)
+        with pytest.raises(CheckpointError, match=rf"{path}") as raised:
+            restore_state(saved, manifest, state)
+        assert place == 9 or f"expected {manifest.files[path.name].xxh3_128}" in str(raised.value)
+        assert (state.step, dict(state.optimizer.state)) == (0, {})
+    path.write_bytes(data)
+    files = restore_state(saved, manifest, state)
+    assert files == {name: entry for name, entry in manifest.files.items() if name.endswith(".safetensors")}
+    assert all(entry.mtime_ns == (saved / name).stat().st_mtime_ns for name, entry in files.items())
 
 
 def test_the_files_hold_the_state_keys_of_the_optimizer(tmp_path: Path) -> None:
@@ -240,7 +310,9 @@ def check_equal(whole: TrainState, shard: Shard) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizer_state_is_resharded_like_its_parameters(optimizer: str, tmp_path: Path) -> None:
+def test_optimizer_state_is_resharded_like_its_parameters(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = new_state(optimizer)
     for step in range(2):
         step_elementwise(whole, step)
@@ -256,6 +328,10 @@ def test_optimizer_state_is_resharded_like_its_parameters(optimizer: str, tmp_pa
     assert sorted(files)[0] == "model-00000-of-00003.safetensors"
     meta = {**manifest.meta, **describe_optimizer(shards[0].optimizer)}
     resaved = commit(tmp_path / "sharded", 3, files, meta=meta)
+    read: list[str] = []
+    monkeypatch.setattr(VerifiedFile, "__enter__", lambda file: [read.append(file._path.name), file][1])
+    own = restore_state(resaved, verify(resaved), shard(new_state(seed=6), optimizer, 1, 3), slice(1, None, 3))
+    assert [*own] == read == ["model-00001-of-00003.safetensors", "optimizer-00001-of-00003.safetensors"]
     for states in ([new_state(optimizer, seed=7)], [shard(new_state(seed=8), optimizer, rank, 2) for rank in range(2)]):
         for each in states:
             restore_state(resaved, verify(resaved), each)

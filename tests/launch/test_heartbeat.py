@@ -1,5 +1,6 @@
 """Ranks that hang or die are named and started again; slow ones are not."""
 
+import faulthandler
 import re
 import signal
 import subprocess
@@ -189,9 +190,21 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert limit_after("validate", 81, 100.0) == float("inf")
     assert limit_after("step", 82, 0.1) == 15.0
     assert limit_after("validate", 83, 1.0) == 500.0
-    assert limit_after("save", 83, 1.0) == float("inf")
+    assert limit_after("save", 83, 1.0) == 300.0
     limit_after("step", 84, 0.0)
-    assert limit_after("save", 84, 0.0) == 1800.0
+    with beats.during("save", 84):
+        assert limit_after("save", 84, 70.0) == 300.0
+        for done in range(1, 9):  # its storage is slow, but it writes
+            beats.beat("save", 84, done)
+            for _ in range(250):
+                now[0] += 1.0
+                assert not watchdog.all_silent([0])
+        silence = 250
+        while not watchdog.all_silent([0]):
+            now[0] += 1.0
+            silence += 1
+        assert silence == pytest.approx(5 * 250, abs=2)  # as of any phase
+    assert watchdog.read(0)[1:] == (84, "step")
     assert limit_after("step", 85, 14.0) == 15.0
     assert not watchdog.all_silent([0])
     now[0] += 1000  # this process was suspended, perhaps with the ranks
@@ -203,6 +216,8 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     beats.beat("step", 86)
     assert watchdog.describe(0) == " in phase 'step' after step 86"  # of a rank that died after the last look
     assert not watchdog.all_silent([0])
+    faulthandler.unregister(signal.SIGQUIT)
+    beats._stacks.close()
 
 
 TORCH = '  File "/lib/torch/distributed/distributed_c10d.py", line 3060 in all_reduce\n'

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,10 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from megatoken import __main__
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode
-from megatoken.launch.local import launch, stop_at_once
+from megatoken.launch.local import STOP_SIGNALS, launch, reserve_port, stop_at_once
 
 PROGRAM = """
 import sys, time
@@ -35,12 +38,25 @@ with PreemptionHandler() as handler:
         time.sleep(0.01)
     (folder / f"asked-{rank}").touch()
     exec(sys.argv[2])
-    (folder / f"saved-{rank}").touch()
+    (folder / f"saved-{rank}").write_text(handler.stop_requested)
     sys.exit(75)
 """
 LAUNCH = (
     "import sys; from megatoken.launch.local import launch; sys.exit(launch([sys.executable, *sys.argv[1:]], 2, 2))"
 )
+
+
+# A process that gets a signal while the command is imported, before any module of megatoken but __main__ has run.
+EARLY = """
+import os, signal, sys
+from megatoken import __main__
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "megatoken.cli":
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder())
+sys.exit(__main__.main())
+"""
 
 
 @contextmanager
@@ -70,6 +86,38 @@ def test_a_signal_to_the_group_is_one_request(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=120) == ExitCode.STOPPED
     wait_for(tmp_path, "saved")
+
+
+@pytest.mark.fault(9)
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for a signal at its parent's death")
+def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path) -> None:
+    with start(tmp_path, "while handler.stop_requested == 'SIGTERM': time.sleep(0.01)") as process:
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 120
+        while {path.read_text() for path in tmp_path.glob("saved-*")} != {"the death of its launcher"}:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.fault(14)
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["train"], ExitCode.STOPPED), (["describe"], -signal.SIGTERM), (["train", "--ending", "x"], -signal.SIGTERM)],
+)
+def test_a_signal_before_the_command_is_imported_is_a_stop_of_training(words: list[str], code: int) -> None:
+    assert subprocess.run([sys.executable, "-c", EARLY, *words]).returncode == code
+    assert __main__.STOP_SIGNALS == STOP_SIGNALS
+    assert __main__.STOPPED == ExitCode.STOPPED
+
+
+@pytest.mark.fault(50)
+def test_a_reserved_port_is_free_for_rank_0_only() -> None:
+    with reserve_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = dist.TCPStore("127.0.0.1", port, 1, is_master=True)
+        assert store.port == port
 
 
 @pytest.mark.fault(14)

@@ -27,7 +27,7 @@ from megatoken.distributed import stragglers
 from megatoken.errors import MegatokenError
 from megatoken.launch.local import find_free_port
 from megatoken.pretrain import Trainer
-from megatoken.train import setup, step
+from megatoken.train import step
 from megatoken.train.metrics_log import read_metrics
 from megatoken.train.setup import RunContext
 from megatoken.train.spikes import RecentSteps
@@ -153,14 +153,14 @@ def read_late(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def skip_from_start(patch: pytest.MonkeyPatch, batches: Sequence[int]) -> None:
-    restore = setup.restore
+    restore = pretrain.restore
 
     def restore_without(run: RunContext) -> bool:
         found = restore(run)
         run.state.skipped_batches = sorted({*run.state.skipped_batches, *batches})
         return found
 
-    patch.setattr(setup, "restore", restore_without)
+    patch.setattr(pretrain, "restore", restore_without)
 
 
 def flip(state: TrainState, tensor: int, bit: int) -> None:

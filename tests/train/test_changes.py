@@ -18,7 +18,7 @@ from megatoken.console import Console
 from megatoken.errors import ConfigError, DataError, ExitCode
 from megatoken.pretrain import Trainer
 from megatoken.train.metrics_log import read_metrics
-from megatoken.train.setup import check_folder
+from megatoken.train.run_folder import check_folder
 
 OLD = build_config({"budget.steps": 10, "data.path": "data"})
 # Weights, the optimizer's state or the order of the data would not fit.

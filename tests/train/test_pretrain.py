@@ -539,13 +539,11 @@ def slowly(monkeypatch: pytest.MonkeyPatch, fails: Sequence[int] = ()) -> None:
     """Write checkpoints slowly, and those of the steps in `fails` not at all."""
     write = save.write_files
 
-    def write_slowly(
-        draft: Path, step: int, files: Mapping[str, FileWriter], needed_bytes: int
-    ) -> dict[str, FileEntry]:
+    def write_slowly(draft: Path, step: int, files: Mapping[str, FileWriter], *rest: Any) -> dict[str, FileEntry]:
         time.sleep(0.3)
         if step in fails:
             raise StorageError("disk full", draft)
-        return write(draft, step, files, needed_bytes)
+        return write(draft, step, files, *rest)
 
     monkeypatch.setattr(save, "write_files", write_slowly)
 

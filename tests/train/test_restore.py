@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,8 @@ from megatoken.errors import CheckpointError, PeerError
 from megatoken.train.actions import CheckpointSaver
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.preemption import PreemptionHandler
-from megatoken.train.setup import RunContext, restore
+from megatoken.train.restore import restore
+from megatoken.train.setup import RunContext
 from tests.tiny_model import CPU, tiny_config, tiny_state, tiny_step_config
 
 
@@ -37,8 +38,8 @@ class TwoRanks(Comm):
             raise PeerError("rank 0 lost another rank")
         return [value, ({}, None) if isinstance(value, list) else value]
 
-    def any(self, flag: bool) -> bool:
-        return bool(self.gather(flag)[0])
+    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
+        return [bool(self.gather(flag)[0]) for flag in flags]
 
     def broadcast_from_rank0(self, value: Any) -> Any:
         return self.gather(value)[0]

@@ -1,10 +1,12 @@
 """Whole runs on disks that fail: full, read-only, or emptied by somebody else."""
 
+import contextlib
 import errno
 import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import FileIO
@@ -19,12 +21,15 @@ from safetensors.torch import load_file
 from megatoken.checkpoint import commit as protocol
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
+from megatoken.cli.main import main
 from megatoken.config.load import load_config
 from megatoken.config.schema import Config
 from megatoken.errors import ConfigError, ExitCode, StorageError
+from megatoken.launch.local import find_free_port
 from megatoken.pretrain import Trainer
 from megatoken.train import actions, setup
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from tests.ranks import run_ranks
 from tests.train.test_trainer import SMALL
 
 SAVING = ("save.every=4steps", "save.keep_last=3", "evaluate.every=0", "model.dropout=0.1")
@@ -75,11 +80,11 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[str], bool]) -
     """Let the fsync of files whose path `is_full` fail; return the list of those, which grows."""
     sync_file, failed = protocol.sync_file, []
 
-    def sync(path: Path) -> None:
+    def sync(path: Path, on_progress: Callable[[int], object] | None = None) -> None:
         if is_full(str(path)):
             failed.append(path.name)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        sync_file(path)
+        sync_file(path, on_progress)
 
     monkeypatch.setattr(protocol, "sync_file", sync)
     return failed
@@ -234,3 +239,47 @@ def test_a_read_only_disk_is_refused_before_the_model_is_built(
     message = refuse(config, out, monkeypatch)
     assert "the run folder cannot be used: Read-only file system — " in message
     assert str(out) in message
+
+
+def train_as_rank(rank: int, port: int, words: list[str], out: str) -> None:
+    """What a launcher that is not ours starts: `megatoken train` as one of two ranks."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    with open(f"{out}.{rank}", "w") as errors, contextlib.redirect_stderr(errors):
+        code = main(["train", "quickstart", *words, "--out", out])
+    Path(f"{out}.{rank}.code").write_text(str(code))
+
+
+@pytest.mark.fault(7, 19)
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [("the folder holds something that is not a run", ExitCode.CONFIG), ("cannot write", ExitCode.STORAGE)],
+)
+def test_what_only_rank_0_meets_is_the_same_error_on_all(
+    words: list[str], what: str, code: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    (out / "machine.json").mkdir(parents=True)  # cannot be replaced by a file
+    if code == ExitCode.STORAGE:
+        (out / "provenance.json").write_text('{"megatoken": "0"}')
+    run_ranks(train_as_rank, find_free_port(), words, str(out), nprocs=2)
+    lines = [Path(f"{out}.{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert [Path(f"{out}.{rank}.code").read_text() for rank in (0, 1)] == 2 * [str(int(code))]
+    assert lines[0][-1].startswith(f"error: {what}")
+    assert lines[1] == [f"[rank 1] {lines[0][-1]}"]
+
+
+def test_a_folder_that_is_no_folder_is_refused_before_torch_is_loaded(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    program = "import sys; from megatoken.cli.main import main; code = main(sys.argv[1:]); "
+    program += "sys.exit(99 if 'torch' in sys.modules else code)"
+    for out, nproc, code, what in (
+        (tmp_path, "1", ExitCode.CONFIG, "the folder holds something that is not a run"),
+        (tmp_path, "2", ExitCode.CONFIG, "the folder holds something that is not a run"),
+        (tmp_path / "notes.txt", "1", ExitCode.STORAGE, "the run folder cannot be used: not a folder"),
+        (tmp_path / "notes.txt" / "run", "1", ExitCode.STORAGE, "the run folder cannot be used: not a folder"),
+    ):
+        command = [sys.executable, "-c", program, "train", "quickstart", *words, "--nproc", nproc, "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+        assert done.stderr.startswith(f"error: {what} — {tmp_path}")

@@ -81,11 +81,17 @@ def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
     return draft
 
 
-def write_files(draft: Path, step: int, files: Mapping[str, FileWriter], needed_bytes: int = 0) -> dict[str, FileEntry]:
+def write_files(
+    draft: Path,
+    step: int,
+    files: Mapping[str, FileWriter],
+    needed_bytes: int = 0,
+    on_progress: Callable[[int], object] | None = None,
+) -> dict[str, FileEntry]:
     """Write files into a draft and make them durable; return their entries in the manifest. Raises StorageError.
 
     A file whose error may pass is written again, from its beginning, after each of RETRY_SECONDS. needed_bytes: of the
-    checkpoint, for the error.
+    checkpoint, for the error. on_progress: called with numbers of bytes that were hashed or made durable.
     """
     entries = {}
     with _save_errors(draft.parent, step, needed_bytes):
@@ -93,7 +99,7 @@ def write_files(draft: Path, step: int, files: Mapping[str, FileWriter], needed_
         for name, writer in files.items():
             for pause in (*RETRY_SECONDS, None):
                 try:
-                    entries[name] = _write_file(draft / name, writer, mode)
+                    entries[name] = _write_file(draft / name, writer, mode, on_progress)
                     break
                 except Exception as error:
                     if pause is None or error_number(error) not in MAY_PASS:
@@ -104,7 +110,9 @@ def write_files(draft: Path, step: int, files: Mapping[str, FileWriter], needed_
     return entries
 
 
-def _write_file(path: Path, writer: FileWriter, mode: int) -> FileEntry:
+def _write_file(
+    path: Path, writer: FileWriter, mode: int, on_progress: Callable[[int], object] | None = None
+) -> FileEntry:
     """Write a file and make it durable, hashing it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer(path)
@@ -112,8 +120,8 @@ def _write_file(path: Path, writer: FileWriter, mode: int) -> FileEntry:
         path.chmod(mode)
     status = path.stat()  # before it is read: what changes it later, changes its time
     with ThreadPoolExecutor(1) as threads:
-        digest = threads.submit(hash_file, path)
-        sync_file(path)
+        digest = threads.submit(hash_file, path, on_progress)
+        sync_file(path, on_progress)
         return FileEntry(status.st_size, digest.result(), status.st_mtime_ns)
 
 

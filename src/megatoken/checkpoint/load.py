@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatoken.checkpoint.manifest import CheckpointManifest, decode_model_config
+from megatoken.checkpoint.manifest import CheckpointManifest, FileEntry, decode_model_config
 from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, Shape, TensorReader, malformed
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallelize import ShardedParams
@@ -28,11 +28,15 @@ class TrainingState(Protocol):
     step: int
 
 
-def restore_state(folder: Path, manifest: CheckpointManifest, state: TrainingState) -> None:
-    """Fill a freshly built state from a verified checkpoint, reading only the slices that this rank holds.
+def restore_state(
+    folder: Path, manifest: CheckpointManifest, state: TrainingState, share: slice = slice(None)
+) -> dict[str, FileEntry]:
+    """Fill a state from a checkpoint, reading only the slices that this rank holds of the files outside `share`.
 
-    Raises CheckpointError with the differing names or shapes, before any weight is changed, when it was saved with
-    another model or optimizer.
+    share: which files of weights, and of optimizer state, are verified while they are read; their entries are returned.
+    Raises DamagedError when one does not verify: weights and optimizer state must then be filled again. Raises
+    CheckpointError with the differing names or shapes, before any weight is changed, when it was saved with another
+    model or optimizer.
     """
     weights, saved = (TensorReader(folder, manifest, name) for name in (MODEL, OPTIMIZER))
     sharded, optimizer = state.sharded, state.optimizer
@@ -48,25 +52,29 @@ def restore_state(folder: Path, manifest: CheckpointManifest, state: TrainingSta
                 raise ConfigError(what, "optimizer", "build the optimizer as before, or train in another folder")
     on_device = {param for g in groups if g.get("fused") or g.get("capturable") for param in g["params"]}
     with torch.no_grad():
-        for name, param in sharded.local_params.items():
-            param.copy_(weights.read(name, sharded.slices[name]))
+        verified = weights.fill(sharded.local_params, sharded.slices, share)
+        values, slices = list_optimizer_tensors(state), {}
         for name, shape in saved.shapes.items():
             owner, _, key = name.partition("/")
             if owner not in sharded.local_params:
                 continue
             param = sharded.local_params[owner]
-            values = saved.read(name, sharded.slices[owner] if shape == sharded.full_shapes[owner] else None)
-            if key in optimizer.state[param]:
-                optimizer.state[param][key].copy_(values)
-            else:  # created in the first step; torch keeps `step` on the CPU unless the update runs on the device
-                stays = key == "step" and param not in on_device
-                optimizer.state[param][key] = values if stays else values.to(param.device)
+            if shape == sharded.full_shapes[owner]:
+                slices[name], shape = sharded.slices[owner], tuple(param.shape)
+            if name not in values:  # created in the first step; torch keeps `step` on the CPU unless the update is not
+                device = "cpu" if key == "step" and param not in on_device else param.device
+                values[name] = torch.empty(shape, dtype=saved.dtype(name), device=device)
+        verified |= saved.fill(values, slices, share)
+        for name, tensor in values.items():
+            owner, _, key = name.partition("/")
+            optimizer.state[sharded.local_params[owner]][key] = tensor
     for group, numbers in zip(groups, group_numbers, strict=False):
         group.update(numbers)
     if manifest.meta["scaler"]:  # empty after bf16 or fp32, which have no loss scale: fp16 then begins with its first
         with malformed(folder):
             state.scaler.load_state_dict(manifest.meta["scaler"])
     state.step = manifest.step
+    return verified
 
 
 def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:

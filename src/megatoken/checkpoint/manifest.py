@@ -9,17 +9,18 @@ import json
 import os
 import re
 import stat
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
 from megatoken.config.fields import list_fields, parse_value
 from megatoken.config.model_config import ModelConfig, validate_model
 from megatoken.errors import CheckpointError
-from megatoken.system.atomic_write import MALFORMED, hash_file, read_small_file
+from megatoken.system.atomic_write import BLOCK_BYTES, MALFORMED, hash_file, read_small_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -50,19 +51,55 @@ class CheckpointManifest:
     files: Mapping[str, FileEntry]
 
 
+class VerifiedFile:
+    """Context in which a file is read once, in order, and hashed block by block while it is in the CPU's cache."""
+
+    def __init__(self, path: Path, entry: FileEntry) -> None:
+        self._path, self._entry, self._hash = path, entry, xxhash.xxh3_128()
+        with _read_errors(path):
+            self._file = path.open("rb", buffering=0)
+            self._mtime_ns = os.fstat(self._file.fileno()).st_mtime_ns
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def skip_header(self) -> None:
+        """Read the header of a safetensors file: its length in 8 bytes, then JSON."""
+        self.read_into(length := memoryview(bytearray(8)))
+        self.read_into(memoryview(bytearray(min(int.from_bytes(length, "little"), self._entry.bytes))))
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill a buffer of bytes with the next of the file. They are verified only when `finish` returns."""
+        while len(buffer):
+            with _read_errors(self._path):
+                size = self._file.readinto(block := buffer[:BLOCK_BYTES])
+            if not size:
+                raise damaged(self._path, f"it ends early, expected {self._entry.bytes:,} bytes")
+            self._hash.update(block[:size])
+            buffer = buffer[size:]
+
+    def finish(self) -> FileEntry:
+        """The entry of the file, whose bytes have all been read. Raises DamagedError for any other hash."""
+        _check_hash(self._path, self._hash.hexdigest(), self._entry)
+        return replace(self._entry, mtime_ns=self._mtime_ns)
+
+
 def verify(
-    folder: Path, *, names: Container[str] | None = None, known: Mapping[str, FileEntry] | None = None
+    folder: Path, *, hashes: Callable[[str], bool] | None = None, known: Mapping[str, FileEntry] | None = None
 ) -> CheckpointManifest:
     """Read every byte of a checkpoint and return its manifest; raise DamagedError naming the file.
 
     Checked: the manifest's own hash and format, the step in the folder's name, no file missing or extra, size and
-    xxh3-128 of each. names: the files to hash (None: all). known: files that this process has hashed before; they are
-    hashed again if their time has changed. Raises CheckpointError for a whole checkpoint of another format, which must
-    be neither skipped nor overwritten.
+    xxh3-128 of each. hashes: whether to hash a file (None: all). known: files that this process has hashed before; they
+    are hashed again if their time has changed. Raises CheckpointError for a whole checkpoint of another format, which
+    must be neither skipped nor overwritten.
     """
     if not folder.is_dir():
         raise DamagedError("no checkpoint here", str(folder), "name an existing folder")
-    try:
+    with _read_errors(folder):
         manifest = read_manifest(folder)
         found, files = list_files(folder), dict(manifest.files)
         for name, status in found.items():
@@ -79,13 +116,10 @@ def verify(
                 raise damaged(folder / name, f"it has {size:,} bytes, expected {entry.bytes:,}")
             before = (known or {}).get(name)
             if before != entry or before.mtime_ns != mtime_ns:
-                if names is not None and name not in names:
+                if hashes is not None and not hashes(name):
                     continue
-                if (actual := hash_file(folder / name)) != entry.xxh3_128:
-                    raise damaged(folder / name, f"its xxh3-128 is {actual}, expected {entry.xxh3_128}")
+                _check_hash(folder / name, hash_file(folder / name), entry)
             files[name] = replace(entry, mtime_ns=mtime_ns)
-    except OSError as error:
-        raise damaged(Path(error.filename or folder), f"it cannot be read: {error.strerror}") from error
     return replace(manifest, files=files)
 
 
@@ -156,6 +190,20 @@ def list_files(folder: Path) -> dict[str, os.stat_result]:
     """Size, times and type of all files and links below a folder, by name; no link is followed. Raises OSError."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return {path.relative_to(folder).as_posix(): path.lstat() for path in files}
+
+
+def _check_hash(path: Path, actual: str, entry: FileEntry) -> None:
+    if actual != entry.xxh3_128:
+        raise damaged(path, f"its xxh3-128 is {actual}, expected {entry.xxh3_128}")
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the system inside into a DamagedError."""
+    try:
+        yield
+    except OSError as error:
+        raise damaged(Path(error.filename or path), f"it cannot be read: {error.strerror}") from error
 
 
 def damaged(path: Path | str, reason: str) -> DamagedError:

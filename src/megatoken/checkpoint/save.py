@@ -6,7 +6,8 @@ sharded, each rank writes its slices. Ranks communicate between steps only, neve
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -19,6 +20,7 @@ from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, tensor_file_name
 from megatoken.errors import MegatokenError, StorageError
 from megatoken.model.kernels.attention import BUILT_IN
 
+POLL_SECONDS = 0.5
 SLACK_BYTES = 1 << 20  # beside the tensors
 
 
@@ -47,6 +49,7 @@ class AsyncSave:
         self.files: dict[str, FileEntry] = {}  # of all ranks, once it is committed
         self._error: MegatokenError | None = None
         self.writing_seconds = 0.0
+        self._n_bytes = 0  # hashed and made durable
         files, local_bytes = copy_tensors(state)
         self._needed_bytes = sum(self.comm.gather(local_bytes)) + SLACK_BYTES
         # None: that checkpoint exists.
@@ -63,21 +66,43 @@ class AsyncSave:
                 for path in sorted(tokenizer.iterdir()):
                     files[f"tokenizer/{path.name}"] = partial(shutil.copyfile, path)
             if self._draft is not None:
-                self._entries = write_files(self._draft, self.step, files, self._needed_bytes)
+                self._entries = write_files(self._draft, self.step, files, self._needed_bytes, self._count)
         except MegatokenError as error:
             self._error = error
         except Exception as error:  # raised by `finish`
             self._error = StorageError(f"checkpoint was not saved: {type(error).__name__}: {error}")
         self.writing_seconds = time.perf_counter() - start
 
+    def _count(self, n_bytes: int) -> None:
+        self._n_bytes += n_bytes
+
+    def _read_progress(self) -> int:
+        """Changes as long as this rank hashes or makes durable; on rank 0, as long as any rank writes."""
+        total = self._n_bytes
+        if self.comm.dist_env.is_main_process and self._draft is not None:
+            for path in self._draft.rglob("*"):  # safetensors writes into a file of another name and the final size
+                with suppress(OSError):
+                    status = path.stat()
+                    total += status.st_size + getattr(status, "st_blocks", 0)  # not on Windows
+        return total
+
     def is_written(self) -> bool:
         """Whether every rank has written its files, so that `finish` does not wait; all ranks must call it."""
         return not self.comm.any(self._thread.is_alive())
 
-    def finish(self) -> Path:
-        """Wait for the files, commit the checkpoint, return its folder."""
+    def finish(self, on_progress: Callable[[int], object] = lambda _: None) -> Path:
+        """Wait for the files, commit the checkpoint, return its folder.
+
+        on_progress: called on all ranks, each time with another number, as long as the files of any of them grow.
+        """
         start = time.perf_counter()
-        self._thread.join()
+        is_writing, moves, seen = True, 0, -1
+        while is_writing:
+            self._thread.join(POLL_SECONDS)
+            before, seen = seen, self._read_progress()
+            is_writing, moved = self.comm.any_of_each([self._thread.is_alive(), seen != before])
+            if moved:
+                on_progress(moves := moves + 1)
         reports = self.comm.gather((self._entries, self._error))
 
         def commit(draft: Path) -> None:

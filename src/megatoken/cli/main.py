@@ -53,6 +53,7 @@ from megatoken.system.atomic_write import storage_errors
 from megatoken.system.environment import heartbeat_file, prepare_process
 from megatoken.system.object_store import is_address
 from megatoken.train.metrics_log import METRICS
+from megatoken.train.run_folder import BUDGET_KEYS, check_folder
 
 Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
 
@@ -141,6 +142,10 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         resolved, named_out = find_recipe(options)
         if options.ending and heartbeat_file() is None and (ask := at_parent_death(signal.SIGTERM)):
             ask()  # torchrun is the parent
+        out = options.out or named_out or Path("runs") / resolved.name
+        if read_dist_env().world_size == 1:  # before torch is loaded, and without starting ranks
+            allowed = BUDGET_KEYS if options.extend else ()
+            check_folder(out, resolved.config, allow_changes=options.allow_changes, allowed=allowed)
         if (code := launch_ranks(options, RESTARTS if options.restarts is None else options.restarts)) is not None:
             return write_stop_marker(options.ending) if code == ExitCode.STOPPED else code, None
         is_main = read_dist_env().is_main_process
@@ -151,7 +156,6 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
             options.console.print(_render_with_notes(resolved, given_only=True))
         from megatoken.pretrain import Trainer
 
-        out = options.out or named_out or Path("runs") / resolved.name
         fields = _pick(options, "console", "explain", "allow_changes", "extend")
         summary = Trainer(resolved, out, **fields).fit()
         answer = dataclasses.asdict(summary) if is_main else None
@@ -201,7 +205,7 @@ def find_run_config(folder: Path) -> Path:
         for step in reversed(list_steps(folder / "checkpoints")):
             copy = step_folder(folder / "checkpoints", step) / RUN_CONFIG
             with suppress(CheckpointError):
-                verify(copy.parent, names=(RUN_CONFIG,))
+                verify(copy.parent, hashes=lambda name: name == RUN_CONFIG)
                 return copy
     return folder / RUN_CONFIG
 

@@ -34,7 +34,10 @@ def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
     if kind == "run":
         folder, manifest = find_checkpoint(path, warn)
         reader = TensorReader(folder, manifest, MODEL)
-        return [TensorInfo(name, shape, reader.dtype(name)) for name, shape in reader.shapes.items()]
+        return [
+            TensorInfo(name, shape, str(reader.dtype(name)).removeprefix("torch."))
+            for name, shape in reader.shapes.items()
+        ]
     if kind == "llmc":
         return [_describe(name, tensor) for name, tensor in list_llmc_params(path).items()]
     if kind == "nanogpt":

@@ -6,9 +6,9 @@ from functools import partial, reduce
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatoken.distributed.comm import Comm, peer_errors
+from megatoken.distributed.tensor_slice import is_dtensor
 
 BUCKET_BYTES = 25 << 20
 # The parameter of the backward and the local parameter that the optimizer updates: the same tensor, a low-precision
@@ -83,7 +83,7 @@ def collect_gradient(trained: Tensor, local: Tensor) -> None:
     if trained is local or trained.grad is None:
         return
     gradient = trained.grad
-    if isinstance(trained, DTensor) and isinstance(gradient, DTensor):
+    if is_dtensor(trained) and is_dtensor(gradient):
         # Some operations leave partial sums on every tensor-parallel rank: place the gradient as the weight is placed.
         gradient = gradient.redistribute(placements=trained.placements).to_local()
     if local.grad is None:

@@ -2,22 +2,23 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.grad_reduce import copy_from_flat
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_parallel import apply_tensor_parallel, tp_slice
-from megatoken.distributed.tensor_slice import TensorSlice, chunk
+from megatoken.distributed.tensor_slice import TensorSlice, chunk, is_dtensor
 from megatoken.model.gpt import GPT, set_activation_checkpointing
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import without_fake_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = "dp_replicate", "dp_shard", "tp"
 
@@ -39,7 +40,7 @@ class ShardedParams:
     full_shapes: Mapping[str, tuple[int, ...]]
     n_copies: Mapping[str, int]
     tp_partial: frozenset[str] = frozenset()
-    mesh: DeviceMesh | None = None
+    mesh: "DeviceMesh | None" = None
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
@@ -71,6 +72,10 @@ class ShardedParams:
 
     def set_grad_sync(self, model: nn.Module, *, last: bool) -> None:
         """Before a forward: choose what FSDP communicates, given whether it is the step's last micro-batch."""
+        if self.dims.dp_shard == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last or self.dims.sharding != "zero1")
             model.set_requires_all_reduce(last)
@@ -119,11 +124,13 @@ def parallelize(
         model.to(device.torch_device)
     mesh, tp_partial = None, frozenset[str]()
     if not dims.is_unsharded:
+        from torch.distributed.device_mesh import init_device_mesh
+
         with without_fake_tensors():  # a dry run fakes the weights, not the mesh
             mesh = init_device_mesh(device.type, (dims.dp_replicate, dims.dp_shard, dims.tp_size), mesh_dim_names=AXES)
     if mesh is not None and dims.tp_size > 1:
         apply_tensor_parallel(model, mesh["tp"], dims)
-        tp_partial = frozenset(name for name, param in model.named_parameters() if not isinstance(param, DTensor))
+        tp_partial = frozenset(name for name, param in model.named_parameters() if not is_dtensor(param))
     set_activation_checkpointing(model, activation_checkpointing)
     if mesh is not None and dims.dp_shard > 1:
         apply_fsdp(model, mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else mesh["dp_shard"], dims, device)
@@ -136,7 +143,7 @@ def parallelize(
         part = part.cut_rows(*chunk(part.n_rows, dims.dp_shard, dims.shard_rank))
         if part.n_rows:
             with torch.no_grad():  # to_local() then returns the tensor itself, not a differentiable view
-                local_params[name] = param.to_local() if isinstance(param, DTensor) else param
+                local_params[name] = param.to_local() if is_dtensor(param) else param
             trained[name], slices[name], n_copies[name] = param, part, dims.dp_replicate * n_tp_copies
     return ShardedParams(
         dims=dims,
@@ -150,8 +157,10 @@ def parallelize(
     )
 
 
-def apply_fsdp(model: GPT, mesh: DeviceMesh, dims: ParallelDims, device: Device) -> None:
+def apply_fsdp(model: GPT, mesh: "DeviceMesh", dims: ParallelDims, device: Device) -> None:
     """Shard every block, then the rest of the model, by FSDP2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     low_precision = None if device.precision == "fp32" else device.dtype
     # Given to every module. Gradients are reduced in fp32. Inputs are not cast: tokens come out of a gathered embedding
     # in low precision already, and rotary cos and sin stay precise.

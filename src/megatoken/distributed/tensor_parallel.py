@@ -7,26 +7,31 @@ leave as a slice of the sequence.
 """
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.distributed.tensor_slice import TensorSlice, chunk
+from megatoken.distributed.tensor_slice import TensorSlice, chunk, is_dtensor
 from megatoken.model.dropout import Dropout
 from megatoken.model.gpt import GPT, Block
 
-SEQUENCE = Shard(1)  # of (B, T, C)
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+SEQUENCE = 1  # the dimension of T in (B, T, C)
 
 
-def apply_tensor_parallel(model: GPT, mesh: DeviceMesh, dims: ParallelDims) -> None:
+def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) -> None:
     """Replace weights by DTensors on the tensor-parallel mesh, in place."""
-    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=SEQUENCE)
-    plan: dict[str, ParallelStyle] = {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)}
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(SEQUENCE))
+    tokens = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
+    plan: dict[str, ParallelStyle] = {"tokens": tokens}
     if model.head is not None:
         plan["head"] = column
     for index, block in enumerate(model.blocks):
@@ -45,11 +50,13 @@ def apply_tensor_parallel(model: GPT, mesh: DeviceMesh, dims: ParallelDims) -> N
         model.positions.register_forward_pre_hook(partial(_slice_positions, dims))
 
 
-def _gather_sequence(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gather_sequence(mesh: "DeviceMesh", _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gather the sequence for a layer; the backward reduce-scatters its gradient."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     x_BTC, *others = inputs
-    gathered = DTensor.from_local(x_BTC, mesh, (SEQUENCE,), run_check=False).redistribute(placements=(Replicate(),))
-    return (gathered, *others)
+    split = DTensor.from_local(x_BTC, mesh, (Shard(SEQUENCE),), run_check=False)
+    return (split.redistribute(placements=(Replicate(),)), *others)
 
 
 def _slice_positions(dims: ParallelDims, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
@@ -63,7 +70,11 @@ def slice_sequence(dims: ParallelDims, targets_BT: Tensor) -> Tensor:
 
 def gather_lm_head(weight_VC: Tensor) -> Tensor:
     """The full output layer for the loss of this slice; its gradients are added over the slices."""
-    return weight_VC.full_tensor(grad_placements=[Partial()]) if isinstance(weight_VC, DTensor) else weight_VC
+    if not is_dtensor(weight_VC):
+        return weight_VC
+    from torch.distributed.tensor import Partial
+
+    return weight_VC.full_tensor(grad_placements=[Partial()])
 
 
 def tp_slice(name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims) -> TensorSlice:

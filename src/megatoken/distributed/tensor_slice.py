@@ -1,10 +1,15 @@
 """The slice of a full tensor that a process has: ranges of rows (the first dimension) and a range of columns."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Range = tuple[int, int]  # start, end (exclusive)
 
@@ -76,6 +81,12 @@ class TensorSlice:
                     yield row + a - start, other_row + a - other_start, b - a, shared
                 other_row += other_end - other_start
             row += end - start
+
+
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether torch has split a tensor. Where nothing is split, its code for that is not loaded: half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def chunk(size: int, chunks: int, index: int) -> Range:

@@ -15,7 +15,6 @@ import torch
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config, MachineConfig
 from megatoken.errors import ConfigError
-from megatoken.estimate.memory_tracker import MemoryTracker
 from megatoken.model.gpt import GPT
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.environment import cache_get, cache_put, peak_resident_bytes
@@ -88,6 +87,8 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
     choice = autotune(model, machine, device, micro_batch=micro_batch, dropout=model.dropout)
     peaks, runs = [], []
     for n_layer in layers:
+        from megatoken.estimate.memory_tracker import MemoryTracker
+
         with MemoryTracker() as tracker:
             state, step_config = build_run(replace(model, n_layer=n_layer), machine, device, micro_batch)
             apply_choice(state, choice, device)

@@ -11,17 +11,17 @@ import signal
 import subprocess
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatoken.system.environment import heartbeat_file
 
-# Seconds without a heartbeat that every phase may take. A storage may stall, and a save may wait for the one before it.
-MIN_LIMIT_SECONDS = defaultdict(lambda: 300.0, step=8.0, save=1800.0)
+# Seconds without a heartbeat that every phase may take. A storage may stall; a save that writes has heartbeats.
+MIN_LIMIT_SECONDS = defaultdict(lambda: 300.0, step=8.0)
 LIMIT_FACTOR = 5.0  # times the longest of the last RECENT ones
 RECENT = 64
-MEASURED_FIRST = 3  # the first steps compile and allocate
+MEASURED_FIRST = {"step": 3, "save": 0}  # the first steps compile and allocate
 DUMP_SECONDS = 1.0  # for a rank to dump its stacks
 MAX_POLL_GAP = 1.0  # between two looks; in a longer one the watching process was suspended itself
 
@@ -36,21 +36,35 @@ class Heartbeat:
             # At the signal the stacks are written in C, also while a library holds the interpreter's lock.
             self._stacks = stacks_file(file).open("w")
             faulthandler.register(signal.SIGQUIT, self._stacks)
-        self._phase, self._step, self._since = "setup", 0, time.monotonic()
+        self._now, self._since = ("setup", 0, 0), time.monotonic()
         self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
-    def beat(self, phase: str, step: int) -> None:
-        """Begin a phase at a step; call it for every step. A phase has no limit until it has been measured."""
-        if self._file is None or (phase, step) == (self._phase, self._step):
+    def beat(self, phase: str, step: int, done: int = 0) -> None:
+        """Begin a phase at a step, or go on with it when `done` is another; call it for every step.
+
+        A phase has no limit until it has been measured. A save has: it goes on as bytes are written.
+        """
+        if self._file is None or (phase, step, done) == self._now:
             return
         now = time.monotonic()
-        self._seconds[self._phase].append(now - self._since)
-        self._phase, self._step, self._since = phase, step, now
+        self._seconds[self._now[0]].append(now - self._since)
+        self._now, self._since = (phase, step, done), now
         seconds, limit = self._seconds[phase], float("inf")
-        if len(seconds) >= (MEASURED_FIRST if phase == "step" else 1):
-            limit = max(MIN_LIMIT_SECONDS[phase], LIMIT_FACTOR * max(seconds))
+        if len(seconds) >= MEASURED_FIRST.get(phase, 1):
+            limit = max(MIN_LIMIT_SECONDS[phase], LIMIT_FACTOR * max(seconds, default=0.0))
+        line = f"{limit:.1f} {step} {phase} {done}"
         with suppress(OSError):  # a full disk: nobody watches, but the rank goes on
-            os.pwrite(self._file, f"{limit:.1f} {step} {phase}".ljust(64).encode(), 0)  # one call: never half a line
+            os.pwrite(self._file, line.ljust(64).encode(), 0)  # one call: never half a line
+
+    @contextmanager
+    def during(self, phase: str, step: int) -> Iterator[None]:
+        """Context of a phase within another one, which goes on after it."""
+        outer = self._now
+        self.beat(phase, step)
+        try:
+            yield
+        finally:
+            self.beat(*outer)
 
 
 class Watchdog:
@@ -67,7 +81,7 @@ class Watchdog:
         line = self.files[rank].read_text() if self.files[rank].exists() else ""
         if line != self._seen[rank][0]:
             self._seen[rank] = line, self._clock
-        limit, step, phase = (self._seen[rank][0] or "inf 0 start").split()
+        limit, step, phase, *_ = (self._seen[rank][0] or "inf 0 start").split()
         return float(limit), int(step), phase
 
     def all_silent(self, ranks: Collection[int]) -> bool:

@@ -28,14 +28,15 @@ from megatoken.system.environment import HEARTBEAT, given_environment, python_co
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # not SIGINT: Ctrl-C stays an interrupt
 FORWARDED = (*STOP_SIGNALS, "SIGINT")
-COMMAND = python_command("from megatoken.cli.main import main; sys.exit(main())")  # `megatoken`, for its arguments
+COMMAND = python_command("from megatoken.__main__ import main; sys.exit(main())")  # `megatoken`, for its arguments
 RESTARTS = 3  # in a row without progress
 GRACE_SECONDS = 10.0  # for the others after one has failed, and again after SIGTERM
 LOST_SECONDS = 2.0  # for the others after one was killed
 DRAIN_SECONDS = 1.0  # to read the rest of a rank's messages
 END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
 SAME_REQUEST_SECONDS = 0.5  # copies of a signal, from launchers that signal a process as well as its group
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # of Linux's prctl
+PARENT = os.getppid()
 
 Process = subprocess.Popen[str]
 
@@ -81,7 +82,7 @@ def stop_at_once(marker: Path | None = None) -> Iterator[None]:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         with suppress(OSError):
-            os.write(2, f"stopped by {signal.Signals(number).name} before the run began; nothing to save\n".encode())
+            os.write(2, f"stopped by {name_cause(number)} before the run began; nothing to save\n".encode())
         os._exit(write_stop_marker(marker))
 
     with handle_signals(STOP_SIGNALS, stop):
@@ -99,6 +100,16 @@ def write_stop_marker(marker: Path | None) -> ExitCode:
 def at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
     """A call by which a process asks for a signal when the one that started it dies, however it does; Linux only."""
     return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, number) if sys.platform == "linux" else None
+
+
+def name_cause(number: int) -> str:
+    """The name of a signal that this process has received, or that its launcher died, if that sent it."""
+    if sys.platform == "linux" and os.getppid() != PARENT:
+        asked = ctypes.c_int()
+        ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(asked))
+        if asked.value == number:
+            return "the death of its launcher"
+    return signal.Signals(number).name
 
 
 def launch(command: Sequence[str], nproc: int, restarts: int = 0, machine: DistEnv | None = None) -> int:
@@ -164,12 +175,12 @@ def run_ranks(
     """
     world_size, first = nproc * machine.world_size, nproc * machine.rank
     shared = replace(machine, world_size=world_size, local_world_size=nproc)
-    if machine.world_size == 1:
-        shared = replace(shared, port=find_free_port())
     # torchrun kills this process when it waits for a rank for too long: no rank may be left then.
     on_start = at_parent_death(signal.SIGTERM if machine.world_size == 1 else signal.SIGKILL)
     errors: list[list[str]] = [[] for _ in range(nproc)]
-    with tempfile.TemporaryDirectory(prefix="megatoken-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="megatoken-", ignore_cleanup_errors=True) as folder, reserve_port() as port:
+        if machine.world_size == 1:
+            shared = replace(shared, port=port)
         watchdog = Watchdog(Path(folder), range(first, first + nproc), world_size)
         try:
             for rank in watchdog.files:
@@ -268,8 +279,17 @@ def wait_for_all(processes: Mapping[int, Process], watchdog: Watchdog) -> tuple[
     return (ExitCode.PEER if lost else ExitCode.DONE), lost
 
 
+@contextmanager
+def reserve_port() -> Iterator[int]:
+    """Context with a TCP port that the system gives to nobody else: only a listener that reuses addresses, as torch's
+    does, may bind it, and only by its number."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
 def find_free_port() -> int:
     """A TCP port that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    with reserve_port() as port:
+        return port

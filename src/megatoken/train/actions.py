@@ -23,7 +23,8 @@ from megatoken.redact import redact
 from megatoken.sampling.generate import generate_ids
 from megatoken.system.device import is_out_of_memory
 from megatoken.train.mirror import Mirror
-from megatoken.train.setup import CHECKPOINTS, CONFIG, TOKENIZER, RunContext
+from megatoken.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
+from megatoken.train.setup import RunContext
 from megatoken.train.state import gather_model
 
 RULE = "\n" + "-" * 40 + "\n"  # between samples
@@ -214,6 +215,11 @@ class CheckpointSaver:
         if ("save", step) in run.logged:
             return
         self.try_commit()  # its failure is no reason to leave out this one
+        with run.during("save", step):
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        run = self._run
         meta: dict[str, Any] = {"dataset": run.dataset.fingerprint, "tokenizer": run.tokenizer.fingerprint}
         meta |= {"skipped_batches": [*run.state.skipped_batches], "recent_steps": list(run.state.recent.values)}
         meta["elapsed_seconds"] = run.log.elapsed_seconds
@@ -224,12 +230,15 @@ class CheckpointSaver:
 
     def commit_pending(self) -> None:
         """Commit the pending checkpoint, if there is one, then prune old ones. Raises StorageError."""
-        run = self._run
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        if pending is not None:
+            with self._run.during("save", pending.step):
+                self._commit(pending)
+
+    def _commit(self, pending: AsyncSave) -> None:
+        run = self._run
         try:
-            folder = pending.finish()
+            folder = pending.finish(partial(run.heartbeat.beat, "save", pending.step))
         except MegatokenError:
             run.logged.discard(("save", pending.step))
             raise
@@ -240,7 +249,8 @@ class CheckpointSaver:
         run.verified[folder] = pending.files
         self._link_best()
         self.mirror.start()
-        self._prune()
+        with run.during("prune", pending.step):  # may hash old checkpoints, once
+            self._prune()
 
     def finish_mirror(self) -> None:
         """Wait until the newest checkpoint is in `save.mirror`, or cannot be copied."""
@@ -297,7 +307,6 @@ class CheckpointSaver:
 
     def try_save(self) -> None:
         """`save`, where a failure is logged and training goes on: earlier checkpoints are whole."""
-        self._run.begin("save")
         self._try(self.save)
 
     def try_commit(self) -> None:
@@ -315,7 +324,6 @@ class CheckpointSaver:
         """Commit the pending checkpoint once every process has written its part; log an upload that has ended."""
         self.mirror.report()
         if self._pending is not None and self._pending.is_written():
-            self._run.begin("save")
             self.try_commit()
 
     def _try(self, call: Callable[[], None]) -> None:

@@ -19,10 +19,9 @@ from megatoken.errors import CheckpointError
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.system.atomic_write import storage_errors
 from megatoken.train.metrics_log import METRICS
-from megatoken.train.setup import CHECKPOINTS, RunContext
+from megatoken.train.run_folder import BUDGET_KEYS, CHECKPOINTS
+from megatoken.train.setup import RunContext
 from megatoken.train.state import StepConfig, build_step_config
-
-BUDGET_KEYS = ("budget.steps", "budget.tokens", "budget.epochs")
 
 
 def extend_budget(run: RunContext, resolved: ResolvedConfig, length: Duration) -> ResolvedConfig:
@@ -31,7 +30,7 @@ def extend_budget(run: RunContext, resolved: ResolvedConfig, length: Duration) -
     So the same command may be given again after a stop. All ranks must call it. Returns the config with the new budget.
     """
     old = run.step_config
-    steps: list[int] = run.comm.broadcast_from_rank0(list_steps(run.out / CHECKPOINTS) if run.is_main else [])
+    steps: list[int] = run.comm.run_on_rank0(lambda: list_steps(run.out / CHECKPOINTS))
     newest = max(steps, default=0)
     if newest < old.total_steps:
         run.console.print(f"not extended: step {newest:,} of {old.total_steps:,} is not the end; going on to there")

@@ -150,10 +150,12 @@ class MetricsLogger:
         if time.monotonic() - self._status_time >= STATUS_SECONDS:
             self.status()
 
-    def begin(self, phase: str) -> None:
-        """Show in the status what the run does from now on: step, validate, save, ..."""
-        if phase != self._status["phase"]:
+    def begin(self, phase: str) -> str:
+        """Show in the status what the run does from now on: step, validate, save, ...; return what it did before."""
+        before: str = self._status["phase"]
+        if phase != before:
             self.status(phase=phase)
+        return before
 
     def status(self, **values: Any) -> None:
         """Update status.json by `values`; durable unless the state is `running`. Never raises for a failing disk.

@@ -7,7 +7,8 @@ from megatoken.checkpoint.mirror import MirrorUploads, claim, fetch_run
 from megatoken.console import format_duration, format_quantity
 from megatoken.errors import StorageError
 from megatoken.system.object_store import ObjectStore
-from megatoken.train.setup import CHECKPOINTS, RunContext
+from megatoken.train.run_folder import CHECKPOINTS
+from megatoken.train.setup import RunContext
 
 RETRY_SECONDS = (5.0, 20.0)  # before the last upload of a run, which failed, is tried again
 

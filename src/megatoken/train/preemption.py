@@ -7,7 +7,6 @@ ended by the process that started it: it may receive the first one twice, and th
 
 import math
 import os
-import signal
 import time
 from collections import deque
 from types import FrameType
@@ -15,7 +14,7 @@ from typing import Self
 
 from megatoken.console import format_duration
 from megatoken.errors import ExitCode
-from megatoken.launch.local import FORWARDED, RepeatedSignal, handle_signals
+from megatoken.launch.local import FORWARDED, RepeatedSignal, handle_signals, name_cause
 from megatoken.system.environment import heartbeat_file
 
 _RECENT_STEPS = 16  # short enough to forget compilation
@@ -34,6 +33,7 @@ class PreemptionHandler:
         self._limit = time_limit_seconds or 0.0
         self._deadline = math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
         self._reason = ""
+        self._signal = 0  # the first
         self._repeated = RepeatedSignal()
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._save_seconds: float | None = None
@@ -55,13 +55,16 @@ class PreemptionHandler:
 
     def stop_before(self, seconds: float) -> str:
         """`stop_requested` when the next thing to do, beside a step, took `seconds` the last time."""
+        if self._signal and not self._reason:
+            return name_cause(self._signal)  # asked each time: a launcher that dies takes a moment
         if not self._reason and time.monotonic() + self.reserve_seconds + _MARGIN * seconds >= self._deadline:
             self._reason = f"time limit {format_duration(self._limit)}"
         return self._reason
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to save and stop; the first reason stays."""
-        self._reason = self._reason or reason
+        if not self._signal:
+            self._reason = self._reason or reason
 
     @property
     def reserve_seconds(self) -> float:
@@ -81,6 +84,6 @@ class PreemptionHandler:
             self._save_seconds = max(save_seconds, self._save_seconds or 0.0)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.request_stop(signal.Signals(number).name)
+        self._signal = self._signal or number
         if self._repeated.is_repeated(number) and heartbeat_file() is None:
             os._exit(ExitCode.STOPPED)

@@ -1,6 +1,6 @@
 """What happens between a checked config and the first step, in the order in which pretrain.py calls it.
 
-All of it happens once, except `restore`, by which train/recovery.py goes back to a checkpoint.
+All of it happens once. Loading a checkpoint is in train/restore.py.
 """
 
 import inspect
@@ -10,8 +10,8 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from megatoken import __version__
-from megatoken.checkpoint.commit import list_steps, list_surplus, remove_leftovers, step_folder
-from megatoken.checkpoint.load import restore_state
-from megatoken.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedError, FileEntry, verify
-from megatoken.config.load import Change, ResolvedConfig, list_changes, render, resolve
+from megatoken.checkpoint.commit import list_steps, list_surplus
+from megatoken.checkpoint.manifest import FileEntry
+from megatoken.config.load import Change, ResolvedConfig, render
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.schema import Config, validate
 from megatoken.console import Console, format_duration, format_quantity
@@ -40,7 +39,7 @@ from megatoken.distributed.parallel_dims import (
     count_state_bytes,
     disable_unsupported,
 )
-from megatoken.errors import CheckpointError, ConfigError, DataError, StorageError
+from megatoken.errors import ConfigError, DataError, StorageError
 from megatoken.eval.multiple_choice import EncodedExample, read_tasks
 from megatoken.launch.heartbeat import Heartbeat
 from megatoken.model.flops import (
@@ -58,15 +57,14 @@ from megatoken.system.atomic_write import read_object, replace_file, storage_err
 from megatoken.system.device import Device, misses_triton, wants_compile
 from megatoken.system.environment import find_commit
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, list_requests
-from megatoken.train.metrics_log import LOCK, METRICS, OWNER, STATUS, MetricsLogger, read_metrics
+from megatoken.train.metrics_log import STATUS, MetricsLogger
 from megatoken.train.micro_batch import compile_forward, pick_micro_batch, tune_micro_batch
 from megatoken.train.preemption import PreemptionHandler, StopRequested
+from megatoken.train.run_folder import CHECKPOINTS, CONFIG, MACHINE, PROVENANCE, TOKENIZER
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 
 Callback = Callable[[dict[str, Any]], bool | None]
 
-CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
-TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
 MEMORY_MARGIN = 2  # of what is free: other programs may end, and some of it may be swapped
 
 
@@ -78,7 +76,7 @@ class RunContext:
     step); one that returns True asks the run to save and stop. logged: (kind, step) of the rows in the metrics log; of
     an evaluation (task, step). val_losses: the validation loss of each step in the log. verified: the files of the
     checkpoints that this process has hashed, so that pruning hashes nothing twice. changes: what differs from the run's
-    last start (all of it on rank 0 only).
+    last start.
     """
 
     config: Config
@@ -139,6 +137,16 @@ class RunContext:
         self.heartbeat.beat(phase, self.state.step)
         self.log.begin(phase)
 
+    @contextmanager
+    def during(self, phase: str, step: int) -> Iterator[None]:
+        """Context of a phase within another one, which goes on after it."""
+        with self.heartbeat.during(phase, step):
+            outer = self.log.begin(phase)
+            try:
+                yield
+            finally:
+                self.log.begin(outer)
+
     def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
         """Raise StopRequested on all ranks when one of them has to save and stop; all must call it.
 
@@ -150,36 +158,14 @@ class RunContext:
         return flag
 
 
-def check_folder(
-    out: Path, config: Config, *, allow_changes: bool = False, allowed: Collection[str] = ()
-) -> list[Change]:
-    """The settings that differ from those of the run in `out`. allowed: guarded ones that may.
+def open_log(run: RunContext) -> MetricsLogger:
+    """The metrics log: rank 0's, with the lock of the run folder, and one on every other rank that writes nothing.
 
-    Raises ConfigError if it holds something else, or a change is fatal, or guarded and not allowed. A run has a
-    provenance.json or a checkpoint of ours. What a start leaves that failed before them counts as nothing.
+    Raises StorageError on all ranks when another run has the folder or it cannot be written.
     """
-    with storage_errors(out, what="the run folder cannot be used", fix="name a folder you can write"):
-        checkpoints = [step_folder(out / CHECKPOINTS, step) for step in list_steps(out / CHECKPOINTS)]
-        is_run = "megatoken" in read_object(out / PROVENANCE) or any((c / MANIFEST).is_file() for c in checkpoints)
-        names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-        if METRICS in names and not (out / METRICS).stat().st_size:
-            names.remove(METRICS)
-    if not is_run and not all(name.startswith((LOCK, OWNER, f".{PROVENANCE}")) for name in names):
-        what = "the folder holds something that is not a run"
-        raise ConfigError(what, out.absolute(), "choose a new folder with --out")
-    for folder in reversed(checkpoints):
-        with suppress(DamagedError):
-            verify(folder, names=(CONFIG,))  # a copy of the run's, which may have been edited or lost since
-            changes = list_changes(resolve(str(folder / CONFIG)).config, config)
-            fatal = [change.key for change in changes if change.resume == "fatal"]
-            refused = ["fatal"] if allow_changes else ["fatal", "guarded"]
-            if differs := [str(c) for c in changes if c.resume in refused and c.key not in allowed]:
-                fix = "set these back, or go on with them by --allow-changes"
-                if fatal:
-                    fix = f"{', '.join(fatal)} cannot change in a run: set back, or choose another --out"
-                raise ConfigError(f"this run has other settings: {'; '.join(differs)}", out, fix)
-            return changes
-    return []
+    logs = [MetricsLogger(run.out)]
+    run.comm.run_on_rank0(lambda: logs.append(MetricsLogger.open(run.out)))
+    return logs[-1]
 
 
 def open_data(run: RunContext) -> None:
@@ -332,7 +318,7 @@ def build_train_state(
     run.state.comm = run.comm
     if not is_own and not config.model.init:
         run.state.sharded.copy_from_full(init_weights(model, config.seed))
-    elif not is_own and not list_steps(run.out / CHECKPOINTS):
+    elif not is_own and not run.comm.run_on_rank0(lambda: list_steps(run.out / CHECKPOINTS)):
         run.state.sharded.copy_from_full(_pretrained_weights(run))
 
 
@@ -405,73 +391,6 @@ def _pretrained_weights(run: RunContext) -> Iterator[tuple[str, Tensor]]:
     run.console.print(f"weights from {loaded.source}")
 
 
-def restore(run: RunContext) -> bool:
-    """Load the newest checkpoint that is valid on every node, if there is one; rewind the metrics log to its step.
-
-    Return whether there was one. Damaged checkpoints are reported and skipped. All ranks load the same one or raise
-    together: DataError when the dataset is not the one trained on, CheckpointError when no checkpoint is valid.
-    """
-    root, dataset = run.out / CHECKPOINTS, run.dataset
-    if run.is_main:
-        remove_leftovers(root)
-    steps: list[int] = run.comm.broadcast_from_rank0(list_steps(root) if run.is_main else [])
-    elapsed_seconds = 0.0
-    for step in reversed(steps):
-        folder = step_folder(root, step)
-        manifest = _verify_on_all(run, folder)
-        if manifest is None:
-            continue
-        if (trained_on := str(manifest.meta.get("dataset"))) != dataset.fingerprint:
-            same_ids = manifest.meta.get("tokenizer") == run.tokenizer.fingerprint
-            if not (same_ids and run.allow_changes):
-                what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"
-                fix = "point data.path at the dataset the run began with, or choose another --out"
-                fix += ", or go on with this one by --allow-changes" if same_ids else ": its tokens are others"
-                raise DataError(what, str(dataset), fix)
-            run.changes.append(Change("dataset", trained_on, dataset.fingerprint, "guarded"))
-        restore_state(folder, manifest, run.state)
-        run.state.refresh_low_precision_copy()
-        run.state.skipped_batches = list(manifest.meta.get("skipped_batches", []))
-        run.state.recent.load(manifest.meta.get("recent_steps", []))
-        elapsed_seconds = manifest.meta.get("elapsed_seconds", 0.0)
-        run.verified[folder] = manifest.files
-        run.console.print(f"resuming from {folder.name}")
-        break
-    else:
-        if steps:
-            raise CheckpointError("no checkpoint of this run is whole", root, "choose another --out")
-    run.log.rewind(run.state.step, elapsed_seconds)
-    rows = read_metrics(run.out) if run.is_main else []
-    logged = {(row.get("task", row["kind"]), row["step"]) for row in rows}
-    val_losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "val"}
-    run.logged, run.val_losses = run.comm.broadcast_from_rank0((logged, val_losses))
-    return bool(steps)
-
-
-def _verify_on_all(run: RunContext, folder: Path) -> CheckpointManifest | None:
-    """The manifest of a checkpoint, None on all ranks if it is damaged where one of them reads it.
-
-    One rank of every node reads all bytes, which the others then find in that machine's memory: what a disk or a
-    network gets wrong differs by node. Raises CheckpointError on all ranks for a checkpoint of another format.
-    """
-    dist_env, report = run.comm.dist_env, None
-    try:
-        manifest = verify(folder, names=None if dist_env.local_rank == 0 else ())
-    except CheckpointError as error:
-        report = type(error) is DamagedError, str(error) + (f" (read by rank {dist_env.rank})" if dist_env.rank else "")
-    reports = [report for report in run.comm.gather(report) if report]
-    if not reports:
-        return manifest
-    for is_damaged, message in sorted(reports):
-        if not is_damaged:
-            raise CheckpointError(message)
-    message = reports[0][1]
-    run.console.warn(f"{message}: passing over {folder.name}")
-    values = {"what": "damaged checkpoint", "checkpoint": folder.name, "message": message}
-    run.log.write("event", 0, 0, elapsed_seconds=run.log.elapsed_seconds, **values)
-    return None
-
-
 def record_changes(run: RunContext) -> None:
     """Show and log what a resume changes: one event row each."""
     for change in run.changes:
@@ -501,8 +420,7 @@ def choose_kernels(run: RunContext, *, explain: bool) -> None:
     if attention in WITHOUT_MASK and (run.tasks or run.config.sample.every.value):
         what = f"attention {attention!r} supports neither a mask nor a cache, which sampling and tasks need"
         raise ConfigError(what, "machine.attention", "set sample.every=0 and evaluate.tasks='', or support both")
-    chosen = _choose_kernels(run).to_json() if run.is_main else None
-    choice = KernelChoice.from_json(run.comm.broadcast_from_rank0(chosen))
+    choice = KernelChoice.from_json(run.comm.run_on_rank0(lambda: _choose_kernels(run).to_json()))
     apply_choice(run.state, choice, run.device)
     run.console.print(f"kernels  {choice}")
     missing = misses_triton(run.device) if run.config.machine.fused == "on" else ""
@@ -553,9 +471,8 @@ def choose_micro_batch(run: RunContext) -> None:
             if len(rates) > 1:
                 measured = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items())
                 run.console.print(f"micro-batch {micro_batch} of {batch_seqs} sequences (tokens/s by size: {measured})")
-            if run.is_main:
-                record = {"micro_batch": micro_batch, "circumstances": circumstances, "tokens_per_second": rates}
-                _update_json(run.out / MACHINE, record)
+            record = {"micro_batch": micro_batch, "circumstances": circumstances, "tokens_per_second": rates}
+            run.comm.run_on_rank0(lambda: _update_json(run.out / MACHINE, record))
     run.step_config = replace(run.step_config, micro_batch=int(micro_batch))
 
 
@@ -570,8 +487,7 @@ def compile_model(run: RunContext) -> bool:
             run.console.print(f"compiled (machine.compile={mode}) in {format_duration(time.monotonic() - start)}")
     if note:
         run.console.warn(note)
-    if run.is_main:
-        _update_json(run.out / MACHINE, {"compile": "off" if note else mode})
+    run.comm.run_on_rank0(lambda: _update_json(run.out / MACHINE, {"compile": "off" if note else mode}))
     return mode != "off" and not note
 
 
