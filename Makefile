@@ -13,7 +13,7 @@ endif
 # What machine.precision=auto stands for in tests, where a test does not choose: make test PRECISION=fp32
 export MEGATOKEN_PRECISION := $(PRECISION)
 
-.PHONY: quickstart test test-fast faults check docs soak bench bench-gpu harness clean
+.PHONY: quickstart test test-fast faults check docs dist soak bench bench-gpu harness clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken quickstart
@@ -45,6 +45,13 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)python -m pip install -q -e ".[docs]"
 	$(BIN)python docs/build_site.py
+
+# A wheel of HEAD for a package index, where relative links lead nowhere: make dist URL=https://HOST/OWNER/megatoken/blob/main
+dist: $(VENV)/.dev
+	test -n "$(URL)" || (echo "error: no URL — make dist — give URL=, where the files of this repository are shown"; exit 2)
+	rm -rf build/dist && mkdir -p build/dist dist && git archive HEAD | tar x -C build/dist
+	sed -i 's#](\(docs/\|records\|examples\|src/\|[A-Z]*\.md\)#]($(URL)/\1#g' build/dist/README.md
+	$(BIN)python -m pip wheel -q --no-deps --no-build-isolation -w dist build/dist
 
 RECORD = $(BIN)python tests/soak/record.py
 
