@@ -114,7 +114,10 @@ def test_a_folder_that_cannot_be_read_is_a_row(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_comparison_shows_the_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [str(write_run(tmp_path / name, *words)) for name, words in (("a", ["optim.lr=1e-3"]), ("b", ["seed=7"]))]
+    runs = [
+        str(write_run(tmp_path / name, *words))
+        for name, words in (("a", ["optim.lr=1e-3"]), ("b", ["seed=7", "optim.lr=2e-3"]))
+    ]
     assert main(["runs", *runs]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", *runs]
