@@ -122,7 +122,7 @@ def test_a_comparison_shows_the_settings_that_differ(tmp_path: Path, capsys: pyt
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", *runs]
     assert ["val", "loss", "3.2500", "3.2500"] in lines
-    assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.004"]]
+    assert lines[-2:] == [["seed", "1337", "7"], ["optim.lr", "0.001", "0.002"]]
 
 
 def test_sorted_the_best_first_and_unknown_ones_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_gpu_that_is_known_is_planned_by_arithmetic(
     layout = Layout(micro_batch=4, micro_steps=2, precision="tf32", program="eager")
     rate = estimate_step(config.model.resolve(257), GPUS["H100"], layout).tokens_per_second
     assert first.startswith(f"plan     0s of steps, {rate:,.0f} tokens/s, 0.00 GiB (arithmetic)")
-    assert "longer than planned" in last
+    assert last.startswith("plan     steps took ")  # how far off depends on this machine
 
 
 def test_the_error_of_a_plan_in_words() -> None:

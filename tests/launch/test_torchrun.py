@@ -37,7 +37,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         nodes=1,
         nproc=2,
         gpus="none",
-        time="",
+        time="1:00:00",
         image="",
     )
     script = folder / "run.sh"
