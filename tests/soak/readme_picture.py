@@ -10,7 +10,7 @@ from pathlib import Path
 from megatoken.plots import load_pyplot, save_figure
 from megatoken.train.metrics_log import read_metrics
 
-LINES, COLUMNS = 9, 62  # of a sample that are shown
+LINES, COLUMNS = 7, 62  # of a sample that are shown
 
 
 def main() -> None:
