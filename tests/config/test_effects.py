@@ -97,7 +97,8 @@ def test_adamw_settings_are_for_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("off", ["save.keep_every=0", "evaluate.tasks_limit=0", "sample.prompt=", "machine.fused=off"])
 def test_asking_for_nothing_is_no_mistake(off: str) -> None:
-    resolve("quickstart", ["save.every=0", "sample.every=0", "machine.device=cpu", off])
+    resolved = resolve("quickstart", ["save.every=0", "sample.every=0", "machine.device=cpu", off])
+    assert resolved.origins[off.partition("=")[0]] == "command line"
 
 
 SMALL = "model: {n_head: 4, d_model: 64}\nbudget: {steps: 1, batch_tokens: 1024}\n"
@@ -117,7 +118,8 @@ def test_a_recipe_of_ones_own_is_held_to_it_and_may_be_switched_off_later(tmp_pa
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_what_ships_may_be_switched_off(recipe: str) -> None:
     words = ["sample.every=0", "save.every=0", "evaluate.tokens=0", "evaluate.tasks=", "optim.schedule=constant"]
-    resolve(recipe, [*words, "log.plots=false", "machine.device=cpu", "model.dropout=0.1"])
+    config = resolve(recipe, [*words, "log.plots=false", "machine.device=cpu", "model.dropout=0.1"]).config
+    assert (config.sample.every.value, config.save.every.value, config.evaluate.tokens) == (0, 0, 0)
 
 
 def test_what_config_and_a_run_folder_write_is_read(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ def test_an_error_that_cannot_be_printed_keeps_its_code() -> None:
 def test_a_heartbeat_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEARTBEAT, str(tmp_path / "rank-0"))
     heartbeat = Heartbeat()
+    own = heartbeat._file
     with open("/dev/full", "r+b", buffering=0) as full:
         heartbeat._file = full.fileno()
         heartbeat.beat("step", 1)
+    heartbeat._file = own
+    heartbeat.beat("step", 2)
+    assert " 2 step" in (tmp_path / "rank-0").read_text()

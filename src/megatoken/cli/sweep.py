@@ -144,7 +144,7 @@ class Sweep:
             return trial
 
     def _run_trial(self, trial: Any) -> None:
-        """Train with the values of a trial, and tell Optuna how that ended."""
+        """Train with the values of a trial and report its loss and state to Optuna."""
         from optuna.trial import TrialState
 
         values = [f"{space.key}={space.suggest(trial)}" for space in self.ranges]

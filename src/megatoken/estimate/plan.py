@@ -212,7 +212,7 @@ def list_settings(config: Config, plan: Plan) -> list[str]:
 
 
 def budget_tokens(config: Config) -> float:
-    """Tokens of the config's budget. Raises ConfigError for a length in epochs: nobody knows the dataset here."""
+    """Tokens of the config's budget. Raises ConfigError for a length in epochs, which needs the dataset."""
     if config.budget.epochs:
         raise ConfigError(
             "the recipe's length is in epochs", "--tokens", "give the tokens: --tokens 10e9 or chinchilla"

@@ -26,7 +26,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the loss falls with: N and D, or one of "N", "D", "C"."""
+    """The variables of the law: N and D, or one of N, D and C."""
 
     names: tuple[str, ...]
 
@@ -66,7 +66,7 @@ class Law:
 
 
 def choose_terms(parameters: Array, tokens: Array) -> Terms:
-    """The terms that these runs can tell apart. Raises DataError for too few runs or values."""
+    """The terms whose exponents these runs can fix. Raises DataError for too few runs or values."""
     log_n, log_d = np.log(parameters), np.log(tokens)
     varied = [name for name, x in (("N", log_n), ("D", log_d)) if len(np.unique(x.round(6))) >= FEWEST_VALUES]
     if len(varied) == 2 and abs(np.corrcoef(log_n, log_d)[0, 1]) > IN_STEP:

@@ -53,7 +53,7 @@ class Heartbeat:
         if len(seconds) >= MEASURED_FIRST.get(phase, 1):
             limit = max(MIN_LIMIT_SECONDS[phase], LIMIT_FACTOR * max(seconds, default=0.0))
         line = f"{limit:.1f} {step} {phase} {done}"
-        with suppress(OSError):  # a full disk: nobody watches, but the rank goes on
+        with suppress(OSError):  # a full disk: without heartbeats a hang is not found, but training goes on
             os.pwrite(self._file, line.ljust(64).encode(), 0)  # one call: never half a line
 
     @contextmanager

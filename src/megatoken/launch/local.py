@@ -281,8 +281,8 @@ def wait_for_all(processes: Mapping[int, Process], watchdog: Watchdog) -> tuple[
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """Context with a TCP port that the system gives to nobody else: only a listener that reuses addresses, as torch's
-    does, may bind it, and only by its number."""
+    """Context with a TCP port that no other process is assigned meanwhile. A socket with SO_REUSEADDR, such as that of
+    torch's TCPStore, can listen on it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
