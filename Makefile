@@ -13,7 +13,7 @@ endif
 # What machine.precision=auto stands for in tests, where a test does not choose: make test PRECISION=fp32
 export MEGATOKEN_PRECISION := $(PRECISION)
 
-.PHONY: quickstart test test-fast faults check docs dist soak bench bench-gpu harness clean
+.PHONY: quickstart test test-fast faults check docs dist soak bench race bench-gpu harness clean
 
 quickstart: $(VENV)/.user
 	$(BIN)megatoken quickstart
@@ -56,7 +56,7 @@ dist: $(VENV)/.dev
 RECORD = $(BIN)python tests/soak/record.py
 
 # Kills, faults for an hour, damage, memory: CONTRIBUTING.md says how long each takes. Every line ends in a JSON line that
-# is kept in records/.
+# is kept in records/. SINKS=a Python with this package, tensorboard, wandb and trackio adds their soak.
 soak: $(VENV)/.dev
 	$(BIN)pytest -m slow
 	$(RECORD) commit-soak -- $(BIN)python tests/soak/commit_soak.py
@@ -64,12 +64,18 @@ soak: $(VENV)/.dev
 	$(RECORD) chaos -- $(BIN)python -m tests.soak.chaos_soak --work runs/chaos
 	$(RECORD) hash-cost -- $(BIN)python -m tests.soak.hash_cost
 	$(RECORD) train-soak -- $(BIN)python -m tests.soak.train_soak
+	$(RECORD) muon-overhead -- $(BIN)python -m tests.soak.muon_overhead
+	$(RECORD) muon-sweep -- $(BIN)python -m tests.soak.muon_sweep
 	$(RECORD) flips -- $(BIN)python -m tests.soak.flip_soak
 	$(RECORD) prepare-kills -- $(BIN)python -m tests.soak.prepare_soak kills
 	$(RECORD) prepare-calls -- $(BIN)python -m tests.soak.prepare_soak calls
 	$(RECORD) config-soak -- $(BIN)python -m tests.soak.config_soak
 	$(RECORD) launch-soak -- $(BIN)python -m tests.soak.launch_soak
 	$(RECORD) terminal-soak -- $(BIN)python -m tests.soak.terminal_soak
+	$(RECORD) sweep -- $(BIN)python -m tests.soak.sweep_soak
+	$(RECORD) scaling -- $(BIN)python -m tests.soak.scaling_soak --work runs/scaling --plot records/scaling.png
+	$(RECORD) report -- $(BIN)python -m tests.soak.report_soak
+	$(if $(SINKS),$(RECORD) sink-soak -- $(SINKS) -m tests.soak.sink_soak)
 	$(RECORD) guard-soak -- $(BIN)python -m tests.soak.guard_soak
 	$(RECORD) prepare-memory -- $(BIN)python -m tests.soak.prepare_soak memory
 	$(RECORD) dryrun -- $(BIN)megatoken dryrun gpt3-175b --gpus 1024 --tp 8 --json
@@ -96,11 +102,35 @@ bench: $(VENV)/.dev
 	$(BENCH) loader --out records
 	$(BENCH) prepare --out records
 	$(BENCH) generate --out records
+	$(RECORD) plan -- $(BIN)python -m tests.soak.plan_race --state runs/plan/state.json
 	$(RECORD) quickstart -- $(BIN)python -m tests.soak.quickstart_race
 	$(RECORD) ranks-race -- $(BIN)python -m tests.soak.ranks_race
 	$(RECORD) ranks-overlap -- $(BIN)python -m tests.soak.ranks_soak overlap
 	$(RECORD) ranks-curves -- $(BIN)python -m tests.soak.ranks_soak curves
 	$(if $(NANOGPT),$(if $(TEXT),$(RECORD) character-race -- $(BIN)python -m tests.soak.character_race --nanogpt $(NANOGPT) --text $(TEXT)))
+
+# A rate and three times it, in minutes; then GPT-2 and the modern recipe at 10M parameters on Python sources, the learning
+# rates of both tuned at their lengths, and the modern one without each of its ingredients. Stopped, it goes on.
+RACE = runs/race
+MODERN = $(RACE)/modern/best.yaml
+INGREDIENTS = model.qk_norm=false model.zero_init=false model.embedding_norm=false model.residual_scales=false \
+	model.value_embeddings=false model.logit_softcap=0 model.mlp=gelu model.pos_emb=learned model.norm=layernorm \
+	model.tie_embeddings=true
+
+race: $(VENV)/.dev
+	test -d data/python || $(BIN)megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.05
+	$(RECORD) race-learning-rate -- $(BIN)megatoken race 'quickstart optim.lr=1.3e-3' quickstart --tokens 512k \
+		--out $(RACE)/learning-rate --json
+	cp $(RACE)/learning-rate/race.png records/race-learning-rate.png
+	$(BIN)megatoken sweep tests/soak/race_gpt2.yaml --out $(RACE)/gpt2 --trials 8 optim.lr=log:5e-4..8e-3
+	$(BIN)megatoken sweep tests/soak/race_modern.yaml --out $(RACE)/modern --trials 8 optim.lr=log:5e-4..8e-3 \
+		optim.matrix_lr=log:5e-3..5e-2
+	$(RECORD) race-modern -- $(BIN)megatoken race $(RACE)/gpt2/best.yaml '$(MODERN) budget.tokens=2M' --tokens 5M \
+		--out $(RACE)/recipes --json
+	cp $(RACE)/recipes/race.png records/race-modern.png
+	$(RECORD) race-ablation -- $(BIN)megatoken race $(MODERN) $(foreach setting,$(INGREDIENTS),'$(MODERN) $(setting)') \
+		'$(MODERN) optim.schedule=cosine optim.decay=auto' '$(MODERN) optim.name=adamw optim.lr=2e-3' --tokens 2M --out $(RACE)/ablation --json
+	cp $(RACE)/ablation/race.png records/race-ablation.png
 
 # HellaSwag beside lm-evaluation-harness, choice by choice and in examples a second: HELLASWAG=FILE.jsonl, TEXT=FILE to
 # train a small model on, HARNESS=a Python with lm_eval where this one has none.
@@ -113,14 +143,18 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) tests/soak/bench_gpu.py --device $(or $(DEVICE),cuda) $(if $(TINY),--tiny --out runs/bench-gpu) \
 		$(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
 
-$(VENV)/.user: pyproject.toml
+KERNELS = $(wildcard src/megatoken/native/kernels/*)
+
+$(VENV)/.user: pyproject.toml $(KERNELS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)python -m pip install -q "$(TORCH)" -e ".[plot]"
+	$(BIN)python -m megatoken.native.build
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml
+$(VENV)/.dev: pyproject.toml $(KERNELS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)python -m pip install -q "$(TORCH)" -e ".[dev]"
+	$(BIN)python -m megatoken.native.build
 	@touch $@
 
 clean:

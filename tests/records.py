@@ -29,12 +29,18 @@ CODE = {  # record: the packages whose code decides its figures; others: all
     **dict.fromkeys(
         ("prepare", "prepare-kills", "prepare-calls", "prepare-memory", "prepare-speed", "loader"), ("data",)
     ),
-    **dict.fromkeys(("peers", "peers-4x256", "peers-small-256", "peers-small-4096", "peers-small-50257"), STEP),
+    **dict.fromkeys(
+        ("peers", "peers-avx512-bf16", "peers-4x256", "peers-small-256", "peers-small-4096", "peers-small-50257"), STEP
+    ),
     **dict.fromkeys(("ladder", "parts", "batch", "size", "ranks-curves", "ranks-race", "ranks-overlap"), STEP),
     **{"attention": ("model",), "gemm": ("bench",), "generate": ("model", "sampling"), "harness": ("model", "eval")},
     **{"config-soak": ("config",), "dryrun": ("model", "distributed", "estimate")},
+    "sweep": ("cli", *RUN),
+    **{"scaling": ("estimate", "data", *STEP), "report": ("cli",)},
+    "muon-overhead": STEP,
     "character-race": ("data", *STEP),
     "quickstart": ("config", "data", *STEP, "sampling"),
+    **dict.fromkeys(("race-learning-rate", "race-modern", "race-ablation"), ("config", "data", *STEP)),
 }
 
 

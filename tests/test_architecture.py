@@ -133,6 +133,19 @@ def test_imports_go_one_way() -> None:
     check(found)
 
 
+def test_the_map_names_every_module() -> None:
+    """In docs/architecture.md, behind the name of its package."""
+    chart = (SOURCE.parents[1] / "docs" / "architecture.md").read_text().split("```")[1]
+    parts = re.split(r"^ (\w+)/", chart, flags=re.MULTILINE)
+    named = dict(zip(parts[1::2], parts[2::2], strict=True))
+    found = []
+    for file in FILES.keys() - TOP:
+        package, _, name = Path(file).with_suffix("").as_posix().rpartition("/")
+        if name != "__init__" and not re.search(rf"\b{name}\b", named[package.split("/")[0]] if package else chart):
+            found.append(f"{file} is not in the map of docs/architecture.md")
+    check(found)
+
+
 def test_no_import_cycles() -> None:
     below = {module: needed - {"megatoken"} for module, needed in graph(in_functions=True).items()}
     below.pop("megatoken")  # its names are imported when they are asked for

@@ -304,7 +304,7 @@ def read_progress(path: Path) -> object:
 
 def read_log(path: Path) -> object:
     path.write_bytes(path.read_bytes() + b"\n")  # without it, a last line is taken for half-written
-    return read_metrics(path.parent)
+    return read_metrics(path.parent, warn=lambda text: None)
 
 
 def read_eval(path: Path) -> object:
@@ -345,7 +345,7 @@ PLACES: dict[str, tuple[int | None, Callable[[Path, bytes], Callable[[], object]
         in_file("t/megatoken_tokenizer.json", lambda path: load_saved_tokenizer(path.parent)),
     ),
     "progress of prepare": (DATA, in_file("out/progress.json", read_progress)),
-    "metrics": (DATA, in_file("metrics.jsonl", read_log)),
+    "metrics": (None, in_file("metrics.jsonl", read_log)),  # other lines are left out
     "examples": (DATA, in_file("hellaswag.jsonl", read_eval)),
     "examples in parquet": (DATA, in_file("hellaswag.parquet", read_eval)),
     "provenance.json": (

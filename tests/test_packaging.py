@@ -1,6 +1,7 @@
 """The wheel and the sdist: what is in them, and that an unpacked wheel runs outside the checkout."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -13,16 +14,18 @@ from pathlib import Path
 import pytest
 
 import megatoken
+from megatoken.native.build import INSTRUCTION_SETS, library_name
+from megatoken.system.environment import find_compiler
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "megatoken"
-if find_spec("uv_build") is None:
-    pytest.skip("uv_build, of the dev extra, is not installed", allow_module_level=True)
+if find_spec("hatchling") is None:
+    pytest.skip("hatchling, of the dev extra, is not installed", allow_module_level=True)
 
 
 def build(kind: str, folder: Path) -> Path:
     """The wheel or sdist of this checkout, built by the backend that pyproject.toml names, without a network."""
-    code = f"import sys, uv_build; uv_build.build_{kind}(sys.argv[1])"
+    code = f"import sys, hatchling.build as backend; backend.build_{kind}(sys.argv[1])"
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run(
         [sys.executable, "-c", code, str(folder)],
@@ -42,7 +45,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    assert wheel.name == f"megatoken-{megatoken.__version__}-py3-none-any.whl"
+    libraries = {f"megatoken/native/{library_name(name)}" for name in INSTRUCTION_SETS}
+    has_kernels = platform.machine() == "x86_64" and sys.platform == "linux" and find_compiler() != ""
+    assert wheel.name == f"megatoken-{megatoken.__version__}-py3-none-{'linux_x86_64' if has_kernels else 'any'}.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         info = f"megatoken-{megatoken.__version__}.dist-info"
@@ -54,7 +59,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert f"\nVersion: {megatoken.__version__}\n" in metadata
     about = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     files = {f"megatoken/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*") if path.is_file()}
-    assert names - about == {file for file in files if "__pycache__" not in file}
+    expected = {file for file in files if "__pycache__" not in file and not file.endswith(".so")}
+    assert names - about == expected | (libraries if has_kernels else set())
     assert {"megatoken/py.typed", "megatoken/config/recipes/quickstart.yaml"} <= names
 
 

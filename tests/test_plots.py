@@ -79,6 +79,26 @@ def test_runs_without_times_or_a_peak(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == f"error: {what} — {old} — use --x tokens or --x steps\n"
 
 
+def test_one_of_several_runs_without_steps_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, begun, none = write_rows(tmp_path / "run", steps=2, seconds=1.0), tmp_path / "begun", tmp_path / "none"
+    begun.mkdir()
+    (begun / "metrics.jsonl").write_text('{"kind": "val", "step": 0, "tokens": 0, "loss": 5.0}\n')
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write("{half\n[]\n")
+    assert main(["plot", str(begun), str(run), str(none), "--out", str(tmp_path / "x.svg")]) == ExitCode.DONE
+    assert {"3.5000 train", "run"} <= read_texts(tmp_path / "x.svg")
+    assert "begun" not in read_texts(tmp_path / "x.svg")
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'x.svg'}\n"
+    assert err.splitlines() == [
+        f"warning: left out: not a row of metrics — {run}/metrics.jsonl:5 and 1 more",
+        f"warning: left out: no training steps are recorded here — {begun} — give the folder of a run",
+        f"warning: left out: no metrics to read: No such file or directory — {none}/metrics.jsonl — "
+        "name the folder of a run",
+    ]
+    assert main(["plot", str(begun), str(none)]) == ExitCode.DATA
+
+
 def test_pictures_of_a_checkpoint_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = draw_model()
     write_llmc(tmp_path / "tiny.bin", model, "fp32")

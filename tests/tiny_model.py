@@ -15,6 +15,10 @@ TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, 
 TINY_LLAMA = replace(
     TINY_GPT, n_kv_head=1, d_ff=96, norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, rope_theta=100.0
 )
+TINY_MODERN = replace(  # every switch but zero_init, under which most gradients begin at 0
+    TINY_GPT, n_kv_head=1, norm="rmsnorm", pos_emb="rotary", mlp="relu2", bias=False, tie_embeddings=False,
+    qk_norm=True, embedding_norm=True, residual_scales=True, value_embeddings=True, logit_softcap=5.0, window=5,
+)  # fmt: skip
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
 
 

@@ -72,6 +72,7 @@ LAYERS = (
     "console",  # terminal output
     "config",  # every setting of a run, presets, recipes
     "system",  # the machine: environment, device, peak FLOP/s, timing
+    "native",  # the step's kernels for CPUs, in C++
     "data",  # sources -> tokenizer -> prepare -> shards -> dataset -> dataloader
     "model",  # GPT, loss, kernels, FLOP counts
     "optim",  # optimizers, learning-rate schedules

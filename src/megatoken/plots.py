@@ -1,7 +1,8 @@
 """Curves from metrics.jsonl and pictures of weights, as PNG files. Needs the plot extra (matplotlib)."""
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,15 @@ def draw_run(run: Path, *, pictures: bool) -> str:
     return f"curves: {', '.join(map(str, drawn))}"
 
 
-def draw_curves(runs: Sequence[Path], target: Path, x: str = "tokens") -> Path:
+def draw_curves(
+    runs: Sequence[Path], target: Path, x: str = "tokens", warn: Callable[[str], None] = warnings.warn
+) -> Path:
     """Draw the loss, the PANELS that were measured and a panel for each task, over a key of X_AXES.
 
-    Raises DataError when a folder has no metrics, or its rows no time.
+    warn: called with a line for each run without training steps beside others, and as of `read_metrics`. Raises
+    DataError when no folder has training steps, or the rows of one no time.
     """
-    rows = {run: read_metrics(run) for run in runs}
-    for run, run_rows in rows.items():
-        if not any(row["kind"] == "train" for row in run_rows):
-            raise DataError("no training steps are recorded here", str(run), "give the folder of a run")
+    rows = _read_runs(runs, warn)
     label = _set_x(rows, x)
     pyplot = load_pyplot()
     every_row = [row for run_rows in rows.values() for row in run_rows]
@@ -90,6 +91,24 @@ def draw_curves(runs: Sequence[Path], target: Path, x: str = "tokens") -> Path:
     return save_figure(pyplot, figure, target)
 
 
+def _read_runs(runs: Sequence[Path], warn: Callable[[str], None]) -> dict[Path, list[Row]]:
+    """The rows of the runs that have training steps. Raises DataError where none has."""
+    rows, errors = dict[Path, list[Row]](), list[DataError]()
+    for run in runs:
+        try:
+            found = read_metrics(run, warn)
+            if not any(row["kind"] == "train" for row in found):
+                raise DataError("no training steps are recorded here", str(run), "give the folder of a run")
+            rows[run] = found
+        except DataError as error:
+            errors.append(error)
+    if not rows:
+        raise errors[0]
+    for left_out in errors:
+        warn(f"left out: {left_out}")
+    return rows
+
+
 def _set_x(rows: dict[Path, list[Row]], x: str) -> str:
     """Put the place of every row on the horizontal axis in `x`; return that axis's label."""
     key, label = X_AXES[x]
@@ -100,12 +119,16 @@ def _set_x(rows: dict[Path, list[Row]], x: str) -> str:
             if any(key not in row for row in run_rows if row["kind"] == "train"):
                 what = "its rows have no time: an earlier version began this run"
                 raise DataError(what, str(run), "use --x tokens or --x steps")
-        longest = np.nanmax(places, initial=0.0)
-        divisor, unit = next((divisor, unit) for least, divisor, unit in TIME_UNITS if longest >= least)
+        divisor, unit = choose_time_unit(np.nanmax(places, initial=0.0))
         label = f"{label} ({unit})"
     for run, run_rows in rows.items():
         rows[run] = [row | {"x": _number(row.get(key)) / divisor} for row in run_rows]
     return label
+
+
+def choose_time_unit(seconds: float) -> tuple[int, str]:
+    """(seconds in it, its name) of the unit for an axis of so many seconds."""
+    return next((divisor, unit) for least, divisor, unit in TIME_UNITS if seconds >= least)
 
 
 def _open_panels(pyplot: Any, keys: Sequence[str], tasks: Sequence[str]) -> tuple[Any, dict[str, Any], dict[str, Any]]:

@@ -3,6 +3,7 @@
 `Trainer(config, out).fit()` trains in a run folder (docs/run-folder.md), resuming from its newest checkpoint.
 """
 
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,16 +31,16 @@ from megatoken.model.gpt import GPT
 from megatoken.plots import draw_run
 from megatoken.system.device import Device, memory_errors, open_device, with_peak
 from megatoken.system.object_store import run_folder
-from megatoken.train import setup
-from megatoken.train.actions import Action, CheckpointSaver, is_due, list_actions
+from megatoken.train import initial_state, setup, tuning
+from megatoken.train.actions import BEST, Action, CheckpointSaver, is_due, list_actions
 from megatoken.train.extend import extend_budget, record_schedule, set_aside_decay
+from megatoken.train.live_mirror import Mirror, check_mirror, fetch_from_mirror
 from megatoken.train.metrics_log import read_metrics
-from megatoken.train.mirror import Mirror, claim_mirror, fetch_from_mirror
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.restore import restore
+from megatoken.train.run_context import Callback, RunContext
 from megatoken.train.run_folder import BUDGET_KEYS, check_folder
-from megatoken.train.setup import Callback, RunContext
 from megatoken.train.sinks import SinkProcesses, check_sinks
 from megatoken.train.step import PendingStep, StepMetrics, train_step_async, wait_for_steps
 from megatoken.train.throughput import ThroughputMeter
@@ -116,7 +117,7 @@ class Trainer:
                 memory_errors(f"rank {dist_env.rank}", MEMORY_FIX),
             ):
                 code, steps, reason = self._fit(device, comm)
-        losses = {row["kind"]: row.get("loss") for row in read_metrics(self.out)}
+        losses = {row["kind"]: row.get("loss") for row in read_metrics(self.out, self.console.warn)}
         return Summary(
             code=code,
             run=str(self.out),
@@ -130,7 +131,7 @@ class Trainer:
 
     def _fit(self, device: Device, comm: Comm) -> tuple[ExitCode, int, str]:
         """Set up the run, resume it and train: how it ended, at which step, and why it stopped."""
-        self.resolved = setup.take_architecture(self.resolved, self.out)
+        self.resolved = initial_state.take_architecture(self.resolved, self.out)
         config, out, is_main = self.resolved.config, self.out, comm.dist_env.is_main_process
         run = RunContext(
             config=config,
@@ -148,19 +149,20 @@ class Trainer:
         if self.extend:
             self.resolved = extend_budget(run, self.resolved, self.extend)
         if self.model is not None:
-            setup.check_own_model(run, self.model, self.optimizer)
+            initial_state.check_own_model(run, self.model, self.optimizer)
         with (
             setup.open_log(run) as run.log,
             PreemptionHandler(parse_time(config.save.time_limit) or None) as run.preemption,
         ):
             memory_bytes = comm.broadcast_from_rank0(device.memory_bytes(comm.dist_env.local_world_size))
-            dims = choose_dims(config.machine, run.model_config, device.precision, memory_bytes, comm.dist_env)
+            layout = config.machine, run.model_config, device.precision, memory_bytes, comm.dist_env
+            dims = choose_dims(*layout, config.optim.name)
             setup.check_memory(run, dims, memory_bytes)
             setup.apply_dims(run, dims)
             if is_main:
                 run.device = with_peak(device)
             setup.print_summary(run, self.resolved.name, dims)
-            setup.build_train_state(run, dims, self.model, self.optimizer)
+            initial_state.build_train_state(run, dims, self.model, self.optimizer)
             if self.extend:
                 comm.run_on_rank0(partial(set_aside_decay, run))
             restore(run)
@@ -171,12 +173,15 @@ class Trainer:
             comm.run_on_rank0(partial(begin, run, self.resolved))
             # The order matters: kernels may replace the compute model; its micro-batch is then measured; it is compiled
             # for that size; the hooks that reduce gradients go on its final parameters.
-            setup.choose_kernels(run, explain=self.explain)
-            setup.choose_micro_batch(run)
-            compiled = setup.compile_model(run)
+            tuning.choose_kernels(run, explain=self.explain)
+            tuning.choose_micro_batch(run)
+            compiled = tuning.compile_model(run)
             run.state.start_grad_reduction(comm)
             if expectation := expect(run, compiled=compiled):
-                run.console.print(expectation.describe(run))
+                message = expectation.describe(run)
+                run.console.print(f"plan     {message}")
+                rate = run.step_config.batch_tokens / expectation.step_seconds
+                run.write("event", what="planned", message=message, tokens_per_second=rate)
             sinks = SinkProcesses(config.log.sinks if is_main else "", out, run.console)
             code = TrainLoop(run, expectation).fit()
             if code == ExitCode.DONE:  # one that was asked to stop has no time to wait
@@ -185,7 +190,7 @@ class Trainer:
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, str]:
         """Train in `nproc` processes of the `megatoken` command."""
-        self.resolved = setup.take_architecture(self.resolved, self.out)
+        self.resolved = initial_state.take_architecture(self.resolved, self.out)
         with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
             recipe = Path(folder) / f"{self.resolved.name}.yaml"
             recipe.write_text(render(self.resolved.config, self.resolved.origins), encoding="utf-8")
@@ -210,7 +215,7 @@ def begin(run: RunContext, resolved: ResolvedConfig) -> None:
     """What rank 0 does alone before training: check the space, write what the run is made of and what has changed."""
     setup.check_space(run)
     setup.write_provenance(run, resolved)
-    claim_mirror(run)
+    check_mirror(run)
     setup.record_changes(run)
     record_schedule(run)
 
@@ -370,12 +375,15 @@ class TrainLoop:
         if not done:
             left = format_duration(self.meter.remaining_seconds(step))
             saved = f"stopped by {reason} at step {step}, all saved ({left} left)"
-            run.console.print(f"{saved}; the same command, or megatoken train {run.out}, goes on")
+            run.console.print(f"{saved}; the same command, or megatoken train {shlex.quote(str(run.out))}, goes on")
             return
         if self.expectation and self.meter.total_tokens:
             batches = self.meter.total_tokens / run.step_config.batch_tokens
             memory = run.device.peak_memory_bytes()
-            run.console.print(self.expectation.describe_error(batches, self.meter.total_seconds, memory))
+            run.console.print(f"plan     {self.expectation.describe_error(batches, self.meter.total_seconds, memory)}")
         if run.config.log.plots:
             run.console.print(draw_run(run.out, pictures=run.config.log.pictures))
-        run.console.print(f'done: {run.out}; next: megatoken sample {run.out} "your prompt"')
+        best = self.saver.find_best()
+        if best not in (None, step):
+            run.console.print(f"best: {run.out / BEST} of step {best:,}, validation loss {run.val_losses[best]:.4f}")
+        run.console.print(f'done: {run.out}; next: megatoken sample {shlex.quote(str(run.out))} "your prompt"')

@@ -19,6 +19,7 @@ from tests.tiny_model import TINY_GPT
 @pytest.fixture(autouse=True)
 def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
+    monkeypatch.setenv("MEGATOKEN_PRECISION", "fp32")
 
 
 def run_tiny(tokens: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
@@ -30,9 +31,9 @@ def test_the_same_ids_beside_transformers(capsys: pytest.CaptureFixture[str]) ->
     pytest.importorskip("transformers")
     answer = run_tiny(9, 4, 3)
     rates = answer["tokens_per_second"]
-    assert list(rates) == ["megatoken", "transformers"]
+    assert list(rates) == ["megatoken", "transformers fp32"]
     assert all(rate["repeats"] == 3 and 0 < rate["low"] <= rate["median"] <= rate["high"] for rate in rates.values())
-    assert answer["ratio"] == rates["megatoken"]["median"] / rates["transformers"]["median"]
+    assert answer["ratio"] == rates["megatoken"]["median"] / rates["transformers fp32"]["median"]
     assert (answer["new_tokens"], answer["prompt_tokens"], answer["same_ids"]) == (9, 4, True)
     assert "transformers" in capsys.readouterr().out.splitlines()[-1]
 
@@ -65,6 +66,16 @@ def test_ours_alone_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys
     assert list(answer["tokens_per_second"]) == ["megatoken"]
     assert (answer["ratio"], answer["same_ids"]) == (None, True)
     assert capsys.readouterr().out.count("transformers is not installed") == 1
+
+
+def test_in_bf16_the_faster_precision_of_transformers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("MEGATOKEN_PRECISION", "bf16")
+    answer = run_tiny(5, 2, 2)
+    rates = {name: rate["median"] for name, rate in answer["tokens_per_second"].items()}
+    assert list(rates) == ["megatoken", "transformers fp32", "transformers bf16"]
+    assert answer["ratio"] == rates["megatoken"] / max(rates["transformers fp32"], rates["transformers bf16"])
+    assert (answer["precision"], answer["same_ids"]) == ("bf16", None)
 
 
 def test_a_text_longer_than_the_context_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

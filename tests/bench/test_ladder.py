@@ -31,7 +31,7 @@ FIRST = WorkerSpec(
 
 
 def test_rungs_add_switches_and_keep_the_loss() -> None:
-    rungs = choose_rungs(list_rungs(CPU, TINY_GPT, 2), "2,4,7,11")
+    rungs = choose_rungs(list_rungs(CPU, TINY_GPT, 2), "2,4,7,12")
     rows = list(measure_rungs(FIRST, rungs, CPU, 2, QUIET))
     assert [row["name"] for row in rows] == [rung.name for rung in rungs]
     measured = [row for row in rows if not row["skipped"]]
@@ -51,11 +51,11 @@ def test_rungs_add_switches_and_keep_the_loss() -> None:
 
 def test_switches_change_what_they_are_named_after() -> None:
     spec = FIRST
-    for rung in list_rungs(CPU, TINY_GPT, 2)[:11]:
+    for rung in list_rungs(CPU, TINY_GPT, 2)[:12]:
         spec = rung.apply(spec)
     assert spec.model_config == TINY_GPT
     assert spec.machine["attention"] == spec.machine["gemm_backend"] == spec.machine["master_weights"] == "auto"
-    assert spec.machine["adamw"] == "fused"
+    assert spec.machine["adamw"] == spec.machine["fused"] == "auto"
     assert spec.machine["loss_chunk"] == "auto"
     assert (spec.micro_batch, spec.prepared) == (0, True)
 
@@ -92,7 +92,7 @@ def test_what_is_missing_has_a_reason(precision: str, monkeypatch: pytest.Monkey
 
 def test_processes_double_up_to_the_cores_and_each_has_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "cpu_count", lambda: 5)
-    rungs = list_rungs(CPU, TINY_GPT, 2)[11:]
+    rungs = list_rungs(CPU, TINY_GPT, 2)[12:]
     assert [(rung.fields["nproc"], rung.fields["batch_seqs"]) for rung in rungs] == [(2, 4), (4, 8)]
     assert "another loss" in rungs[0].note
 

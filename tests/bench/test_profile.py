@@ -17,10 +17,12 @@ from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
+from megatoken.native.library import find_library
 from megatoken.system.device import cache_peak, open_device
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 
 TOKENS = 4 * TINY_GPT.seq_len
+TORCH = {"attention": "flash", "gemm_backend": "torch", "fused": "off", "adamw": "fused"}
 PEAKED = replace(CPU, peak_flops=1e15, peak_source="data sheet")
 
 
@@ -43,7 +45,7 @@ def groups_by_name(workload: Workload) -> dict[str, set[str]]:
 def test_operations_of_a_real_step(model_config: ModelConfig, master_weights: str, precision: str) -> None:
     if (precision, master_weights) == ("fp32", "on"):
         pytest.skip("master weights are for low precision")
-    fixed = {"master_weights": master_weights, "attention": "flash", "gemm_backend": "torch"}
+    fixed = TORCH | {"master_weights": master_weights}
     workload = build(model_config, precision=precision, **fixed)
     assert workload.state.uses_master_weights == (master_weights == "on")
     groups = groups_by_name(workload)
@@ -77,7 +79,21 @@ def test_operations_of_a_real_step(model_config: ModelConfig, master_weights: st
     ],
 )
 def test_operations_of_other_kernels(machine: dict[str, Any], name: str, group: str) -> None:
-    assert groups_by_name(build(**{"attention": "flash", "gemm_backend": "torch"} | machine))[name] == {group}
+    assert groups_by_name(build(**TORCH | machine))[name] == {group}
+
+
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+def test_native_kernels_count_for_what_they_compute() -> None:
+    machine = {"attention": "native", "gemm_backend": "native", "fused": "on", "adamw": "native"}
+    groups = groups_by_name(build(precision="bf16", **machine))
+    expected = {
+        "matmul": "matrix products",
+        "cross_entropy": "loss",
+        "attention_backward": "attention",
+        "adamw": "optimizer",
+    }
+    expected |= {"norm_forward": "norm", "gelu_backward": "activation", "sum_of_squares": "optimizer"}
+    assert {name: groups[f"native::{name}"] for name in expected} == {name: {group} for name, group in expected.items()}
 
 
 class Event:

@@ -361,7 +361,8 @@ def test_the_manifest_keeps_the_field_names_of_earlier_versions(tmp_path: Path) 
         "n_layer": 2, "n_head": 2, "n_kv_head": 1, "d_model": 32, "d_ff": 96, "vocab_size": 97, "seq_len": 16,
         "norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rotary", "rope_theta": 100.0, "rope_factor": 1.0,
         "rope_low": 1.0, "rope_high": 4.0, "rope_context": 8192, "mlp": "swiglu", "bias": False, "tied": True,
-        "vocab_multiple": 128,
+        "vocab_multiple": 128, "qk_norm": False, "embedding_norm": False, "residual_scales": False,
+        "value_embeddings": False, "logit_softcap": 0.0, "window": 0, "window_pattern": "SSSL",
     }  # fmt: skip
     assert load_checkpoint_model(saved, manifest).config == TINY_LLAMA
 

@@ -21,11 +21,11 @@ from megatoken.checkpoint.manifest import DamagedError, verify
 from megatoken.checkpoint.mirror import (
     MirrorUploads,
     allow_rewind,
-    claim,
+    check_owner,
     fetch_model,
     fetch_run,
     list_mirrored,
-    mirror_run,
+    update_mirror,
     verify_mirror,
 )
 from megatoken.convert.hf.load import refuse_missing_path
@@ -77,18 +77,18 @@ def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other-machine" / "run"
     assert fetch_run(run, address, no_warning) is None
     save(run, 10)
-    answer = mirror_run(run, address, **KEEP)
+    answer = update_mirror(run, address, **KEEP)
     assert (answer["uploaded"], answer["bytes"]) == (["step-00000010"], sum(FILES.values()))
-    assert mirror_run(run, address, **KEEP)["uploaded"] == []
+    assert update_mirror(run, address, **KEEP)["uploaded"] == []
     assert fetch_run(other, address, no_warning) == other / "checkpoints" / "step-00000010"
     for path in sorted(run.rglob("*")):
         if path.is_file():
             assert (other / path.relative_to(run)).read_bytes() == path.read_bytes()
     assert fetch_run(other, address, no_warning) is None  # it has one
     save(other, 20)
-    mirror_run(other, address, **KEEP)
+    update_mirror(other, address, **KEEP)
     assert verify_mirror(ObjectStore(address)) == (1, [])
-    for start in (lambda: fetch_run(run, address, no_warning), lambda: mirror_run(run, address, **KEEP)):
+    for start in (lambda: fetch_run(run, address, no_warning), lambda: update_mirror(run, address, **KEEP)):
         with pytest.raises(ConfigError, match=r"save\.mirror is ahead: step 20 there, 10 here"):
             start()
 
@@ -99,7 +99,7 @@ def test_a_model_is_fetched_by_one_process_and_only_the_newest_stays(
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
     for step in (10, 20):
         save(tmp_path / "run", step)
-        mirror_run(tmp_path / "run", address, keep_last=2, keep_every=0)
+        update_mirror(tmp_path / "run", address, keep_last=2, keep_every=0)
         with ThreadPoolExecutor(4) as threads:
             (folder,) = set(threads.map(lambda _: fetch_model(address, no_warning), range(4)))
         assert folder.name == f"step-{step:08d}"
@@ -115,11 +115,11 @@ def test_a_run_that_went_back_takes_its_copy_along(address: str, tmp_path: Path)
     run, store = tmp_path / "run", ObjectStore(address)
     for step in (10, 20, 30):
         save(run, step)
-        mirror_run(run, address, **KEEP)
+        update_mirror(run, address, **KEEP)
     allow_rewind(run)
     for step in (20, 30):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
-    assert mirror_run(run, address, **KEEP)["uploaded"] == ["step-00000010"]
+    assert update_mirror(run, address, **KEEP)["uploaded"] == ["step-00000010"]
     assert list_mirrored(store) == [10]
     assert "rewound" not in (run / IDENTITY).read_text()
 
@@ -130,7 +130,7 @@ def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Pat
         save(run, step)
         prune(run / "checkpoints", **rules)
         if step not in (30, 40):  # an upload that took that long
-            mirror_run(run, address, best=20, **rules)
+            update_mirror(run, address, best=20, **rules)
     assert list_steps(run / "checkpoints") == [40, 80, 110, 120]
     assert list_mirrored(store) == [20, 40, 80, 110, 120]
     assert {int(name.split("/")[1][-8:]) for name in store.list("checkpoints")} == {20, 40, 80, 110, 120}
@@ -140,13 +140,13 @@ def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: P
     run, store = tmp_path / "run", ObjectStore(address)
     for step in (10, 20):
         save(run, step)
-        mirror_run(run, address, keep_last=2, keep_every=0)
+        update_mirror(run, address, keep_last=2, keep_every=0)
     store.remove("checkpoints/step-00000020/model.safetensors")
     save(run, 30)
-    mirror_run(run, address, keep_last=2, keep_every=0)
+    update_mirror(run, address, keep_last=2, keep_every=0)
     assert list_mirrored(store) == [10, 20, 30]
     flip(store, "checkpoints/step-00000030/manifest.json")
-    assert mirror_run(run, address, keep_last=1, keep_every=0)["uploaded"] == ["step-00000030"]
+    assert update_mirror(run, address, keep_last=1, keep_every=0)["uploaded"] == ["step-00000030"]
     assert list_mirrored(store) == [30]
 
 
@@ -173,7 +173,7 @@ def test_damage_there_is_named_and_the_one_before_is_used(
     run, store = tmp_path / "run", ObjectStore(address)
     for step in (10, 20):
         save(run, step)
-        mirror_run(run, address, keep_last=2, keep_every=0)
+        update_mirror(run, address, keep_last=2, keep_every=0)
     damage(store, "checkpoints/step-00000020")
     warnings: list[str] = []
     assert fetch_run(tmp_path / "new", address, warnings.append) == tmp_path / "new" / "checkpoints" / "step-00000010"
@@ -198,7 +198,7 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
     run, call, moments = tmp_path / "run", ObjectStore._call, 0
     monkeypatch.setattr(object_store, "THREADS", 1)
     save(run, 10)
-    mirror_run(run, address, **KEEP)
+    update_mirror(run, address, **KEEP)
     step = 20
     while True:
         save(run, step)
@@ -221,14 +221,14 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
         with monkeypatch.context() as patch:
             patch.setattr(ObjectStore, "_call", count)
             try:
-                mirror_run(run, address, **KEEP)
+                update_mirror(run, address, **KEEP)
                 break  # no change was left to end at
             except Killed:
                 moments += 1
         found = fetch_run(tmp_path / f"new-{moments}", address, lambda _line: None)
         assert found is not None
         assert verify(found).step in (step - 10, step)
-        mirror_run(run, address, **KEEP)
+        update_mirror(run, address, **KEEP)
         assert list_mirrored(ObjectStore(address)) == [step]
         shutil.rmtree(run / "checkpoints" / f"step-{step - 10:08d}")
         step += 10
@@ -239,7 +239,7 @@ def test_a_process_that_is_killed_between_files_and_mark(tmp_path: Path) -> None
     """SIGKILL by itself after the files and before the mark."""
     run, address = tmp_path / "run", f"file://{tmp_path}/mirror"
     save(run, 10)
-    mirror_run(run, address, **KEEP)
+    update_mirror(run, address, **KEEP)
     save(run, 20)
     program = f"""
 import os
@@ -281,7 +281,7 @@ def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: py
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in json.dumps(answer)
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(DamagedError, match="has 1 bytes, expected 5,000"):
-        mirror_run(run, f"{s3}/run", **KEEP)
+        update_mirror(run, f"{s3}/run", **KEEP)
     assert list_mirrored(ObjectStore(f"{s3}/run")) == []
 
 
@@ -299,24 +299,24 @@ def test_what_a_store_changes_is_noticed(address: str, tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "_call", corrupt)
         with pytest.raises(StorageError, match=r"another content is read back.*step-00000010/model\.safetensors"):
-            mirror_run(run, address, **KEEP)
+            update_mirror(run, address, **KEEP)
     assert list_mirrored(ObjectStore(address)) == []
-    mirror_run(run, address, **KEEP)
+    update_mirror(run, address, **KEEP)
     assert list_mirrored(ObjectStore(address)) == [10]
 
 
 def test_one_copy_is_of_one_run(address: str, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
-    claim(one, ObjectStore(address))
+    check_owner(one, ObjectStore(address))
     save(two, 10)
-    claim(two, ObjectStore(address))  # of a run that was lost before its first checkpoint
+    check_owner(two, ObjectStore(address))  # of a run that was lost before its first checkpoint
     assert (two / IDENTITY).read_bytes() == (one / IDENTITY).read_bytes()
-    mirror_run(two, address, **KEEP)
+    update_mirror(two, address, **KEEP)
     save(tmp_path / "three", 30)
     refused = r"save\.mirror holds the copy of another run"
     with pytest.raises(ConfigError, match=refused):
-        mirror_run(tmp_path / "three", address, **KEEP)
+        update_mirror(tmp_path / "three", address, **KEEP)
     with pytest.raises(ConfigError, match=refused):
         fetch_run(tmp_path / "three", address, no_warning)
     assert list_mirrored(ObjectStore(address)) == [10]

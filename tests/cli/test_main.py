@@ -68,10 +68,16 @@ def test_describe_follows_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert (answer["positions"], answer["tied"]) == ("learned", True)  # keys of --json keep the names of old versions
 
 
-def test_describe_assumes_the_vocabulary_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_assumes_the_vocabulary_of_the_data_or_the_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = run("describe", "llama-110m", "model.vocab_size=0", capsys=capsys)[1]
     assert "32,000 ids, padded to 32,000 (the recipe leaves it to the tokenizer: the preset's assumed)" in text
-    assert "GPT-2's assumed" in run("describe", "quickstart", capsys=capsys)[1]
+    text = run("describe", "quickstart", "data.path=data/of/others", capsys=capsys)[1]
+    assert "50,257 ids, padded to 50,304 (the recipe leaves it to the tokenizer: GPT-2's assumed)" in text
+    (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 257}}')
+    text = run("describe", "quickstart", f"data.path={tmp_path}", capsys=capsys)[1]
+    assert f"257 ids, padded to 384 (the recipe leaves it to the tokenizer: that of {tmp_path})" in text
     text = run("describe", "llama3-8b", capsys=capsys)[1]
     assert "32 layers, 32 heads over 8 of keys and values, width 4,096" in text
     assert "rmsnorm, swiglu of 14,336, rotary positions, heads of 128, no biases, output layer of its own" in text
@@ -161,7 +167,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "m", "--data", "x", "--no-token-mean"], 2, "--no-token-mean has no effect here"),
         (["prepare", "python", "--out", ""], 2, "a path is empty"),
         (["prepare", "python", "--out", "nothing://bucket/out"], 2, "not an address: Protocol not known: nothing"),
-        (["prepare", "python", "--out", "file:///out"], 2, "not a path on this machine: file:///out — mount"),
+        (["prepare", "python", "--out", "file:/out"], 2, "not a path on this machine: file:/out — mount"),
         (["verify", "nothing://bucket/out"], 2, "not an address: Protocol not known: nothing"),
         (["train", "quickstart", "--out", "s3://bucket/run"], 2, "not a path on this machine"),
         (["quickstart", "--out", "gs://bucket/run"], 2, "not a path on this machine"),
@@ -270,6 +276,19 @@ def test_a_path_is_not_parsed_as_markup(corpus: Path, tmp_path: Path, capsys: py
     code, text, err = run("prepare", str(corpus), "--out", str(out), "--tokenizer", "bytes", capsys=capsys)
     assert (code, err) == (0, "")
     assert f"dataset: {out}; next" in text
+
+
+def test_a_model_that_is_text_or_a_dataset_is_called_so(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(corpus.parent)
+    code, text, _ = run("prepare", "corpus", "--out", "my data", "--tokenizer", "bytes", capsys=capsys)
+    assert (code, text.rpartition("next: ")[2]) == (0, "megatoken train RECIPE 'data.path=my data'\n")
+    for name, message in (
+        ("my data", "a dataset, not a model — my data — train one on it: megatoken train RECIPE 'data.path=my data'"),
+        ("corpus", "text, not a model — corpus — train one on it: megatoken quickstart --data corpus"),
+    ):
+        assert run("sample", name, "x", capsys=capsys) == (4, "", f"error: {message}\n")
 
 
 def test_prepare_train_sample_verify_plot(

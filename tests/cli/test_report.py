@@ -3,13 +3,13 @@
 import html.parser
 import json
 import re
-import shutil
-import subprocess
 import threading
 import urllib.error
 import urllib.request
 from argparse import Namespace
+from collections.abc import Iterator
 from http.client import HTTPConnection
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatoken.cli.main import main
 from megatoken.cli.report import MOST_POINTS, build_page, read_curves, serve
 from megatoken.console import Console
 from megatoken.errors import ExitCode
+from tests.cli.browser import Browser, find_browser
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>"
 
@@ -80,6 +81,30 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
     assert run["val"] == {"step": [40], "tokens": [20480], "elapsed_seconds": [20], "loss": [4.125]}
 
 
+def test_what_was_planned_stands_beside_what_was_spent(tmp_path: Path) -> None:
+    """By the price list where the device is in it; GPU-hours of two processes."""
+    run = write_run(tmp_path / "a", steps=40)
+    facts = {"device": "NVIDIA H100 80GB HBM3", "processes": 2}
+    (run / "provenance.json").write_text(json.dumps(facts))
+    planned = {
+        "kind": "event",
+        "step": 0,
+        "tokens": 0,
+        "what": "planned",
+        "message": "",
+        "tokens_per_second": 512 / 360,
+    }
+    last = {"kind": "train", "step": 40, "tokens": 40 * 512, "elapsed_seconds": 18_000.0, "loss": 4.0}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(planned) + "\n" + json.dumps(last) + "\n")
+    page = build_page([run], price=None, ladder=None)
+    assert {"5h00m x 2, planned 4h00m", "$26.90, planned $21.52"} <= {*Elements(page).cells}
+    assert "RunPod" in page
+    page = build_page([run], price=1.0, ladder=None)
+    assert "$10.00, planned $8.00" in Elements(page).cells
+    assert "RunPod" not in page
+
+
 def test_the_page_asks_no_address(tmp_path: Path) -> None:
     page = build_page([write_run(tmp_path / "a")], price=None, ladder=None)
     addresses = {
@@ -110,10 +135,22 @@ def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([str(tmp_path / "none")], ExitCode.DATA, "no metrics to read"),
         ([run, "--price", "-1"], ExitCode.CONFIG, "give dollars an hour of one process"),
         ([run, "--ladder", str(tmp_path / "no.json")], ExitCode.CONFIG, "no record of `megatoken bench ladder`"),
+        ([run, "--serve", "99999"], ExitCode.STORAGE, "cannot serve: no such port — port 99999"),
+        ([run, "--out", str(tmp_path)], ExitCode.CONFIG, "a folder, not a file"),
         ([run, "--out", "/dev/full/x.html"], ExitCode.STORAGE, "cannot write the report"),
     ):
         assert main(["report", *words]) == code
         assert error in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_row_is_left_out_and_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([*lines[:2], "garbage\n", *lines[2:]]))
+    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == ExitCode.DONE
+    assert capsys.readouterr().out.count(f"not a row of metrics — {run}/metrics.jsonl:3\n") == 1
+    (found,) = read_data((tmp_path / "page.html").read_text())["runs"]
+    assert found["train"]["step"] == [*range(1, 41)]
 
 
 def test_the_server_shows_the_run_as_it_is_now_to_this_machine_alone(tmp_path: Path) -> None:
@@ -145,17 +182,85 @@ def test_the_server_shows_the_run_as_it_is_now_to_this_machine_alone(tmp_path: P
     assert connection.getresponse().status == 404
 
 
-def test_a_browser_draws_every_panel_without_an_error(tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
         pytest.skip("no Chromium on this machine")
+    with Browser(program) as opened:
+        yield opened
+
+
+def test_a_browser_shows_and_speaks_the_page(tmp_path: Path, browser: Browser) -> None:
+    """Every picture has a text, headings go down by single levels, tables and their columns have names."""
     page = tmp_path / "report.html"
     page.write_text(build_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], price=None, ladder=None))
-    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    dom = subprocess.run([browser, *words, page.as_uri()], capture_output=True, text=True, timeout=240).stdout
-    drawn = Elements(dom)
-    labels = [attributes["aria-label"] or "" for tag, attributes in drawn.found if attributes.get("role") == "img"]
+    browser.open(page)
+    assert browser.list_requests() == [page.as_uri()]
+    spoken = browser.list_spoken()
+    names: dict[str, list[str]] = {}
+    for node in spoken:
+        names.setdefault(node["role"], []).append(node["name"])
+    labels = names["image"]
     heads = ["loss (nats per token)", "learning rate", "gradient norm", "tokens per second", "model FLOPs", "hellaswag"]
     assert [label[:8] for label in labels] == [head[:8] for head in heads]
     assert "a: 5 to 4.025" in labels[0]
-    assert [tag for tag, _ in drawn.found].count("figure") == 6
+    assert "a: 25% to 25%" in labels[4]
+    assert len(names["figure"]) == 6
+    assert names["table"] == names["region"] == ["Runs", "Evaluation", "Events", "Provenance"]
+    levels = browser.evaluate("[...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(head => +head.tagName[1])")
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    for role in ("heading", "columnheader", "rowheader", "radio", "checkbox", "group", "DisclosureTriangle"):
+        assert all(name.strip() for name in names[role] if (role, name) != ("group", "")), role
+    cells = browser.evaluate("[...document.querySelectorAll('table')].every(t => t.querySelector('th[scope]'))")
+    assert cells
+
+
+FOCUSED = """(() => {
+  const element = document.activeElement, style = getComputedStyle(element);
+  const name = element.type || element.getAttribute('role') || element.tagName.toLowerCase();
+  return [name, style.outlineStyle === 'solid' && parseFloat(style.outlineWidth) >= 2];
+})()"""
+
+
+def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(tmp_path: Path, browser: Browser) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(build_page([write_run(tmp_path / "a")], price=None, ladder=None))
+    browser.open(page)
+    reached = []
+    while browser.press("Tab") or browser.evaluate("document.activeElement !== document.body"):
+        reached.append(browser.evaluate(FOCUSED))
+        assert len(reached) < 100
+        if reached[-1][0] == "img":
+            browser.press("ArrowLeft")
+            spoken = browser.evaluate("document.activeElement.parentNode.querySelector('output').textContent")
+            assert spoken.startswith(("20.48k: a ", "20.48k: a, acc "))
+    assert [name for name, _ in reached] == [
+        "region",
+        "radio",
+        *["checkbox"] * 2,
+        *["img"] * 6,
+        "summary",
+        *["region"] * 3,
+    ]
+    assert all(is_seen for _, is_seen in reached)
+    browser.press("Tab")
+    browser.press("Tab")
+    browser.press("ArrowRight")  # to the next of the axes
+    assert [node["name"] for node in browser.list_spoken() if "over steps" in node["name"] and node["role"] == "image"]
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_nothing_is_wider_than_the_window(tmp_path: Path, browser: Browser, width: int, dark: bool) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(build_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], price=None, ladder=None))
+    browser.resize(width, dark=dark)
+    browser.open(page)
+    assert browser.evaluate("innerWidth") == width
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    colours = browser.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
+    assert colours == (["rgb(231, 234, 238)", "rgb(20, 23, 26)"] if dark else ["rgb(28, 32, 36)", "rgb(255, 255, 255)"])

@@ -14,6 +14,7 @@ from megatoken.cli import sweep
 from megatoken.cli.main import main
 from megatoken.cli.sweep import SearchRange, parse_space
 from megatoken.config.load import load_config
+from megatoken.console import Console
 from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.launch.local import COMMAND
@@ -65,11 +66,12 @@ def test_ranges_are_read_and_checked_as_values_of_the_recipe() -> None:
         ("optim.warmup=0.1dur..0.2dur", "optim.warmup has no range"),
         ("optim.schedule=wsd|cosin", "optim.schedule: expected one of cosine"),
         ("optim.lr=1e-3", "nothing to search"),
+        ("optim.lr=1e-4..1e-3 optim.lr=1e-3", "optim.lr is given twice"),
     ],
 )
 def test_a_wrong_range_is_one_line(word: str, error: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        parse_space("quickstart", [word])
+        parse_space("quickstart", word.split())
     assert error in str(raised.value)
 
 
@@ -92,15 +94,50 @@ def test_a_search_keeps_the_best_rate_and_goes_on_with_more_trials(
     assert "the sweep in this folder has another ranges" in capsys.readouterr().err
 
 
-def test_a_search_that_goes_on_draws_other_values(recipe: str, tmp_path: Path) -> None:
+def test_a_search_draws_the_same_values_however_often_it_is_begun_again(recipe: str, tmp_path: Path) -> None:
     ranges, _ = parse_space(recipe, ["optim.lr=log:1e-4..1e-1"])
-    drawn = []
-    for _ in range(3):
-        study = sweep._open_study(optuna, Namespace(seed=0, jobs=1, out=tmp_path, recipe=recipe), ranges, [])
+
+    def draw(out: Path, *, at_once: bool) -> list[tuple[str, str]]:
+        out.mkdir()
+        options = Namespace(seed=0, jobs=1, out=out, recipe=recipe, trials=4, console=Console())
+        drawn, study = [], None
+        for index in range(4):
+            if not (at_once and study):
+                study = sweep._open_study(optuna, options, ranges, [])
+            search = sweep.Sweep(options, study, ranges, [])
+            trial = search._ask()
+            value = ranges[0].suggest(trial)
+            if not at_once and index == 2:  # killed in it, and in the asking for the next
+                study.ask()
+                study = sweep._open_study(optuna, options, ranges, [])
+                trial = sweep.Sweep(options, study, ranges, [])._ask()
+                assert ranges[0].suggest(trial) == value
+            study.tell(trial, float(value))
+            drawn.append((trial.user_attrs["folder"], value))
+        return drawn
+
+    drawn = draw(tmp_path / "at-once", at_once=True)
+    assert [folder for folder, _ in drawn] == ["trial-000", "trial-001", "trial-002", "trial-003"]
+    assert len({value for _, value in drawn}) == 4
+    assert draw(tmp_path / "again", at_once=False) == drawn
+
+
+def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path) -> None:
+    """So that a search does not depend on when a trial is looked at: all losses are there at the first look."""
+    losses = {1: [3.0, 2.0, 1.0], 2: [3.5, 1.5, 0.5], 3: [2.0, 1.5, 1.25]}  # the last is the last step's
+    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
+    done = []
+    for number, values in losses.items():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        rows = [{"kind": "val", "step": step, "tokens": step, "loss": loss} for step, loss in enumerate(values, 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "status.json").write_text('{"total_steps": 3}')
         trial = study.ask()
-        drawn.append(ranges[0].suggest(trial))
-        study.tell(trial, 1.0)
-    assert len({*drawn}) == 3
+        reported: list[float] = []
+        done.append((reported, sweep.report_losses(trial, folder, reported)))
+        study.tell(trial, reported[-1])
+    assert done == [([3.0, 2.0, 1.0], False), ([3.5], True), ([2.0, 1.5, 1.25], False)]
 
 
 def test_a_sweep_that_is_ended_goes_on_where_it_was(

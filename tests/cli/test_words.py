@@ -56,6 +56,26 @@ FOUND = [
     ("bench ladders", 2, "did you mean ladder?"),
 ]
 NEW = [
+    (
+        "train quickstart optim.lrr=1 model.n_layr=2",
+        2,
+        "unknown keys 'optim.lrr', 'model.n_layr' — command line — "
+        "did you mean 'optim.lr'? did you mean 'model.n_layer'?",
+    ),
+    ("train quickstart --lr=1e-3 --outt x", 2, f"{SETTING}optim.lr=1e-3; did you mean --out?"),
+    ("train runs", 2, "'runs' is a folder without a run — if it is a dataset: megatoken train RECIPE data.path=runs"),
+    ("train finetune data.path=d", 2, "no weights to go on with — --init — name a run or a Hugging Face folder"),
+    ("launch slurm finetune --nproc 1 data.path=d", 2, "no weights to go on with — --init — name a run"),
+    ("describe nope", 2, "shakespeare, depth-N, llama-15m, "),
+    ("prepare a.txt b.txt --out d", 2, "give one SOURCE: a folder, or a pattern in quotes, such as 'texts/*.txt'"),
+    ("prepare openwebtext --out d", 3, "of another corpus name the folder of its .parquet, .jsonl or .txt files"),
+    ("sweep quickstart --runs 8", 2, "did you mean --trials?"),
+    ("eval a b --plot", 2, "argument --plot: expected one argument — megatoken eval — give a value; one that begins"),
+    (
+        "verify memory://nothing",
+        3,
+        "shards — memory://nothing — check the address: `megatoken prepare SOURCE --out ADDRESS`",
+    ),
     ("train quickstart --learning_rate=1e-3", 2, f"{SETTING}optim.lr=1e-3"),
     ("train quickstart --lr 1e-3", 2, f"{SETTING}optim.lr=1e-3"),
     ("train quickstart --batch_size=32", 2, f"{SETTING}budget.batch_tokens=... {TOKENS}"),

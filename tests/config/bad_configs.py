@@ -324,7 +324,7 @@ def wrong_names() -> Iterator[BadConfig]:
     for name, recipe in near.items():
         yield options(name, f"no recipe named '{name}'", f"did you mean '{recipe}'?")
     yield options("nowhere/x.yaml", "no recipe named 'nowhere/x.yaml'")
-    yield options(".", "no recipe named '.'")
+    yield options(".", "'.' is a folder without a run")
     yield BadConfig("options: empty name", ("no recipe",), words=("",))
     yield options("x" * 300, "File name too long")
     yield options("/dev/null/x", "no recipe named", "path of a .yaml file")
@@ -379,7 +379,7 @@ def wrong_translations() -> Iterator[BadConfig]:
         ("--nanogpt", "--dropout=nan", "dropout is 'nan', not a number"),
         ("--nanogpt", "--init_from=llama", "init_from llama is not supported"),
         ("--nanogpt", "--dtype=int8", "dtype int8 is not supported"),
-        ("--nanogpt", "--lr_decay_iters=5", "here it always decays to the end"),
+        ("--nanogpt", "--lr_decay_iters=5", "until iteration 5, within the warm-up of 2000"),
         ("--composer", "nowhere.yaml", "cannot read recipe"),
     ):
         yield BadConfig(f"{flag}: {command}", tuple(says), words=(f"{flag}={command}",))

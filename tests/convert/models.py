@@ -28,6 +28,8 @@ FAMILIES = {
     "llama-tied": replace(_LLAMA, rope_theta=500.0, rope_factor=8.0, rope_context=12),  # scaled as LLaMA 3.1 is
     "llama-untied": replace(_LLAMA, n_kv_head=1, tie_embeddings=False),
     "llama-biased": replace(_LLAMA, n_kv_head=0, bias=True),
+    "qwen3-tied": replace(_LLAMA, qk_norm=True, rope_theta=1e6, rope_factor=8.0, rope_context=12),
+    "qwen3-untied": replace(_LLAMA, qk_norm=True, tie_embeddings=False, zero_init=True),
 }
 # Fixed settings, so that nothing is benchmarked first.
 UNCHOSEN = [

@@ -19,8 +19,8 @@ from megatoken.convert.export import export
 from megatoken.convert.hf.export import TOLERANCE, write_hf
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
-from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
+from megatoken.errors import ConfigError, ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
 from megatoken.sampling.generate import generate_ids
@@ -116,11 +116,12 @@ def test_round_trip(exported: tuple[GPT, Path]) -> None:
     assert loaded.tokenizer.shares_ids(byte_tokenizer())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_of_transformers_has_the_same_gradients_and_text(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Llama", False), ("Qwen3", True)])
+def test_a_model_of_transformers_has_the_same_gradients_and_text(kind: str, tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     rope = {"rope_type": "llama3", "rope_theta": 300.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
+        head_dim=8,
         vocab_size=BYTES,
         hidden_size=48,
         intermediate_size=80,
@@ -131,7 +132,7 @@ def test_a_llama_of_transformers_has_the_same_gradients_and_text(tied: bool, tmp
         tie_word_embeddings=tied,
         rope_parameters=rope | {"original_max_position_embeddings": 16},
     )
-    reference = transformers.LlamaForCausalLM(config).eval()
+    reference = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     reference.save_pretrained(tmp_path)
     model, _ = load_hf(str(tmp_path))
     assert (model.config.kv_heads, model.config.tie_embeddings, model.config.rope_factor, model.config.seq_len) == (
@@ -163,6 +164,7 @@ def test_a_llama_of_transformers_has_the_same_gradients_and_text(tied: bool, tmp
         ({"rope_theta": "big"}, "rope_theta is 'big': expected a number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported"),
         ({"attention_bias": True}, r"q_proj\.bias is missing"),
+        ({"head_dim": 16}, r"head_dim is 16: 4 heads of it do not fill the width 32 .* heads fill its width"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3 of keys and values"),
         ({"num_key_value_heads": None}, r"k_proj\.weight is \(16, 32\), its sizes say \(32, 32\)"),
         ({"tie_word_embeddings": True}, r"lm_head\.weight differs from the token embedding"),
@@ -188,6 +190,26 @@ def test_a_mix_of_switches_that_transformers_lacks_is_refused(
     assert main(["export", str(name), "--to", "llmc", "--out", str(tmp_path / "hf")]) == ExitCode.CONFIG
     assert "llm.c computes GPT-2 alone, this model has norm rmsnorm, not layernorm" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"embedding_norm": True},
+        {"residual_scales": True},
+        {"value_embeddings": True},
+        {"logit_softcap": 15.0},
+        {"bias": True},
+        {"mlp": "relu2"},
+    ],
+    ids=str,
+)
+def test_a_switch_that_no_model_of_transformers_has_is_refused(switch: dict[str, Any], tmp_path: Path) -> None:
+    model = draw_model(replace(FAMILIES["qwen3-tied"], **switch))
+    for to, name in (("hf", "relu2|biases|" + next(iter(switch))), ("llmc", "computes GPT-2 alone")):
+        with pytest.raises(ConfigError, match=name):
+            export(LoadedModel(model, byte_tokenizer(), "it"), to, tmp_path / to)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unused_ids_are_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megatoken.convert.nanogpt import EMBEDDING, read_nanogpt
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
 from megatoken.errors import CheckpointError, ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
+from megatoken.train.state import build_step_config
 from tests.convert.models import BYTES, NANOGPT, TINY_GPT, byte_tokenizer, draw_model, relative
 
 GPT2_FILE = """\
@@ -96,6 +98,18 @@ def test_command_line_overrides_the_file(config: Path) -> None:
     assert (run.optim.schedule, run.optim.warmup.value) == ("constant", 0)
 
 
+@pytest.mark.parametrize("decay_iters", [3000, 5000, 600_000])
+def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int) -> None:
+    words = f"{config} --max_iters=5000 --lr_decay_iters={decay_iters} --min_lr=1e-4 --warmup_iters=100"
+    resolved = translate_nanogpt(words).resolve([]).config
+    schedule = build_step_config(resolved, epoch_tokens=10**9).schedule
+    assert resolved.total_steps(10**9) == 5000
+    for step in (100, 101, 2999, 3001, 4999):  # its warm-up divides by one more
+        done = min((step - 100) / (decay_iters - 100), 1.0)
+        expected = 1e-4 + 0.5 * (1.0 + math.cos(math.pi * done)) * (6e-4 - 1e-4)
+        assert schedule.lr(step) == pytest.approx(expected, rel=1e-9)
+
+
 def test_published_weights(config: Path) -> None:
     run = translate_nanogpt(f"{config} --init_from=gpt2-xl --decay_lr=False").resolve([]).config
     assert (run.model.init, run.model.n_layer, run.model.n_head, run.model.d_model) == (
@@ -127,7 +141,10 @@ def test_published_weights(config: Path) -> None:
         ("n_layer = (", r"not Python: .* — .*c\.py:1"),
         ("eval_only = True", r"eval_only True is not supported — .*c\.py:1 — supported: False"),
         ("init_from = 'gpt3'", r"init_from gpt3 is not supported .* supported: scratch, resume, gpt2"),
-        ("max_iters = 5000", r"the rate decays over 600000 of 5000 iterations.* — add --lr_decay_iters=5000"),
+        (
+            "lr_decay_iters = 9",
+            r"decays until iteration 9, within the warm-up of 2000 — .* — add --lr_decay_iters=60000",
+        ),
         ("learning_rate = 0.0", r"a rate of 0 trains nothing — .*c\.py:1"),
         ("n_layer = " + "-" * 5000 + "1", r"not Python: .*c\.py:1"),
         ("n_layer = " + "2 * " * 5000 + "2", r"not Python: .*c\.py:1"),

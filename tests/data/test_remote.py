@@ -12,6 +12,7 @@ import pytest
 
 from megatoken.cli.main import main
 from megatoken.cli.verify import verify_folder
+from megatoken.console import format_quantity
 from megatoken.data.dataset import load_dataset
 from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
 from megatoken.errors import ConfigError, DataError, ExitCode, StorageError
@@ -38,7 +39,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"memory://{name}/data"
         fsspec.filesystem("memory").store.clear()
     else:
-        yield f"file://{tmp_path}/store/data"
+        yield f"local://{tmp_path}/store/data"  # as file://, which is read where it lies
 
 
 def put(source: Path, address: str, *, without: str = "") -> ObjectStore:
@@ -74,7 +75,7 @@ def test_shards_are_fetched_once_and_read_as_local_ones(address: str, tmp_path: 
     assert again == []
 
 
-def test_a_damaged_shard_is_named_and_the_others_are_kept(address: str, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(address: str, tmp_path: Path) -> None:
     write_dataset(tmp_path / "made", SIZES)
     store = put(tmp_path / "made", address)
     flip(store, "train_000001.bin", 1024 + 262_144 + 5)  # in its second block
@@ -88,9 +89,10 @@ def test_a_damaged_shard_is_named_and_the_others_are_kept(address: str, tmp_path
     assert "train_000001.bin" in str(errors[0])
     put(tmp_path / "made", address)
     lines: list[str] = []
+    missing = {name: size for name, size in list_remote(address).files.items() if not (cached / name).exists()}
+    assert missing["train_000001.bin"] == 1024 + 2 * 150_001  # and those whose transfer had not begun by then
     fetch_dataset(address, lines.append)
-    expected = 1024 + 2 * 150_001  # of the one that is missing
-    assert lines[0].startswith(f"fetching {expected / 1e3:.4g} kB")
+    assert lines[0].startswith(f"fetching {format_quantity(sum(missing.values()), 'B')} from ")
 
 
 def test_without_a_manifest_there_is_no_dataset(address: str, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatoken.data.window_order import Chunked, Mixed, Sequential, Shuffled, floor_sum
+from megatoken.data.window_order import CachedOrder, MixedOrder, SequentialOrder, ShuffledOrder, floor_sum
 
 SIZES, WEIGHTS = (5000, 37, 1), (0.6, 0.3, 0.1)
 
@@ -20,7 +20,7 @@ def sources_of(windows: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", [0, 1337])
 def test_every_stretch_has_the_shares_to_within_a_few(seed: int) -> None:
-    found = sources_of(Mixed(SIZES, WEIGHTS, seed).windows(0, 20_000))
+    found = sources_of(MixedOrder(SIZES, WEIGHTS, seed).windows(0, 20_000))
     for number, weight in enumerate(WEIGHTS):
         counts = np.concatenate([[0], np.cumsum(found == number)])
         excess = counts - weight * np.arange(len(counts))
@@ -28,7 +28,7 @@ def test_every_stretch_has_the_shares_to_within_a_few(seed: int) -> None:
 
 
 def test_each_source_is_shuffled_and_repeated_on_its_own() -> None:
-    windows = Mixed(SIZES, WEIGHTS, 3).windows(0, 30_000)
+    windows = MixedOrder(SIZES, WEIGHTS, 3).windows(0, 30_000)
     found, first = sources_of(windows), np.concatenate([[0], np.cumsum(SIZES)])
     orders = [windows[found == number] - first[number] for number in range(3)]
     for order, size in zip(orders, SIZES, strict=True):
@@ -40,7 +40,7 @@ def test_each_source_is_shuffled_and_repeated_on_its_own() -> None:
 
 
 def test_entries_do_not_depend_on_where_one_begins() -> None:
-    order, chunked = Mixed(SIZES, WEIGHTS, 9), Chunked(Mixed(SIZES, WEIGHTS, 9), 64)
+    order, chunked = MixedOrder(SIZES, WEIGHTS, 9), CachedOrder(MixedOrder(SIZES, WEIGHTS, 9), 64)
     whole = order.windows(0, 1000)
     for first, size in ((0, 1), (1, 999), (500, 300), (999, 1), (63, 130)):
         assert np.array_equal(order.windows(first, size), whole[first : first + size])
@@ -51,11 +51,11 @@ def test_entries_do_not_depend_on_where_one_begins() -> None:
 
 
 def test_seeds_differ_and_weights_need_no_sum() -> None:
-    one, other = (Mixed(SIZES, WEIGHTS, seed).windows(0, 100) for seed in (1, 2))
+    one, other = (MixedOrder(SIZES, WEIGHTS, seed).windows(0, 100) for seed in (1, 2))
     assert not np.array_equal(one, other)
-    assert np.array_equal(one, Mixed(SIZES, (6, 3, 1), 1).windows(0, 100))
+    assert np.array_equal(one, MixedOrder(SIZES, (6, 3, 1), 1).windows(0, 100))
 
 
 def test_sequential_repeats() -> None:
-    assert Sequential(4).windows(3, 6).tolist() == [3, 0, 1, 2, 3, 0]
-    assert sorted(Shuffled(4, 0).windows(4, 4).tolist()) == [0, 1, 2, 3]
+    assert SequentialOrder(4).windows(3, 6).tolist() == [3, 0, 1, 2, 3, 0]
+    assert sorted(ShuffledOrder(4, 0).windows(4, 4).tolist()) == [0, 1, 2, 3]

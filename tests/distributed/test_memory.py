@@ -13,7 +13,7 @@ from megatoken.estimate.dry_run import dry_run
 from megatoken.system.gpus import GPUS
 
 # Preset with fewer layers, context, micro-batches: chosen so that each part of the formula is the largest somewhere.
-MODELS = [("gpt2-124m", 3, 1024), ("gpt3-1.3b", 2, 2048), ("llama-110m", 4, 1024)]
+MODELS = [("gpt2-124m", 3, 1024), ("gpt3-1.3b", 2, 2048), ("llama-110m", 4, 1024), ("modern-124m", 3, 1024)]
 
 
 @pytest.mark.parametrize(("preset", "n_layer", "seq_len"), MODELS)
@@ -55,6 +55,22 @@ def test_the_formula_agrees_with_the_dry_run_to_10_percent(
         checkpointing=checkpointing,
     )
     assert memory.total_bytes == pytest.approx(dry_run(config, model, gpus, 0).total_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero3"])
+def test_the_formula_counts_the_state_of_muon(sharding: str) -> None:
+    gpus = 1 if sharding == "none" else 8
+    values = {"model.preset": "gpt2-124m", "model.n_layer": 3, "budget.steps": 1, "machine.sharding": sharding}
+    values |= {"budget.batch_tokens": 2 * gpus * 1024, "machine.precision": "bf16", "machine.micro_batch": 1}
+    config = build_config(values | {"optim.name": "muon"})
+    model = config.model.resolve(PRESETS["gpt2-124m"].vocab_size)
+    dims = build_dims(sharding, 1, DistEnv(world_size=gpus, local_world_size=gpus))
+    common = {"precision": "bf16", "micro_batch": 1, "accumulates": True}
+    muon = estimate_memory(model, dims, **common, optimizer="muon")  # type: ignore[arg-type]
+    adamw = estimate_memory(model, dims, **common)  # type: ignore[arg-type]
+    hidden = 3 * 12 * 768 * 768
+    assert adamw.moments - muon.moments == pytest.approx(4 * hidden / gpus, abs=1)
+    assert muon.total_bytes == pytest.approx(dry_run(config, model, gpus, 0).total_bytes, rel=0.1)
 
 
 def choose(gpus: int, **machine: object) -> str:

@@ -36,7 +36,7 @@ from megatoken.system.device import Device
 from megatoken.train.state import StepConfig, TrainState, build_state, gather_model
 from megatoken.train.step import forward_backward, train_step
 from tests.ranks import run_ranks
-from tests.tiny_model import CPU, tiny_config, tiny_step_config
+from tests.tiny_model import CPU, TINY_MODERN, tiny_config, tiny_step_config
 
 WORLD, STEPS, ROWS = 4, 8, 24
 TINY_GPT = ModelConfig(n_layer=2, n_head=4, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
@@ -51,8 +51,10 @@ TINY_LLAMA = replace(
     tie_embeddings=False,
     d_ff=48,
 )
+TINY_MODERN = replace(TINY_MODERN, n_head=4, n_kv_head=2, n_layer=2)
 BF16 = replace(CPU, precision="bf16")
 LARGER = replace(TINY_GPT, n_layer=4, d_model=128, d_ff=512)  # so that vectors are small beside matrices
+FAMILIES = {"gpt2": TINY_GPT, "llama": TINY_LLAMA, "modern": TINY_MODERN}
 Results = tuple[Path, dict[str, dict[str, Any]]]
 # sharding, tensor-parallel size, processes per machine; of a GPT-2 unless named otherwise
 DIMS = {
@@ -64,6 +66,7 @@ DIMS = {
     "tensor": ("none", 2, 4),
     "zero3 x tensor": ("zero3", 2, 4),
     "llama, zero3 x tensor": ("zero3", 2, 4),
+    "modern, zero3 x tensor": ("zero3", 2, 4),
 }
 MEASURED = ("zero1", "zero2", "zero3", "tensor", "zero3 x tensor")
 RESUMES = {"3 x zero3": (3, "zero3", 1), "2 x zero1": (2, "zero1", 1), "2 x ddp": (2, "none", 1),
@@ -92,8 +95,8 @@ def two_micro_batches(dims: ParallelDims) -> StepConfig:
     return tiny_step_config(ROWS // dims.dp_size // 2, optim__lr=1e-3, optim__grad_clip=0.5)
 
 
-def model_config_of(name: str) -> ModelConfig:
-    return TINY_LLAMA if "llama" in name else TINY_GPT
+def family_of(name: str) -> str:
+    return next((family for family in FAMILIES if family in name), "gpt2")
 
 
 def build(dims: ParallelDims, comm: Comm, model_config: ModelConfig = TINY_GPT, device: Device = CPU) -> TrainState:
@@ -135,9 +138,9 @@ def train(state: TrainState, steps: int, device: Device = CPU) -> list[float]:
 
 def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[str, object]:
     """Results of one rank for one layout."""
-    state = build(dims, comm, model_config_of(name))
+    state = build(dims, comm, FAMILIES[family_of(name)])
     loss = forward_backward(state, two_micro_batches(dims), CPU, *batch(0, dims))
-    plain = torch.load(folder / ("llama.pt" if "llama" in name else "gpt2.pt"), weights_only=True)
+    plain = torch.load(folder / f"{family_of(name)}.pt", weights_only=True)
     sharded = state.sharded
     largest = 0.0
     for name_of_param, param in sharded.local_params.items():
@@ -150,7 +153,10 @@ def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[st
     found = {"loss": float(loss), "gradient_error": largest, "norm": norm}
     found |= {"curve": train(state, STEPS), "val": score(state, 7), "val of one window": score(state, 1)}
     found |= {"scores": score_questions(state)} if dims.tp_size == 1 else {}
-    model = gather_model(state)
+    model, low = gather_model(state), gather_model(state, torch.bfloat16)
+    if model is not None and low is not None and not dims.is_unsharded:
+        pairs = zip(low.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(given, param.bfloat16()) for given, param in pairs)
     if model is not None:
         torch.save(dict(model.named_parameters()), folder / f"{name}.pt")
     save = AsyncSave(folder / name, state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={})
@@ -185,7 +191,7 @@ def measure_memory(dims: ParallelDims, comm: Comm) -> dict[str, int]:
     state.forward = record
     forward_backward(state, two_micro_batches(dims), CPU, *batch(0, dims))
     parameters = sum(math.prod(size) for size in state.sharded.full_shapes.values())
-    return {"measured": live[1], "expected": count_state_bytes(dims, parameters, "fp32")}
+    return {"measured": live[1], "expected": count_state_bytes(dims, parameters, 8 * parameters, "fp32")}
 
 
 def join(rank: int, world: int, folder: Path, name: str) -> Comm:
@@ -281,7 +287,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Results:
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "vocab.json").write_text("{}")
     found = {
-        family: run_single_process(model_config_of(family), folder / f"{family}.pt") for family in ("gpt2", "llama")
+        family: run_single_process(model_config, folder / f"{family}.pt") for family, model_config in FAMILIES.items()
     }
     run_ranks(work, str(folder), nprocs=WORLD)
     return folder, found
@@ -304,7 +310,7 @@ def run_single_process(model_config: ModelConfig, gradients: Path) -> dict[str, 
 
 @pytest.mark.parametrize("name", DIMS)
 def test_sharded_training_equals_the_plain_model(name: str, plain: Results) -> None:
-    folder, expected = plain[0], plain[1]["llama" if "llama" in name else "gpt2"]
+    folder, expected = plain[0], plain[1][family_of(name)]
     ranks = [json.loads((folder / f"{rank}.json").read_text())[name] for rank in range(WORLD)]
     for found in ranks:
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -1,6 +1,7 @@
 """A plan by measurement of this machine, and what training says of it."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from megatoken.cli import plan
 from megatoken.cli.main import main
 from megatoken.config.load import load_config
+from megatoken.console import Console
 from megatoken.errors import ExitCode
 from megatoken.estimate.calibrate import Calibration, calibrate, choose_micro_batch, find_calibration
 from megatoken.estimate.expectation import Expectation
@@ -17,6 +19,7 @@ from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.pretrain import Trainer
 from megatoken.system import device
 from megatoken.system.gpus import GPUS
+from megatoken.train.metrics_log import read_metrics
 
 MODEL = ("model.n_layer=6", "model.n_head=2", "model.d_model=32", "model.seq_len=16", "model.vocab_size=257")
 MACHINE = ("machine.device=cpu", "machine.precision=fp32", "machine.micro_batch=4", "machine.threads=1")
@@ -64,16 +67,37 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     assert answer["tokens"] == 6 * 128
     assert answer["hours"] * 3600 * answer["tokens_per_second"] >= answer["tokens"]
     assert answer["memory_bytes"] > 12 * 6 * 12 * 32**2  # weights, gradients and moments of the blocks
-    here, _ = calibrate(config, config.model, 0.0)
-    known = find_calibration(config.model, config.machine, here, 4)
+    model = config.model.resolve(257)
+    here, _ = calibrate(config, model, 0.0)
+    known = find_calibration(model, config.machine, here, 4)
     assert known is not None
     assert known.layers == [1, 4]
-    assert find_calibration(config.model, config.machine, here, 8) is None
-    assert find_calibration(replace(config.model, d_model=64), config.machine, here, 4) is None
+    assert find_calibration(model, config.machine, here, 8) is None
+    assert find_calibration(replace(model, d_model=64), config.machine, here, 4) is None
     first, last = train("after")
     assert "tokens/s" in first
     assert "(this machine, measured before)" in first
     assert "than planned" in last or "as planned" in last
+    (row,) = [row for row in read_metrics(tmp_path / "after") if row.get("what") == "planned"]
+    assert row["tokens_per_second"] == 128 / known.step_seconds(6, 2)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Calibration(
+        layers=[6], micro_batch=4, backward_seconds=[1.0], update_seconds=[2.0], step_bytes=[10**9], base_bytes=10**9
+    )
+    here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
+    monkeypatch.setattr("megatoken.estimate.calibrate.calibrate", lambda *_: (here, known))
+    monkeypatch.setattr(type(here), "memory_bytes", lambda *_: 10**10 if fits else 10**9)
+    config = load_config("quickstart", *WORDS)
+    options = Namespace(console=Console(), recipe="quickstart")
+    answer = plan.plan_here(options, config, config.model, 2 * 3600 * 32.0, 3.0)
+    assert answer["tokens_per_second"] == 128 / (2 * 1.0 + 2.0)
+    assert answer["fits"] == fits
+    hours = 2 + 32_768 / 3 / 32 / 3600  # with one evaluation
+    costs = [answer[key] for key in ("hours", "dollars")]
+    assert costs == ([pytest.approx(hours), pytest.approx(3 * hours)] if fits else [None, None])
 
 
 def test_a_gpu_that_is_known_is_planned_by_arithmetic(
@@ -94,5 +118,5 @@ def test_a_gpu_that_is_known_is_planned_by_arithmetic(
 def test_the_error_of_a_plan_in_words() -> None:
     expected = Expectation(step_seconds=2.0, memory_bytes=2**30, source="arithmetic")
     line = expected.describe_error(100.0, 230.0, 2**30)
-    assert line == "plan     steps took 3m50s, 15% longer than planned; memory 1.00 GiB, as planned"
+    assert line == "steps took 3m50s, 15% longer than planned; memory 1.00 GiB, as planned"
     assert "10% shorter than planned; memory 2.00 GiB, 100% more than planned" in expected.describe_error(10, 18, 2**31)

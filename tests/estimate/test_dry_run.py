@@ -19,6 +19,7 @@ from megatoken.estimate.dry_run import dry_run, gpu_memory_bytes
 from megatoken.estimate.memory_tracker import MemoryTracker
 from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
+from megatoken.optim.costs import count_optimizer_bytes
 from megatoken.system.gpus import GPUS
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step_async
@@ -64,6 +65,23 @@ def test_steps_that_the_host_checks_are_estimated(precision: str, form: str, sha
     estimate = dry_run(config, replace(SMALL, n_layer=1), 2, H100)
     assert 2 * estimate.parameter_bytes <= estimate.optimizer_bytes < 2.01 * estimate.parameter_bytes
     assert estimate.activation_bytes > 0
+
+
+@pytest.mark.parametrize(("sharding", "collective"), [("none", "allgather"), ("zero3", "alltoall")])
+def test_muon_keeps_one_momentum_and_sends_matrices_in_low_precision(sharding: str, collective: str) -> None:
+    config = small_run(precision="bf16", sharding=sharding, micro_batch=4)
+    config = replace(config, optim=replace(config.optim, name="muon"))
+    parts = 4 if sharding == "zero3" else 1
+    estimate = dry_run(config, SMALL, 4, H100)
+    whole = count_optimizer_bytes("muon", SMALL)
+    assert whole == 8 * count_parameters(SMALL) - 4 * 3 * 12 * 64 * 64  # one number less in three layers' matrices
+    assert 0 <= estimate.optimizer_bytes - whole / parts < 0.02 * whole
+    assert estimate.total_bytes > 0
+    adamw = dry_run(small_run(precision="bf16", sharding=sharding, micro_batch=4), SMALL, 4, H100)
+    matrices = 2 * 3 * 12 * 64 * 64 * 3 // 4  # bf16, to or from three of four processes
+    rounds = {"allgather": 1, "alltoall": 2 / 4}[collective]
+    more = estimate.communication[collective] - adamw.communication.get(collective, 0)
+    assert more == pytest.approx(rounds * matrices, rel=0.2)
 
 
 MEASURE = """

@@ -107,6 +107,16 @@ def test_strong_scaling() -> None:
         assert plan.step.tokens == config.budget.batch_tokens
 
 
+def test_muon_adds_its_products_to_the_optimizer() -> None:
+    """1.63e12 FLOP at 62% of 989e12 a second, shared by the GPUs."""
+    model, seconds = PRESETS["gpt2-124m"], {}
+    for gpus in (1, 8):
+        adamw, muon = (estimate_step(model, H100, Layout(gpus=gpus, optimizer=name)) for name in ("adamw", "muon"))
+        seconds[gpus] = muon.optimizer - adamw.optimizer
+    assert seconds[1] == pytest.approx(2.66e-3, rel=0.01)
+    assert seconds[8] == pytest.approx(seconds[1] / 8)
+
+
 def test_deadline_is_the_fewest_gpus() -> None:
     resolved, model, _ = read_recipe("gpt2-124m", ())
     config = resolved.config
@@ -129,6 +139,47 @@ def test_compute_optimal_split() -> None:
     for factor in (0.9, 1.1):
         assert fitted_loss(fitted * factor, fitted_tokens / factor) > best
     assert math.isclose(6 * fitted * fitted_tokens, 5.76e23)
+
+
+def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt3-125m", "--gpus", "1xRTX-3090", "--budget", "1e6", "--json"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    budget = json.loads(printed.out)["budget"]
+    assert (budget["nearest"], budget["fitting"]) == ("gpt3-175b", "gpt3-760m")
+    assert "nearest preset gpt3-175b, which does not fit: at the speed of gpt3-760m" in printed.err
+    fitting = plan_recipe("gpt3-760m", "RTX-3090", 1, "budget.batch_start=0", "budget.batch_ramp=0")
+    rate = fitting.tokens_per_second * 1e6 / GPUS["RTX-3090"].price * 3600
+    assert budget["flops"] == pytest.approx(6 * count_parameters(fitting.model) * rate, rel=0.1)
+    assert 6 * budget["parameters"] * budget["tokens"] == pytest.approx(budget["flops"])
+    words = ["plan", "gpt3-125m", "--gpus", "1xT4", "--price", "1", "--budget", "5", "machine.micro_batch=256"]
+    assert main(words) == ExitCode.CONFIG
+    assert "no GPT-3 fits on 1 x T4" in capsys.readouterr().err
+
+
+def test_a_batch_that_grows_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the tokens in batches of 128 sequences, half in 256, on 16 GPUs; a first batch is made to divide."""
+    common = ("budget.tokens=1e9", "evaluate.every=0", "machine.sharding=zero1")
+    whole = plan_recipe("gpt2-124m", "H100", 16, *common, "budget.batch_tokens=262144")
+    half = plan_recipe("gpt2-124m", "H100", 16, *common, "budget.batch_tokens=131072")
+    grown = ("budget.batch_tokens=262144", "budget.batch_start=131072", "budget.batch_ramp=500e6")
+    plan = plan_recipe("gpt2-124m", "H100", 16, *common, *grown)
+    assert plan.tokens_per_second == whole.tokens_per_second
+    assert (whole.layout.micro_batch, half.layout.micro_batch) == (16, 8)
+    assert half.hours > 1.1 * whole.hours
+    assert plan.hours == pytest.approx((whole.hours + half.hours) / 2, rel=0.01)
+    words = ["gpt2-124m", "--gpus", "32xH100", "budget.batch_start=16384", "budget.batch_ramp=500e6", "--json"]
+    assert main(["plan", *words]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    assert "budget.batch_start=32768" in json.loads(printed.out)["settings"]
+    assert "batches of 32,768 to 524,288 over the first 500 M" in printed.err
+
+
+def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_recipe("quickstart", ())[1].vocab_size == 4096  # as the shipped recipe's data are prepared
+    (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 300}}')
+    assert read_recipe("quickstart", (f"data.path={tmp_path}",))[1].vocab_size == 300
+    assert read_recipe("quickstart", ("model.vocab_size=512",))[1].vocab_size == 512
 
 
 def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,3 +283,4 @@ def test_picture(tmp_path: Path) -> None:
     target = tmp_path / "plan.png"
     assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(target)]) == ExitCode.DONE
     assert target.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.foo")]) == ExitCode.CONFIG

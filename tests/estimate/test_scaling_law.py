@@ -128,6 +128,16 @@ def test_runs_that_do_not_count_are_named(
     assert error.count("\n") == 1
 
 
+def test_a_check_that_is_far_off_is_warned_of(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scaling", *runs]) == ExitCode.DONE
+    assert "the check is far off" not in capsys.readouterr().out
+    log = Path(runs[-1]) / "metrics.jsonl"  # of the largest
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(row | {"loss": row["loss"] * 1.05}) + "\n" for row in rows))
+    assert main(["scaling", *runs]) == ExitCode.DONE
+    assert "warning: the check is far off: what the law says of larger runs is a guess" in capsys.readouterr().out
+
+
 def test_losses_of_other_tokenizers_are_refused_and_other_data_warned_of(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -223,6 +223,12 @@ def test_the_launch_command_checks_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert answer["processes"] == 16
     assert "#SBATCH --nodes=2" in text
     assert "megatoken train --nproc 8 gpt2-124m --out runs/gpt2-124m optim.lr=1e-3" in text
+    assert main(words) == ExitCode.DONE
+    assert capsys.readouterr().out == f"written: {tmp_path / 'job.sh'}\n"
+    (tmp_path / "job.sh").write_text(f"{text}# edited\n")
+    assert main(words) == ExitCode.CONFIG
+    assert "the file is there, and is not this script" in capsys.readouterr().err
+    assert (tmp_path / "job.sh").read_text() == f"{text}# edited\n"
     assert main(["launch", "slurm", "gpt2-124m", "--nproc", "7"]) == ExitCode.CONFIG
     expected = (
         "does not divide among 7 data-parallel processes — --nodes, --nproc — change them, or budget.batch_tokens "

@@ -12,17 +12,18 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.model.flops import (
     count_matmul_parameters,
+    count_padded_parameters,
     count_parameters,
     expected_initial_loss,
     flops_per_token,
-    state_bytes,
 )
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.loss import cross_entropy
-from tests.tiny_model import TINY_LLAMA
+from tests.tiny_model import TINY_LLAMA, TINY_MODERN
 
 TINY = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=96, vocab_size=256, seq_len=16)
 TINY_LLAMA = replace(TINY_LLAMA, n_head=4, n_kv_head=2, vocab_size=256, tie_embeddings=False)
+TINY_MODERN = replace(TINY_MODERN, n_layer=3, n_head=4, n_kv_head=2, vocab_size=256, window=0)
 
 PUBLISHED = {  # the released weights; GPT-3: table 2.1 of the paper, in its rounding
     "gpt2-124m": 124_439_808,
@@ -52,13 +53,24 @@ PAPER = {
     "llama-42m": 42e6,
     "llama-110m": 110e6,
 }
+MODERN = {  # of weights in matrix products, which their names count; and all parameters
+    "modern-5m": (5e6, 9_181_834),
+    "modern-124m": (124e6, 393_764_376),
+    "modern-355m": (355e6, 1_022_629_936),
+    "modern-hf-5m": (5e6, 6_032_768),
+    "modern-hf-124m": (124e6, 162_151_680),
+    "modern-hf-355m": (355e6, 404_972_544),
+}
 
 
 def test_published_counts() -> None:
     assert {name: count_parameters(PRESETS[name]) for name in PUBLISHED} == PUBLISHED
     for name, expected in PAPER.items():
         assert count_parameters(PRESETS[name]) == pytest.approx(expected, rel=0.015), name
-    assert set(PUBLISHED) | set(PAPER) == set(PRESETS)
+    for name, (products, parameters) in MODERN.items():
+        assert count_matmul_parameters(PRESETS[name]) == pytest.approx(products, rel=0.01), name
+        assert count_parameters(PRESETS[name]) == parameters, name
+    assert {*PUBLISHED, *PAPER, *MODERN} == set(PRESETS)
     assert f"{count_parameters(PRESETS['gpt3-175b']) / 1e9:.1f}" == "174.6"
 
 
@@ -67,6 +79,8 @@ OTHERS = {
     "tiny": TINY,
     "odd": ODD,
     "llama": TINY_LLAMA,
+    "modern": TINY_MODERN,
+    "all switches of a GPT-2": replace(ODD, qk_norm=True, embedding_norm=True, value_embeddings=True),
     "no biases": replace(ODD, bias=False),
     "biases of a gate": replace(ODD, mlp="swiglu", norm="rmsnorm", tie_embeddings=False),
 }
@@ -77,26 +91,44 @@ def test_counts_are_those_of_the_module(name: str) -> None:
     model_config = OTHERS.get(name) or PRESETS[name]
     with torch.device("meta"):  # sizes without memory, up to 405B
         model = GPT(model_config)
-    padding = (
-        (model_config.padded_vocab_size - model_config.vocab_size)
-        * model_config.d_model
-        * (1 if model_config.tie_embeddings else 2)
-    )
+    tables = [
+        m.weight
+        for m in model.modules()
+        if getattr(m, "weight", torch.empty(0)).shape[:1] == (model_config.padded_vocab_size,)
+    ]
+    padding = (model_config.padded_vocab_size - model_config.vocab_size) * sum(table.shape[1] for table in tables)
     assert sum(p.numel() for p in model.parameters()) - padding == count_parameters(model_config)
     matrices = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, torch.nn.Linear))
     assert matrices + model_config.vocab_size * model_config.d_model == count_matmul_parameters(model_config)
-    assert state_bytes(model_config) == 3 * sum(4 * p.numel() for p in model.parameters())
+    assert count_padded_parameters(model_config) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"])
 def test_flops_are_those_that_torch_counts(model_config: ModelConfig) -> None:
     model = GPT(model_config)
     ids = torch.zeros(3, model_config.seq_len + 1, dtype=torch.long)
     # The plain attention: the counter knows its products, and of the fused one on a CPU nothing.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        total, _ = cross_entropy(model(ids[:, :-1]), model.lm_head_weight, ids[:, 1:], vocab_size=256, chunk=0)
+        hidden, softcap = model(ids[:, :-1]), model_config.logit_softcap
+        total, _ = cross_entropy(hidden, model.lm_head_weight, ids[:, 1:], vocab_size=256, softcap=softcap, chunk=0)
         total.backward()
     assert counter.get_total_flops() == 3 * model_config.seq_len * flops_per_token(model_config, causal=False)
+
+
+@pytest.mark.parametrize("window", [0, 200, 64])
+def test_flops_with_windows_are_those_of_attention_in_blocks(window: int) -> None:
+    """It computes whole blocks of 128 queries: as many keys too many on average, half before and half behind."""
+    model_config = replace(TINY, n_layer=4, seq_len=1024, window=window)
+    model, ids = GPT(model_config), torch.zeros(1, 1024, dtype=torch.long)
+    set_attention(model, "blocked")
+    with FlopCounterMode(display=False) as counter:
+        model(ids).sum().backward()
+    d, blocks = model_config.d_model, [min(window or 1024, 1024) for window in model_config.windows]
+    products = 6 * (count_matmul_parameters(model_config) - 256 * d)
+    attention = counter.get_total_flops() / 1024 - products
+    expected = flops_per_token(model_config, causal=True) - products - 6 * 256 * d
+    assert expected < attention < expected + 12 * d * 128 * len(blocks)
+    assert flops_per_token(model_config, causal=False) == products + 6 * 256 * d + 12 * d * sum(blocks)
 
 
 def test_published_flops_of_124m() -> None:

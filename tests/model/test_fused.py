@@ -25,9 +25,16 @@ def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 @pytest.mark.parametrize("block", [softmax.BLOCK, 64])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize(("rows", "vocabulary", "padded"), [(1, 3, 3), (9, 97, 128), (5, 300, 384), (2, 1025, 1152)])
 def test_loss(
-    rows: int, vocabulary: int, padded: int, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    vocabulary: int,
+    padded: int,
+    softcap: float,
+    block: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(softmax, "BLOCK", block)
     targets = torch.arange(rows, device=DEVICE) * 7 % vocabulary
@@ -35,7 +42,7 @@ def test_loss(
     results = []
     for name in ("torch", "triton"):
         logits = 3 * random(rows, padded, dtype=dtype)
-        loss = LOSS[name](logits, targets, vocabulary, overwrite=True)
+        loss = LOSS[name](logits, targets, vocabulary, softcap, overwrite=True)
         counted = targets >= 0  # the caller zeroes the gradient of ignored rows
         results.append([loss, logits.float()[counted]])
     for fused, plain in zip(results[1], results[0], strict=True):

@@ -20,10 +20,17 @@ def make(rows: int, time: int, width: int, vocab: int, padded: int, seed: int) -
 
 
 def run(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, vocab: int, chunk: int, scale: float = 1.0
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab: int,
+    chunk: int,
+    scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    total, count = cross_entropy(hidden, weight, targets, vocab_size=vocab, chunk=chunk)
+    total, count = cross_entropy(hidden, weight, targets, vocab_size=vocab, chunk=chunk, softcap=softcap)
     (total * scale).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -31,11 +38,13 @@ def run(
 
 
 def reference(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, vocab: int
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, vocab: int, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """torch's cross-entropy over the real vocabulary, in fp64."""
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = (hidden @ weight.T)[..., :vocab].flatten(0, 1)
+    if softcap:
+        logits = (logits / softcap).tanh() * softcap
     total = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-1)
     total.backward()
     assert hidden.grad is not None
@@ -55,15 +64,16 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     padding=st.sampled_from([0, 1, 9]),
     chunk=st.sampled_from([0, 1, 3, 7, 1024]),
     ignored=st.booleans(),
+    softcap=st.sampled_from([0.0, 4.0]),
 )
 def test_every_chunking_gives_torchs_values_and_gradients(
-    rows: int, time: int, vocab: int, padding: int, chunk: int, ignored: bool
+    rows: int, time: int, vocab: int, padding: int, chunk: int, ignored: bool, softcap: float
 ) -> None:
     hidden, weight, targets = make(rows, time, 8, vocab, vocab + padding, seed=rows * time + vocab)
     if ignored:
         targets[:, ::3] = -1
-    found = run(hidden, weight, targets, vocab=vocab, chunk=chunk, scale=0.25)
-    expected = reference(hidden, weight, targets, vocab=vocab)
+    found = run(hidden, weight, targets, vocab=vocab, chunk=chunk, scale=0.25, softcap=softcap)
+    expected = reference(hidden, weight, targets, vocab=vocab, softcap=softcap)
     assert found[3] == expected[3]
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5, abs=1e-5)
     # Absolute: a nearly certain row leaves a gradient of rounding, the difference of a probability and 1.
@@ -109,16 +119,17 @@ def test_only_the_hidden_states_need_gradients() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("chunk", [0, 4])
-def test_half_precision_stays_near_fp32(dtype: torch.dtype, tolerance: float, chunk: int) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 10.0])
+def test_half_precision_stays_near_fp32(dtype: torch.dtype, tolerance: float, chunk: int, softcap: float) -> None:
     """Products in half precision, logits and softmax in fp32: a few units of the dtype's last place (2^-9, 2^-12)."""
     hidden, weight, targets = make(2, 9, 16, 30, 32, seed=4)
     hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()  # the inputs themselves are exact
     try:
         with torch.autocast("cpu", dtype):
-            found = run(hidden, weight, targets, vocab=30, chunk=chunk)
+            found = run(hidden, weight, targets, vocab=30, chunk=chunk, softcap=softcap)
     except RuntimeError as error:
         pytest.skip(f"this build of torch does not multiply {dtype} on a CPU: {error}")
-    expected = reference(hidden, weight, targets, vocab=30)
+    expected = reference(hidden, weight, targets, vocab=30, softcap=softcap)
     assert found[1].dtype == found[2].dtype == torch.float32
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=tolerance)
     assert relative(found[1], expected[1]) < tolerance

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from megatoken.config.load import resolve
+from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import OptimConfig
 from megatoken.errors import ConfigError
+from megatoken.optim.costs import STATE_BYTES, count_optimizer_bytes
 from megatoken.optim.optimizer import (
     OPTIMIZERS,
     OptimizerSpec,
@@ -48,7 +50,13 @@ def test_adamw_state_matches_its_entry() -> None:
     param = next(model.parameters())
     state = {key: value for key, value in optimizer.state[param].items() if value.dim()}
     assert tuple(state) == spec.state_keys
-    assert sum(value.nbytes for value in state.values()) == spec.bytes_per_param * param.numel()
+    assert spec.bytes_per_param == STATE_BYTES["adamw"] == (8, 8)
+    assert sum(value.nbytes for value in state.values()) == 8 * param.numel()
+
+
+def test_a_registered_optimizer_is_counted(sgd: str) -> None:
+    model = ModelConfig(n_layer=2, n_head=2, d_model=32, vocab_size=128, seq_len=16).resolve(0)
+    assert 2 * count_optimizer_bytes(sgd, model) == count_optimizer_bytes("adamw", model) > 0
 
 
 def test_group_rates_keep_their_ratio_to_the_schedule(sgd: str) -> None:

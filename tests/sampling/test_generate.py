@@ -26,15 +26,18 @@ from megatoken.sampling.generate import (
     describe_window,
     generate,
     generate_ids,
-    to_column_major,
+    prepare_decoding,
 )
 from megatoken.system.device import Device
+from tests import tiny_model
 from tests.convert.models import FAMILIES, draw_model, llama_tokenizer
+from tests.tiny_model import TINY_MODERN
 
 TINY = ModelConfig(n_layer=3, n_head=4, d_model=32, d_ff=128, vocab_size=50, seq_len=64)
 TINY_LLAMA = replace(
     TINY, n_kv_head=2, norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False
 )
+TINY_MODERN = replace(TINY_MODERN, n_layer=3, n_head=4, n_kv_head=2, vocab_size=50, seq_len=64)
 CPU = torch.device("cpu")
 
 
@@ -67,7 +70,7 @@ def greedy_by_full_forward(model: GPT, ids: list[int], tokens: int) -> list[int]
 @given(
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     rows=st.integers(1, 3),
-    model_config=st.sampled_from([TINY, TINY_LLAMA]),
+    model_config=st.sampled_from([TINY, TINY_LLAMA, TINY_MODERN]),
 )
 def test_cached_pieces_of_any_size_equal_the_full_forward(
     cuts: list[int], rows: int, model_config: ModelConfig
@@ -82,7 +85,7 @@ def test_cached_pieces_of_any_size_equal_the_full_forward(
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"])
 def test_greedy_equals_full_forwards(model_config: ModelConfig) -> None:
     model, prompt = build(model_config), [3, 1, 4, 1, 5]
     assert generate_ids(model, prompt, max_new_tokens=40, temperature=0) == [greedy_by_full_forward(model, prompt, 40)]
@@ -94,16 +97,29 @@ def test_the_cache_holds_the_heads_of_keys_and_values_alone() -> None:
     assert keys.shape == values.shape == (2, 2, 3, 8)
 
 
-def test_column_major_keeps_shapes_and_values_and_only_wide_weights() -> None:
+def test_decoding_in_fp32_keeps_shapes_and_values_and_only_wide_weights() -> None:
     model_config = ModelConfig(n_layer=1, n_head=2, d_model=16, d_ff=64, vocab_size=90, seq_len=8)
     plain, column_major = GPT(model_config), GPT(model_config)
-    to_column_major(column_major)
+    prepare_decoding(column_major, tiny_model.CPU)
     wide = {name for name, p in column_major.named_parameters() if p.dim() == 2 and not p.is_contiguous()}
     assert wide == {"tokens.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.up.weight"}
     expected = plain.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in column_major.state_dict().items())
     ids = torch.arange(8)[None]
     torch.testing.assert_close(column_major(ids), plain(ids), rtol=1e-5, atol=1e-6)
+
+
+def test_decoding_in_bf16_is_near_fp32() -> None:
+    model_config = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=90, seq_len=8)
+    plain, low = GPT(model_config), GPT(model_config)
+    prepare_decoding(low, replace(tiny_model.CPU, precision="bf16"))
+    assert low.lm_head_weight.dtype == torch.bfloat16
+    ids = torch.arange(8)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(low.logits(ids).float(), plain.logits(ids), rtol=0.02, atol=0.02)
+        cache = KeyValueCache(model_config, rows=1, capacity=8, dtype=torch.bfloat16, device=CPU)
+        one_by_one = torch.cat([low.lm_head(low(ids[:, t : t + 1], cache)) for t in range(8)], 1)
+    torch.testing.assert_close(one_by_one.float(), plain.logits(ids), rtol=0.02, atol=0.02)
 
 
 def test_the_whole_context_can_be_filled(model: GPT) -> None:

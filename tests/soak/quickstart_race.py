@@ -24,6 +24,13 @@ def run(folder: Path, *words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def prepare_corpus(folder: Path) -> None:
+    """The quickstart's corpus in `folder`, made where it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "data/python").is_dir():
+        run(folder, "prepare", "python", "--out", "data/python", "--tokenizer", "bpe:4096", "--val-fraction", "0.05")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)

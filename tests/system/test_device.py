@@ -25,6 +25,7 @@ from megatoken.system.device import (
     wants_compile,
     with_peak,
 )
+from megatoken.train import kernel_autotune
 from megatoken.train.kernel_autotune import autotune
 from megatoken.train.micro_batch import compile_forward
 from megatoken.train.step import forward_backward, train_step
@@ -177,7 +178,8 @@ def test_a_failing_compiler_leaves_the_plain_model(monkeypatch: pytest.MonkeyPat
     assert state.forward is state.compute_model
 
 
-def test_fused_kernels_are_left_out_without_a_gpu() -> None:
+def test_fused_kernels_are_left_out_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_autotune, "find_library", lambda: None)
     assert misses_triton(CPU) == "there is no GPU to run them (cpu)"
     machine = MachineConfig(fused="on", gemm_backend="torch", attention="flash")
     choice = autotune(TINY_GPT, machine, CPU, micro_batch=1, dropout=0.0)

@@ -29,7 +29,7 @@ from megatoken.launch.local import find_free_port
 from megatoken.pretrain import Trainer
 from megatoken.train import step
 from megatoken.train.metrics_log import read_metrics
-from megatoken.train.setup import RunContext
+from megatoken.train.run_context import RunContext
 from megatoken.train.spikes import RecentSteps
 from megatoken.train.state import TrainState
 

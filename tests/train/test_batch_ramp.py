@@ -57,5 +57,5 @@ def test_windows_follow_each_other_and_divide_among_ranks(tmp_path: Path) -> Non
     entries = [window for step in range(5) for window in flat.windows(step)]
     assert [len(ramped.windows(step)) * 16 for step in range(12)] == SIZES
     assert [window for step in range(10) for window in ramped.windows(step)] == entries[: sum(SIZES[:10]) // 16]
-    with pytest.raises(ConfigError, match=r"a batch of 3 sequences .* among 2 ranks — budget\.batch_start"):
+    with pytest.raises(ConfigError, match=r"a batch of 3 sequences .* among 2 processes — budget\.batch_start"):
         DataLoader(tokens, batch_size=12, ramp=BatchRamp(48, 192, 1000), dp_size=2, **fixed)

@@ -17,7 +17,7 @@ from megatoken.errors import ConfigError, ExitCode
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train import actions
 from megatoken.train.metrics_log import read_metrics
-from megatoken.train.setup import RunContext
+from megatoken.train.run_context import RunContext
 
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 16}
@@ -66,10 +66,13 @@ def weights(folder: Path) -> str:
 
 
 def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
-    recipe: Path, tmp_path: Path, losses: dict[int, float]
+    recipe: Path, tmp_path: Path, losses: dict[int, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "run"
-    summary = train(recipe, out)
+    out = tmp_path / "a run"
+    summary = Trainer(resolve(str(recipe)), out).fit()
+    *_, best, done = capsys.readouterr().out.splitlines()
+    assert best == f"best: {out}/best of step 16, validation loss 2.9000"
+    assert done == f"done: {out}; next: megatoken sample '{out}' \"your prompt\""
     assert (summary.code, summary.steps) == (ExitCode.DONE, END)
     assert list_steps(out / "checkpoints") == [16, END]
     assert (out / "best").readlink() == Path("checkpoints/step-00000016")

@@ -199,7 +199,7 @@ def test_the_same_extension_given_again_goes_on(
 ) -> None:
     """Killed before its first save, and stopped after one."""
     with monkeypatch.context() as patch:
-        patch.setattr("megatoken.train.setup.choose_kernels", lambda *_, **__: 1 / 0)
+        patch.setattr("megatoken.train.tuning.choose_kernels", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(run, "--extend", "8steps")
     assert (read_config(run).budget.steps, list_steps(run / "checkpoints")[-1]) == (16, 8)

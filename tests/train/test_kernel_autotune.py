@@ -24,7 +24,9 @@ BF16 = replace(CPU, precision="bf16")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the test's own, and no native kernels unless it brings them."""
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(autotune_module, "find_library", lambda: None)
 
 
 def test_pick_needs_a_clear_margin() -> None:
@@ -44,10 +46,11 @@ def test_requested_kernels_are_not_timed(tmp_path: Path) -> None:
 
 def test_options_follow_precision_and_dropout() -> None:
     options = list_options(MachineConfig(), CPU, 0.0)
-    assert options == {"attention": ["flash", "blocked"], "loss": ["torch"], "mixed": ["autocast"]}
+    plain = {"loss": ["torch"], "block": ["torch"], "adamw": ["torch"], "mixed": ["autocast"]}
+    assert options == {"attention": ["flash", "blocked"], **plain}
     assert list_options(MachineConfig(), CPU, 0.1)["attention"] == ["flash"]
     compiled = list_options(MachineConfig(compile="on"), CPU, 0.0)
-    assert compiled == {"attention": ["flash"], "loss": ["torch"], "mixed": ["autocast"]}
+    assert compiled == {"attention": ["flash"], **plain}
     assert list_options(MachineConfig(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
 
 

@@ -15,7 +15,7 @@ from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.errors import ConfigError, ExitCode, StorageError
 from megatoken.pretrain import Trainer
 from megatoken.system.object_store import ObjectStore
-from megatoken.train import mirror
+from megatoken.train import live_mirror
 from megatoken.train.metrics_log import read_metrics
 from tests.train.test_storage_faults import SAVING, events, tensors
 from tests.train.test_trainer import SMALL
@@ -23,7 +23,7 @@ from tests.train.test_trainer import SMALL
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror, "RETRY_SECONDS", (0.0,))
+    monkeypatch.setattr(live_mirror, "RETRY_SECONDS", (0.0,))
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,22 @@ def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path, capsys: p
     assert main(["verify", f"file://{copy}"]) == ExitCode.CHECKPOINT
     shutil.rmtree(out / "tokenizer")
     assert main(["verify", str(out)]) != ExitCode.DONE  # a run folder needs its own
+
+
+def test_the_copy_of_a_finished_run_is_at_its_end_and_measures_nothing(
+    shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its status is not copied; here its machine.json, with the micro-batch, is of another machine."""
+    given = [*words(f"file://{shard}", str(tmp_path / "copy")), "machine.micro_batch=auto", "budget.batch_tokens=512"]
+    Trainer(load_config("quickstart", *given), tmp_path / "run").fit()
+    output = capsys.readouterr().out
+    assert "micro-batch" in output
+    assert f"data     {shard}: " in output  # where it lies, not in the cache
+    (tmp_path / "copy" / "machine.json").unlink()
+    assert Trainer(load_config("quickstart", *given), tmp_path / "elsewhere").fit().steps == 12
+    output = capsys.readouterr().out
+    assert "resuming from step-00000012" in output
+    assert "micro-batch" not in output
 
 
 def test_a_mirror_that_cannot_be_used_is_refused_before_the_first_step(shard: Path, tmp_path: Path) -> None:

@@ -32,10 +32,11 @@ from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError, StorageError
+from megatoken.native.library import find_library
 from megatoken.plots import draw_weights
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train.metrics_log import read_metrics
-from megatoken.train.setup import RunContext
+from megatoken.train.run_context import RunContext
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_loss
 from tests.ranks import FORKS, start_process
@@ -344,8 +345,9 @@ def test_explain_prints_the_timings(recipe: Path, tmp_path: Path, capsys: pytest
     Trainer(config, tmp_path / "run", explain=True).fit()
     output = capsys.readouterr().out
     assert re.search(r"kernels +attention \w+", output)
-    assert re.search(r"attention +(flash|blocked) \(flash [\d.e-]+ ms, blocked [\d.e-]+ ms\)", output)
-    assert "warning: fused kernels are left out: there is no GPU to run them (cpu)" in output
+    assert re.search(r"attention +\w+ \(flash [\d.e-]+ ms, blocked [\d.e-]+ ms(, native [\d.e-]+ ms)?\)", output)
+    warning = "warning: fused kernels are left out: there is no GPU to run them (cpu)"
+    assert (warning in output) == (find_library() is None)
     assert "warning: machine.sharding=zero1 is left out: one data-parallel process shards nothing" in output
 
 

@@ -24,7 +24,7 @@ from megatoken.train.actions import CheckpointSaver
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.restore import restore
-from megatoken.train.setup import RunContext
+from megatoken.train.run_context import RunContext
 from tests.tiny_model import CPU, tiny_config, tiny_state, tiny_step_config
 
 

@@ -20,6 +20,7 @@ class Collected:
     """A sink in a list."""
 
     rows: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012 (of all instances, on purpose)
+    disk_is_full = False
 
     def __init__(self, run: Path, state: dict[str, Any]) -> None:
         state.setdefault("id", "a")
@@ -28,6 +29,10 @@ class Collected:
         if values.get("train/loss") == 13.0:
             raise RuntimeError("no more room\nat all")
         self.rows.append((row["step"], values))
+
+    def flush(self) -> None:
+        if self.disk_is_full:
+            raise OSError(28, "No space left on device")
 
     def close(self) -> None:
         """Nothing is left."""
@@ -77,6 +82,26 @@ def test_a_sink_that_fails_is_one_line_and_keeps_what_was_sent(run: Path, capsys
     assert "trackio failed: RuntimeError: no more room at all" in error
     assert error.count("\n") == 1
     assert len(read_metrics(run)) == 9
+
+
+def test_rows_that_a_full_disk_swallowed_are_sent_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Collected, "disk_is_full", True)
+    assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.STORAGE
+    assert "trackio failed: OSError: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert not (run / "sync" / "trackio.json").exists()
+    monkeypatch.setattr(Collected, "disk_is_full", False)
+    monkeypatch.setattr(Collected, "rows", [])
+    assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.DONE
+    assert [step for step, _ in Collected.rows] == [1, 2, 3, 4, 4]
+
+
+def test_room_is_proven_by_writing(tmp_path: Path) -> None:
+    sync.check_room(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+        sync.check_room(Path("/dev/full"))
 
 
 def test_sinks_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:

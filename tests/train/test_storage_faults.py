@@ -27,7 +27,7 @@ from megatoken.config.schema import Config
 from megatoken.errors import ConfigError, ExitCode, StorageError
 from megatoken.launch.local import find_free_port
 from megatoken.pretrain import Trainer
-from megatoken.train import actions, setup
+from megatoken.train import actions, initial_state
 from megatoken.train.metrics_log import MetricsLogger, read_metrics
 from tests.ranks import run_ranks
 from tests.train.test_trainer import SMALL
@@ -208,7 +208,7 @@ def refuse(config: Config, out: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_model_far_beyond_the_memory_is_refused_before_it_is_built(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(setup, "build_train_state", lambda *_: pytest.fail("the model was built"))
+    monkeypatch.setattr(initial_state, "build_train_state", lambda *_: pytest.fail("the model was built"))
     huge = replace(config, model=replace(config.model, **change))
     with pytest.raises(ConfigError, match=r"parameters need .* in each process, which has .* — model — choose"):
         Trainer(huge, tmp_path / "run").fit()
@@ -234,7 +234,7 @@ def test_a_full_disk_is_refused(config: Config, disk: Callable[[str], Path], mon
 def test_a_read_only_disk_is_refused_before_the_model_is_built(
     config: Config, disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "build_train_state", lambda *_: pytest.fail("the model was built"))
+    monkeypatch.setattr(initial_state, "build_train_state", lambda *_: pytest.fail("the model was built"))
     out = disk("ro,size=1m") / "run"
     message = refuse(config, out, monkeypatch)
     assert "the run folder cannot be used: Read-only file system — " in message

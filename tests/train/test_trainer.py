@@ -24,9 +24,10 @@ from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
 from megatoken.pretrain import Summary, Trainer
-from megatoken.train import actions, setup
+from megatoken.train import actions, setup, tuning
 from megatoken.train.actions import Action
 from megatoken.train.metrics_log import read_metrics
+from megatoken.train.run_context import RunContext
 from tests.tiny_model import CPU, tiny_config
 
 SMALL = (
@@ -106,7 +107,7 @@ def test_a_sample_without_memory_does_not_end_the_run(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(actions, "generate_ids", generate_ids)
-    monkeypatch.setattr(setup, "compile_forward", lambda *_: "")
+    monkeypatch.setattr(tuning, "compile_forward", lambda *_: "")
     words = [f"data.path={config.data.path}", *SMALL, "sample.every=6steps", "machine.compile=on"]
     given = load_config("quickstart", *words)
     given = replace(given, machine=replace(given.machine, master_weights="on"))
@@ -125,7 +126,7 @@ def test_settings_that_a_split_model_cannot_use_are_named(
 ) -> None:
     config = tiny_config(machine__deterministic=True, machine__master_weights="on")
     comm = Comm(DistEnv())
-    run = setup.RunContext(config=config, out=tmp_path, console=Console(), device=CPU, comm=comm, is_main=True)
+    run = RunContext(config=config, out=tmp_path, console=Console(), device=CPU, comm=comm, is_main=True)
     setup.apply_dims(run, build_dims(sharding, 1, DistEnv(world_size=2, local_world_size=2)))
     output = capsys.readouterr().out
     assert run.config.machine.master_weights == ("on" if sharding == "none" else "off")

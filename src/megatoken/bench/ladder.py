@@ -24,6 +24,7 @@ from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError, PeerError
+from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.plots import save_figure
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, open_device, with_peak
@@ -42,6 +43,7 @@ PLAIN: dict[str, Any] = {
     "gemm_backend": "torch",
     "attention": "explicit",
     "adamw": "loop",
+    "fused": "off",
     "loss_chunk": 0,
 }
 COLUMNS = {"name": "rung", "seconds": "step", "rate": "tokens/s", "mfu": "MFU", "mfu_causal": "MFU causal"}
@@ -110,7 +112,10 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (8, 0)
     compiler = "" if not on_cpu or find_compiler() else "no C++ compiler found (install g++)"
     whole = "" if batch_seqs > FIRST_SEQS[device.type] else "the batch is one micro-batch already (--batch-tokens)"
-    tuned = {"gemm_backend": "auto", "attention": "auto", "master_weights": "auto"}
+    native = {"gemm_backend": "native", "attention": "native", "fused": "on", "adamw": "native", "compile": "off"}
+    native |= {"master_weights": "on" if low else "off"}
+    missing = "" if on_cpu and find_library() else f"not compiled ({NO_LIBRARY})" if on_cpu else "for CPUs"
+    tuned = {"gemm_backend": "auto", "attention": "auto", "master_weights": "auto", "fused": "auto", "adamw": "auto"}
     most = {"cuda": torch.cuda.device_count(), "cpu": cpu_count()}.get(device.type, 1)
     return [
         Rung(name="plain: fp32, explicit attention, loop AdamW"),
@@ -124,8 +129,9 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
         Rung(name="compile", machine={"compile": "on"}, missing=compiler),
         Rung(name="fused AdamW", machine={"adamw": "fused"}),
         Rung(name="padded vocabulary", fields={"model_config": model_config}),
-        Rung(name="fused loss in chunks", machine={"loss_chunk": "auto"}),
+        Rung(name="fused loss in chunks", machine={"loss_chunk": "auto", "fused": "off" if on_cpu else "auto"}),
         Rung(name="kept memory, resting threads", fields={"prepared": True}, missing="" if on_cpu else "for CPUs"),
+        Rung(name="native kernels", machine=native, missing=missing),
         Rung(name="kernels tuned here", machine=tuned | ({"compile": "off"} if on_cpu else {})),
         Rung(name="largest micro-batch", fields={"micro_batch": 0}, missing=whole),
         *(

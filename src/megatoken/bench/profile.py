@@ -7,6 +7,8 @@ profiler itself.
 
 import argparse
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,20 @@ from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
+from megatoken.native.library import Library
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, with_peak
 from megatoken.system.timing import Timing, time_once
 
 GROUPS = {  # by the name of an operation, forward or backward; the first that fits
-    "matrix products": re.compile(r"aten::(linear|matmul|addmm_?|mm|_scaled_mm)$|mkldnn.*linear|Addmm|MmBackward0"),
+    "matrix products": re.compile(
+        r"native::matmul|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$|mkldnn.*linear|Addmm|MmBackward0"
+    ),
     "loss": re.compile(r"cross_?entropy|log_softmax|nll_loss", re.IGNORECASE),
     "attention": re.compile(r"attention|aten::baddbmm|aten::bmm|softmax"),
-    "norm": re.compile(r"layer_?norm|rms_?norm|rsqrt", re.IGNORECASE),
-    "activation": re.compile(r"gelu|silu", re.IGNORECASE),
-    "optimizer": re.compile(r"adam|_foreach_|^Optimizer", re.IGNORECASE),
+    "norm": re.compile(r"native::norm|layer_?norm|rms_?norm|rsqrt", re.IGNORECASE),
+    "activation": re.compile(r"gelu|silu|swiglu", re.IGNORECASE),
+    "optimizer": re.compile(r"adam|_foreach_|^Optimizer|native::sum_of_squares", re.IGNORECASE),
 }
 LONGEST_SECONDS = 120.0  # for all repeats; there are fewer, but three, where a step takes long
 
@@ -104,7 +109,7 @@ def measure(
 def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
     """torch's FunctionEvents on the host during one step. Raises StorageError for a trace not written."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if workload.device.type == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with record_native_kernels(), profile(activities=activities) as profiler:
         with record_function("step"):  # what no operation takes is Python's
             workload.step()
         workload.device.synchronize()
@@ -113,6 +118,22 @@ def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
             trace.write_bytes(b"")  # the profiler does not report a folder that cannot be written to
             profiler.export_chrome_trace(str(trace))
     return [event for event in profiler.events() if event.device_type.name == "CPU"]
+
+
+@contextmanager
+def record_native_kernels() -> Iterator[None]:
+    """Show our own kernels for CPUs, which torch knows nothing of, to the profiler as `native::NAME`."""
+    call = Library.call
+
+    def recorded(library: Library, name: str, *arguments: object) -> float:
+        with record_function(f"native::{name}"):
+            return call(library, name, *arguments)
+
+    Library.call = recorded  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Library.call = call  # type: ignore[method-assign]
 
 
 def find_group(event: Any) -> str:

@@ -15,10 +15,11 @@ from megatoken.config.model_config import VOCAB_MULTIPLE, ModelConfig
 from megatoken.config.schema import BudgetConfig, Config, MachineConfig
 from megatoken.console import format_quantity
 from megatoken.distributed.env import DistEnv
+from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.model.flops import flops_per_token, state_bytes
+from megatoken.model.flops import flops_per_token
 from megatoken.model.gpt import GPT
-from megatoken.model.memory import LOSS_CHUNK
+from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.system.device import Device, open_device
 from megatoken.system.environment import free_memory_bytes
 from megatoken.system.timing import Timing
@@ -139,13 +140,17 @@ def find_allowed_bytes(device: Device) -> float:
 def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
     """Peak memory of training on a micro-batch of `tokens` in fp32, rather too high.
 
-    Weights, two moments and the gradient; per layer and token eight rows of the width, two of the MLP (of a gated one
-    four) and half a row of attention weights a head; the logits of a chunk of tokens and their gradient.
+    With the weights of attention, half a row a token and head, which its fused implementations do not keep.
     """
-    wide = 4 if model_config.mlp == "swiglu" else 2
-    kept = 8 * model_config.d_model + wide * model_config.d_ff + model_config.n_head * model_config.seq_len / 2
-    logits = min(tokens, LOSS_CHUNK["cpu"]) * model_config.padded_vocab_size
-    return state_bytes(model_config) * 4 / 3 + 4 * (model_config.n_layer * tokens * kept + 2 * logits)
+    memory = estimate_memory(
+        model_config,
+        ParallelDims(),
+        precision="fp32",
+        micro_batch=tokens // model_config.seq_len,
+        accumulates=True,
+        loss_chunk=LOSS_CHUNK["cpu"],
+    )
+    return memory.total_bytes + FP32 * model_config.n_layer * tokens * model_config.n_head * model_config.seq_len / 2
 
 
 def reset_peak_memory(device: Device) -> None:

@@ -15,6 +15,8 @@ from megatoken.distributed.parallelize import ShardedParams
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels import ATTENTION
+from megatoken.optim.adamw import AdamW
+from megatoken.optim.muon import Muon
 
 
 class TrainingState(Protocol):
@@ -127,10 +129,12 @@ def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`meta.optimizer` of the manifest: class and numbers of the parameter groups; empty for AdamW, the default.
 
-    The learning rate is left out: the schedule sets it in every step.
+    The learning rate is left out: the schedule sets it in every step. Muon's numbers are in the config.
     """
-    if type(optimizer) is torch.optim.AdamW:
+    if type(optimizer) in (AdamW, torch.optim.AdamW):
         return {}
+    if type(optimizer) is Muon:
+        return {"optimizer": {"name": Muon.__name__, "groups": []}}
     groups = [
         {key: value for key, value in group.items() if type(value) in (int, float) and key != "lr"}
         for group in optimizer.param_groups

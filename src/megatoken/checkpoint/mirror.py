@@ -51,7 +51,7 @@ def list_mirrored(store: ObjectStore) -> list[int]:
     return _parse_steps(folder.name for folder in marks if folder.parent == PurePosixPath(CHECKPOINTS))
 
 
-def claim(run: Path, store: ObjectStore) -> None:
+def check_owner(run: Path, store: ObjectStore) -> None:
     """Make sure that the copy at an address is of this run and not ahead of it, or begin one.
 
     Raises ConfigError otherwise, StorageError when it cannot be read or written.
@@ -91,31 +91,39 @@ def read_identity(store: ObjectStore) -> str | None:
         return ""
 
 
-def mirror_run(run: Path, address: str, *, keep_last: int, keep_every: int, best: int | None = None) -> dict[str, Any]:
+def update_mirror(
+    run: Path, address: str, *, keep_last: int, keep_every: int, best: int | None = None
+) -> dict[str, Any]:
     """Upload the newest checkpoint of a run, the `best`, those of `keep_every` that are missing there, and small files.
 
     Then remove older ones there as `checkpoint.commit.prune` does here. Return the uploaded names, bytes and seconds.
     Raises MegatokenError; what was uploaded so far is used by the next call.
     """
     start, store = time.monotonic(), ObjectStore(address)
-    claim(run, store)
+    check_owner(run, store)
     for name in RUN_FILES:
         if (run / name).is_file():
             store.write(name, (run / name).read_bytes())
+    missing = _list_missing(run, store, keep_every, best)
+    n_bytes = sum(upload_checkpoint(store, step_folder(run / CHECKPOINTS, step)) for step in missing)
+    _remove_rewound(run, store)
+    prune_mirror(store, keep_last=keep_last, keep_every=keep_every, best=best)
+    return {"uploaded": [*map(_step_name, missing)], "bytes": n_bytes, "seconds": time.monotonic() - start}
+
+
+def _list_missing(run: Path, store: ObjectStore, keep_every: int, best: int | None) -> list[int]:
+    """The checkpoints that belong in a copy and are not whole there, the newest first."""
     steps, files = list_steps(run / CHECKPOINTS), store.list(CHECKPOINTS)
     wanted = {*steps[-1:], *(step for step in steps if step == best or (keep_every and step % keep_every == 0))}
-    uploaded, n_bytes = list[str](), 0
-    for step in sorted(wanted, reverse=True):
-        if _is_complete(store, step, files):
-            continue
-        n_bytes += upload_checkpoint(store, step_folder(run / CHECKPOINTS, step))
-        uploaded.append(_name(step))
-    facts = read_object(run / IDENTITY)
+    return [step for step in sorted(wanted, reverse=True) if not _is_complete(store, step, files)]
+
+
+def _remove_rewound(run: Path, store: ObjectStore) -> None:
+    """Remove the checkpoints there that are later than the newest here, where `allow_rewind` has allowed it."""
+    facts, steps = read_object(run / IDENTITY), list_steps(run / CHECKPOINTS)
     if facts.pop("rewound", False):
         remove_steps(store, [step for step in list_mirrored(store) if step > max(steps, default=step)])
         _write_identity(run, facts)
-    prune_mirror(store, keep_last=keep_last, keep_every=keep_every, best=best)
-    return {"uploaded": uploaded, "bytes": n_bytes, "seconds": time.monotonic() - start}
 
 
 def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
@@ -162,17 +170,17 @@ def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: i
 def remove_steps(store: ObjectStore, steps: Iterable[int]) -> None:
     """Remove checkpoints, the mark of each first. Raises StorageError."""
     for step in steps:
-        store.remove(f"{CHECKPOINTS}/{_name(step)}/{MANIFEST}")
-        store.remove(f"{CHECKPOINTS}/{_name(step)}")
+        store.remove(f"{CHECKPOINTS}/{_step_name(step)}/{MANIFEST}")
+        store.remove(f"{CHECKPOINTS}/{_step_name(step)}")
 
 
 def _is_complete(store: ObjectStore, step: int, files: Mapping[str, ObjectInfo]) -> bool:
     """Whether a checkpoint has its mark and every file in its size."""
     try:
-        entries = read_mark(store, _name(step)).files
+        entries = read_mark(store, _step_name(step)).files
     except DamagedError:
         return False
-    sizes = {_file(step, file): entry.bytes for file, entry in entries.items()}
+    sizes = {_object_name(step, file): entry.bytes for file, entry in entries.items()}
     return all(file in files and files[file].bytes == size for file, size in sizes.items())
 
 
@@ -181,8 +189,8 @@ def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
     errors, steps = list[MegatokenError](), list_mirrored(store)
     for step in steps:
         try:
-            for file, entry in read_mark(store, _name(step)).files.items():
-                name = _file(step, file)
+            for file, entry in read_mark(store, _step_name(step)).files.items():
+                name = _object_name(step, file)
                 _check_entry(store, step, file, FileEntry(store.size(name) or 0, store.hash(name)), entry)
         except MegatokenError as error:
             errors.append(error)
@@ -193,11 +201,11 @@ def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | No
     """Fetch the newest whole checkpoint and the small files of a run whose folder has no checkpoint.
 
     warn: called with a line for each damaged one that is passed over. Return its folder here; None where the folder has
-    one, or none is there. Raises ConfigError as `claim`, CheckpointError when none there is whole, StorageError.
+    one, or none is there. Raises ConfigError as `check_owner`, CheckpointError when none there is whole, StorageError.
     """
     store = ObjectStore(address)
     if list_steps(run / CHECKPOINTS):
-        claim(run, store)
+        check_owner(run, store)
         return None
     if not (steps := list_mirrored(store)) or read_identity(store) is None:
         return None
@@ -216,13 +224,13 @@ def fetch_newest(store: ObjectStore, steps: Sequence[int], root: Path, warn: Cal
         try:
             return fetch_checkpoint(store, step, root)
         except DamagedError as error:
-            warn(f"{error} (passing over {_name(step)})")
+            warn(f"{error} (passing over {_step_name(step)})")
     return None
 
 
 def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
     """Fetch one checkpoint, so that it appears whole and verified or not at all. Raises DamagedError, StorageError."""
-    manifest, entries = read_mark(store, _name(step)), dict[str, FileEntry]()
+    manifest, entries = read_mark(store, _step_name(step)), dict[str, FileEntry]()
     needed_bytes = sum(entry.bytes for entry in manifest.files.values()) + SLACK_BYTES
     draft = open_draft(root, step, needed_bytes)
     if draft is None:
@@ -230,9 +238,9 @@ def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
 
     def fetch(file: str) -> None:
         try:
-            written = write_files(draft, step, {file: partial(store.download, _file(step, file))}, needed_bytes)
+            written = write_files(draft, step, {file: partial(store.download, _object_name(step, file))}, needed_bytes)
         except MissingObjectError as error:
-            raise damaged(store.at(_file(step, file)), "it is missing") from error
+            raise damaged(store.at(_object_name(step, file)), "it is missing") from error
         _check_entry(store, step, file, written[file], manifest.files[file])
         entries.update(written)
 
@@ -266,7 +274,7 @@ def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
 
 
 class MirrorUploads:
-    """Uploads of one run, one at a time, each by `mirror_run` in a process of its own."""
+    """Uploads of one run, one at a time, each by `update_mirror` in a process of its own."""
 
     def __init__(self, run: Path, address: str, *, keep_last: int, keep_every: int) -> None:
         words = [str(run), address, str(keep_last), str(keep_every)]
@@ -316,7 +324,7 @@ def main(words: Sequence[str]) -> None:
     run, address, keep_last, keep_every, best = words
     try:
         rules = {"keep_last": int(keep_last), "keep_every": int(keep_every)}
-        answer = mirror_run(Path(run), address, **rules, best=int(best) if best else None)
+        answer = update_mirror(Path(run), address, **rules, best=int(best) if best else None)
     except MegatokenError as error:
         answer = {"error": str(error)}
     except Exception as error:
@@ -326,10 +334,10 @@ def main(words: Sequence[str]) -> None:
 
 def _check_entry(store: ObjectStore, step: int, file: str, found: FileEntry, expected: FileEntry) -> None:
     if found.bytes != expected.bytes:
-        raise damaged(store.at(_file(step, file)), f"it has {found.bytes:,} bytes, expected {expected.bytes:,}")
+        raise damaged(store.at(_object_name(step, file)), f"it has {found.bytes:,} bytes, expected {expected.bytes:,}")
     if found != expected:
         reason = f"its xxh3-128 is {found.xxh3_128}, expected {expected.xxh3_128}"
-        raise damaged(store.at(_file(step, file)), reason)
+        raise damaged(store.at(_object_name(step, file)), reason)
 
 
 def _fetch_file(store: ObjectStore, name: str, run: Path) -> None:
@@ -339,12 +347,12 @@ def _fetch_file(store: ObjectStore, name: str, run: Path) -> None:
         replace_file(run / name, content, durable=True)
 
 
-def _name(step: int) -> str:
+def _step_name(step: int) -> str:
     return step_folder(Path(), step).name
 
 
-def _file(step: int, file: str) -> str:
-    return f"{CHECKPOINTS}/{_name(step)}/{file}"
+def _object_name(step: int, file: str) -> str:
+    return f"{CHECKPOINTS}/{_step_name(step)}/{file}"
 
 
 def _parse_steps(names: Iterable[str]) -> list[int]:

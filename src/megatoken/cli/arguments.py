@@ -30,7 +30,7 @@ TRANSLATED = {  # options that replace RECIPE by a recipe of another program
     "--composer": ("FILE", "translate a YAML of Composer or llm-foundry"),
 }
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
-TAKE_OVERRIDES = ("quickstart", "train", "sweep", "launch", "config", "describe", "dryrun", "plan")
+TAKE_OVERRIDES = ("quickstart", "train", "sweep", "race", "launch", "config", "describe", "dryrun", "plan")
 RECIPE = "(RECIPE | --llmc FLAGS | --nanogpt WORDS | --composer FILE)"
 ENDING = "[--json] [--debug] [section.field=value ...]"
 Command = Callable[[argparse.Namespace], tuple[int, Any]]  # returns exit code and answer
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         fix = f"see `{self.prog} --help`"
         if "expected one argument" in message:
-            fix = "write a value that begins with - as --option='-value'"
+            fix = "give a value; one that begins with - as --option='-value'"
         if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = suggest_choice(wrong[1], re.findall(r"[\w-]+", wrong[2]))
             fix = f"did you mean {near}? {fix}" if near else fix
@@ -66,7 +66,12 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
     options, unknown = build_parser(commands).parse_known_args(words)
     if unknown:
         command, known = f"megatoken {options.command}", re.findall(r"--[a-z][\w-]*|\b[A-Z_]{4,}\b", options.help())
-        fix = suggest_option(unknown, known, settings=options.command in TAKE_OVERRIDES) or f"see `{command} --help`"
+        takes_settings = options.command in TAKE_OVERRIDES
+        starts = [index for index, word in enumerate(unknown) if index == 0 or word.startswith("--")]
+        fixes = dict.fromkeys(suggest_option(unknown[index:], known, settings=takes_settings) for index in starts)
+        if options.command == "prepare" and not unknown[0].startswith("-"):
+            fixes = dict.fromkeys(["give one SOURCE: a folder, or a pattern in quotes, such as 'texts/*.txt'"])
+        fix = "; ".join(filter(None, fixes)) or f"see `{command} --help`"
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}", command, fix)
     options.words, options.overrides = given, overrides
     options.console = Console(to_stderr=options.json)
@@ -112,6 +117,7 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("shell", choices=("bash", "zsh"))
     _add_prepare(add)
     _add_training(add)
+    _add_searches(add)
     _add_models(add)
     doc = parser.docs["bench"] = "benchmark training on this machine, as a whole and by part"
     p = subparsers.add_parser("bench", help=doc, epilog=format_example("bench"), formatter_class=raw)
@@ -122,7 +128,7 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     _add_runs(add)
     arg = add("verify", "check every hash of a dataset, run or checkpoint folder").add_argument
     doc = "folder, or an address such as s3://bucket/data"
-    arg("folder", metavar="DIR", type=lambda text: path_or_address(re.sub("^file:///", "/", text)), help=doc)
+    arg("folder", metavar="DIR", type=path_or_address, help=doc)
     arg = add("plot", "plot the curves of one or more runs in one picture").add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)
     arg("--x", choices=("tokens", "steps", "seconds"), default="tokens", help="horizontal axis (default tokens)")
@@ -216,15 +222,6 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--allow-changes", action="store_true", help="resume with other values of guarded fields, or other data")
     arg("--ending", type=local_path, help=argparse.SUPPRESS)  # where a stop is noted (launch/local.py)
     arg("--explain", action="store_true", help="print the measurements behind every setting left at auto")
-    doc = "search settings by short runs: optim.lr=log:1e-4..1e-2, or A..B or A|B|C"
-    arg = add("sweep", doc, usage="RECIPE [--trials N] [--jobs N] [--out DIR] section.field=RANGE ...").add_argument
-    arg("recipe", metavar="RECIPE", help=recipe_doc)
-    arg(
-        "--trials", type=int, default=20, help="runs in all; a larger number goes on with a finished sweep (default 20)"
-    )
-    arg("--jobs", type=int, default=1, help="runs at a time, which share the CPU's threads (default 1)")
-    arg("--seed", type=int, default=0, help="of the search (default 0)")
-    arg("--out", type=local_path, metavar="DIR", help="folder of the search and its runs (default sweeps/RECIPE)")
     usage = "ENGINE RECIPE [--nodes N] [--nproc N] [--write FILE] ..."
     arg = add("launch", "write a script that trains on many machines", usage=usage).add_argument
     arg("engine", choices=list(ENGINES), help="torchrun (any machines), slurm, k8s or skypilot")
@@ -272,6 +269,32 @@ def _add_training(add: Callable[..., Parser]) -> None:
     doc = "folder with records of `megatoken bench batch` on such a GPU, which correct the speed (default records)"
     arg("--records", type=local_path, metavar="DIR", help=doc)
     arg("--calibrate", action="store_true", help="measure this machine for half a minute, and plan for it")
+
+
+def _add_searches(add: Callable[..., Parser]) -> None:
+    """sweep, race: commands that train many runs."""
+    recipe_doc = f"a .yaml file, the folder of a run, or a built-in recipe: {', '.join(list_recipes())}"
+    doc = "search settings by short runs: optim.lr=log:1e-4..1e-2, or A..B or A|B|C"
+    arg = add("sweep", doc, usage="RECIPE [--trials N] [--jobs N] [--out DIR] section.field=RANGE ...").add_argument
+    arg("recipe", metavar="RECIPE", help=recipe_doc)
+    arg(
+        "--trials", type=int, default=20, help="runs in all; a larger number goes on with a finished sweep (default 20)"
+    )
+    arg("--jobs", type=int, default=1, help="runs at a time, which share the CPU's threads (default 1)")
+    arg("--seed", type=int, default=0, help="of the search (default 0)")
+    arg("--out", type=local_path, metavar="DIR", help="folder of the search and its runs (default sweeps/RECIPE)")
+    doc = "race recipes to a loss: fewest tokens, least time, with p-values"
+    usage = "RECIPE 'RECIPE a.b=c ...' ... (--target-loss L | --tokens T) [--seeds N] [--out DIR] ..."
+    arg = add("race", doc, usage=usage).add_argument
+    arg("contenders", metavar="RECIPE", nargs="+", help="as of `sweep`, with settings of its own in quotes")
+    doc = "validation loss to reach, in nats per token; of different tokenizers in bits per byte"
+    arg("--target-loss", type=float, metavar="L", help=doc)
+    doc = "to train on, such as 10M (default: as each recipe); alone: the target is the first RECIPE's last loss"
+    arg("--tokens", metavar="T", help=doc)
+    doc = "runs of each RECIPE; a larger number goes on with a finished race (default 3)"
+    arg("--seeds", type=int, default=3, metavar="N", help=doc)
+    arg("--turn", default="5m", metavar="TIME", help="how long one trains before the next, 0: to its end (default 5m)")
+    arg("--out", type=local_path, metavar="DIR", help="folder of the race and its runs (default races/FIRST)")
 
 
 def _add_models(add: Callable[..., Parser]) -> None:

@@ -32,7 +32,7 @@ def write_completion(parser: Parser, shell: str) -> str:
         raise ConfigError("completion needs shtab, which is not installed", fix="pip install shtab") from None
     for command, subparser in list_subparsers(parser):
         for action in subparser._actions:
-            if action.dest in ("recipe", "preset"):
+            if action.dest in ("recipe", "contenders", "preset"):
                 action.complete = dict.fromkeys(SHELLS, "_megatoken_recipe")  # type: ignore[attr-defined]
             elif action.type is not None and getattr(action.type, "__name__", "") == "local_path":
                 action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ GROUPS = {
         "train": "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.lr=1e-3",
         "runs": "megatoken runs --sort val_loss",
         "sweep": "megatoken sweep quickstart optim.lr=log:1e-4..1e-2 --trials 12",
+        "race": "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M",
         "config": "megatoken config gpt2-124m optim.lr=1e-3",
         "describe": "megatoken describe gpt2-124m",
         "plan": "megatoken plan gpt3-1.3b --gpus 8xA100-40GB --deadline 24h",

@@ -22,7 +22,7 @@ from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import encode_model_config, verify
 from megatoken.cli.arguments import TRANSLATED, Command, build_parser, check_eval, parse, refuse_without_effect
 from megatoken.cli.completion import write_completion
-from megatoken.cli.plan import plan
+from megatoken.cli.plan import find_vocabulary, plan
 from megatoken.cli.quickstart import quickstart
 from megatoken.cli.runs import show_runs
 from megatoken.cli.sync import sync
@@ -38,9 +38,9 @@ from megatoken.config.load import (
     resolve_run,
 )
 from megatoken.config.model_config import ModelConfig, describe_heads
-from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
+from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, Config
-from megatoken.console import format_count
+from megatoken.console import Console, format_count
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.parallel_dims import ParallelDims, check_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode, MegatokenError, StorageError
@@ -48,6 +48,7 @@ from megatoken.eval.tasks import find_tasks
 from megatoken.launch.local import COMMAND, RESTARTS, at_parent_death, launch, stop_at_once, write_stop_marker
 from megatoken.launch.scripts import Job, check_job, name_job, write_script
 from megatoken.model import flops
+from megatoken.optim.costs import count_saved_bytes
 from megatoken.redact import RedactedStream, redact
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.environment import heartbeat_file, prepare_process
@@ -55,6 +56,7 @@ from megatoken.system.object_store import is_address
 from megatoken.train.metrics_log import METRICS
 from megatoken.train.run_folder import BUDGET_KEYS, check_folder
 
+FINETUNE = "finetune"  # the recipe that trains given weights
 Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
 
 
@@ -143,6 +145,7 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         if options.ending and heartbeat_file() is None and (ask := at_parent_death(signal.SIGTERM)):
             ask()  # torchrun is the parent
         out = options.out or named_out or Path("runs") / resolved.name
+        check_init(options.recipe, resolved.config, out)
         if read_dist_env().world_size == 1:  # before torch is loaded, and without starting ranks
             allowed = BUDGET_KEYS if options.extend else ()
             check_folder(out, resolved.config, allow_changes=options.allow_changes, allowed=allowed)
@@ -221,6 +224,13 @@ def check_recipe(config: Config) -> None:
         load_tokenizer(config.data.tokenizer)
 
 
+def check_init(recipe: str, config: Config, out: Path) -> None:
+    """Raise ConfigError for FINETUNE without weights, unless the run in `out` has its own."""
+    if recipe == FINETUNE and not config.model.init and not list_steps(out / "checkpoints"):
+        fix = "name a run or a Hugging Face folder: --init RUN_OR_HF_DIR, or model.init=..."
+        raise ConfigError("no weights to go on with", "--init", fix)
+
+
 def _render_with_notes(resolved: ResolvedConfig, *, given_only: bool = False) -> str:
     notes = "".join(f"# {note}\n" for note in resolved.notes)
     return notes + render(resolved.config, resolved.origins, given_only=given_only)
@@ -231,6 +241,7 @@ def run_launch(options: argparse.Namespace) -> Result:
     resolved = resolve(options.recipe, options.overrides)
     out = options.out or find_run(options.recipe) or Path("runs") / resolved.name
     check_recipe(resolved.config)
+    check_init(options.recipe, resolved.config, out)
     words = [options.recipe, "--out", str(out), *options.overrides]
     fields = _pick(options, "nodes", "nproc", "gpus", "time", "image", "partition", "account", "namespace")
     job = Job(name=name_job(resolved.name), train_args=words, setup=options.setup, sbatch=options.sbatch, **fields)
@@ -238,7 +249,11 @@ def run_launch(options: argparse.Namespace) -> Result:
     script = write_script(options.engine, job)
     if options.write:
         with storage_errors(options.write.parent, fix="choose another file"):
-            options.write.write_text(redact(script))
+            if options.write.exists() and options.write.read_text("utf-8", "replace") != redact(script):
+                fix = "remove it, or choose another file"
+                raise ConfigError("the file is there, and is not this script", options.write, fix)
+            options.write.write_text(redact(script), encoding="utf-8")
+        options.console.print(f"written: {options.write}")
     elif not options.json:
         print(script, end="")
     return ExitCode.DONE, {"script": script, "processes": job.nodes * job.nproc}
@@ -265,11 +280,10 @@ def run_config(options: argparse.Namespace) -> Result:
 
 
 def _resolve_preset_or_recipe(options: argparse.Namespace, *overrides: str) -> tuple[Config, ModelConfig]:
-    """The config, and its model with a vocabulary: the recipe's, else the preset's or GPT-2's."""
+    """The config, and its model with a vocabulary."""
     name, words = options.preset, [*options.overrides, *overrides]
     resolved = resolve_preset(name, words) if name in PRESETS else resolve(name, words, tuple(PRESETS))
-    config, model = resolved.config, resolved.config.model
-    return config, model.resolve(PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY)
+    return resolved.config, resolved.config.model.resolve(find_vocabulary(resolved.config)[0])
 
 
 def run_describe(options: argparse.Namespace) -> Result:
@@ -282,14 +296,14 @@ def run_describe(options: argparse.Namespace) -> Result:
         "matmul_parameters": flops.count_matmul_parameters(model),
         "flops_per_token_full": flops.flops_per_token(model, causal=False),
         "flops_per_token_causal": flops.flops_per_token(model, causal=True),
-        "state_bytes": flops.state_bytes(model),
+        "state_bytes": count_saved_bytes(config.optim.name, model),
         "expected_initial_loss": flops.expected_initial_loss(model),
         **encode_model_config(model),
     }
-    assumed = f"{'the preset' if model.preset else 'GPT-2'}'s assumed"
-    note = "" if config.model.vocab_size else f" (the recipe leaves it to the tokenizer: {assumed})"
+    note = "" if config.model.vocab_size else f" (the recipe leaves it to the tokenizer: {find_vocabulary(config)[1]})"
     kind = f"{model.norm}, {model.mlp} of {model.d_ff:,}, {model.pos_emb} positions, heads of {model.d_head}"
     kind += f"{'' if model.bias else ', no biases'}, output layer {'tied' if model.tie_embeddings else 'of its own'}"
+    kind += "".join(f", {name}" for name in model.switched_on)
     full, causal = answer["flops_per_token_full"], answer["flops_per_token_causal"]
     rows = [
         ("model", f"{options.preset}: {model.n_layer} layers, {describe_heads(model)}, width {model.d_model:,}"),
@@ -299,7 +313,7 @@ def run_describe(options: argparse.Namespace) -> Result:
         ("parameters", f"{answer['parameters']:,}"),
         ("in products", f"{answer['matmul_parameters']:,} (the output layer counted once)"),
         ("FLOPs/token", f"{full:,} full attention, {causal:,} causal"),
-        ("state", f"{answer['state_bytes'] / 2**30:.2f} GiB of fp32 weights and AdamW moments"),
+        ("state", f"{answer['state_bytes'] / 2**30:.2f} GiB of fp32 weights and the state of {config.optim.name}"),
         ("first loss", f"ln(V) = {answer['expected_initial_loss']:.3f} nats"),
     ]
     if not options.json:
@@ -422,7 +436,7 @@ def run_plot(options: argparse.Namespace) -> Result:
         pictures = draw_weights(first, options.out or Path("plots") / (first.stem if first.is_file() else first.name))
     else:
         file = target / "curves.png" if target.is_dir() or not options.out else target
-        pictures = [draw_curves(options.runs, file, options.x)]
+        pictures = [draw_curves(options.runs, file, options.x, Console(to_stderr=True).warn)]
         pictures += draw_weights(first, first / "plots") if options.pictures else []
     if not options.json:
         print(*pictures, sep="\n")
@@ -440,6 +454,13 @@ def run_sweep(options: argparse.Namespace) -> Result:
     from megatoken.cli.sweep import sweep
 
     return sweep(options)
+
+
+def run_race(options: argparse.Namespace) -> Result:
+    """race: compare recipes by the tokens and time to a loss."""
+    from megatoken.cli.race import race
+
+    return race(options)
 
 
 def run_sync(options: argparse.Namespace) -> Result:
@@ -478,7 +499,7 @@ COMMANDS: dict[str, Command] = {
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
         *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
-        *(run_completion, run_runs, run_report, run_sync, run_scaling, run_sweep),
+        *(run_completion, run_runs, run_report, run_sync, run_scaling, run_sweep, run_race),
     )
 }
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)

@@ -3,12 +3,13 @@
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatoken.config.fields import parse_time, parse_value
-from megatoken.config.load import ResolvedConfig, list_recipes, resolve, resolve_preset
+from megatoken.config.load import PREPARE, ResolvedConfig, list_recipes, resolve, resolve_preset
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
 from megatoken.config.schema import FIELDS, Config
@@ -33,6 +34,7 @@ from megatoken.estimate.plan import (
     spend_budget,
 )
 from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import PRICES_FROM, parse_gpus
 
 MOST_DOLLARS = 1e12
@@ -116,36 +118,70 @@ def plan_here(
     console: Console = options.console
     console.print(f"measuring the training step for {CALIBRATE_SECONDS:.0f} s")
     device, measured = calibrate(config, model, CALIBRATE_SECONDS)
-    micro_steps = max(1, config.batch_seqs // measured.micro_batch)
-    rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, micro_steps)
+    rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, config.batch_seqs // measured.micro_batch)
     hours = (tokens + count_evaluated_tokens(config, tokens) / 3) / rate / 3600
     memory_bytes, free_bytes = measured.memory_bytes(model.n_layer), device.memory_bytes(1)
-    mfu = rate * flops_per_token(model, causal=False) / device.peak_flops if device.peak_flops else None
     fits = not free_bytes or memory_bytes <= free_bytes
-    low, high = rate * (1 - MEASURED_SPREAD), rate * (1 + MEASURED_SPREAD)
-    span = " to ".join(format_duration(3600 * hours * share) for share in (1 - MEASURED_SPREAD, 1 + MEASURED_SPREAD))
+    answer = {
+        "fits": fits,
+        "memory_bytes": memory_bytes,
+        "tokens_per_second": rate,
+        "mfu": rate * flops_per_token(model, causal=False) / device.peak_flops if device.peak_flops else None,
+        "hours": hours if fits else None,
+        "dollars": hours * price if fits and price else None,
+        "energy_kwh": None,
+        "tokens": tokens,
+        "device": device.name,
+        "precision": device.precision,
+        "micro_batch": measured.micro_batch,
+    }
     layers = f"models of {' and '.join(map(str, measured.layers))} layers"
     free = f"{format_quantity(free_bytes, 'B')} free now" if free_bytes else "unknown how much is free"
     rows = [
         ("model", f"{options.recipe}: {count_parameters(model):,} parameters, context {model.seq_len:,}"),
         ("on", f"{device.name}, {device.precision}, by {layers} with micro-batches of {measured.micro_batch}"),
         ("memory", f"{'fits' if fits else 'does not fit'}: {format_quantity(memory_bytes, 'B')}, {free}"),
-        ("speed", f"{rate:,.0f} tokens/s ({low:,.0f} to {high:,.0f})" + (f", MFU {mfu:.1%}" if mfu else "")),
-        ("length", f"{format_quantity(tokens)} tokens (compute-optimal: {format_quantity(optimal_tokens(model))})"),
-        ("time", f"{format_duration(3600 * hours)} ({span})" + (f", ${hours * price:,.2f}" if price else "")),
+        *describe_speed_here(answer, model),
     ]
     console.table(rows)
-    answer: dict[str, Any] = {"fits": fits, "memory_bytes": memory_bytes, "tokens_per_second": rate, "mfu": mfu}
-    answer |= {"hours": hours, "dollars": hours * price if price else None, "energy_kwh": None, "tokens": tokens}
-    return answer | {"device": device.name, "precision": device.precision, "micro_batch": measured.micro_batch}
+    return answer
+
+
+def describe_speed_here(answer: dict[str, Any], model: ModelConfig) -> list[tuple[str, str]]:
+    """Rows of a table: speed and length of a calibrated plan; time and price where it fits."""
+    slowest, fastest = 1 - MEASURED_SPREAD, 1 + MEASURED_SPREAD
+    rate, hours, mfu = answer["tokens_per_second"], answer["hours"], answer["mfu"]
+    speed = f"{rate:,.0f} tokens/s ({rate * slowest:,.0f} to {rate * fastest:,.0f})" + (
+        f", MFU {mfu:.1%}" if mfu else ""
+    )
+    optimal = format_quantity(optimal_tokens(model))
+    rows = [("speed", speed), ("length", f"{format_quantity(answer['tokens'])} tokens (compute-optimal: {optimal})")]
+    if hours is not None:
+        span = " to ".join(format_duration(3600 * hours / share) for share in (fastest, slowest))
+        cost = f", ${answer['dollars']:,.2f}" if answer["dollars"] else ""
+        rows.append(("time", f"{format_duration(3600 * hours)} ({span}){cost}"))
+    return rows
 
 
 def read_recipe(name: str, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelConfig, bool]:
     """A recipe's config, else a preset's, with origins; its model with a vocabulary; whether it is a recipe."""
     is_recipe = name in list_recipes() or name not in PRESETS
     resolved = resolve(name, overrides) if is_recipe else resolve_preset(name, overrides)
-    model = resolved.config.model
-    return resolved, model.resolve(PRESETS[model.preset].vocab_size if model.preset else GPT2_VOCABULARY), is_recipe
+    return resolved, resolved.config.model.resolve(find_vocabulary(resolved.config)[0]), is_recipe
+
+
+def find_vocabulary(config: Config) -> tuple[int, str]:
+    """Ids of a model without model.vocab_size, and whose they are: the dataset's where it is on this machine, else the
+    preset's, those of the tokenizer that the recipe's data are prepared with, or GPT-2's."""
+    tokenizer = read_object(Path(config.data.path) / "manifest.json").get("tokenizer")
+    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    if isinstance(size, int) and size > 0:
+        return size, f"that of {config.data.path}"
+    if config.model.preset:
+        return PRESETS[config.model.preset].vocab_size, "the preset's assumed"
+    if trained := re.search(r"--tokenizer (bpe:(\d+))", PREPARE.get(config.data.path, "")):
+        return int(trained[2]), f"{trained[1]} assumed"
+    return GPT2_VOCABULARY, "GPT-2's assumed"
 
 
 def read_dollars(value: float | None, option: str) -> float:
@@ -206,7 +242,7 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
         ("layout", f"{shards}, {size}, recomputed: {recomputed}"),
         ("speed", f"{plan.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f}), MFU {plan.mfu:.1%}"),
         ("", ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in where if seconds)),
-        ("length", f"{format_quantity(plan.tokens)} tokens (compute-optimal: {optimal})"),
+        ("length", f"{format_quantity(plan.tokens)} tokens (compute-optimal: {optimal})" + describe_ramp(plan)),
     ]
     if not plan.fits:
         return rows
@@ -216,8 +252,15 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
         *rows,
         ("time", f"{format_duration(3600 * plan.hours)} ({span}), {plan.gpu_hours:,.1f} GPU-hours"),
         ("price", describe_price(plan)),
-        ("energy", f"{plan.energy_kwh:,.1f} kWh of the GPUs alone, at their full {gpu.watts:.0f} W"),
+        ("energy", f"{plan.energy_kwh:,.1f} kWh, estimated: the GPUs alone, at their full {gpu.watts:.0f} W"),
     ]
+
+
+def describe_ramp(plan: Plan) -> str:
+    """The growth of the batch, in words; nothing where it has one size."""
+    if not plan.ramp:
+        return ""
+    return f", batches of {plan.ramp.start:,} to {plan.ramp.full:,} over the first {format_quantity(plan.ramp.length)}"
 
 
 def describe_price(plan: Plan) -> str:
@@ -276,7 +319,9 @@ def describe_optimum(optimum: Optimum, dollars: float) -> str:
     """The compute-optimal model for a budget, in words."""
     law = "20 tokens a parameter" if optimum.law == "chinchilla" else "the fitted law"
     sizes = f"{format_quantity(optimum.parameters)} parameters on {format_quantity(optimum.tokens)} tokens"
-    spent = f"{format_quantity(optimum.flops, 'FLOP')} for ${dollars:,.2f}, nearest preset {optimum.nearest}"
+    spent = f"{optimum.flops:.2e} FLOPs for ${dollars:,.2f}, nearest preset {optimum.nearest}"
+    if optimum.fitting != optimum.nearest:
+        spent += f", which does not fit: at the speed of {optimum.fitting}"
     return f"{sizes} ({law}, Hoffmann et al. 2022): {spent}, predicted loss {optimum.loss:.2f} on their text"
 
 

@@ -1,5 +1,6 @@
 """The progress line of `megatoken prepare` and its summary."""
 
+import shlex
 import time
 from pathlib import Path
 from typing import Self
@@ -50,4 +51,4 @@ class PrepareBar:
         for name, number in result.counts.items():
             if number:
                 self.console.print(f"  {name.replace('_', ' ')}: {number:,}")
-        self.console.print(f"dataset: {out}; next: megatoken train RECIPE data.path={out}")
+        self.console.print(f"dataset: {out}; next: megatoken train RECIPE {shlex.quote(f'data.path={out}')}")

@@ -105,7 +105,10 @@ def describe_end(out: str, answers: dict[str, Any], prompt: str) -> list[tuple[s
     curves, program = Path(out) / "plots" / "curves.png", name_program()
     rows = [
         ("run folder", out),
-        ("curves", str(curves) if curves.is_file() else f"pip install matplotlib, then: {program} plot {out}"),
+        (
+            "curves",
+            str(curves) if curves.is_file() else f"pip install matplotlib, then: {program} plot {shlex.quote(out)}",
+        ),
         ("next", f"{program} sample {shlex.join([out, prompt])}"),
         ("your text", f'{program} quickstart --data FOLDER_OR_FILE --prompt "Once upon a time"'),
     ]

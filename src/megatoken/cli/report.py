@@ -8,7 +8,8 @@ and the lowest and highest training loss of each. So a page of any run opens at 
 import html
 import json
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatoken.errors import ConfigError, StorageError
 from megatoken.eval.multiple_choice import SCORES
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
+from megatoken.system.gpus import GPUS, PRICES_FROM
 from megatoken.train.metrics_log import read_metrics
 
 PAGE = Path(__file__).parent / "report_page"
@@ -47,10 +49,12 @@ def report(options: Any) -> dict[str, Any]:
             f"--price is {options.price:g}", "--price", "give dollars an hour of one process, such as 1.99"
         )
     console: Console = options.console
-    page = build_page(options.runs, options.price, options.ladder)
+    page = build_page(options.runs, options.price, options.ladder, warn=console.warn)
     if options.serve is not None:
         serve(options, console)
         return {"served": True}
+    if options.out.is_dir():
+        raise ConfigError("a folder, not a file", str(options.out), f"--out {options.out / 'report.html'}")
     with storage_errors(options.out, what="cannot write the report", fix="choose --out"):
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, page)
@@ -68,7 +72,9 @@ def serve(options: Any, console: Console) -> None:
             if self.path != "/" or host not in ("127.0.0.1", "localhost"):
                 self.send_error(404)
                 return
-            body = build_page(options.runs, options.price, options.ladder, is_live=True).encode()
+            body = build_page(
+                options.runs, options.price, options.ladder, is_live=True, warn=lambda text: None
+            ).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -80,24 +86,36 @@ def serve(options: Any, console: Console) -> None:
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", options.serve), Handler)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise StorageError(
-            f"cannot serve: {error.strerror}", f"port {options.serve}", "choose another --serve PORT"
+            f"cannot serve: {getattr(error, 'strerror', 'no such port')}",
+            f"port {options.serve}",
+            "choose another --serve PORT",
         ) from None
     console.print(f"http://127.0.0.1:{server.server_address[1]}/ until Ctrl-C")
     with server:
         server.serve_forever()
 
 
-def build_page(runs: Sequence[Path], price: float | None, ladder: Path | None, *, is_live: bool = False) -> str:
-    """The whole page as HTML. Raises DataError for a folder without metrics."""
+def build_page(
+    runs: Sequence[Path],
+    price: float | None,
+    ladder: Path | None,
+    *,
+    is_live: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
+) -> str:
+    """The whole page as HTML. warn: as of `read_metrics`. Raises DataError for a folder without metrics."""
     names = name_runs(runs)
     facts = [read_run(run) for run in runs]
-    rows = [read_metrics(run) for run in runs]
+    rows = [read_metrics(run, warn) for run in runs]
     curves = [{"name": name, **read_curves(each)} for name, each in zip(names, rows, strict=True)]
+    is_listed = price is None and any(find_price(run) for run in runs)
+    note = f"cost of GPU-hours by {PRICES_FROM}; --price replaces it" if is_listed else ""
+    summaries = [summarize(*each, price) for each in zip(names, runs, facts, rows, strict=True)]
     title = ", ".join(names) if len(names) < 4 else f"{len(names)} runs"
     sections = [
-        ("Runs", table(SUMMARY, [summarize(*each, price) for each in zip(names, runs, facts, rows, strict=True)])),
+        ("Runs", table("Runs", SUMMARY, summaries, note)),
         ("Curves", (PAGE / "curves.html").read_text("utf-8")),
         ("Samples", list_samples(names, rows)),
         ("Evaluation", tabulate_scores(names, rows)),
@@ -189,7 +207,8 @@ SUMMARY = (
 
 
 def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: float | None) -> tuple[str, ...]:
-    """A run's cells of SUMMARY. Time and cost are of training, without pauses between starts."""
+    """A run's cells of SUMMARY. Time and cost are of training, without pauses between starts; beside them what the
+    plan at the run's start expected of the steps so far."""
     train, val = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
     last, best = (train[-1] if train else {}), min((number(row.get("loss")) for row in val), default=math.nan)
     provenance = read_object(run / "provenance.json")
@@ -198,7 +217,9 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
     mfus = [number(row.get("mfu")) for row in train]
     peak, mfu = number(provenance.get("peak_flops")), np.nanmedian(mfus) if np.isfinite(mfus).any() else math.nan
     steps = f"{facts['step'] or 0:,}" + (f" of {facts['total_steps']:,}" if facts["total_steps"] else "")
-    hours = seconds * processes / 3600
+    price = price or find_price(run)
+    plans = [row for row in rows if row["kind"] == "event" and row.get("what") == "planned"]
+    planned = number(last.get("tokens")) / number(plans[-1].get("tokens_per_second")) if plans else math.nan
     cells = [
         steps,
         format_quantity(number(last.get("tokens"))),
@@ -209,32 +230,43 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
         cell(float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan, ",.0f"),
         cell(float(mfu), ".1%"),
         (format_duration(seconds) if math.isfinite(seconds) else "-")
-        + (f" x {processes:.0f}" if processes > 1 else ""),
+        + (f" x {processes:.0f}" if processes > 1 else "")
+        + (f", planned {format_duration(planned)}" if math.isfinite(planned) else ""),
         cell(seconds * processes * peak * float(mfu), ".2e"),
-        f"${hours * price:,.2f}" if price and math.isfinite(hours) else "-",
+        ", planned ".join(f"${x * processes / 3600 * price:,.2f}" for x in (seconds, planned) if math.isfinite(x))
+        if price
+        else "-",
     ]
     return (name, facts["state"] + (f": {facts['message']}" if facts["message"] else ""), *cells)
+
+
+def find_price(run: Path) -> float:
+    """Dollars of a GPU-hour by the list, 0 where the run's device is not in it."""
+    device = read_object(run / "provenance.json").get("device")
+    return next((gpu.price for gpu in GPUS.values() if gpu.driver == device), 0.0)
 
 
 def cell(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "-"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> str:
-    """A table in HTML; columns without a value are left out, the first is a heading of its row."""
+def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> str:
+    """A table in HTML; columns without a value are left out, the first is a heading of its row. name: for a screen
+    reader."""
     kept = [i for i in range(len(heads)) if i == 0 or any(str(row[i]) not in ("", "-") for row in rows)]
     head = "".join(f'<th scope="col">{escape(heads[i])}</th>' for i in kept)
     lines = []
     for row in rows:
         cells = "".join(f"<td{' class=long' * (len(str(row[i])) > LONG)}>{escape(row[i])}</td>" for i in kept[1:])
         lines.append(f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>')
-    return frame(f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>", note)
+    return frame(name, f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>", note)
 
 
-def frame(content: str, note: str) -> str:
+def frame(name: str, content: str, note: str) -> str:
     """A table that scrolls by itself where the window is narrow."""
     caption = f"<caption>{escape(note)}</caption>" if note else ""
-    return f'<div class="wide" tabindex="0"><table>{caption}{content}</table></div>'
+    label = f'aria-label="{escape(name)}"'
+    return f'<div class="wide" role="region" tabindex="0" {label}><table {label}>{caption}{content}</table></div>'
 
 
 def list_samples(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
@@ -266,7 +298,9 @@ def tabulate_scores(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
         lines += [
             (f"{name} (published)", "hellaswag", "", *(format_score(x) for x in scores)) for name, *scores in PUBLISHED
         ]
-    return table(("run", "task", "step", *SCORES), lines, "percent, with standard errors") if lines else ""
+    return (
+        table("Evaluation", ("run", "task", "step", *SCORES), lines, "percent, with standard errors") if lines else ""
+    )
 
 
 def format_score(value: Any, stderr: Any = None) -> str:
@@ -289,12 +323,13 @@ def tabulate_ladder(record: Row) -> str:
         bar = f'<td class="bar"><meter min="0" max="1" value="{share:.4f}">{share:.0%}</meter></td>'
         lines.append(f'<tr><th scope="row">{escape(rung.get("name"))}</th>{bar}<td>{escape(speed)}</td></tr>')
     what = f"{answer.get('preset')}, {answer.get('batch_tokens')} tokens a step, {answer.get('device')}"
-    return frame(f"<tbody>{''.join(lines)}</tbody>", what)
+    return frame("Speed-ups", f"<tbody>{''.join(lines)}</tbody>", what)
 
 
 def tabulate_differences(names: Sequence[str], runs: Sequence[Path]) -> str:
     differences = list_differences(runs) if len(runs) > 1 else {}
-    return table(("setting", *names), [(key, *values) for key, values in differences.items()]) if differences else ""
+    lines = [(key, *values) for key, values in differences.items()]
+    return table("Settings that differ", ("setting", *names), lines) if lines else ""
 
 
 def list_events(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
@@ -304,7 +339,7 @@ def list_events(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
         for row in run_rows
         if row["kind"] == "event"
     ]
-    return table(("run", "step", "what", "message"), lines[-200:]) if lines else ""
+    return table("Events", ("run", "step", "what", "message"), lines[-200:]) if lines else ""
 
 
 def list_provenance(names: Sequence[str], runs: Sequence[Path]) -> str:
@@ -314,4 +349,8 @@ def list_provenance(names: Sequence[str], runs: Sequence[Path]) -> str:
     def text(value: Any) -> str:
         return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
 
-    return table(("", *names), [(key, *(text(fact.get(key)) for fact in facts)) for key in keys]) if keys else ""
+    return (
+        table("Provenance", ("of", *names), [(key, *(text(fact.get(key)) for fact in facts)) for key in keys])
+        if keys
+        else ""
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, spell_controls
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.sampling.generate import TextStream, check_settings, describe_window, generate_ids, to_column_major
+from megatoken.sampling.generate import TextStream, check_settings, describe_window, generate_ids, prepare_decoding
 from megatoken.system.device import memory_errors, open_device
 
 FLAGS = ("--tokens", "--temperature", "--top-k", "--top-p", "--n")
@@ -24,8 +24,7 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
     loaded = load_pretrained(options.model, messages.warn)
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
     model, tokenizer = loaded.model.to(device.torch_device), loaded.tokenizer
-    if device.type == "cpu" and device.precision == "fp32":
-        to_column_major(model)
+    prepare_decoding(model, device)
     prompt_ids = tokenizer.encode(prompt).tolist()
     start_ids = tokenizer.start_ids(prompt_ids)
     if note := describe_window(model.config, len(start_ids), options.tokens):

@@ -2,6 +2,7 @@
 
 import math
 from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from megatoken.bench.report import save_picture, show_rows
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import decode_model_config, read_manifest
+from megatoken.config.model_config import ModelConfig
 from megatoken.console import Console, format_quantity
 from megatoken.errors import ConfigError, DataError
 from megatoken.estimate.scaling_law import INTERVAL, Law, choose_terms, fit_law, interval, resample
@@ -20,6 +22,8 @@ from megatoken.system.atomic_write import read_object
 from megatoken.train.metrics_log import STATUS, read_metrics
 
 FAR = 100  # times the largest run's FLOPs: beyond it a law says little
+FAR_OFF = 0.02  # share of the loss: runs of neighbouring sizes differ by little more
+MOST_FLOPS = 1e32  # beyond any machine
 DEFAULT_BUDGETS = (10, 100)  # times the largest run's FLOPs
 CURVE_POINTS = 100
 
@@ -40,9 +44,12 @@ class FinishedRun:
         return 6.0 * self.parameters * self.tokens
 
 
-def read_run(folder: Path) -> FinishedRun:
-    """A finished run. Raises DataError for one that is not, or has no validation loss or checkpoint at its end."""
-    rows = [row for row in read_metrics(folder) if row["kind"] in ("train", "val")]
+def read_run(folder: Path, warn: Callable[[str], None]) -> FinishedRun:
+    """A finished run. warn: as of `read_metrics`.
+
+    Raises DataError for one that is not, or has no validation loss or checkpoint at its end.
+    """
+    rows = [row for row in read_metrics(folder, warn) if row["kind"] in ("train", "val")]
     last = max((row["step"] for row in rows), default=0)
     if (state := read_object(folder / STATUS).get("state", "unknown")) != "done":
         raise DataError(f"the run is not finished: {state} at step {last:,}", str(folder), "finish it, or leave it out")
@@ -50,13 +57,19 @@ def read_run(folder: Path) -> FinishedRun:
     if not losses or not isinstance(losses[-1], float) or not 0 < losses[-1] < math.inf:
         fix = "leave it out, or train with held-out text and evaluate.tokens"
         raise DataError(f"no validation loss at its last step, {last:,}", str(folder), fix)
+    model, meta = read_model(folder)
+    parameters = count_matmul_parameters(model)
+    identity = (str(meta.get("tokenizer")), str(meta.get("dataset")))
+    return FinishedRun(folder, parameters, max(row["tokens"] for row in rows), losses[-1], *identity)
+
+
+def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
+    """The architecture of a run, and all that the manifest of its newest checkpoint tells. Raises DataError without."""
     if not (steps := list_steps(folder / "checkpoints")):
         raise DataError("it has no checkpoint, which names the sizes of its model", str(folder), "leave it out")
     newest = step_folder(folder / "checkpoints", steps[-1])
     meta = read_manifest(newest).meta
-    parameters = count_matmul_parameters(decode_model_config(meta.get("shape"), newest))
-    identity = (str(meta.get("tokenizer")), str(meta.get("dataset")))
-    return FinishedRun(folder, parameters, max(row["tokens"] for row in rows), losses[-1], *identity)
+    return decode_model_config(meta.get("shape"), newest), meta
 
 
 def scaling(options: Namespace) -> dict[str, Any]:
@@ -65,45 +78,61 @@ def scaling(options: Namespace) -> dict[str, Any]:
     Raises DataError for runs that fix no law, ConfigError for a budget that is none.
     """
     for flops in options.flops:
-        if not 0 < flops < math.inf:
+        if not 0 < flops <= MOST_FLOPS:
             raise ConfigError(f"a budget of {flops:g} FLOPs", "--flops", "give a number above 0, such as 1e18")
     console: Console = options.console
-    runs = sorted((read_run(folder) for folder in dict.fromkeys(options.runs)), key=lambda run: run.flops)
+    runs = sorted((read_run(folder, console.warn) for folder in dict.fromkeys(options.runs)), key=lambda run: run.flops)
     check_comparable(runs, console)
-    parameters, tokens, losses = (
-        np.array([getattr(run, name) for run in runs], dtype=float) for name in ("parameters", "tokens", "loss")
-    )
-    terms = choose_terms(parameters, tokens)
-    law = fit_law(terms, parameters, tokens, losses)
-    laws = resample(law, parameters, tokens, losses)
+    law, laws = fit_runs(runs)
+    answer = {"runs": show_runs(law, runs, console), **show_law(law, laws, console)}
+    answer["held_out"] = hold_out_largest(runs, console)
+    budgets = options.flops or [times * runs[-1].flops for times in DEFAULT_BUDGETS]
+    answer["budgets"] = [extrapolate(flops, law, laws, runs[-1], console) for flops in budgets]
+    if options.plot:
+        save_picture(lambda pyplot, path: draw_law(pyplot, path, law, laws, runs, max(budgets)), options.plot, console)
+    return answer
+
+
+def to_arrays(runs: Sequence[FinishedRun]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """N, D and losses, one of each a run."""
+    columns = ([getattr(run, name) for run in runs] for name in ("parameters", "tokens", "loss"))
+    parameters, tokens, losses = (np.array(column, dtype=float) for column in columns)
+    return parameters, tokens, losses
+
+
+def fit_runs(runs: Sequence[FinishedRun]) -> tuple[Law, list[Law]]:
+    """The law of the runs, and those of resampled losses. Raises DataError for runs that fix none."""
+    parameters, tokens, losses = to_arrays(runs)
+    law = fit_law(choose_terms(parameters, tokens), parameters, tokens, losses)
+    return law, resample(law, parameters, tokens, losses)
+
+
+def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[dict[str, Any]]:
+    """Print each run's loss beside the law's; the rows of --json."""
     rows: list[dict[str, Any]] = []
+    parameters, tokens, _ = to_arrays(runs)
     for run, fitted in zip(runs, law.loss(parameters, tokens), strict=True):
         sizes = {"run": run.folder.name, "N": run.parameters, "D": run.tokens, "flops": run.flops}
         rows.append({**sizes, "loss": run.loss, "law": float(fitted), "error_share": float(fitted / run.loss - 1)})
     heads = {"run": "run", "N": "N", "D": "D", "flops": "6 N D", "loss": "loss", "law": "law", "error_share": "error"}
     shown = [{**row, **{name: format_quantity(row[name]) for name in ("N", "D", "flops")}} for row in rows]
     show_rows(heads, [{**row, "law": f"{row['law']:.4f}"} for row in shown], console)
+    return rows
+
+
+def show_law(law: Law, laws: list[Law], console: Console) -> dict[str, Any]:
+    """Print the formula and the ranges of its numbers; its part of --json."""
+    names = law.terms.names
     fits = {"E": describe(law.floor, [other.floor for other in laws])}
-    for index, name in enumerate(terms.names):
+    for index, name in enumerate(names):
         fits[f"exponent of {name}"] = describe(law.exponents[index], [other.exponents[index] for other in laws])
-    parts = zip(law.factors, terms.names, law.exponents, strict=True)
+    parts = zip(law.factors, names, law.exponents, strict=True)
     formula = f"loss = {law.floor:.4f} + " + " + ".join(f"{f:.4g} / {name}^{e:.3f}" for f, name, e in parts)
     console.print(
         f"\n{formula}\nN: weights in matrix products, D: tokens, C: 6 N D; in brackets 80% of {len(laws)} resamples"
     )
     console.table([(name, format_range(fit)) for name, fit in fits.items()])
-    answer: dict[str, Any] = {
-        "runs": rows,
-        "terms": list(terms.names),
-        "formula": formula,
-        "factors": list(law.factors),
-    }
-    answer |= {"fits": fits, "held_out": hold_out_largest(runs, console)}
-    budgets = options.flops or [times * runs[-1].flops for times in DEFAULT_BUDGETS]
-    answer["budgets"] = [extrapolate(flops, law, laws, runs[-1], console) for flops in budgets]
-    if options.plot:
-        save_picture(lambda pyplot, path: draw_law(pyplot, path, law, laws, runs, max(budgets)), options.plot, console)
-    return answer
+    return {"terms": list(names), "formula": formula, "factors": list(law.factors), "fits": fits}
 
 
 def check_comparable(runs: list[FinishedRun], console: Console) -> None:
@@ -130,8 +159,7 @@ def format_range(fit: dict[str, float]) -> str:
 def hold_out_largest(runs: list[FinishedRun], console: Console) -> dict[str, float] | None:
     """What the law of the other runs says of the largest one; None where they are too few for a law."""
     largest, others = runs[-1], runs[:-1]
-    parameters, tokens = (np.array([getattr(run, name) for run in others], float) for name in ("parameters", "tokens"))
-    losses = np.array([run.loss for run in others])
+    parameters, tokens, losses = to_arrays(others)
     try:
         law = fit_law(choose_terms(parameters, tokens), parameters, tokens, losses)
     except DataError:
@@ -140,6 +168,8 @@ def hold_out_largest(runs: list[FinishedRun], console: Console) -> dict[str, flo
     predicted = float(law.loss(largest.parameters, largest.tokens))
     error = predicted / largest.loss - 1
     console.print(f"check    without {largest.folder.name} the law says {predicted:.4f} of it: {error:+.2%}")
+    if abs(error) > FAR_OFF:
+        console.warn("the check is far off: what the law says of larger runs is a guess; more runs of other sizes help")
     return {"predicted": predicted, "loss": largest.loss, "error_share": error}
 
 

@@ -7,34 +7,29 @@ command goes on after a kill, and trials that were running resume from their che
 
 import math
 import re
-import signal
-import subprocess
+import shlex
 import threading
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from megatoken.bench.report import save_picture, show_rows
+from megatoken.cli.child_runs import find_log, hold_folder, stop_on_signal, train
 from megatoken.config.load import render, resolve
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
-from megatoken.errors import ConfigError, DataError, ExitCode, StorageError
-from megatoken.launch.local import COMMAND, at_parent_death
+from megatoken.errors import ConfigError, DataError, ExitCode
 from megatoken.plots import save_figure
 from megatoken.redact import redact
-from megatoken.system.atomic_write import replace_file, storage_errors
+from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.environment import cpu_count
-from megatoken.train.metrics_log import read_metrics
+from megatoken.train.metrics_log import STATUS, read_metrics
 
-JOURNAL, BEST, PICTURE = "journal.log", "best.yaml", "sweep.png"
-POLL_SECONDS = 0.5
+JOURNAL, BEST, PICTURE, FOLDER = "journal.log", "best.yaml", "sweep.png", "trial-"
 UNPRUNED_TRIALS = 4  # before any is stopped for being worse than their median
 MOST_FAILURES = 3  # without one success, after which the search ends
 DIGITS = 4  # of a number that is tried
@@ -80,6 +75,9 @@ def parse_space(recipe: str, words: Sequence[str]) -> tuple[list[SearchRange], l
             ranges.append(_parse_range(recipe, key, *match.groups()))
         else:
             fixed.append(word)
+    given = [word.partition("=")[0] for word in words]
+    if twice := next((key for key in given if given.count(key) > 1), ""):
+        raise ConfigError(f"{twice} is given twice", "command line", "give one value or range for each setting")
     for space in ranges:
         for end in space.choices or (f"{space.low:g}", f"{space.high:g}"):
             resolve(recipe, [*fixed, f"{space.key}={end}"])
@@ -115,7 +113,7 @@ class Sweep:
 
     def run(self) -> None:
         """Run trials until there are as many as asked, in the order in which Optuna proposes them."""
-        with ThreadPoolExecutor(self.options.jobs) as pool, _stop_on_signal(self.stopping):
+        with ThreadPoolExecutor(self.options.jobs) as pool, stop_on_signal(self.stopping):
             for worker in [pool.submit(self._work) for _ in range(self.options.jobs)]:
                 worker.result()
 
@@ -131,16 +129,19 @@ class Sweep:
         from optuna.trial import TrialState
 
         with self._asking:
-            states = [trial.state for trial in list_trials(self.study)]
+            trials = list_trials(self.study)
+            states = [trial.state for trial in trials]
             failures = states.count(TrialState.FAIL)
             if failures >= MOST_FAILURES and not {TrialState.COMPLETE, TrialState.PRUNED} & {*states}:
                 fix = "read the .log of one, then name another --out"
                 raise DataError(f"the first {failures} trials failed", str(self.options.out), fix)
             if self.stopping.is_set() or len(states) - states.count(TrialState.WAITING) >= self.options.trials:
                 return None
+            index = 1 + max((int(trial.user_attrs["folder"][len(FOLDER) :]) for trial in trials), default=-1)
+            self.study.sampler = make_sampler(self.options.seed + index, self.options.jobs)
             trial = self.study.ask()
             if "folder" not in trial.user_attrs:
-                trial.set_user_attr("folder", f"trial-{trial.number:03d}")
+                trial.set_user_attr("folder", f"{FOLDER}{index:03d}")
             return trial
 
     def _run_trial(self, trial: Any) -> None:
@@ -151,52 +152,59 @@ class Sweep:
         name = trial.user_attrs["folder"]
         folder = self.options.out / name
         threads = max(1, cpu_count() // self.options.jobs)
-        words = ["train", self.options.recipe, "--out", str(folder), f"machine.threads={threads}", *self.fixed, *values]
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            output = (folder.parent / f"{name}.log").open("ab")
-        # Trials end with this process, or the next start would meet them in their folders.
-        end = at_parent_death(signal.SIGTERM)
-        with output, subprocess.Popen([*COMMAND, *words], stdout=output, stderr=output, preexec_fn=end) as process:
-            losses, pruned = self._watch(trial, process, folder)
-        if self.stopping.is_set() and process.returncode == ExitCode.STOPPED:
+        losses: list[float] = []
+        pruned = False
+
+        def should_stop() -> bool:
+            nonlocal pruned
+            pruned = pruned or report_losses(trial, folder, losses)
+            return pruned or self.stopping.is_set()
+
+        code = train(folder, [self.options.recipe, f"machine.threads={threads}", *self.fixed, *values], should_stop)
+        if self.stopping.is_set() and code != ExitCode.DONE and not pruned:
             return  # Optuna has it as running, so that the next start takes it up
         if pruned:
             state, loss = TrialState.PRUNED, None
-        elif process.returncode == ExitCode.DONE and losses:
+        elif code == ExitCode.DONE and losses:
             state, loss = TrialState.COMPLETE, losses[-1]
         else:
             state, loss = TrialState.FAIL, None
         self.study.tell(trial, loss, state=state)
-        shown = f"loss {losses[-1]:.4f}" if losses else f"exit {process.returncode}, see {folder}.log"
+        shown = f"loss {losses[-1]:.4f}" if losses else f"exit {code}, see {find_log(folder)}"
         self.console.print(f"{name}  {state.name.lower():<8}  {shown}  {' '.join(values)}")
 
-    def _watch(self, trial: Any, process: subprocess.Popen[bytes], folder: Path) -> tuple[list[float], bool]:
-        """The validation losses of a trial, and whether it was stopped because of them."""
-        losses: list[float] = []
-        pruned = asked = False
-        while True:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(POLL_SECONDS)
-            ended = process.returncode is not None
-            for loss in _read_losses(folder)[len(losses) :]:
-                trial.report(loss, len(losses))
-                losses.append(loss)
-            if ended:
-                return losses, pruned and process.returncode == ExitCode.STOPPED
-            if not asked and (self.stopping.is_set() or (pruned := bool(losses) and trial.should_prune())):
-                asked = True  # a second SIGTERM would end it before it has saved
-                process.terminate()
+
+def report_losses(trial: Any, folder: Path, losses: list[float]) -> bool:
+    """Tell Optuna the new validation losses of a trial and add them to `losses`: whether they call for its end now.
+
+    Losses after that one do not count, so that what Optuna learns does not depend on when this process looks.
+    """
+    for loss, is_last in _read_losses(folder)[len(losses) :]:
+        trial.report(loss, len(losses))
+        losses.append(loss)
+        if not is_last and trial.should_prune():
+            return True
+    return False
 
 
-def _read_losses(folder: Path) -> list[float]:
-    """Validation losses so far; one that is not finite counts as the largest number."""
+def _read_losses(folder: Path) -> list[tuple[float, bool]]:
+    """Validation losses so far, and whether each is the last step's; one that is not finite is the largest number."""
     try:
-        rows = read_metrics(folder)
-    except DataError:  # not begun, or a row that is being written
+        rows = read_metrics(folder, lambda text: None)
+    except DataError:  # not begun
         return []
-    losses = [row["loss"] for row in rows if row["kind"] == "val" and row["step"] > 0]
-    return [loss if math.isfinite(loss) else 1e30 for loss in losses]
+    total = read_object(folder / STATUS).get("total_steps")
+    rows = [row for row in rows if row["kind"] == "val" and row["step"] > 0]
+    return [(row["loss"] if math.isfinite(row["loss"]) else 1e30, row["step"] == total) for row in rows]
+
+
+def make_sampler(seed: int, jobs: int) -> Any:
+    """Optuna's sampler for one trial. With a seed for each, a search that was stopped goes on with the same values."""
+    import optuna
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=jobs > 1)
 
 
 def sweep(options: Namespace) -> tuple[int, dict[str, Any]]:
@@ -212,18 +220,11 @@ def sweep(options: Namespace) -> tuple[int, dict[str, Any]]:
             raise ConfigError(f"--{name} is {getattr(options, name)}", f"--{name}", "give 1 or more")
     out: Path = options.out or Path("sweeps") / Path(options.recipe).stem
     options.out = out
-    with storage_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out / ".lock", timeout=0):
-            study = _open_study(optuna, options, ranges, fixed)
-            search = Sweep(options, study, ranges, fixed)
-            search.run()
-            answer = _report(study, ranges, fixed, options)
-    except Timeout:
-        raise StorageError(
-            "another sweep is using this folder", str(out), "wait for it, or name another --out"
-        ) from None
+    with hold_folder(out, "sweep"):
+        study = _open_study(optuna, options, ranges, fixed)
+        search = Sweep(options, study, ranges, fixed)
+        search.run()
+        answer = _report(study, ranges, fixed, options)
     return (ExitCode.STOPPED if search.stopping.is_set() else ExitCode.DONE), answer
 
 
@@ -245,11 +246,6 @@ def _open_study(optuna: Any, options: Namespace, ranges: Sequence[SearchRange], 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS)
     storage = JournalStorage(JournalFileBackend(str(options.out / JOURNAL)))
     study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", load_if_exists=True)
-    # With the number of trials: a search that goes on does not draw its first values again.
-    seed = options.seed + len(study.get_trials(deepcopy=False))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=options.jobs > 1)
     search = {"recipe": options.recipe, "ranges": [repr(space) for space in ranges], "fixed": list(fixed)}
     if (before := study.user_attrs.get("search", search)) != search:
         changed = ", ".join(name for name in search if before[name] != search[name])
@@ -257,15 +253,16 @@ def _open_study(optuna: Any, options: Namespace, ranges: Sequence[SearchRange], 
         raise ConfigError(f"the sweep in this folder has another {changed}", str(options.out), fix)
     study.set_user_attr("search", search)
     for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-        study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
+        if "folder" in trial.user_attrs:
+            study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
     return study
 
 
 def list_trials(study: Any) -> list[Any]:
     """The trials in order; of one that was taken up again only the last, which has the same folder."""
-    trials = study.get_trials(deepcopy=False)
-    return list({trial.user_attrs.get("folder", trial.number): trial for trial in trials}.values())
+    trials = [trial for trial in study.get_trials(deepcopy=False) if "folder" in trial.user_attrs]
+    return list({trial.user_attrs["folder"]: trial for trial in trials}.values())
 
 
 def _report(study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str], options: Namespace) -> dict[str, Any]:
@@ -291,7 +288,7 @@ def _report(study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str], opt
     if answer["best"]:
         answer["recipe"] = str(options.out / BEST)
         save_picture(lambda pyplot, path: draw_sweep(pyplot, path, rows, ranges), options.out / PICTURE, console)
-        console.print(f"best     {answer['recipe']}: megatoken train {answer['recipe']} --out runs/best")
+        console.print(f"best     {answer['recipe']}: megatoken train {shlex.quote(answer['recipe'])} --out runs/best")
     return answer
 
 
@@ -312,14 +309,3 @@ def draw_sweep(pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], ranges: 
         axis.grid(alpha=0.25)
     grid[0, 0].legend()
     return save_figure(pyplot, figure, path)
-
-
-@contextmanager
-def _stop_on_signal(stopping: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT stop all trials, which save."""
-    before = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

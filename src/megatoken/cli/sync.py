@@ -8,6 +8,7 @@ holds the last step that was sent of each kind, so that a later call sends the r
 import json
 import math
 import os
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from megatoken.system.atomic_write import read_object, replace_file, storage_err
 from megatoken.train.metrics_log import METRICS, parse_row
 
 POLL_SECONDS = 1.0
+PROBE_BYTES = 64 << 10
 SENT_KINDS = ("train", "val", "eval")
 PLACE = ("kind", "step", "tokens", "elapsed_seconds", "task")
 Row = dict[str, Any]
@@ -35,6 +37,9 @@ class Sink(Protocol):
 
     def log(self, values: dict[str, float], row: Row) -> None:
         """Take the numbers of one row, by name such as `train/loss`."""
+
+    def flush(self) -> None:
+        """Write what was logged, as far as this program lets us; raises where there is no room."""
 
     def close(self) -> None:
         """Write or send what is left."""
@@ -57,6 +62,9 @@ class TensorBoard:
         seconds = float(row.get("elapsed_seconds") or 0)
         event = self._event(step=row["step"], wall_time=seconds, summary=self._summary(value=scalars))
         self._writer.add_event(event)
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -82,6 +90,9 @@ class WandB:
     def log(self, values: dict[str, float], row: Row) -> None:
         self._run.log({**values, "step": row["step"], "tokens": row["tokens"]})
 
+    def flush(self) -> None:
+        check_room(Path(self._run.dir))
+
     def close(self) -> None:
         self._run.finish()
 
@@ -98,6 +109,9 @@ class Trackio:
     def log(self, values: dict[str, float], row: Row) -> None:
         self._trackio.log(values, step=row["step"])
 
+    def flush(self) -> None:
+        check_room(Path(self._trackio.TRACKIO_DIR))
+
     def close(self) -> None:
         self._trackio.finish()
 
@@ -107,6 +121,13 @@ CLASSES: dict[str, type[TensorBoard] | type[WandB] | type[Trackio]] = {
     "wandb": WandB,
     "trackio": Trackio,
 }
+
+
+def check_room(folder: Path) -> None:
+    """Write and remove a file in a sink's folder: W&B and trackio raise no error on a full disk. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"\0" * PROBE_BYTES)
 
 
 def read_settings(run: Path) -> dict[str, str]:
@@ -122,6 +143,8 @@ def sync(options: Namespace) -> dict[str, Any]:
     DataError and StorageError for a folder that is no run or cannot be written."""
     run: Path = options.run
     names = split_sinks(options.to)
+    if not names:
+        raise ConfigError("no sink given", "--to", f"choose of {', '.join(SINKS)}")
     for name in names:
         if name not in SINKS:
             raise ConfigError(f"unknown sink {name!r}", "--to", f"choose of {', '.join(SINKS)}")
@@ -147,6 +170,7 @@ def send(run: Path, name: str, *, follow: bool) -> int:
             try:
                 for row in read_rows(run, follow=follow):
                     if row is None:  # all that is there has been sent
+                        sink.flush()
                         replace_file(
                             run / "sync" / f"{name}.json", json.dumps({**state, "sent": sent}, indent=1) + "\n"
                         )
@@ -160,7 +184,7 @@ def send(run: Path, name: str, *, follow: bool) -> int:
         pass
     except ImportError:
         raise ConfigError(f"{name} is not installed", fix=f"pip install {name}") from None
-    except (OSError, MegatokenError):
+    except MegatokenError:
         raise
     except Exception as error:  # of a program that is not ours
         what = f"{name} failed: {type(error).__name__}: {' '.join(str(error).split()):.300}"

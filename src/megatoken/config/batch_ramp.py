@@ -20,7 +20,7 @@ class BatchRamp:
 
     def before(self, batch: int) -> int:
         """Tokens in the batches before this one; batches are counted from 0."""
-        batches, tokens, sizes = self._levels()
+        batches, tokens, sizes = self.levels()
         level = bisect_right(batches, batch) - 1
         return tokens[level] + (batch - batches[level]) * sizes[level]
 
@@ -30,17 +30,17 @@ class BatchRamp:
 
     def count(self, tokens: float) -> int:
         """The number of first batches that hold about so many tokens, rounded to the nearest."""
-        batches, before, sizes = self._levels()
+        batches, before, sizes = self.levels()
         level = bisect_right(before, tokens) - 1
         return batches[level] + round((tokens - before[level]) / sizes[level])
 
-    def _levels(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    def levels(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Of each size, in order: the first batch that has it, the tokens before that batch, and the size."""
         return _list_levels(self.start, self.full, self.length)
 
 
 @cache
 def _list_levels(start: int, full: int, length: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Of each size, in order: the first batch that has it, the tokens before that batch, and the size."""
     sizes = [*range(start, full, start), full]
     batches, tokens = [0], [0]
     for level, size in enumerate(sizes[:-1], start=1):

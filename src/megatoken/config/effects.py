@@ -29,6 +29,7 @@ RULES = (
         lambda c: c.model.rope_factor > 1 and c.model.pos_emb == "rotary",
         "rotary positions are scaled by a factor above 1",
     ),
+    Rule("model.window_pattern", "model.window", lambda c: c.model.window > 0, "no layer has a window"),
     Rule(
         "data.tokenizer",
         "data.path",
@@ -49,7 +50,13 @@ RULES = (
         lambda c: c.machine.precision != "fp32",
         "in fp32 the weights are their own masters",
     ),
-    Rule("machine.adamw", "optim.name", lambda c: c.optim.name == "adamw", "it is for adamw"),
+    Rule("machine.adamw", "optim.name", lambda c: c.optim.name in ("adamw", "muon"), "it is for adamw and muon"),
+    Rule(
+        "optim.matrix_lr optim.momentum optim.momentum_warmup optim.cautious_decay",
+        "optim.name",
+        lambda c: c.optim.name != "adamw",
+        "it is for muon",
+    ),
     Rule("save.keep_every", "save.every", lambda c: c.save.every.value > 0, "nothing is saved before the end"),
     Rule("evaluate.every save.keep_best", "evaluate.tokens", lambda c: c.evaluate.tokens > 0, "nothing is evaluated"),
     Rule(

@@ -6,6 +6,7 @@ file:line. YAML tags, anchors and merges are refused: nothing in a recipe is exe
 
 import math
 import re
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,10 +16,12 @@ from typing import Any
 
 import yaml
 
+from megatoken.config.depth import NAME as DEPTH
+from megatoken.config.depth import RECIPE as DEPTH_RECIPE
+from megatoken.config.depth import derive_run
 from megatoken.config.effects import list_without_effect
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
 from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_config, flatten, resume_class, validate
 from megatoken.config.words import suggest_key, suggest_recipe, suggest_value
 from megatoken.errors import ConfigError
@@ -39,7 +42,7 @@ OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_de
 # Setting one of these in a later layer unsets the others.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
 # A preset in a later layer unsets these. The vocabulary goes with the data.
-PRESET_FIELDS = tuple(f"model.{name}" for name in ModelConfig().architecture() if name != "vocab_size")
+PRESET_FIELDS = tuple(f"model.{name}" for name in (*ModelConfig().architecture(), "zero_init") if name != "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,12 @@ def resolve(recipe: str, overrides: Sequence[str] = (), others: Sequence[str] = 
     """
     if folder := find_run(recipe):
         return resolve_run(folder, folder / RUN_CONFIG, overrides)
+    if match := DEPTH.fullmatch(recipe):
+        derived = list(derive_run(int(match[1])))
+        own = [Assignment(key, value, f"{recipe}: {rule}") for key, value, rule in derived]
+        base = read_recipe(SHIPPED / f"{DEPTH_RECIPE}.yaml")
+        resolved = resolve_assignments(recipe, [*base, *own], overrides)
+        return replace(resolved, notes=(*(f"{key}={value}: {rule}" for key, value, rule in derived), *resolved.notes))
     path = _find_recipe(recipe, others)
     assignments = read_recipe(path)
     # What `config` and a run folder write holds every value.
@@ -113,7 +122,7 @@ def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> Reso
 def load_config(recipe: str, *overrides: str) -> Config:
     """The config of a recipe, by file or name, with `section.field=value` overrides. Raises ConfigError."""
     resolved = resolve(recipe, overrides)
-    for note in resolved.notes:
+    for note in () if DEPTH.fullmatch(recipe) else resolved.notes:  # those of a depth warn of nothing
         warnings.warn(note, stacklevel=2)
     return resolved.config
 
@@ -142,7 +151,7 @@ def resolve_assignments(
         what = f"{key} has no effect beside {cause}={format_value(flatten(config)[cause])}: {why}"
         raise ConfigError(what, origins[key], f"leave it out, or change {cause}")
     preset = config.model.preset
-    given = {f"model.{name}" for name in PRESETS[preset].architecture()} if preset else set()
+    given = {*PRESET_FIELDS, "model.vocab_size"} if preset else set()
     defaults = {key: f"preset {preset}" if key in given else "default" for key in FIELDS}
     return ResolvedConfig(config, name, defaults | origins, tuple(dict.fromkeys(notes)))
 
@@ -185,6 +194,7 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
     for key in (*unset, *(PRESET_FIELDS if "model.preset" in given else ())):
         values.pop(key, None)
         origins.pop(key, None)
+    unknown: list[Assignment] = []
     for assignment in layer:
         key, text, where = assignment.key, assignment.text, assignment.where
         if key in ALIASES:
@@ -194,7 +204,8 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
         if any(known.startswith(f"{key}.") for known in FIELDS):
             raise ConfigError(f"{key} is a section, got {text!r:.80}", where, "write `field: value` lines below it")
         if key not in FIELDS:
-            raise ConfigError(f"unknown key '{key:.200}'", where, suggest_key(key))
+            unknown.append(assignment)
+            continue
         spec = FIELDS[key]
         try:
             values[key] = parse_value(spec, text)
@@ -203,6 +214,13 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
             fix = f"{suggest_value(spec, text)} {what_it_is}"
             raise ConfigError(f"{key}: {wrong}", where, fix) from None
         origins[key] = where
+    if unknown:
+        keys = ", ".join(f"'{each.key:.200}'" for each in unknown)
+        places, fixes = (
+            dict.fromkeys(each.where for each in unknown),
+            dict.fromkeys(suggest_key(e.key) for e in unknown),
+        )
+        raise ConfigError(f"unknown key{'s' * (len(unknown) > 1)} {keys}", ", ".join(places), " ".join(fixes))
     return notes
 
 
@@ -223,8 +241,14 @@ def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
     if recipe.removesuffix(".yaml") in known:
         return SHIPPED / f"{recipe.removesuffix('.yaml')}.yaml"
     is_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
+    if recipe and Path(recipe).is_dir():
+        what = f"'{recipe}' is a folder without a run"
+        as_data, as_text = shlex.join([f"data.path={recipe}"]), shlex.quote(recipe)
+        fix = f"if it is a dataset: megatoken train RECIPE {as_data}; if text: megatoken quickstart --data {as_text}"
+        raise ConfigError(what, fix=fix)
     what = f"no recipe named '{recipe}'{', and no such file or run folder' if is_path else ''}"
-    fix = f"{suggest_recipe(recipe, [*known, *others])}, or the path of a .yaml file or a run"
+    names = [*dict.fromkeys([*known, "depth-N", *others])]
+    fix = f"{suggest_recipe(recipe, names)}, or the path of a .yaml file or a run"
     raise ConfigError(what, fix=fix)
 
 
@@ -347,7 +371,7 @@ def list_changes(old: Config, new: Config) -> list[Change]:
     before["optim.decay"], after["optim.decay"] = old.optim.decay_length or "auto", new.optim.decay_length or "auto"
     changes = []
     for key, spec in FIELDS.items():
-        # A folder may move: the dataset in it is compared by its fingerprint (train/setup.py).
+        # A folder may move: the dataset in it is compared by its fingerprint (train/restore.py).
         resume: Resume = "free" if key == "data.path" else resume_class(key)
         if resume == "free" and (spec.is_registered(before[key]) or spec.is_registered(after[key])):
             resume = "guarded"

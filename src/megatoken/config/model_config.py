@@ -1,5 +1,6 @@
-"""The architecture of a network: sizes, and the switches between GPT-2 and LLaMA. All of it is run-defining."""
+"""The architecture of a network: sizes, and the switches of GPT-2, LLaMA and later ones. All of it is run-defining."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -8,6 +9,14 @@ from megatoken.config.fields import config_field
 
 VOCAB_MULTIPLE = 128  # rows of the embedding are padded to it, so that matrix kernels tile evenly
 SWIGLU_MULTIPLE = 256  # LLaMA rounds the width of its MLP up to it
+SWITCHES = (
+    "qk_norm",
+    "embedding_norm",
+    "residual_scales",
+    "value_embeddings",
+    "logit_softcap",
+    "window",
+)  # off in GPT-2 and LLaMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +47,29 @@ class ModelConfig:
     rope_low: float = config_field(1.0, "rotary scaling: full below this many turns in rope_context", "turns", low=0.0)
     rope_high: float = config_field(4.0, "rotary scaling: none above this many turns in rope_context", "turns", low=0.0)
     rope_context: int = config_field(8192, "rotary scaling: context length before scaling", "tokens", low=1)
-    mlp: Literal["gelu", "gelu-erf", "swiglu"] = config_field(
-        "gelu", "GPT-2's tanh GELU, the exact GELU of nanoGPT, or LLaMA's SwiGLU (three matrices)"
+    mlp: Literal["gelu", "gelu-erf", "relu2", "swiglu"] = config_field(
+        "gelu", "GPT-2's tanh GELU, the exact GELU of nanoGPT, squared ReLU, or LLaMA's SwiGLU (three matrices)"
     )
     bias: bool = config_field(True, "biases in linear layers and LayerNorm")
     tie_embeddings: bool = config_field(True, "the output layer is the token embedding", alias="tied")
+    qk_norm: bool = config_field(False, "normalize the queries and keys of each head")
+    embedding_norm: bool = config_field(False, "normalize the embedding before the first block")
+    residual_scales: bool = config_field(
+        False, "each block's input is a learned multiple of the residual stream plus one of the embedding"
+    )
+    value_embeddings: bool = config_field(
+        False, "every other layer adds an embedding of the token to its values, by a learned gate for each head"
+    )
+    logit_softcap: float = config_field(
+        0.0, "bound on logits: x becomes bound tanh(x / bound); 0: none", low=0.0, high=1000.0
+    )
+    window: int = config_field(
+        0, "tokens that a query sees in layers with a window, itself among them; 0: all in every layer", "tokens", low=0
+    )
+    window_pattern: str = config_field("SSSL", "layers with a window (S) and without (L), repeated; the last has none")
+    zero_init: bool = config_field(
+        False, "projections into the residual stream, and an output layer of its own, start at 0", compare=False
+    )
     dropout: float = config_field(0.0, "dropout probability in training", low=0.0, high=0.99, compare=False)
     init: str = config_field("", "start from the weights of this run or Hugging Face folder or name", compare=False)
     vocab_multiple: int = VOCAB_MULTIPLE
@@ -65,6 +92,27 @@ class ModelConfig:
     def kv_heads(self) -> int:
         """Key/value heads; each is shared by n_head / kv_heads query heads (grouped-query attention)."""
         return self.n_kv_head or self.n_head
+
+    @property
+    def switched_on(self) -> list[str]:
+        """The names of what GPT-2 and LLaMA do not compute."""
+        return [name for name in SWITCHES if getattr(self, name)]
+
+    @property
+    def windows(self) -> list[int]:
+        """The window of each layer, 0 for none."""
+        short = [self.window_pattern[layer % len(self.window_pattern)] == "S" for layer in range(self.n_layer - 1)]
+        return [*(self.window * is_short for is_short in short), 0]
+
+    @property
+    def value_embedding_layers(self) -> range:
+        """The layers with value embeddings: every other one, the last among them."""
+        return range((self.n_layer - 1) % 2, self.n_layer, 2) if self.value_embeddings else range(0)
+
+    @property
+    def qkv_rows(self) -> list[int]:
+        """Rows of the queries, keys and values that one projection packs."""
+        return [heads * self.d_head for heads in (self.n_head, self.kv_heads, self.kv_heads)]
 
     @property
     def padded_vocab_size(self) -> int:
@@ -96,6 +144,9 @@ def validate_model(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
     if model.n_kv_head and model.n_head % model.n_kv_head:
         what = f"{model.n_head} heads cannot share {model.n_kv_head} of keys and values evenly"
         yield "model.n_kv_head", what, f"nearest that divide: {nearest_divisors(model.n_kv_head, model.n_head)}"
+    if not re.fullmatch("[SL]+", model.window_pattern):
+        what = f"window_pattern {model.window_pattern!r:.80} is not made of S and L"
+        yield "model.window_pattern", what, "write it as SSSL: three layers with a window, one without"
     if model.rope_factor > 1 and model.rope_low >= model.rope_high:
         what = f"rope_low {model.rope_low:g} is not below rope_high {model.rope_high:g}"
         yield "model.rope_low", what, "LLaMA 3.1 has 1 and 4"

@@ -7,6 +7,9 @@ width 5140 with 40 heads of 128 (= 5120), taken as 5120. GPT-3's alternating ban
 built: every layer is dense, as in every open reproduction.
 LLaMA: Touvron et al. 2023 (2), Dubey et al. 2024 (3, 3.1), the released configurations (3.2). llama-15m, 42m and 110m
 are the shapes of llama2.c's stories; llama-5m, with grouped queries and a vocabulary of its own, is ours.
+Modern: ours, named after the weights in matrix products (the output layer once), with all switches of model/gpt.py, and
+modern-hf with those that Qwen3 (Yang et al. 2025) has, too, so that transformers loads them. Most other parameters of
+modern-124m are value embeddings, which are looked up.
 """
 
 from typing import Any
@@ -28,6 +31,19 @@ def _llama(
     sizes: dict[str, Any] = dict(n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_model=d_model, d_ff=d_ff)
     kind: dict[str, Any] = dict(norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False)
     return ModelConfig(**sizes, **kind | others, vocab_size=vocab_size, seq_len=seq_len)
+
+
+def _modern(
+    n_layer: int, n_head: int, d_model: int, seq_len: int, vocab_size: int = GPT2_VOCABULARY, **others: Any
+) -> ModelConfig:
+    sizes: dict[str, Any] = dict(n_layer=n_layer, n_head=n_head, d_model=d_model, d_ff=4 * d_model)
+    kind: dict[str, Any] = dict(norm="rmsnorm", pos_emb="rotary", mlp="relu2", bias=False, tie_embeddings=False)
+    kind |= dict(qk_norm=True, embedding_norm=True, residual_scales=True, value_embeddings=True, zero_init=True)
+    return ModelConfig(**sizes, **kind | dict(logit_softcap=15.0) | others, vocab_size=vocab_size, seq_len=seq_len)
+
+
+def _qwen(n_layer: int, n_head: int, n_kv_head: int, d_model: int, d_ff: int, *vocab_and_context: int) -> ModelConfig:
+    return _llama(n_layer, n_head, n_kv_head, d_model, d_ff, *vocab_and_context, qk_norm=True, zero_init=True)
 
 
 PUBLISHED = {"gpt2": "gpt2-124m", "gpt2-medium": "gpt2-355m", "gpt2-large": "gpt2-774m", "gpt2-xl": "gpt2-1558m"}
@@ -58,4 +74,10 @@ PRESETS: dict[str, ModelConfig] = {
     "llama3.1-405b": _llama(126, 128, 8, 16384, 53248, _V3, 131072, rope_theta=_ROPE3, rope_factor=8.0),
     "llama3.2-1b": _llama(16, 32, 8, 2048, 8192, _V3, 131072, rope_theta=_ROPE3, rope_factor=32.0, tie_embeddings=True),
     "llama3.2-3b": _llama(28, 24, 8, 3072, 8192, _V3, 131072, rope_theta=_ROPE3, rope_factor=32.0, tie_embeddings=True),
+    "modern-5m": _modern(5, 4, 256, 512, 4096),
+    "modern-124m": _modern(12, 6, 768, 1024),
+    "modern-355m": _modern(24, 8, 1024, 1024),
+    "modern-hf-5m": _qwen(5, 4, 2, 256, 768, 4096, 512),
+    "modern-hf-124m": _qwen(12, 6, 3, 768, 2304, GPT2_VOCABULARY, 1024),
+    "modern-hf-355m": _qwen(24, 8, 4, 1024, 3072, GPT2_VOCABULARY, 1024),
 }

@@ -41,8 +41,13 @@ class DataConfig:
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw"] = config_field("adamw", "optimizer; more can be registered from Python (docs/hacking.md)")
-    lr: float = config_field(6e-4, "peak learning rate", low=0.0)
+    name: Literal["adamw", "muon"] = config_field(
+        "adamw",
+        "optimizer; muon: for the matrices of hidden layers, AdamW for all else; more can be registered from Python "
+        "(docs/hacking.md)",
+    )
+    lr: float = config_field(6e-4, "peak learning rate; under muon of what AdamW updates", low=0.0)
+    matrix_lr: float = config_field(0.02, "peak learning rate of the matrices that muon updates", low=0.0)
     schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "constant"] = config_field("cosine", "decay after warm-up")
     warmup: Duration = config_field(Duration(0), "linear warm-up from 0 to lr", low=0)
     decay: Duration | Literal["auto"] = config_field(
@@ -55,7 +60,12 @@ class OptimConfig:
     beta1: float = config_field(0.9, "decay of the first moment", low=0.0, high=0.9999999)
     beta2: float = config_field(0.95, "decay of the second moment", low=0.0, high=0.9999999)
     eps: float = config_field(1e-8, "added to the root of the second moment", low=0.0, open_low=True)
+    momentum: float = config_field(0.95, "of muon, with Nesterov's look-ahead", low=0.0, high=0.9999999)
+    momentum_warmup: Duration = config_field(Duration(0), "linear growth of muon's momentum from 0.85", low=0)
     weight_decay: float = config_field(0.1, "decoupled decay, on matrices only", low=0.0)
+    cautious_decay: bool = config_field(
+        False, "muon decays a weight only where its update points to 0, too (Chen et al. 2025)"
+    )
     grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping", low=0.0, alias="clip")
     spike: Literal["warn", "skip", "off"] = config_field(
         "warn", "a batch whose loss or gradient norm is far above those of the last 128 steps: train on it or skip it"
@@ -117,20 +127,22 @@ class MachineConfig:
         alias="mixed",
         alias_values={"autocast": "off", "masters": "on"},
     )
-    gemm_backend: Literal["auto", "torch"] = config_field(
+    gemm_backend: Literal["auto", "torch", "native"] = config_field(
         "auto",
-        "library of the blocks' matrix products",
+        "library of the blocks' matrix products, norms and activations; native: our own, for CPUs",
         alias="linear",
         alias_values={"numpy": "torch", "onednn": "torch"},
     )
-    attention: Literal["auto", "explicit", "flash", "blocked", "cudnn", "fa2"] = config_field(
-        "auto", "attention implementation; flash: torch's choice; cudnn and fa2: that one or an error"
+    attention: Literal["auto", "explicit", "flash", "blocked", "native", "cudnn", "fa2"] = config_field(
+        "auto", "attention; flash: torch's choice; native: our own, for CPUs; cudnn and fa2: that one or an error"
     )
-    fused: Literal["auto", "off", "on"] = config_field("auto", "the loss's softmax by our own GPU kernel")
+    fused: Literal["auto", "off", "on"] = config_field("auto", "the loss's softmax by our own kernel")
     activation_checkpointing: Literal["none", "gelu", "block"] = config_field(
         "none", "what the backward recomputes: nothing, the GELU output, whole blocks", alias="recompute"
     )
-    adamw: Literal["auto", "loop", "foreach", "fused"] = config_field("auto", "AdamW by tensor, by list or in a kernel")
+    adamw: Literal["auto", "loop", "foreach", "fused", "native"] = config_field(
+        "auto", "AdamW by tensor, by list, in torch's kernel or in our own, for CPUs"
+    )
     sharding: Literal["auto", "none", "zero1", "zero2", "zero3", "hybrid"] = config_field(
         "auto",
         "what data-parallel processes split: optimizer state (zero1), also gradients (zero2), also weights (zero3, "
@@ -259,7 +271,7 @@ def build_config(values: dict[str, Any]) -> Config:
         sizes = preset.architecture()
         if preset.d_ff == default_d_ff(preset.d_model, preset.mlp):
             sizes["d_ff"] = 0  # so that it follows a width that is overridden
-        sizes["n_kv_head"] = preset.n_kv_head
+        sizes |= {"n_kv_head": preset.n_kv_head, "zero_init": preset.zero_init}
         merged = {key: sizes[name] for key in FIELDS if (name := key.removeprefix("model.")) in sizes} | merged
     sections: dict[str, dict[str, Any]] = {}
     for key, value in merged.items():

@@ -40,6 +40,10 @@ KEYS = _invert(
         "model.rope_theta": "rope_base rotary_base",
         "model.bias": "no_bias use_bias",
         "model.tie_embeddings": "tie_word_embeddings weight_tying",
+        "model.qk_norm": "use_qk_norm qk_layernorm",
+        "model.residual_scales": "resid_lambdas x0_lambdas",
+        "model.value_embeddings": "value_embeds",
+        "model.logit_softcap": "final_logit_softcapping softcap logits_soft_cap",
         "model.dropout": "attn_pdrop resid_pdrop embd_pdrop emb_pdrop hidden_dropout attention_dropout",
         "model.init": "init_from model_name_or_path load_path initial_checkpoint_dir checkpoint_dir pretrained"
         " resume_from from_pretrained",
@@ -47,7 +51,11 @@ KEYS = _invert(
         " input_bin",
         "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_dir hf_assets_path",
         "optim.name": "optimizer optimizer_type",
-        "optim.lr": "learning_rate max_lr peak_lr matrix_lr",
+        "optim.lr": "learning_rate max_lr peak_lr adamw_lr embedding_lr adam_lr",
+        "optim.matrix_lr": "muon_lr",
+        "optim.momentum": "muon_momentum mu",
+        "optim.momentum_warmup": "momentum_warmup_steps muon_momentum_warmup_steps",
+        "optim.cautious_decay": "cautious_weight_decay cautious_wd",
         "optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style decay_type decay_lr"
         " scheduler.name",
         "optim.warmup": "warmup_iters warmup_steps t_warmup lr_warmup_steps warmup_ratio"
@@ -205,6 +213,7 @@ OPTIONS = _invert(
         "--val-fraction": "val_split val_size test_size",
         "--tp": "tensor_parallel tensor_parallel_size tp_size",
         "--shard": "sharding zero zero_stage fsdp",
+        "--trials": "runs n_trials num_trials count",
         "--limit": "num_examples max_examples",
         "--fewshot": "num_fewshot",
         "--time": "walltime time_limit",

@@ -20,7 +20,7 @@ from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.schema import DataOrder
 from megatoken.data.dataset import Tokens
 from megatoken.data.documents import Ids
-from megatoken.data.window_order import Chunked, Mixed, Sequential, Shuffled, WindowOrder
+from megatoken.data.window_order import CachedOrder, MixedOrder, SequentialOrder, ShuffledOrder, WindowOrder
 from megatoken.errors import ConfigError, DataError
 
 
@@ -66,15 +66,15 @@ class DataLoader:
         if ramp:
             _check_divides("budget.batch_start", ramp.start // seq_len, seq_len, dp_size)
         self._ramp, self._repeats = ramp, order == "one-batch"
-        chosen: WindowOrder = Shuffled(self.n_windows, seed)
+        chosen: WindowOrder = ShuffledOrder(self.n_windows, seed)
         if order == "sequential":
-            chosen = Sequential(self.n_windows)
+            chosen = SequentialOrder(self.n_windows)
         elif len(sources) > 1:
             if not min(counts):
                 what = f"a source of {lengths[counts.index(0)]:,} tokens holds no sequence of {seq_len:,}"
                 raise DataError(what, "data.path", "leave it out, or set a smaller model.seq_len")
-            chosen = Mixed(counts, [weight for _, weight in sources], seed)
-        self._order = Chunked(chosen, self.n_windows)
+            chosen = MixedOrder(counts, [weight for _, weight in sources], seed)
+        self._order = CachedOrder(chosen, self.n_windows)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -148,8 +148,9 @@ def _check_divides(key: str, batch_size: int, seq_len: int, dp_size: int) -> Non
     if batch_size % dp_size:
         below = batch_size // dp_size * dp_size
         nearest = " or ".join(f"{n * seq_len:,} tokens ({n:,} sequences)" for n in (below, below + dp_size) if n)
-        what = f"a batch of {batch_size:,} sequences does not divide among {dp_size} ranks"
-        raise ConfigError(what, key, f"the nearest that do: {nearest}")
+        what = f"a batch of {batch_size:,} sequences does not divide among {dp_size} processes"
+        most = next(n for n in range(dp_size, 0, -1) if batch_size % n == 0)
+        raise ConfigError(what, key, f"the nearest that do: {nearest}; or take {most} of them")
 
 
 @dataclass(frozen=True, slots=True)

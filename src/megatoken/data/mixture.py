@@ -69,10 +69,13 @@ class Mixture:
 def load_mixture(spec: str, *, external_tokenizer: str = "gpt2", report: Report = no_report) -> Mixture:
     """Open the datasets of `spec`: the path of one, or `PATH:WEIGHT,PATH:WEIGHT,...`.
 
-    external_tokenizer, report: as of `load_dataset`. Raises ConfigError for weights that cannot be, DataError as
-    `load_dataset` and for datasets of different tokenizers.
+    external_tokenizer, report: as of `load_dataset`. Raises ConfigError for an empty one and weights that cannot be,
+    DataError as `load_dataset` and for datasets of different tokenizers.
     """
-    named = list(_split(spec))
+    if not spec:
+        fix = "set data.path=FOLDER; `megatoken prepare SOURCE --out FOLDER` makes one"
+        raise ConfigError("no dataset given", "data.path", fix)
+    named = list(_parse_spec(spec))
     datasets = [load_dataset(path, external_tokenizer=external_tokenizer, report=report) for path, _ in named]
     total = sum(weight for _, weight in named)
     parts = tuple(Part(dataset, weight / total) for dataset, (_, weight) in zip(datasets, named, strict=True))
@@ -86,7 +89,8 @@ def load_mixture(spec: str, *, external_tokenizer: str = "gpt2", report: Report 
     return Mixture(parts, Tokens(shards, datasets[0].manifest.dtype, datasets[0].vocab_size))
 
 
-def _split(spec: str) -> Iterator[tuple[str, float]]:
+def _parse_spec(spec: str) -> Iterator[tuple[str, float]]:
+    """The path and weight of each dataset."""
     items = [item.strip() for item in spec.split(",")]
     matches = [_WEIGHTED.fullmatch(item) for item in items]
     if len(items) == 1 or not any(matches) or Path(spec).exists():

@@ -36,7 +36,7 @@ from megatoken.data.tokenizer import load_saved_tokenizer
 from megatoken.errors import DataError, MegatokenError, StorageError
 from megatoken.system.atomic_write import hash_file, local_path, replace_file, storage_errors, sync_file
 from megatoken.system.environment import megatoken_cache
-from megatoken.system.object_store import MissingObjectError, ObjectStore, is_address, run_parallel
+from megatoken.system.object_store import MissingObjectError, ObjectStore, is_address, run_parallel, strip_file_scheme
 
 REPORT_SECONDS = 10.0
 LISTING_NAME = "listing.txt"  # in the cache: every external shard that it names was fetched
@@ -65,7 +65,8 @@ class RemoteDataset:
 
 def local_dataset(path: str | Path, report: Report = no_report) -> Path:
     """The dataset on this machine: `path` itself, or the folder of the cache into which an address is fetched."""
-    return fetch_dataset(str(path), report) if is_address(path) else local_path(path)
+    path = strip_file_scheme(str(path))
+    return fetch_dataset(path, report) if is_address(path) else local_path(path)
 
 
 def fetch_dataset(address: str, report: Report = no_report) -> Path:
@@ -149,7 +150,7 @@ def list_remote(address: str) -> RemoteDataset:
     }
     if not found:
         what = f"no dataset here: no {'such shard' if is_pattern else f'{MANIFEST_NAME}, no .bin and no .npy shards'}"
-        raise DataError(what, address, f"make it with: megatoken prepare SOURCE --out {address}")
+        raise DataError(what, address, "check the address: `megatoken prepare SOURCE --out ADDRESS` makes one")
     head = store.read(next(iter(found)), 0, HEADER_BYTES)
     if has_magic(head) and read_header(head, store.at(next(iter(found)))).fingerprint:
         what = f"shards prepared by megatoken without their {MANIFEST_NAME}: their upload has not finished"

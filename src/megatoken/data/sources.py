@@ -144,7 +144,11 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     if path.exists():
         raise DataError("neither a file nor a folder", spec, "write its content to a file first")
     near = suggest_choice(spec, NAMES)
-    fix = f"did you mean {near}?" if near else "check the spelling"
+    fix = (
+        f"did you mean {near}?"
+        if near
+        else "check it; of another corpus name the folder of its .parquet, .jsonl or .txt files"
+    )
     raise DataError(f"no such file, folder or named corpus (names: {', '.join(NAMES)})", spec, fix)
 
 

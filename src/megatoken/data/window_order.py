@@ -12,7 +12,7 @@ from megatoken.data.permutation import GOLDEN, feistel_permutation, make_key
 
 _CHUNK_WINDOWS = 4096  # an order is computed for this many entries at a time, to spread numpy's overhead
 _FIRST_SOURCE_KEY = 2**32  # keys of sources lie above those of epochs
-_FULL = 2**64
+_ONE = 2**64  # the interval [0, 1) in integers
 
 
 class WindowOrder(Protocol):
@@ -23,7 +23,7 @@ class WindowOrder(Protocol):
         ...
 
 
-class Sequential:
+class SequentialOrder:
     """Windows 0, 1, ..., again from 0 after the last."""
 
     def __init__(self, n_windows: int) -> None:
@@ -34,7 +34,7 @@ class Sequential:
         return np.arange(first, first + size, dtype=np.int64) % self._n_windows
 
 
-class Shuffled:
+class ShuffledOrder:
     """Epoch e visits every window once, in an order keyed by (seed, e)."""
 
     def __init__(self, n_windows: int, seed: int) -> None:
@@ -51,7 +51,7 @@ class Shuffled:
         return np.concatenate(parts)
 
 
-class Mixed:
+class MixedOrder:
     """Windows of several sources, each shuffled and repeated on its own, in the proportion of their weights.
 
     Entry i is of the source in whose share of [0, 1) the number frac(i x golden ratio + a key) lies (Weyl 1916). The
@@ -61,35 +61,35 @@ class Mixed:
 
     def __init__(self, n_windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
         *_, total = shares = list(accumulate(map(Fraction, weights)))
-        self._ends = [0, *(round(share / total * _FULL) for share in shares)]
+        self._share_ends = [0, *(round(share / total * _ONE) for share in shares)]
         self._key = make_key(seed, _FIRST_SOURCE_KEY - 1)
         self._sources = [
-            Shuffled(count, make_key(seed, _FIRST_SOURCE_KEY + number)) for number, count in enumerate(n_windows)
+            ShuffledOrder(count, make_key(seed, _FIRST_SOURCE_KEY + number)) for number, count in enumerate(n_windows)
         ]
         self._first_windows = np.cumsum([0, *n_windows])
 
     def windows(self, first: int, size: int) -> NDArray[np.int64]:
         """Entries [first, first + size) of the endless list."""
         index = np.arange(size, dtype=np.uint64)
-        points = index * np.uint64(GOLDEN) + np.uint64((first * GOLDEN + self._key) % _FULL)
-        sources = np.searchsorted(np.array(self._ends[1:-1], np.uint64), points, side="right")
-        below = [self._count_below(first, end) for end in self._ends]
+        points = index * np.uint64(GOLDEN) + np.uint64((first * GOLDEN + self._key) % _ONE)
+        sources = np.searchsorted(np.array(self._share_ends[1:-1], np.uint64), points, side="right")
+        drawn_before = [self._count_below(first, end) for end in self._share_ends]  # of the sources up to each end
         out = np.empty(size, np.int64)
         for number, source in enumerate(self._sources):
             chosen = np.flatnonzero(sources == number)
-            drawn = source.windows(below[number + 1] - below[number], len(chosen))
-            out[chosen] = drawn + self._first_windows[number]
+            start = drawn_before[number + 1] - drawn_before[number]
+            out[chosen] = source.windows(start, len(chosen)) + self._first_windows[number]
         return out
 
     def _count_below(self, count: int, end: int) -> int:
         """How many of the first `count` points, in units of 2**-64, are below `end`: x mod 2**64 < end is
         floor(x / 2**64) - floor((x - end) / 2**64)."""
         key = self._key
-        return floor_sum(count, _FULL, GOLDEN, key) - floor_sum(count, _FULL, GOLDEN, key + _FULL - end) + count
+        return floor_sum(count, _ONE, GOLDEN, key) - floor_sum(count, _ONE, GOLDEN, key + _ONE - end) + count
 
 
-class Chunked:
-    """Another order, of which a chunk is kept."""
+class CachedOrder:
+    """Another order, of which the chunk that was last asked for is kept."""
 
     def __init__(self, order: WindowOrder, chunk: int) -> None:
         self._order, self._size = order, min(_CHUNK_WINDOWS, chunk)

@@ -16,8 +16,9 @@ from megatoken.distributed.parallel_dims import (
     check_dims,
     count_state_bytes,
 )
-from megatoken.model.flops import count_block_parameters, count_padded_parameters
+from megatoken.model.flops import count_block_parameters, count_padded_parameters, count_value_parameters
 from megatoken.model.memory import LOSS_CHUNK, count_activation_bytes
+from megatoken.optim.costs import count_optimizer_bytes
 
 STATE_SHARE = 0.7  # of memory for weights, gradients and moments, where the micro-batch is not known yet
 USABLE = 0.9  # of a GPU's memory: its context, NCCL's buffers and gaps between blocks take the rest
@@ -51,11 +52,13 @@ def estimate_memory(
     accumulates: bool,
     checkpointing: str = "none",
     loss_chunk: int = LOSS_CHUNK["cuda"],
+    optimizer: str = "adamw",
 ) -> Memory:
-    """The memory of the first process, with AdamW. accumulates: a step has more than one micro-batch."""
+    """The memory of the first process. accumulates: a step has more than one micro-batch."""
     n_params = count_padded_parameters(model) // dims.tp_size
     local, item = n_params // dims.dp_shard, FP32 if precision == "fp32" else 2
-    blocks = model.n_layer * count_block_parameters(model) // dims.tp_size
+    blocks = model.n_layer * count_block_parameters(model) + count_value_parameters(model, model.padded_vocab_size)
+    blocks //= dims.tp_size
     work = count_activation_bytes(
         model,
         micro_batch * model.seq_len // dims.tp_size,
@@ -77,12 +80,18 @@ def estimate_memory(
         peak = {"activations": 0, "low_precision": 0, "loss": end}
     elif not accumulates:
         gradients = 0
-    state = {"parameters": FP32 * local, "gradients": gradients, "moments": 2 * FP32 * local}
+    moments = count_optimizer_bytes(optimizer, model) // dims.tp_size // dims.dp_shard
+    state = {"parameters": FP32 * local, "gradients": gradients, "moments": moments}
     return Memory(**state, gathered=gathered, **peak)
 
 
 def choose_dims(
-    machine: MachineConfig, model: ModelConfig, precision: str, memory_bytes: int, dist_env: DistEnv
+    machine: MachineConfig,
+    model: ModelConfig,
+    precision: str,
+    memory_bytes: int,
+    dist_env: DistEnv,
+    optimizer: str = "adamw",
 ) -> ParallelDims:
     """The mesh of a run; `sharding=auto` is the simplest with which the micro-batch fits, or whose state leaves room
     for activations where that is auto too; zero3 if none does.
@@ -91,14 +100,17 @@ def choose_dims(
     """
     for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
         dims = build_dims(sharding, machine.tensor_parallel, dist_env)
-        if not memory_bytes or _fits(machine, model, dims, precision, memory_bytes):
+        if not memory_bytes or _fits(machine, model, dims, precision, memory_bytes, optimizer):
             break
     check_dims(dims, model)
     return dims
 
 
-def _fits(machine: MachineConfig, model: ModelConfig, dims: ParallelDims, precision: str, memory_bytes: int) -> bool:
-    state_bytes = count_state_bytes(dims, count_padded_parameters(model), precision)
+def _fits(
+    machine: MachineConfig, model: ModelConfig, dims: ParallelDims, precision: str, memory_bytes: int, optimizer: str
+) -> bool:
+    optimizer_bytes = count_optimizer_bytes(optimizer, model)
+    state_bytes = count_state_bytes(dims, count_padded_parameters(model), optimizer_bytes, precision)
     if machine.micro_batch == "auto":
         return state_bytes <= STATE_SHARE * memory_bytes
     memory = estimate_memory(
@@ -109,5 +121,6 @@ def _fits(machine: MachineConfig, model: ModelConfig, dims: ParallelDims, precis
         accumulates=True,
         checkpointing=machine.activation_checkpointing,
         loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
+        optimizer=optimizer,
     )
     return memory.total_bytes <= USABLE * memory_bytes

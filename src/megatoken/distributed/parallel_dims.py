@@ -78,11 +78,11 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
     )
 
 
-def count_state_bytes(dims: ParallelDims, n_params: int, precision: str) -> int:
-    """Bytes of weights, gradients and AdamW's moments in one process between two micro-batches.
+def count_state_bytes(dims: ParallelDims, n_params: int, optimizer_bytes: int, precision: str) -> int:
+    """Bytes of weights, gradients and optimizer state in one process between two micro-batches.
 
-    n_params: of the whole model. Approximate where a tensor does not divide. Weights, gradients and moments are fp32;
-    gathered copies of sharded weights are in `precision`.
+    n_params, optimizer_bytes: of the whole model. Approximate where a tensor does not divide. Weights and gradients are
+    fp32; gathered copies of sharded weights are in `precision`.
     """
     tp_params = n_params // dims.tp_size
     local_params = tp_params // dims.dp_shard
@@ -90,7 +90,7 @@ def count_state_bytes(dims: ParallelDims, n_params: int, precision: str) -> int:
     if dims.sharding in ("zero1", "zero2"):
         weights += (FP32 if precision == "fp32" else 2) * tp_params
     gradients = FP32 * (tp_params if dims.sharding in ("none", "zero1") else local_params)
-    return weights + gradients + 2 * FP32 * local_params
+    return weights + gradients + optimizer_bytes // dims.tp_size // dims.dp_shard
 
 
 def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineConfig:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatoken.config.model_config import ModelConfig
 from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.grad_reduce import copy_from_flat
 from megatoken.distributed.parallel_dims import ParallelDims
@@ -138,9 +139,9 @@ def parallelize(
         model.to_empty(device=device.torch_device)
     trained, local_params, slices, n_copies = {}, {}, {}, {}
     for name, param in model.named_parameters():
-        part = tp_slice(name, full_shapes[name], model.config, dims)
-        n_tp_copies = dims.tp_size if part == TensorSlice.full(full_shapes[name]) else 1
-        part = part.cut_rows(*chunk(part.n_rows, dims.dp_shard, dims.shard_rank))
+        part = local_slice(name, full_shapes[name], model.config, dims)
+        is_whole = tp_slice(name, full_shapes[name], model.config, dims) == TensorSlice.full(full_shapes[name])
+        n_tp_copies = dims.tp_size if is_whole else 1
         if part.n_rows:
             with torch.no_grad():  # to_local() then returns the tensor itself, not a differentiable view
                 local_params[name] = param.to_local() if is_dtensor(param) else param
@@ -155,6 +156,12 @@ def parallelize(
         tp_partial=tp_partial,
         mesh=mesh,
     )
+
+
+def local_slice(name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims) -> TensorSlice:
+    """The slice of a parameter that a process keeps; it may be empty."""
+    part = tp_slice(name, shape, model_config, dims)
+    return part.cut_rows(*chunk(part.n_rows, dims.dp_shard, dims.shard_rank))
 
 
 def apply_fsdp(model: GPT, mesh: "DeviceMesh", dims: ParallelDims, device: Device) -> None:

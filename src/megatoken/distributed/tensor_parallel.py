@@ -41,6 +41,8 @@ def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) ->
             layer.register_forward_pre_hook(partial(_gather_sequence, mesh))
         styles = {"attention.qkv": column, "attention.out": row, "mlp.up": column, "mlp.down": row}
         styles |= {} if block.mlp.gate is None else {"mlp.gate": column}
+        gated = block.attention.value_tokens is not None
+        styles |= dict.fromkeys(("attention.value_tokens", "attention.value_gate"), column) if gated else {}
         plan |= {f"blocks.{index}.{name}": style for name, style in styles.items()}
     for part in model.modules():
         if isinstance(part, Dropout):
@@ -85,14 +87,14 @@ def tp_slice(name: str, shape: tuple[int, ...], model_config: ModelConfig, dims:
     if ".attention.qkv." in name:
         # The rows of queries, keys and values are packed one after another; a rank has whole heads of each.
         ranges, start = [], 0
-        for heads in (model_config.n_head, model_config.kv_heads, model_config.kv_heads):
-            size = heads * model_config.d_head
+        for size in model_config.qkv_rows:
             first, last = chunk(size, dims.tp_size, dims.tp_rank)
             ranges.append((start + first, start + last))
             start += size
         return TensorSlice(tuple(ranges), full.columns)
-    if name in ("tokens.weight", "head.weight") or ".mlp.up." in name or ".mlp.gate." in name:
+    by_rows = (".mlp.up.", ".mlp.gate.", ".attention.value_gate.")
+    if name in ("tokens.weight", "head.weight") or any(part in name for part in by_rows):
         return full.cut_rows(*chunk(shape[0], dims.tp_size, dims.tp_rank))
-    if name.endswith((".attention.out.weight", ".mlp.down.weight")):
+    if name.endswith((".attention.out.weight", ".mlp.down.weight", ".value_tokens.weight")):
         return full.cut_columns(*chunk(shape[1], dims.tp_size, dims.tp_rank))
     return full

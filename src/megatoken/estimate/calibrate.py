@@ -6,7 +6,6 @@ is kept in the cache, for a later plan and for the line that training prints.
 
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -76,41 +75,59 @@ def find_calibration(
 
 def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Device, Calibration]:
     """Measure for about `seconds`, and keep the result. Raises ConfigError where not even one sequence fits."""
-    machine, seq_len = config.machine, model.seq_len
-    device = with_peak(open_device(machine))
+    device = with_peak(open_device(config.machine))
     base_bytes = peak_resident_bytes() if device.type == "cpu" else 0
-    micro_batch = choose_micro_batch(config, seq_len)
-    layers = sorted({1, min(MOST_LAYERS, model.n_layer)})
-    if model.n_layer <= MOST_LAYERS:
-        layers = [model.n_layer]
     start = time.perf_counter()
-    choice = autotune(model, machine, device, micro_batch=micro_batch, dropout=model.dropout)
-    peaks, runs = [], []
-    for n_layer in layers:
+    timer = StepTimer(config, model, device)
+    while time.perf_counter() - start < seconds or timer.rounds < FEWEST_ROUNDS:
+        timer.take_turns()
+    calibration = timer.result(base_bytes)
+    cache_put(CALIBRATIONS, {calibration_key(model, config.machine, device): asdict(calibration)})
+    return device, calibration
+
+
+class StepTimer:
+    """Models of a run's width with few layers, whose steps are timed in turns."""
+
+    def __init__(self, config: Config, model: ModelConfig, device: Device) -> None:
         from megatoken.estimate.memory_tracker import MemoryTracker
 
-        with MemoryTracker() as tracker:
-            state, step_config = build_run(replace(model, n_layer=n_layer), machine, device, micro_batch)
-            apply_choice(state, choice, device)
-            runs.append((state, step_config))
-            take_steps(state, step_config, device)
-        peaks.append(tracker.peak_bytes)
-    times: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in layers])
-    while time.perf_counter() - start < seconds or len(times["backward"][-1]) < FEWEST_ROUNDS:
-        for index, (state, step_config) in enumerate(runs):
-            backward, whole = take_steps(state, step_config, device)
-            times["backward"][index].append(backward)
-            times["update"][index].append(max(0.0, whole - backward))
-    calibration = Calibration(
-        layers=layers,
-        micro_batch=micro_batch,
-        backward_seconds=[statistics.median(each) for each in times["backward"]],
-        update_seconds=[statistics.median(each) for each in times["update"]],
-        step_bytes=peaks,
-        base_bytes=base_bytes,
-    )
-    cache_put(CALIBRATIONS, {calibration_key(model, machine, device): asdict(calibration)})
-    return device, calibration
+        machine = config.machine
+        self.device, self.micro_batch = device, choose_micro_batch(config, model.seq_len)
+        self.layers = [model.n_layer] if model.n_layer <= MOST_LAYERS else [1, MOST_LAYERS]
+        self._runs, self._peaks = [], []
+        self._backward: list[list[float]] = [[] for _ in self.layers]
+        self._update: list[list[float]] = [[] for _ in self.layers]
+        choice = autotune(model, machine, device, micro_batch=self.micro_batch, dropout=model.dropout)
+        for n_layer in self.layers:
+            with MemoryTracker() as tracker:
+                run = build_run(replace(model, n_layer=n_layer), machine, device, self.micro_batch)
+                apply_choice(run[0], choice, device)
+                self._runs.append(run)
+                take_steps(*run, device)
+            self._peaks.append(tracker.peak_bytes)
+
+    @property
+    def rounds(self) -> int:
+        return len(self._update[-1])
+
+    def take_turns(self) -> None:
+        """One round: a step of each model."""
+        for run, backwards, updates in zip(self._runs, self._backward, self._update, strict=True):
+            backward, whole = take_steps(*run, self.device)
+            backwards.append(backward)
+            updates.append(max(0.0, whole - backward))
+
+    def result(self, base_bytes: int) -> Calibration:
+        """The medians. base_bytes: memory of the process before."""
+        return Calibration(
+            layers=self.layers,
+            micro_batch=self.micro_batch,
+            backward_seconds=[statistics.median(each) for each in self._backward],
+            update_seconds=[statistics.median(each) for each in self._update],
+            step_bytes=self._peaks,
+            base_bytes=base_bytes,
+        )
 
 
 def choose_micro_batch(config: Config, seq_len: int) -> int:

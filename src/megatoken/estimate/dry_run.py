@@ -135,7 +135,7 @@ def build(
     precision = "bf16" if machine.precision == "auto" else machine.precision
     device = Device(torch_device=torch.device("cpu"), name="fake", precision=precision, peak_flops=0.0, peak_source="")
     dist_env = DistEnv(world_size=processes, local_world_size=min(processes, PROCESSES_PER_MACHINE))
-    dims = choose_dims(machine, model_config, precision, int(memory_bytes), dist_env)
+    dims = choose_dims(machine, model_config, precision, int(memory_bytes), dist_env, config.optim.name)
     micro_batch = 1 if machine.micro_batch == "auto" else machine.micro_batch
     if config.batch_seqs % (dims.dp_size * micro_batch):
         what = f"a batch of {config.batch_seqs:,} sequences does not divide among {dims.dp_size:,} data-parallel ranks"

@@ -7,7 +7,7 @@ from megatoken.distributed.memory import estimate_memory
 from megatoken.estimate.calibrate import find_calibration
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.system.gpus import GPUS
-from megatoken.train.setup import RunContext
+from megatoken.train.run_context import RunContext
 
 MOST_OFF = 0.005  # share below which the plan was exact for any reader
 
@@ -21,18 +21,18 @@ class Expectation:
     source: str
 
     def describe(self, run: RunContext) -> str:
-        """The line at the start of the run, or of the rest of it."""
+        """What is expected of the run, or of the rest of it."""
         steps = run.step_config
         left = steps.tokens_before(steps.total_steps) - steps.tokens_before(run.state.step)
         seconds, rate = left / steps.batch_tokens * self.step_seconds, steps.batch_tokens / self.step_seconds
         memory = f"{self.memory_bytes / 2**30:.2f} GiB"
-        return f"plan     {format_duration(seconds)} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
+        return f"{format_duration(seconds)} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
 
     def describe_error(self, batches: float, seconds: float, memory_bytes: int) -> str:
-        """The line at the end. batches: full ones that took `seconds`."""
+        """How far off that was. batches: full ones that took `seconds`."""
         longer, more = seconds / (batches * self.step_seconds) - 1, memory_bytes / self.memory_bytes - 1
         time = f"steps took {format_duration(seconds)}, {_compare(longer, 'longer', 'shorter')}"
-        return f"plan     {time}; memory {memory_bytes / 2**30:.2f} GiB, {_compare(more, 'more', 'less')}"
+        return f"{time}; memory {memory_bytes / 2**30:.2f} GiB, {_compare(more, 'more', 'less')}"
 
 
 def _compare(share: float, above: str, below: str) -> str:
@@ -62,6 +62,7 @@ def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
         accumulates=micro_steps > 1,
         checkpointing=machine.activation_checkpointing,
         loss_chunk=run.step_config.loss_chunk,
+        optimizer=run.config.optim.name,
     )
     layout = Layout(
         gpus=run.comm.dist_env.world_size,
@@ -73,6 +74,7 @@ def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
         checkpointing=machine.activation_checkpointing,
         sharding=dims.sharding,
         tensor_parallel=dims.tp_size,
+        optimizer=run.config.optim.name,
     )
     step = estimate_step(model, gpu, layout)
     return Expectation(step_seconds=step.seconds, memory_bytes=memory.total_bytes, source="arithmetic")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import Config, nearest_multiples
@@ -20,7 +21,7 @@ from megatoken.distributed.memory import USABLE, Memory, choose_dims, estimate_m
 from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, build_dims, check_dims
 from megatoken.errors import ConfigError
 from megatoken.estimate.speed import Layout, StepTime, estimate_step
-from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.model.flops import count_parameters, count_value_parameters, flops_per_token
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import Gpu
@@ -38,8 +39,9 @@ LOW_PRECISION = {"turing": "fp16", "volta": "fp16"}  # elsewhere bf16
 class Plan:
     """One model on a number of GPUs. speed_factor: measured tokens/s over predicted ones, 1 where nothing was measured.
 
-    evaluated_tokens: of all evaluations, which take a third of training's time. price: dollars of a GPU-hour, 0 where
-    unknown. spread: lowest and highest tokens/s as shares of the expected ones.
+    evaluated_tokens: of all evaluations, which take a third of training's time. ramp: of the batch, from a size that
+    divides among the GPUs. price: dollars of a GPU-hour, 0 where unknown. spread: lowest and highest tokens/s as shares
+    of the expected ones.
     """
 
     model: ModelConfig
@@ -49,6 +51,7 @@ class Plan:
     step: StepTime
     tokens: float
     evaluated_tokens: float = 0.0
+    ramp: BatchRamp | None = None
     price: float = 0.0
     speed_factor: float = 1.0
     spread: tuple[float, float] = (SLOWEST, FASTEST)
@@ -69,7 +72,20 @@ class Plan:
 
     @property
     def hours(self) -> float:
-        return (self.tokens + self.evaluated_tokens / 3) / self.tokens_per_second / 3600
+        seconds = (self.tokens + self.evaluated_tokens / 3) / self.tokens_per_second
+        return (seconds + self._ramp_seconds / self.speed_factor) / 3600
+
+    @property
+    def _ramp_seconds(self) -> float:
+        """Seconds by which the smaller first batches take longer than as many tokens in full ones."""
+        longer = 0.0
+        if self.ramp:
+            _, before, sizes = self.ramp.levels()
+            for size, begin, end in zip(sizes, before, before[1:], strict=False):  # the last size has no end
+                trained = max(0.0, min(end, self.tokens) - begin)
+                rate = estimate_step(self.model, self.gpu, shrink_batch(self.layout, size // self.model.seq_len))
+                longer += trained / rate.tokens_per_second - trained / self.step.tokens_per_second
+        return longer
 
     @property
     def gpu_hours(self) -> float:
@@ -83,6 +99,13 @@ class Plan:
     def energy_kwh(self) -> float:
         """Of the GPUs at their full power, without the machines around them."""
         return self.gpu_hours * self.gpu.watts / 1000
+
+
+def shrink_batch(layout: Layout, batch_seqs: int) -> Layout:
+    """The same layout with a smaller batch, of so many sequences."""
+    seqs = batch_seqs // (layout.gpus // layout.tensor_parallel)
+    micro_batch = min(layout.micro_batch, seqs)
+    return replace(layout, micro_batch=micro_batch, micro_steps=math.ceil(seqs / micro_batch))
 
 
 def plan_run(
@@ -107,6 +130,9 @@ def plan_run(
     others["price"] = price or gpu.price
     if measured:
         others |= {"speed_factor": measured, "spread": (1 - MEASURED_SPREAD, 1 + MEASURED_SPREAD)}
+    if budget_ramp := config.budget.ramp:
+        whole = gpus // config.machine.tensor_parallel * model.seq_len  # tokens of a sequence on each replica
+        others["ramp"] = replace(budget_ramp, start=math.ceil(budget_ramp.start / whole) * whole)
     plans = [
         Plan(model=model, gpu=gpu, layout=layout, memory=memory, step=estimate_step(model, gpu, layout), **others)
         for layout, memory in list_layouts(config, model, gpu, gpus, modes)
@@ -180,6 +206,7 @@ def list_layouts(
                     accumulates=size < batch_seqs,
                     checkpointing=mode,
                     loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
+                    optimizer=config.optim.name,
                 )
                 if fits := memory.total_bytes <= USABLE * gpu.memory_bytes:
                     break
@@ -196,6 +223,7 @@ def list_layouts(
                 checkpointing=mode,
                 sharding=dims.sharding,
                 tensor_parallel=tp,
+                optimizer=config.optim.name,
             )
             yield layout, memory
 
@@ -205,10 +233,13 @@ def list_settings(config: Config, plan: Plan) -> list[str]:
     layout, machine = plan.layout, config.machine
     dist_env = DistEnv(world_size=layout.gpus, local_world_size=min(layout.gpus, plan.gpu.per_machine))
     precision = "fp32" if layout.precision == "tf32" else layout.precision
-    dims = choose_dims(machine, plan.model, precision, plan.gpu.memory_bytes, dist_env)
+    dims = choose_dims(machine, plan.model, precision, plan.gpu.memory_bytes, dist_env, config.optim.name)
     chosen = {"sharding": layout.sharding, "activation_checkpointing": layout.checkpointing}
     trained = {"sharding": dims.sharding, "activation_checkpointing": machine.activation_checkpointing}
-    return [f"machine.{key}={value}" for key, value in chosen.items() if value != trained[key]]
+    settings = [f"machine.{key}={value}" for key, value in chosen.items() if value != trained[key]]
+    if plan.ramp and plan.ramp != config.budget.ramp:  # whose first batch does not divide among these GPUs
+        settings.append(f"budget.batch_start={plan.ramp.start}")
+    return settings
 
 
 def budget_tokens(config: Config) -> float:
@@ -217,20 +248,23 @@ def budget_tokens(config: Config) -> float:
         raise ConfigError(
             "the recipe's length is in epochs", "--tokens", "give the tokens: --tokens 10e9 or chinchilla"
         )
-    return float(config.budget.tokens or config.budget.steps * config.budget.batch_tokens)
+    budget = config.budget
+    if budget.steps:
+        return float(budget.ramp.before(budget.steps) if budget.ramp else budget.steps * budget.batch_tokens)
+    return float(budget.tokens)
 
 
 def count_evaluated_tokens(config: Config, tokens: float) -> float:
     """Tokens of all evaluations of the loss."""
-    evaluate, batch_tokens = config.evaluate, config.budget.batch_tokens
-    steps = max(1, round(tokens / batch_tokens))
+    evaluate, batch_tokens, ramp = config.evaluate, config.budget.batch_tokens, config.budget.ramp
+    steps = max(1, ramp.count(tokens) if ramp else round(tokens / batch_tokens))
     every = evaluate.every.steps(batch_tokens=batch_tokens, epoch_tokens=0, total_steps=steps)
     return evaluate.tokens * (steps // every if every else 1)
 
 
 def optimal_tokens(model: ModelConfig) -> float:
-    """Compute-optimal training tokens: 20 a parameter."""
-    return TOKENS_PER_PARAMETER * count_parameters(model)
+    """Compute-optimal training tokens: 20 a parameter, without value embeddings, which are looked up."""
+    return TOKENS_PER_PARAMETER * (count_parameters(model) - count_value_parameters(model, model.vocab_size))
 
 
 def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[int], **options: Any) -> list[Plan]:
@@ -243,12 +277,13 @@ def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[in
 
 
 def plan_family(config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **options: Any) -> dict[str, list[Plan]]:
-    """Every preset of a family (gpt2, gpt3, llama2, ...) at its compute-optimal length, with the config's batch, on the
-    numbers of GPUs among which that divides."""
+    """Every preset of a family (gpt2, gpt3, llama2, ...) at its compute-optimal length, with the config's full batch,
+    on the numbers of GPUs among which that divides."""
     family, plans = preset.partition("-")[0], {}
+    budget = replace(config.budget, batch_start=0, batch_ramp=0)  # which is of this size of model
     for name, model in PRESETS.items():
         if name.partition("-")[0] == family and config.budget.batch_tokens % model.seq_len == 0:
-            sized = replace(config, model=model)
+            sized = replace(config, model=model, budget=budget)
             plans[name] = scale_gpus(sized, model, gpu, counts, **options | {"tokens": optimal_tokens(model)})
     return {name: scaled for name, scaled in plans.items() if scaled}
 
@@ -271,6 +306,7 @@ class Optimum:
     flops: float
     law: str
     nearest: str  # preset
+    fitting: str  # the nearest preset that fits on these GPUs, whose speed was taken
 
 
 # Approach 3 of Hoffmann et al. 2022: loss = E + A / parameters^ALPHA + B / tokens^BETA.
@@ -300,27 +336,38 @@ def spend_budget(
 ) -> Optimum:
     """The compute-optimal model and length for `dollars`, at the speed of the nearest GPT-3 that fits.
 
-    Raises ConfigError when no price is known.
+    Raises ConfigError when no price is known, or none of them fits.
     """
     price = price or gpu.price
     if not price:
         raise ConfigError(f"no price of {gpu.name} is known", "--budget", "give dollars of a GPU-hour: --price 1.99")
     seconds = dollars / price * 3600
     family = {name: model for name, model in PRESETS.items() if name.startswith("gpt3-")}
-    flops, nearest = 0.4 * seconds * gpu.peak_flops("bf16"), ""
+    plans = {name: plan_preset(config, model, gpu, gpus, modes) for name, model in family.items()}
+    if not any(plan.fits for plan in plans.values()):
+        raise ConfigError(f"no GPT-3 fits on {gpus:,} x {gpu.name}", "--budget", "give more or larger --gpus")
+    flops = 0.4 * seconds * gpu.peak_flops("bf16")
     for _ in range(4):  # the speed depends on the size that it decides
-        parameters, tokens = split_compute(flops, law)
+        parameters, _ = split_compute(flops, law)
         ratios = {name: count_parameters(model) / parameters for name, model in family.items()}
-        nearest = min(ratios, key=lambda name: max(ratios[name], 1 / ratios[name]))
-        seq_len = family[nearest].seq_len
-        tokens_a_step = max(config.budget.batch_tokens // seq_len, gpus) // gpus * gpus * seq_len
-        sized = replace(
-            config,
-            model=replace(config.model, seq_len=seq_len),
-            budget=replace(config.budget, batch_tokens=tokens_a_step),
-        )
-        rate = plan_run(sized, family[nearest], gpu, gpus, tokens=tokens, modes=modes).tokens_per_second / gpus
-        flops = 6 * count_parameters(family[nearest]) * rate * seconds
+        nearest = sorted(ratios, key=lambda name: max(ratios[name], 1 / ratios[name]))
+        fitting = next(name for name in nearest if plans[name].fits)
+        flops = 6 * count_parameters(family[fitting]) * plans[fitting].tokens_per_second / gpus * seconds
     parameters, tokens = split_compute(flops, law)
-    loss = fitted_loss(parameters, tokens)
-    return Optimum(parameters=parameters, tokens=tokens, loss=loss, flops=flops, law=law, nearest=nearest)
+    return Optimum(
+        parameters=parameters,
+        tokens=tokens,
+        loss=fitted_loss(parameters, tokens),
+        flops=flops,
+        law=law,
+        nearest=nearest[0],
+        fitting=fitting,
+    )
+
+
+def plan_preset(config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str]) -> Plan:
+    """A plan of another model with about the config's batch, made to divide among the GPUs."""
+    tokens_a_step = max(config.budget.batch_tokens // model.seq_len, gpus) // gpus * gpus * model.seq_len
+    budget = replace(config.budget, batch_tokens=tokens_a_step, batch_start=0, batch_ramp=0)
+    sized = replace(config, model=replace(config.model, seq_len=model.seq_len), budget=budget)
+    return plan_run(sized, model, gpu, gpus, tokens=optimal_tokens(model), modes=modes)

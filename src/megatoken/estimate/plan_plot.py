@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.estimate.plan import Plan
-from megatoken.plots import load_pyplot
-from megatoken.system.atomic_write import storage_errors
+from megatoken.plots import load_pyplot, save_figure
 
 
 def draw_plan(name: str, scaled: Sequence[Plan], families: Mapping[str, Sequence[Plan]], target: Path) -> Path:
     """Draw tokens/s with MFU over GPUs, and hours over GPUs for each model of `families`, both log-log.
 
-    Raises ConfigError without matplotlib, StorageError where the file cannot be written.
+    Raises ConfigError without matplotlib or for another ending, StorageError where the file cannot be written.
     """
     pyplot = load_pyplot()
     figure, (speed, hours) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
@@ -29,10 +28,7 @@ def draw_plan(name: str, scaled: Sequence[Plan], families: Mapping[str, Sequence
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda count, _: f"{count:g}")
         axes.grid(alpha=0.3, which="both")
-    with storage_errors(target.parent):
-        figure.savefig(target, dpi=150)
-    pyplot.close(figure)
-    return target
+    return save_figure(pyplot, figure, target)
 
 
 def _draw_speed(axes: Any, plans: Sequence[Plan]) -> None:

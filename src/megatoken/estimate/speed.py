@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.model.flops import count_padded_parameters
+from megatoken.optim.costs import count_optimizer_flops
 from megatoken.system.gpus import Gpu
 
 # Share of the data sheet's peak that large products reach, in 16 bits or TF32, and in fp32 without TF32; and that
@@ -27,6 +28,7 @@ HALF_SPEED_TILES = 0.4  # tiles a multiprocessor at which a product has half of 
 MEMORY_SHARE = 0.85  # of the data sheet's bandwidth
 LINK_SHARE, NETWORK_SHARE = 0.75, 0.75
 HIDDEN_SHARE = 0.85  # of the last micro-batch's backward, beside which gradients travel (records/ranks-overlap.json)
+UNHIDDEN_SHARE = 0.05  # of a collective's time, which even a long backward does not hide
 WAIT_SHARE = 0.01  # of compute, in which GPUs wait for the slowest, each time that their number doubles
 LATENCY = 15e-6  # seconds of a collective, and of each step around the ring between machines
 LAUNCH = 7.2e-6  # seconds in which the host starts an operation
@@ -73,6 +75,7 @@ class Layout:
     precision: str = "bf16"  # bf16, fp16, fp32 or tf32
     program: str = "compiled"
     attention: str = "flash"  # or explicit
+    optimizer: str = "adamw"
     adamw: str = "fused"  # or foreach
     checkpointing: str = "none"
     sharding: str = "none"
@@ -107,36 +110,60 @@ class StepTime:
 
 def estimate_step(model: ModelConfig, gpu: Gpu, layout: Layout) -> StepTime:
     """The time of one step of `micro_steps` micro-batches on every data-parallel rank."""
-    program, steps, tp = PROGRAMS[layout.program], layout.micro_steps, layout.tensor_parallel
-    tokens, low = layout.micro_batch * model.seq_len, layout.precision in ("bf16", "fp16")
-    ranks, memory_rate = layout.gpus // tp, MEMORY_SHARE * gpu.memory_rate
-    traffic = (1.0 if low else FP32_TRAFFIC) / memory_rate
-    again = 4 / 3 if layout.checkpointing == "block" else 1.0  # a second forward
-    n_params = count_padded_parameters(model) / tp
-    products = again * product_seconds(model, gpu, tokens, layout.precision, tp)
-    attention = again * _attention_seconds(model, gpu, layout, tokens) / tp
-    element_bytes = program.element_bytes * (1.1 if layout.checkpointing == "gelu" else again)
-    elements = traffic * tokens * model.n_layer * model.d_model * element_bytes / tp
-    loss = traffic * tokens * model.padded_vocab_size * program.logit_bytes / tp
-    weights = n_params * program.weight_bytes / memory_rate if low else n_params * 8 / memory_rate * (steps > 1)
-    compute = products + attention + elements + loss + weights
-    launches = model.n_layer * program.launches * again + (layout.attention == "explicit" and 14 * model.n_layer)
-    shards = {"none": 1, "hybrid": min(gpu.per_machine // tp, ranks)}.get(layout.sharding, ranks)
-    adamw_bytes = FOREACH_BYTES if layout.adamw == "foreach" else program.adamw_bytes
-    step_launches = STEP_LAUNCHES + FOREACH_LAUNCHES * (layout.adamw == "foreach")
-    optimizer = n_params * adamw_bytes / memory_rate / shards
+    steps, ranks = layout.micro_steps, layout.gpus // layout.tensor_parallel
+    parts = micro_batch_seconds(model, gpu, layout)
+    compute, update = sum(parts.values()), update_seconds(model, gpu, layout)
     slowest = WAIT_SHARE * math.log2(layout.gpus) * steps * compute
     return StepTime(
-        products=steps * products,
-        attention=steps * attention,
-        elements=steps * elements,
-        loss=steps * loss,
-        weights=steps * weights,
-        optimizer=optimizer,
-        host=max(0.0, LAUNCH * (steps * launches + step_launches) - steps * compute - optimizer),
+        **{name: steps * seconds for name, seconds in parts.items()},
+        optimizer=update,
+        host=max(0.0, LAUNCH * count_launches(model, layout) - steps * compute - update),
         communication=communication_seconds(model, gpu, layout, compute) + slowest,
-        tokens=tokens * steps * ranks,
+        tokens=layout.micro_batch * model.seq_len * steps * ranks,
     )
+
+
+def micro_batch_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> dict[str, float]:
+    """Seconds of a GPU's forward and backward of one micro-batch, by part of StepTime."""
+    program, tp, memory_rate = PROGRAMS[layout.program], layout.tensor_parallel, MEMORY_SHARE * gpu.memory_rate
+    tokens, is_low = layout.micro_batch * model.seq_len, layout.precision in ("bf16", "fp16")
+    byte_seconds = (1.0 if is_low else FP32_TRAFFIC) / memory_rate
+    passes = forward_passes(layout)
+    element_bytes = program.element_bytes * (1.1 if layout.checkpointing == "gelu" else passes)
+    if is_low:
+        weight_bytes = program.weight_bytes
+    else:
+        weight_bytes = 8 * (layout.micro_steps > 1)  # sums of gradients alone
+    return {
+        "products": passes * product_seconds(model, gpu, tokens, layout.precision, tp),
+        "attention": passes * _attention_seconds(model, gpu, layout, tokens) / tp,
+        "elements": byte_seconds * tokens * model.n_layer * model.d_model * element_bytes / tp,
+        "loss": byte_seconds * tokens * model.padded_vocab_size * program.logit_bytes / tp,
+        "weights": count_padded_parameters(model) / tp * weight_bytes / memory_rate,
+    }
+
+
+def forward_passes(layout: Layout) -> float:
+    """Work of forward and backward, over that without recomputed blocks, which are a second forward."""
+    return 4 / 3 if layout.checkpointing == "block" else 1.0
+
+
+def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
+    """Seconds of gradient norm, clip and AdamW on a GPU's share of the parameters, and of muon's products."""
+    tp = layout.tensor_parallel
+    ranks = layout.gpus // tp
+    shards = {"none": 1, "hybrid": min(gpu.per_machine // tp, ranks)}.get(layout.sharding, ranks)
+    bytes_per_param = FOREACH_BYTES if layout.adamw == "foreach" else PROGRAMS[layout.program].adamw_bytes
+    rate = gpu.peak_flops(layout.precision) * PRODUCT_SHARE[gpu.architecture][layout.precision == "fp32"]
+    products = count_optimizer_flops(layout.optimizer, model) / rate / layout.gpus
+    return products + count_padded_parameters(model) / tp * bytes_per_param / (MEMORY_SHARE * gpu.memory_rate) / shards
+
+
+def count_launches(model: ModelConfig, layout: Layout) -> float:
+    """Operations that the host starts in a step."""
+    in_layer = PROGRAMS[layout.program].launches * forward_passes(layout) + 14 * (layout.attention == "explicit")
+    outside = STEP_LAUNCHES + FOREACH_LAUNCHES * (layout.adamw == "foreach")
+    return layout.micro_steps * model.n_layer * in_layer + outside
 
 
 def product_seconds(model: ModelConfig, gpu: Gpu, tokens: int, precision: str, tp: int = 1) -> float:
@@ -178,35 +205,45 @@ def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int
 
 def communication_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float) -> float:
     """Seconds of a step in which GPUs wait for one another. micro_seconds: compute of one micro-batch."""
-    tp, ranks = layout.tensor_parallel, layout.gpus // layout.tensor_parallel
     if layout.gpus == 1:
+        return 0.0
+    exposed = _data_parallel_seconds(model, gpu, layout, micro_seconds)
+    return exposed + _tensor_parallel_seconds(model, gpu, layout)
+
+
+def _data_parallel_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float) -> float:
+    """What the backward does not hide of reducing gradients and gathering weights, by rings."""
+    tp, ranks = layout.tensor_parallel, layout.gpus // layout.tensor_parallel
+    if ranks == 1:
         return 0.0
     rate = LINK_SHARE * gpu.link_rate
     if layout.gpus > gpu.per_machine:
         rate = min(rate, NETWORK_SHARE * gpu.network_rate)
     machines = math.ceil(layout.gpus / gpu.per_machine)
-    n_params = count_padded_parameters(model) / tp
-    ring = (ranks - 1) / ranks
-    item = 2 if layout.precision in ("bf16", "fp16") else 4
-    reduce_bytes, gather_bytes = layout.gradient_bytes * n_params * ring, item * n_params * ring
+    sent = count_padded_parameters(model) / tp * (ranks - 1) / ranks  # numbers of a ring
+    reduce_bytes, gather_bytes = layout.gradient_bytes * sent, item_bytes(layout) * sent
     hidden = HIDDEN_SHARE * micro_seconds * (2 / 3 if layout.sharding in ("none", "zero1") else 1)
     latency = LATENCY * (2 + machines + min(layout.gpus, gpu.per_machine))
-    exposed = 0.0
-    if ranks > 1 and layout.sharding == "none":
-        exposed = max(0.0, 2 * reduce_bytes / rate + latency - hidden) + 2 * reduce_bytes / rate * 0.05
-    elif ranks > 1:
-        reduces = 1 if layout.sharding == "zero1" else layout.micro_steps
-        gathers = 2 * layout.micro_steps if layout.sharding in ("zero3", "hybrid") else 1
-        per_micro_batch = (reduces * reduce_bytes + gathers * gather_bytes) / rate
-        rounds = max(reduces, 1)
-        collectives = latency * (reduces + gathers) * (model.n_layer if layout.sharding in ("zero3", "hybrid") else 1)
-        exposed = max(0.0, per_micro_batch + collectives - hidden * rounds) + 0.05 * per_micro_batch
-    if tp > 1:  # two all-gathers and two reduce-scatters a layer, forward, and the same backward; nothing hides them
-        tokens = layout.micro_batch * model.seq_len
-        exposed += (
-            layout.micro_steps
-            * model.n_layer
-            * 8
-            * (tokens * model.d_model * item * (tp - 1) / tp / (LINK_SHARE * gpu.link_rate) + LATENCY)
-        )
-    return exposed
+    if layout.sharding == "none":
+        seconds = 2 * reduce_bytes / rate
+        return max(0.0, seconds + latency - hidden) + UNHIDDEN_SHARE * seconds
+    shards_weights = layout.sharding in ("zero3", "hybrid")
+    reduces = 1 if layout.sharding == "zero1" else layout.micro_steps
+    gathers = 2 * layout.micro_steps if shards_weights else 1
+    seconds = (reduces * reduce_bytes + gathers * gather_bytes) / rate
+    latencies = latency * (reduces + gathers) * (model.n_layer if shards_weights else 1)
+    return max(0.0, seconds + latencies - hidden * reduces) + UNHIDDEN_SHARE * seconds
+
+
+def _tensor_parallel_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
+    """Two all-gathers and two reduce-scatters a layer, forward, and the same backward; nothing hides them."""
+    tp = layout.tensor_parallel
+    if tp == 1:
+        return 0.0
+    sent = layout.micro_batch * model.seq_len * model.d_model * item_bytes(layout) * (tp - 1) / tp
+    return layout.micro_steps * model.n_layer * 8 * (sent / (LINK_SHARE * gpu.link_rate) + LATENCY)
+
+
+def item_bytes(layout: Layout) -> int:
+    """Of an activation or a gathered weight."""
+    return 2 if layout.precision in ("bf16", "fp16") else 4

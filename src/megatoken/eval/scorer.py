@@ -21,6 +21,7 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.tensor_parallel import gather_lm_head
 from megatoken.errors import NumericsError
 from megatoken.model.gpt import GPT, TreeMask
+from megatoken.model.loss import cap_logits
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import uncompiled
@@ -159,7 +160,8 @@ def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> tuple[NDA
         hidden_UC = model(ids_BT, tree_mask=tree_mask).flatten(0, 1)[torch.from_numpy(nodes_U).to(device.torch_device)]
         weight_VC = gather_lm_head(model.lm_head_weight)
         for start in range(0, len(nodes_U), chunk):
-            scores_UV = F.linear(hidden_UC[start : start + chunk], weight_VC).float()
+            logits_UV = F.linear(hidden_UC[start : start + chunk], weight_VC)
+            scores_UV = cap_logits(logits_UV.float(), model.config.logit_softcap)
             scores_UV[:, model.config.vocab_size :] = -torch.inf  # padding ids
             torch.log_softmax(scores_UV, -1, out=scores_UV)
             of_chunk = np.flatnonzero(index_R // chunk == start // chunk)

@@ -47,7 +47,8 @@ def validation_loss(
         with device.autocast():
             hidden, weight = model(inputs.to(device.torch_device)), gather_lm_head(model.lm_head_weight)
             own = slice_sequence(dims, targets).to(device.torch_device)
-            loss_sum, n = cross_entropy(hidden, weight, own, vocab_size=model.config.vocab_size, chunk=chunk)
+            vocab_size, softcap = model.config.vocab_size, model.config.logit_softcap
+            loss_sum, n = cross_entropy(hidden, weight, own, vocab_size=vocab_size, softcap=softcap, chunk=chunk)
         total += float(loss_sum)
         count += int(n)
         if dims.tp_rank == 0:  # tensor-parallel ranks have the same windows

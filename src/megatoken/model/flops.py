@@ -3,7 +3,8 @@
 FLOPs per token have two published definitions. Full attention: 6N + 12*L*d*T (PaLM, Chowdhery et al. 2022, appendix B).
 Causal: 6N + 6*L*d*T (llm.c), because half of the attention matrix is masked. N counts parameters in matrix products,
 the output layer once, tied or not; embeddings are look-ups, norms and biases are not products. Shared key/value heads
-save parameters but none of attention's own FLOPs: every query meets every key.
+save parameters but none of attention's own FLOPs: every query meets every key. Value embeddings are look-ups, too. In a
+layer with a window of w keys full attention is w keys a query, causal attention w (2T - w) / 2T on average.
 """
 
 import math
@@ -14,25 +15,39 @@ from megatoken.config.model_config import ModelConfig
 def count_parameters(config: ModelConfig) -> int:
     """Trainable parameters, with the real vocabulary (padding rows are not counted)."""
     d = config.d_model
-    embeddings = config.vocab_size * d * (1 if config.tie_embeddings else 2)
-    embeddings += config.seq_len * d if config.pos_emb == "learned" else 0
-    return embeddings + config.n_layer * count_block_parameters(config) + _count_norm_parameters(config)
+    others = config.seq_len * d if config.pos_emb == "learned" else 0
+    others += (1 + config.embedding_norm) * _count_norm_parameters(config, d)
+    others += 2 * config.n_layer if config.residual_scales else 0
+    return _count_embeddings(config, config.vocab_size) + config.n_layer * count_block_parameters(config) + others
 
 
 def count_block_parameters(config: ModelConfig) -> int:
     """Trainable parameters of one block."""
     d, f, gates = config.d_model, config.d_ff, int(config.mlp == "swiglu")
     biases = (d + _kv_width(config)) + d + (1 + gates) * f + d if config.bias else 0
-    return _block_matrices(config) + biases + 2 * _count_norm_parameters(config)
+    norms = 2 * _count_norm_parameters(config, d) + 2 * config.qk_norm * _count_norm_parameters(config, config.d_head)
+    return _block_matrices(config) + biases + norms
 
 
-def _count_norm_parameters(config: ModelConfig) -> int:
-    return 2 * config.d_model if config.bias and config.norm == "layernorm" else config.d_model
+def count_value_parameters(config: ModelConfig, vocab_size: int) -> int:
+    """Trainable parameters of all value embeddings with so many rows, and of their gates."""
+    return len(config.value_embedding_layers) * config.kv_heads * (vocab_size * config.d_head + config.d_model)
+
+
+def _count_embeddings(config: ModelConfig, vocab_size: int) -> int:
+    """Parameters with a row for each token id, and the gates of value embeddings."""
+    tables = (1 if config.tie_embeddings else 2) * vocab_size * config.d_model
+    return tables + count_value_parameters(config, vocab_size)
+
+
+def _count_norm_parameters(config: ModelConfig, width: int) -> int:
+    return 2 * width if config.bias and config.norm == "layernorm" else width
 
 
 def count_matmul_parameters(config: ModelConfig) -> int:
     """N: weights in matrix products, the output layer counted once."""
-    return config.n_layer * _block_matrices(config) + config.vocab_size * config.d_model
+    gates = count_value_parameters(config, vocab_size=0)
+    return config.n_layer * _block_matrices(config) + gates + config.vocab_size * config.d_model
 
 
 def _block_matrices(config: ModelConfig) -> int:
@@ -47,7 +62,9 @@ def _kv_width(config: ModelConfig) -> int:
 
 def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
     """FLOPs of forward and backward for one token at full context, by the causal or the full-attention definition."""
-    attention = (6 if causal else 12) * config.n_layer * config.d_model * config.seq_len
+    T = config.seq_len
+    keys = [min(window or T, T) for window in config.windows]
+    attention = sum(6 * config.d_model * w * (2 * T - w) // T if causal else 12 * config.d_model * w for w in keys)
     return 6 * count_matmul_parameters(config) + attention
 
 
@@ -58,10 +75,5 @@ def expected_initial_loss(config: ModelConfig) -> float:
 
 def count_padded_parameters(config: ModelConfig) -> int:
     """Trainable parameters in memory: the vocabulary with its padding rows."""
-    padding = (config.padded_vocab_size - config.vocab_size) * config.d_model * (1 if config.tie_embeddings else 2)
+    padding = _count_embeddings(config, config.padded_vocab_size) - _count_embeddings(config, config.vocab_size)
     return count_parameters(config) + padding
-
-
-def state_bytes(config: ModelConfig) -> int:
-    """Bytes of fp32 weights and AdamW's two moments as saved, padding included."""
-    return 12 * count_padded_parameters(config)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatoken.model.kernels import LOSS, CrossEntropyFn
+from megatoken.native.products import matmul as native_matmul
 
 
 def cross_entropy(
@@ -22,13 +23,15 @@ def cross_entropy(
     targets_BT: Tensor,
     *,
     vocab_size: int,
+    softcap: float = 0.0,
     chunk: int = 1024,
     softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> tuple[Tensor, Tensor]:
     """(sum of -log p of targets in nats, their number), without targets below 0; differentiable in hidden and weight.
 
-    chunk: rows of logits at once; 0: all, with torch's autograd and cross-entropy. softmax_cross_entropy: of LOSS, for
-    a chunk's softmax. Matrix products run in the dtype of `hidden_BTC`, or autocast's.
+    softcap: of `cap_logits`. chunk: rows of logits at once; 0: all, with torch's autograd and cross-entropy.
+    softmax_cross_entropy: of LOSS, for a chunk's softmax. Matrix products run in the dtype of `hidden_BTC`, or
+    autocast's.
     """
     device = hidden_BTC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
@@ -36,25 +39,39 @@ def cross_entropy(
     count = (targets_N >= 0).sum()
     with torch.autocast(device, enabled=False):
         if chunk == 0:
-            return _plain_cross_entropy(hidden_NC, lm_head_VC, targets_N, vocab_size, dtype), count
+            return _plain_cross_entropy(hidden_NC, lm_head_VC, targets_N, vocab_size, softcap, dtype), count
         if dtype == torch.float16:
             # The logits' gradient underflows fp16 without the loss scale, which only the backward has: fp16 recomputes
             # each chunk's logits there.
             sums = [
-                checkpoint(_plain_cross_entropy, h_NC, lm_head_VC, t_N, vocab_size, dtype, use_reentrant=False)
+                checkpoint(_plain_cross_entropy, h_NC, lm_head_VC, t_N, vocab_size, softcap, dtype, use_reentrant=False)
                 for h_NC, t_N in zip(torch.split(hidden_NC, chunk), torch.split(targets_N, chunk), strict=True)
             ]
             return torch.stack(sums).sum(), count
         total: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_NC, lm_head_VC, targets_N, vocab_size, chunk, dtype, softmax_cross_entropy
+            hidden_NC, lm_head_VC, targets_N, vocab_size, softcap, chunk, dtype, softmax_cross_entropy
         )
         return total, count
 
 
-def _plain_cross_entropy(h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+def cap_logits(logits: Tensor, softcap: float) -> Tensor:
+    """Logits bounded by `softcap` through c tanh(x / c), in fp32 (Gemma 2, Riviere et al. 2024); 0: as they are."""
+    return 2 * softcap * torch.sigmoid(logits.float() * (2 / softcap)) - softcap if softcap else logits
+
+
+def _plain_cross_entropy(
+    h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, softcap: float, dtype: torch.dtype
+) -> Tensor:
     """One matrix product, one cross-entropy: what the chunked form must equal."""
-    logits_NV = F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size]
+    logits_NV = cap_logits(F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size], softcap)
     return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=-1)
+
+
+def torch_matmul(a: Tensor, b: Tensor, out: Tensor | None = None, *, accumulate: bool = False) -> Tensor:
+    """The product a b, or `out` plus it; `out` may be wider."""
+    if out is None or out.dtype == a.dtype:
+        return torch.addmm(out, a, b, out=out) if accumulate and out is not None else torch.mm(a, b, out=out)
+    return out.add_(a @ b) if accumulate else out.copy_(a @ b)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -67,6 +84,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         w_VC: Tensor,
         targets_N: Tensor,
         vocab_size: int,
+        softcap: float,
         chunk: int,
         dtype: torch.dtype,
         softmax_cross_entropy: CrossEntropyFn,
@@ -76,23 +94,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h_NC) if needs_grad else None
         grad_w: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=h_NC.device)
+        # The products are computed where the softmax is.
+        matmul = native_matmul if softmax_cross_entropy is LOSS["native"] else torch_matmul
         # One buffer for every chunk's logits, and for their gradient after them.
         buffer_NV = torch.empty(min(chunk, len(h_NC)), len(w_VC), dtype=dtype, device=h_NC.device)
         for start in range(0, len(h_NC), chunk):
             rows = slice(start, start + chunk)
             targets = targets_N[rows]
-            logits_NV = torch.mm(h_low[rows], w_low.T, out=buffer_NV[: len(targets)])
-            total += softmax_cross_entropy(logits_NV, targets, vocab_size, overwrite=needs_grad).sum()
+            logits_NV = matmul(h_low[rows], w_low.T, buffer_NV[: len(targets)])
+            total += softmax_cross_entropy(logits_NV, targets, vocab_size, softcap, overwrite=needs_grad).sum()
             if grad_h is not None:
                 # Ignored rows are zeroed in the narrow factors instead of the wide gradient.
                 counted_N1 = (targets >= 0)[:, None]
-                torch.mul(logits_NV @ w_low, counted_N1, out=grad_h[rows])
-                counted_NC = h_low[rows] * counted_N1
-                if grad_w is not None and dtype == torch.float32:
-                    grad_w.addmm_(logits_NV.T, counted_NC)
-                else:
-                    product_VC = logits_NV.T @ counted_NC
-                    grad_w = product_VC.float() if grad_w is None else grad_w.add_(product_VC)
+                torch.mul(matmul(logits_NV, w_low), counted_N1, out=grad_h[rows])
+                if grad_w is None:  # summed in fp32; a single chunk's needs no sum
+                    grad_w = torch.empty_like(w_VC, dtype=torch.float32 if len(h_NC) > chunk else w_VC.dtype)
+                matmul(logits_NV.T, h_low[rows] * counted_N1, grad_w, accumulate=start > 0)
         if grad_h is not None and grad_w is not None:
             ctx.gradients = grad_h, grad_w.to(w_VC.dtype)
         return total
@@ -101,4 +118,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         # Given away instead of copied: the output layer's gradient is the largest tensor of a small model's step.
         (grad_h, grad_w), ctx.gradients = ctx.gradients, None
-        return grad_h.mul_(grad_total), grad_w.mul_(grad_total), None, None, None, None, None
+        return grad_h.mul_(grad_total), grad_w.mul_(grad_total), None, None, None, None, None, None

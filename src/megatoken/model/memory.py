@@ -39,18 +39,23 @@ def count_activation_bytes(
     d, head, item = config.d_model, config.padded_vocab_size * config.d_model, FP32 if precision == "fp32" else 2
     residual = item if sharded else FP32
     kept_mode = "none" if checkpointing == "block" else checkpointing
-    block = _block_bytes_per_token(config, item, residual, kept_mode)
+    block = _block_bytes_per_token(config, item, residual, kept_mode) + config.residual_scales * residual * d
+    kv = config.kv_heads * config.d_head  # of value embeddings: what the table gives, and the sum
+    values = len(config.value_embedding_layers) * kv * (item + (item if sharded else FP32))
     kept, again = (residual * d, block) if checkpointing == "block" else (block, 0)
     rows = min(loss_chunk or tokens, tokens)
     logits = rows * config.padded_vocab_size
+    tanh = FP32 * logits if config.logit_softcap else 0
     if item == FP32:
-        loss = FP32 * (logits + head)
-    else:  # the softmax in fp32; the weight's gradient as a product, in fp32, and as it is handed on
-        softmax = logits * (item + FP32) + (rows < tokens) * head * (FP32 + item)
-        loss = max(softmax, item * logits + head * (FP32 + (1 + sharded) * item)) + (not sharded) * item * head
+        loss = FP32 * (logits + head) + tanh
+    else:  # the softmax in fp32, beside the sum of chunks' gradients; the weight's gradient as a product and in fp32
+        softmax = logits * (item + FP32) + tanh + (rows < tokens) * head * FP32
+        # of one chunk of sharded weights the product is the gradient
+        gradient = item if sharded and rows == tokens else FP32 + item
+        loss = max(softmax, item * logits + head * gradient) + (not sharded) * item * head
     root = head * (1 if config.tie_embeddings else 2) + d * (config.seq_len if config.pos_emb == "learned" else 0)
     return ActivationBytes(
-        blocks=tokens * (kept * config.n_layer + d * (3 * residual + item)),
+        blocks=tokens * (kept * config.n_layer + values + d * (3 * residual + item + config.embedding_norm * 2 * FP32)),
         low_precision=0 if sharded or item == FP32 else item * config.n_layer * count_block_parameters(config),
         loss=max(loss, FP32 * head + tokens * max(4 * residual * d, again)),
         end=root * (item + 2 * FP32) if sharded else 2 * FP32 * head,
@@ -64,6 +69,8 @@ def _block_bytes_per_token(config: ModelConfig, item: int, residual: int, checkp
     kept += 2 * FP32 * d if config.norm == "rmsnorm" else 0  # normalized, before the weight
     kept += item * (d + 2 * kv)  # queries, keys, values
     kept += item * (d + kv) if config.pos_emb == "rotary" else 0  # queries and keys, rotated
+    if config.qk_norm:  # normalized in fp32, and with the weight
+        kept += (d + kv) * (item + (FP32 if item == FP32 else 2 * FP32) * (config.norm == "rmsnorm"))
     kept += item * d + FP32 * config.n_head  # attention's output; a sum of exponents a head
     inputs = 2 if config.mlp == "swiglu" else 1
     return kept + item * config.d_ff * (inputs if checkpointing == "gelu" else 2 * inputs)

@@ -1,7 +1,8 @@
 """Optimizers by name, and which parameters they decay.
 
-A new optimizer is one `register_optimizer` call: how it is built, what it keeps for every parameter, and whether it
-needs whole matrices. Everything else (learning rates, checkpoints, sharding, memory estimates) follows from that entry.
+A new optimizer is one `register_optimizer` call: how it is built, what it keeps for every parameter, and how it gets
+whole matrices if it needs them. Everything else (learning rates, checkpoints, sharding, memory estimates) follows from
+that entry.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from megatoken.config.fields import register_choice
 from megatoken.config.schema import OptimConfig
 from megatoken.errors import ConfigError
+from megatoken.optim.adamw import AdamW
+from megatoken.optim.costs import STATE_BYTES
+from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
 ParamGroup = dict[str, Any]  # params, weight_decay; lr_scale: the group's rate as a multiple of the schedule's
 
@@ -23,13 +27,16 @@ class OptimizerSpec:
     """What the rest of the system needs to know of an optimizer.
 
     build: (groups, config, implementation) -> optimizer; it may set `lr_scale` in a group (default 1).
-    state_keys: tensors kept for each parameter, of the parameter's shape; bytes_per_param: their size in fp32.
-    whole_matrices: the update of a matrix needs all of its rows, so its parameters cannot be sharded.
+    state_keys: tensors kept for a parameter, of its shape; bytes_per_param: their size in fp32, or two, for matrices of
+    hidden layers and for all others. hidden_group: these matrices are a group of their own, the last, whose `matrices`
+    (optim/muon.py) gives them whole on any number of processes. whole_matrices: the update of a matrix needs all of its
+    rows and does not get them so: it cannot be sharded.
     """
 
     build: Callable[[list[ParamGroup], OptimConfig, str], torch.optim.Optimizer]
     state_keys: tuple[str, ...]
-    bytes_per_param: int
+    bytes_per_param: int | tuple[int, int]
+    hidden_group: bool = False
     whole_matrices: bool = False
 
 
@@ -42,6 +49,8 @@ def register_optimizer(name: str, spec: OptimizerSpec) -> None:
         raise ConfigError(f"{name!r} is a built-in optimizer", "register_optimizer", "choose another name")
     register_choice("optim.name", name)
     OPTIMIZERS[name] = spec
+    size = spec.bytes_per_param
+    STATE_BYTES[name] = (size, size) if isinstance(size, int) else size
 
 
 def find_optimizer(name: str) -> OptimizerSpec:
@@ -57,12 +66,14 @@ def build_optimizer(
     *,
     sizes: Mapping[str, Sequence[int]] | None = None,
     implementation: str = "auto",
+    matrices: Matrices | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that `optim` names over a model's parameters, or over the local shards of them by name.
 
     sizes: shapes of the whole parameters, where `model` holds shards. implementation: for AdamW `loop`, `foreach` or
-    `fused`, torch's own; `auto` is fused where the device has it. Raises ConfigError for an unknown name, or when the
-    optimizer needs whole matrices and some are sharded.
+    `fused`, torch's own; `auto` is fused where the device has it. matrices: those of hidden layers, by default of a
+    model that is whole, in fp32. Raises ConfigError for an unknown name, or when the optimizer needs whole matrices and
+    does not get them.
     """
     spec = find_optimizer(optim.name)
     params = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
@@ -70,7 +81,17 @@ def build_optimizer(
     if spec.whole_matrices and any(tuple(param.shape) != tuple(sizes[name]) for name, param in params.items()):
         what = f"{optim.name} needs whole matrices, which are sharded here"
         raise ConfigError(what, "optim.name", "set machine.sharding=none and machine.tensor_parallel=1")
-    optimizer = spec.build(group_parameters(params, sizes, optim.weight_decay), optim, implementation)
+    hidden: list[ParamGroup] = []
+    if spec.hidden_group:
+        if matrices is None:
+            if not isinstance(model, nn.Module):
+                what = f"{optim.name} does not know which of these parameters are matrices of hidden layers"
+                raise ConfigError(what, "build_optimizer", "pass the model, or `matrices`, too")
+            matrices = WholeMatrices(list_hidden_matrices(model))
+        own = [params.pop(name) for name in matrices.names]
+        hidden = [{"params": own, "weight_decay": optim.weight_decay, "matrices": matrices}]
+    groups = group_parameters(params, sizes, optim.weight_decay) + hidden
+    optimizer = spec.build(groups, optim, implementation)
     set_lr(optimizer, optim.lr)
     return optimizer
 
@@ -98,21 +119,43 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> torch.optim.AdamW:
-    """torch's AdamW (Loshchilov & Hutter 2019)."""
+def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
+    """Set Muon's momentum; other optimizers keep theirs."""
+    if isinstance(optimizer, Muon):
+        optimizer.param_groups[-1]["momentum"] = momentum
+
+
+def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> AdamW:
+    """AdamW, whose kernel the machine's autotuning may replace (train/kernel_autotune.py)."""
     params = [param for group in groups for param in group["params"]]
-    if implementation == "auto":
+    if implementation in ("auto", "native"):
         implementation = "fused" if params[0].device.type in ("cuda", "cpu", "mps") else "foreach"
     fused = implementation == "fused"
     betas = (optim.beta1, optim.beta2)
     foreach = implementation == "foreach"
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused, foreach=foreach)
+    optimizer = AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused, foreach=foreach)
     # torch makes the moments in the first step; made here, they count when memory is measured before it.
     for param in params:
-        moments = {key: torch.zeros_like(param) for key in OPTIMIZERS["adamw"].state_keys}
+        moments = {key: torch.zeros_like(param) for key in ADAMW_KEYS}
         optimizer.state[param] = {"step": torch.zeros((), device=param.device if fused else "cpu"), **moments}
     return optimizer
 
 
-OPTIMIZERS["adamw"] = OptimizerSpec(build=build_adamw, state_keys=("exp_avg", "exp_avg_sq"), bytes_per_param=8)
+def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> Muon:
+    """Muon for the last group, AdamW for the others. The ratio of their rates is fixed."""
+    *others, hidden = groups
+    hidden["lr_scale"] = optim.matrix_lr / optim.lr if optim.lr else 1.0
+    adamw, matrices = build_adamw(others, optim, implementation), hidden.pop("matrices")
+    numbers = {"lr": optim.lr, "momentum": optim.momentum}
+    return Muon(adamw, hidden, matrices, **numbers, cautious_decay=optim.cautious_decay)
+
+
+ADAMW_KEYS = ("exp_avg", "exp_avg_sq")
+OPTIMIZERS["adamw"] = OptimizerSpec(build=build_adamw, state_keys=ADAMW_KEYS, bytes_per_param=STATE_BYTES["adamw"])
+OPTIMIZERS["muon"] = OptimizerSpec(
+    build=build_muon,
+    state_keys=("momentum_buffer", *ADAMW_KEYS),
+    bytes_per_param=STATE_BYTES["muon"],
+    hidden_group=True,
+)
 BUILT_IN = frozenset(OPTIMIZERS)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from megatoken.config.model_config import ModelConfig
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError, DataError, NumericsError
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, set_attention, set_block_kernels
 from megatoken.model.kv_cache import KeyValueCache
+from megatoken.native.library import find_library
 from megatoken.system.device import Device
 
 DEFAULT_NEW_TOKENS = 128
@@ -114,7 +115,10 @@ def generate_ids(
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), device.autocast() if device is not None else nullcontext():
+        with (
+            torch.inference_mode(),
+            device.autocast() if device is not None and dtype != weight.dtype else nullcontext(),
+        ):
             hidden = model(seen_1T, cache)
             logits_NV = model.lm_head(hidden[:, -1]).expand(num_samples, -1)
             cache.fork(num_samples)
@@ -201,12 +205,23 @@ def _check_prompt(config: ModelConfig, prompt_ids: Sequence[int]) -> None:
         raise DataError(what, f"prompt position {index}", "encode it with the tokenizer the model was trained with")
 
 
-def to_column_major(model: GPT) -> None:
-    """Store every weight with more outputs than inputs column by column, in place; shapes and values stay.
+def prepare_decoding(model: GPT, device: Device) -> None:
+    """Lay out the weights, in place, for a model that will only generate, where a token reads each of them once.
 
-    One row is multiplied faster that way: long sums of columns replace short dot products. For a model on the CPU
-    that will only generate: training is faster with rows.
+    On a CPU in bf16 they are rounded to it, and the native kernels compute where there are any. In fp32 every weight
+    with more outputs than inputs is stored column by column: one row is multiplied faster that way, because long sums
+    of columns replace short dot products. Elsewhere nothing changes.
     """
+    if device.type != "cpu":
+        return
+    if device.precision == "bf16":
+        model.to(torch.bfloat16)
+        if find_library():
+            set_block_kernels(model, "native")
+            set_attention(
+                model, "native" if model.attention_name == "flash" and not model.config.window else model.attention_name
+            )
+        return
     for weight in [model.lm_head_weight, *(part.weight for part in model.modules() if isinstance(part, nn.Linear))]:
         if weight.shape[0] > weight.shape[1]:
             weight.data = weight.data.t().contiguous().t()

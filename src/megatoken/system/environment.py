@@ -149,6 +149,17 @@ def find_compiler() -> str:
     return next((path for name in names if name and (path := shutil.which(name))), "")
 
 
+def cpu_features() -> frozenset[str]:
+    """The processor's features as Linux names them (avx2, avx512_bf16, amx_bf16, ...); empty where they are unknown."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next(
+                frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))
+            )
+    except (OSError, StopIteration):
+        return frozenset()
+
+
 def find_commit() -> str:
     """The commit of a source checkout; empty for an installed package."""
     folder = Path(__file__).parents[1]

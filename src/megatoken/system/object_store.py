@@ -43,7 +43,13 @@ def is_address(text: str | Path) -> bool:
 
 def path_or_address(text: str) -> Path | str:
     """A path on this machine, or an address as it was given. Raises ConfigError for what is neither."""
-    return text if is_address(text) and not text.startswith("file:") else local_path(text)
+    text = strip_file_scheme(text)
+    return text if is_address(text) else local_path(text)
+
+
+def strip_file_scheme(text: str) -> str:
+    """file:///path as /path; everything else as it is."""
+    return re.sub("^file:///", "/", text)
 
 
 def run_folder(text: str | Path) -> Path:
@@ -97,7 +103,7 @@ class ObjectStore:
             fix = "give them as the library wants them: AWS_... variables or ~/.aws for s3"
             raise ConfigError("an address holds credentials", address, fix)
         self.address = address.rstrip("/")
-        local = {"auto_mkdir": True} if not is_address(address) or address.startswith("file:") else {}
+        local = {"auto_mkdir": True} if not is_address(address) or address.startswith(("file:", "local:")) else {}
         try:
             # Not one that was made before, with the credentials of then.
             options = {"use_listings_cache": False, "skip_instance_cache": True, **local}

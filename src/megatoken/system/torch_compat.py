@@ -45,13 +45,30 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step heeds `found_inf` and `grad_scale`, as those of torch's fused optimizers do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def follow_found_inf(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Declare that an optimizer heeds them where `inner`, which it steps, does."""
+    optimizer._step_supports_amp_scaling = supports_found_inf(inner)  # type: ignore[attr-defined]
+
+
+def step_inner(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Step `inner` by the `found_inf` and `grad_scale` that `optimizer` was given."""
+    inner.found_inf = getattr(optimizer, "found_inf", None)  # type: ignore[attr-defined]
+    inner.grad_scale = getattr(optimizer, "grad_scale", None)  # type: ignore[attr-defined]
+    inner.step()
+
+
 def fused_adamw_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor | None) -> None:
     """Step a fused AdamW: gradients are divided by `grad_scale`; nothing changes where `found_inf` is 1.
 
     The two are the attributes that torch's GradScaler sets on an optimizer that says it supports them. Raises
     ConfigError for others: a step that should be left out would reach the weights.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not supports_found_inf(optimizer):
         what = f"the fused AdamW of torch {torch.__version__} ignores found_inf or grad_scale"
         raise ConfigError(what, "optim", TESTED)
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]

@@ -22,9 +22,9 @@ from megatoken.eval.val_loss import validation_loss
 from megatoken.redact import redact
 from megatoken.sampling.generate import generate_ids
 from megatoken.system.device import is_out_of_memory
-from megatoken.train.mirror import Mirror
+from megatoken.train.live_mirror import Mirror
+from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
-from megatoken.train.setup import RunContext
 from megatoken.train.state import gather_model
 
 RULE = "\n" + "-" * 40 + "\n"  # between samples
@@ -161,7 +161,7 @@ def sample(run: RunContext) -> None:
     if ("sample", step) in run.logged:
         return
     run.begin("sample")
-    model = gather_model(run.state)
+    model = gather_model(run.state, run.device.dtype)
     run.logged.add(("sample", step))
     if model is None:
         return
@@ -267,19 +267,19 @@ class CheckpointSaver:
         run, save = self._run, self._run.config.save
         if run.is_main:
             try:
-                root, keep = run.out / CHECKPOINTS, [self._find_best(), self.mirror.step]
+                root, keep = run.out / CHECKPOINTS, [self.find_best(), self.mirror.step]
                 prune(root, keep_last=save.keep_last, keep_every=self._keep_every, keep=keep, verified=run.verified)
             except MegatokenError as error:
                 run.write("event", what="old checkpoints not removed", message=str(error))
 
-    def _find_best(self) -> int | None:
+    def find_best(self) -> int | None:
         """The step of the best checkpoint, where it is to be kept."""
         run = self._run
         return run.best_of(list_steps(run.out / CHECKPOINTS)) if run.config.save.keep_best else None
 
     def _link_best(self) -> None:
         """Let RUN/best point to the best checkpoint; the link is replaced atomically."""
-        run, step = self._run, self._find_best()
+        run, step = self._run, self.find_best()
         if not run.is_main or step is None:
             return
         link, new = run.out / BEST, run.out / f".{BEST}.new"

@@ -19,8 +19,8 @@ from megatoken.errors import CheckpointError
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.system.atomic_write import storage_errors
 from megatoken.train.metrics_log import METRICS
+from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import BUDGET_KEYS, CHECKPOINTS
-from megatoken.train.setup import RunContext
 from megatoken.train.state import StepConfig, build_step_config
 
 

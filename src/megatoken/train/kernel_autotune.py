@@ -18,10 +18,11 @@ from torch import Tensor
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.errors import ConfigError
-from megatoken.model.gpt import GPT, set_attention
+from megatoken.model.gpt import GPT, set_attention, set_block_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.rope import rotary_cos_sin
+from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.device import Device, is_out_of_memory, misses_triton
 from megatoken.system.environment import cache_get, cache_put, return_freed_memory
 from megatoken.system.timing import time_calls
@@ -46,6 +47,11 @@ class KernelChoice:
 
     def __str__(self) -> str:
         return f"{self.kernels}{', weights held in low precision' if self.master_weights else ''}"
+
+    @property
+    def is_native(self) -> bool:
+        """Whether any operation is computed by the native kernels."""
+        return "native" in asdict(self.kernels).values()
 
     def explain(self) -> list[tuple[str, str]]:
         """(operation, chosen implementation and all timings) for the user."""
@@ -80,7 +86,11 @@ def autotune(
     compiled = compiled and device.type == "cuda"
     if machine.attention in CUDA_ONLY:
         _check_attention(config, machine.attention, device)
-    options = list_options(machine, device, dropout)
+    for key in ("attention", "gemm_backend", "adamw"):
+        if getattr(machine, key) == "native" and (device.type != "cpu" or not find_library()):
+            fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
+            raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
+    options = list_options(machine, device, dropout, has_windows=config.window > 0)
     open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
     seconds: Timings = {}
     if open_options:
@@ -96,37 +106,49 @@ def autotune(
             cache_put(CACHE_FILE, {circumstances: seconds})
             return_freed_memory()
     chosen = {name: forms[0] for name, forms in options.items()}
-    chosen |= {name: pick(forms, MARGIN[device.type]) for name, forms in seconds.items()}
-    master_weights = chosen.pop("mixed") == "masters"
+    margins = {"block": 1.0}  # of a block most is attention, which is timed alone, so that little is much
+    chosen |= {name: pick(forms, margins.get(name, MARGIN[device.type])) for name, forms in seconds.items()}
+    # Native products take low-precision weights, which autocast would have to make at every use.
+    master_weights = chosen.pop("mixed") == "masters" or (chosen["block"] == "native" and device.precision == "bf16")
     return KernelChoice(kernels=Kernels(**chosen), master_weights=master_weights, seconds=seconds)
 
 
 def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:
     """Make a live state compute with the chosen implementations; weights and optimizer state stay."""
     set_attention(state.model, choice.kernels.attention)
+    set_block_kernels(state.model, choice.kernels.block)
     state.cross_entropy_fn = LOSS[choice.kernels.loss]
     if choice.master_weights:
         state.enable_master_weights(device.dtype)
+    if choice.kernels.adamw == "native" and (library := find_library()):
+        state.use_native_adamw(library)
 
 
 def list_requests(machine: MachineConfig) -> dict[str, Any]:
     """What the config asks for, per operation; the names are those of machine.json."""
     mixed = {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto")
-    forms = {"linear": machine.gemm_backend, "attention": machine.attention, "mixed": mixed, "fused": machine.fused}
-    return forms | {"threads": machine.threads}
+    adamw = machine.adamw if machine.adamw in ("auto", "native") else "torch"
+    forms = {"block": machine.gemm_backend, "attention": machine.attention, "mixed": mixed, "fused": machine.fused}
+    return forms | {"adamw": adamw, "threads": machine.threads}
 
 
-def list_options(machine: MachineConfig, device: Device, dropout: float) -> dict[str, list[str]]:
+def list_options(
+    machine: MachineConfig, device: Device, dropout: float, *, has_windows: bool = False
+) -> dict[str, list[str]]:
     """The implementations of each operation that can run here, the plain one first; one where there is no choice.
 
     A deterministic run takes the plain ones: the fastest depends on the number of threads. With dropout every attention
     trains by the formula (model/kernels/attention.py): there is nothing to choose.
     """
-    options = {"attention": ["flash"], "loss": ["torch"]}
+    options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
-    if device.type == "cpu" and machine.compile in ("auto", "off") and not dropout:  # the compiler has its own kernels
-        options["attention"] += ["blocked"]
-    if device.type == "cuda" and device.precision != "fp32" and not dropout:
+    if device.type == "cpu" and machine.compile in ("auto", "off"):  # the compiler has its own kernels
+        native = ["native"] if find_library() else []
+        options["attention"] += [] if dropout else ["blocked", *([] if has_windows else native)]
+        options["block"] += native if device.precision == "fp32" or machine.master_weights != "off" else []
+        options["loss"] = {"auto": ["torch", *native], "off": ["torch"], "on": native or ["torch"]}[machine.fused]
+        options["adamw"] = native or ["torch"]  # not timed: of the bytes that torch moves it moves a part
+    if device.type == "cuda" and device.precision != "fp32" and not dropout and not has_windows:
         options["attention"] += CUDA_ONLY
     # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
     if machine.fused != "off" and device.precision != "fp16" and not misses_triton(device):
@@ -188,21 +210,28 @@ def _time_options(
     x_BTC, low_x_BTC = make(B, T, C, dtype=torch.float32), make(B, T, C)
     q, k, v = (make(B, T, heads, config.d_head).transpose(1, 2) for heads in (config.n_head, *2 * [config.kv_heads]))
     rope = rotary_cos_sin(config, torch.arange(T, device=device.torch_device))
+    window = {"window": config.window} if config.window else {}
+    ids_BT = torch.zeros(B, T, dtype=torch.int64, device=device.torch_device)
     rows = min(B * T, LOSS_CHUNK[device.type])
     targets_N = torch.arange(rows, device=device.torch_device) % config.vocab_size
 
     def run_mixed(form: str) -> Tensor:
         if form == "masters":
-            return forward_low(low_x_BTC, None, rope, None)  # type: ignore[no-any-return]
+            return forward_low(low_x_BTC, ids_BT, None, rope, None)  # type: ignore[no-any-return]
         with device.autocast():
-            return forward(x_BTC, None, rope, None)  # type: ignore[no-any-return]
+            return forward(x_BTC, ids_BT, None, rope, None)  # type: ignore[no-any-return]
+
+    def run_block(form: str) -> Tensor:
+        set_block_kernels(low_block, form)
+        return forward_low(low_x_BTC, ids_BT, None, rope, None)  # type: ignore[no-any-return]
 
     def run_loss(form: str) -> None:
         logits_NV = torch.zeros(rows, config.padded_vocab_size, dtype=device.dtype, device=device.torch_device)
-        LOSS[form](logits_NV, targets_N, config.vocab_size, overwrite=True)
+        LOSS[form](logits_NV, targets_N, config.vocab_size, config.logit_softcap, overwrite=True)
 
     trials: dict[str, Callable[[str], Tensor | None]] = {
-        "attention": lambda form: ATTENTION[form](q, k, v, mask=None, causal=True, dropout=None),
+        "attention": lambda form: ATTENTION[form](q, k, v, mask=None, causal=True, dropout=None, **window),
+        "block": run_block,
         "loss": run_loss,
         "mixed": run_mixed,
     }

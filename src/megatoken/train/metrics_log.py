@@ -13,7 +13,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
@@ -191,27 +192,31 @@ class MetricsLogger:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def read_metrics(run: Path | str) -> list[dict[str, Any]]:
+def read_metrics(run: Path | str, warn: Callable[[str], None] = warnings.warn) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl, in the order written; a half-written last line is left out.
 
-    "nan", "inf" and "-inf" of train, val and eval rows become floats again. Raises DataError with the line number for a
-    line that is not a row, and when there is no log.
+    "nan", "inf" and "-inf" of train, val and eval rows become floats again. warn: called with one line where others are
+    not rows, which are left out. Raises DataError when there is no log.
     """
     path = Path(run) / METRICS
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise DataError(f"no metrics to read: {error.strerror}", path, "name the folder of a run") from error
-    rows = []
+    rows, skipped = [], list[int]()
     for number, line in enumerate(lines, start=1):
         row = parse_row(line)
         if row is None and number == len(lines) and not line.endswith(b"\n"):
             break
         if row is None:
-            raise DataError("not a row of metrics", f"{path}:{number}", "repair or delete that line")
+            skipped.append(number)
+            continue
         if row["kind"] in ("train", "val", "eval"):
             row = {key: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in row.items()}
         rows.append(row)
+    if skipped:
+        others = f" and {len(skipped) - 1:,} more" if skipped[1:] else ""
+        warn(f"left out: not a row of metrics — {path}:{skipped[0]}{others}")
     return rows
 
 

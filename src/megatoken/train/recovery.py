@@ -17,7 +17,7 @@ from megatoken.distributed.replica_check import compare_replicas
 from megatoken.errors import NumericsError
 from megatoken.train.actions import CheckpointSaver
 from megatoken.train.restore import restore
-from megatoken.train.setup import RunContext
+from megatoken.train.run_context import RunContext
 from megatoken.train.step import StepMetrics, bad_step_error
 
 MAX_REWINDS = 2  # without a step beyond the furthest one

@@ -10,8 +10,8 @@ from megatoken.checkpoint.manifest import CheckpointManifest, DamagedError, File
 from megatoken.config.load import Change
 from megatoken.errors import CheckpointError, DataError, MegatokenError
 from megatoken.train.metrics_log import read_metrics
+from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS
-from megatoken.train.setup import RunContext
 
 
 def restore(run: RunContext) -> bool:

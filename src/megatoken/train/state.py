@@ -19,15 +19,21 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, parallelize
+from megatoken.distributed.sharded_matrices import open_matrices
 from megatoken.distributed.stragglers import PhaseTimer
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.memory import LOSS_CHUNK
+from megatoken.native.library import Library
+from megatoken.optim.adamw import AdamW
 from megatoken.optim.lr_schedule import LRSchedule
-from megatoken.optim.optimizer import adopt_optimizer, build_optimizer
+from megatoken.optim.muon import Muon
+from megatoken.optim.optimizer import adopt_optimizer, build_optimizer, find_optimizer
 from megatoken.system.device import Device
-from megatoken.system.torch_compat import foreach_copy
+from megatoken.system.torch_compat import foreach_copy, supports_found_inf
 from megatoken.train.spikes import RecentSteps
+
+MOMENTUM_START = 0.85  # of optim.momentum_warmup (Jordan et al. 2024)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,15 +87,31 @@ class TrainState:
     @property
     def skips_bad_on_device(self) -> bool:
         """Whether the optimizer can skip an update by a flag on the device, without the host reading it."""
-        groups = self.optimizer.param_groups
-        is_fused = isinstance(self.optimizer, torch.optim.AdamW) and all(group["fused"] for group in groups)
-        return is_fused and not self.scaler.is_enabled() and self.found_bad.device.type in ("cpu", "cuda")
+        can_skip = isinstance(self.optimizer, torch.optim.AdamW | Muon) and supports_found_inf(self.optimizer)
+        return can_skip and not self.scaler.is_enabled() and self.found_bad.device.type in ("cpu", "cuda")
 
     def enable_master_weights(self, dtype: torch.dtype) -> None:
         """Run forward and backward through a copy of the model in `dtype`; the optimizer updates the fp32 weights."""
         self.compute_model = copy.deepcopy(self.model).to(dtype)
         self.forward = self.compute_model
         self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
+
+    def use_native_adamw(self, library: Library) -> None:
+        """Update with our own kernel, if the optimizer is AdamW; call it after `enable_master_weights`."""
+        if not isinstance(self.optimizer, AdamW):
+            return
+        copies = {local: trained for trained, local in self._grad_pairs() if trained is not local}
+        self.optimizer.use_native(library, copies)
+
+    @property
+    def updates_copies(self) -> bool:
+        """Whether the optimizer reads gradients from the low-precision copy and writes its weights."""
+        return isinstance(self.optimizer, AdamW) and self.optimizer.updates_copies
+
+    def global_grad_norm(self) -> Tensor:
+        """The L2 norm of the full gradient, the same on every process."""
+        norm = self.optimizer.grad_norm() if isinstance(self.optimizer, AdamW) and self.dims.is_unsharded else None
+        return self.sharded.global_grad_norm(self.comm) if norm is None else norm
 
     def refresh_low_precision_copy(self) -> None:
         """Round the fp32 weights to the low-precision copy, if there is one."""
@@ -127,6 +149,15 @@ class StepConfig:
     skip_spikes: bool = False
     deterministic: bool = False  # gradients are added in an order that 1, 2, 4, ... processes share
     ramp: BatchRamp | None = None  # where batches grow to `batch_tokens`
+    momentum: float = 0.95  # of muon
+    momentum_warmup: int = 0
+
+    def momentum_of(self, step: int) -> float:
+        """Muon's momentum in a step, counted from 0."""
+        if step >= self.momentum_warmup:
+            return self.momentum
+        start = min(MOMENTUM_START, self.momentum)
+        return start + (self.momentum - start) * step / self.momentum_warmup
 
     def steps(self, length: Duration) -> int:
         """A duration of this run in steps, of full batches."""
@@ -153,8 +184,13 @@ def build_state(
     checkpointing = config.machine.activation_checkpointing
     sharded = parallelize(model, dims or ParallelDims(), device, activation_checkpointing=checkpointing)
     if optimizer is None:
-        local, implementation = sharded.local_params, config.machine.adamw
-        optimizer = build_optimizer(local, config.optim, sizes=sharded.full_shapes, implementation=implementation)
+        optimizer = build_optimizer(
+            sharded.local_params,
+            config.optim,
+            sizes=sharded.full_shapes,
+            implementation=config.machine.adamw,
+            matrices=open_matrices(model, sharded, device) if find_optimizer(config.optim.name).hidden_group else None,
+        )
     else:
         adopt_optimizer(optimizer, config.optim.lr)
     return TrainState(
@@ -168,8 +204,11 @@ def build_state(
     )
 
 
-def gather_model(state: TrainState) -> GPT | None:
-    """The whole model on rank 0, None elsewhere. All processes must call it where the model is split."""
+def gather_model(state: TrainState, dtype: torch.dtype = torch.float32) -> GPT | None:
+    """The whole model on rank 0, None elsewhere. All processes must call it where the model is split.
+
+    dtype: of the weights of a split model, whose copy has to fit beside its shards.
+    """
     is_main = state.comm.dist_env.is_main_process
     if state.dims.is_unsharded:
         return state.model if is_main else None
@@ -177,7 +216,7 @@ def gather_model(state: TrainState) -> GPT | None:
         model = GPT(state.model.config)
     for name, tensor in state.sharded.gather_full(state.comm):
         if is_main:
-            model.load_state_dict({name: tensor}, strict=False, assign=True)
+            model.load_state_dict({name: tensor.to(dtype)}, strict=False, assign=True)
     return model if is_main else None
 
 
@@ -197,6 +236,8 @@ def build_step_config(
         skip_spikes=optim.spike == "skip",
         deterministic=config.machine.deterministic,
         ramp=config.budget.ramp,
+        momentum=optim.momentum,
+        momentum_warmup=optim.momentum_warmup.steps(**lengths),
         **lengths,
     )
 

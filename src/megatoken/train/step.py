@@ -6,7 +6,7 @@ number of targets in the global batch, so every split into micro-batches and pro
 Loss and gradient norm stay on the device until `wait_for_steps` reads them, so that the host never waits. A step is bad
 when its loss or gradient norm is not finite, or is a spike that is to be skipped (train/spikes.py), or when the
 gradient is exactly 0 beside a loss: none reached the weights. A bad step leaves the weights as they are: torch's fused
-AdamW skips that update and all later ones on the device; for other optimizers the host decides at every step.
+AdamW and Muon skip that update and all later ones on the device; for other optimizers the host decides at every step.
 """
 
 import math
@@ -22,7 +22,7 @@ from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.errors import NumericsError
 from megatoken.model.dropout import sequence_keys
 from megatoken.model.loss import cross_entropy
-from megatoken.optim.optimizer import set_lr
+from megatoken.optim.optimizer import set_lr, set_momentum
 from megatoken.system.device import Device
 from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.train.state import StepConfig, TrainState
@@ -77,13 +77,15 @@ def train_step_async(
     """`train_step` without waiting for the device, where the optimizer can skip bad updates by itself."""
     lr = step_config.schedule.lr(state.step)
     set_lr(state.optimizer, lr)
+    set_momentum(state.optimizer, step_config.momentum_of(state.step))
     lr = state.optimizer.param_groups[0]["lr"]  # as it is applied: a user's optimizer may scale it
     loss = forward_backward(state, step_config, device, inputs_BT, targets_BT)
     unscale_gradients(state)
-    grad_norm = state.sharded.global_grad_norm(state.comm)
+    grad_norm = state.global_grad_norm()
     overflowed = clip_and_update(state, step_config, loss, grad_norm)
     state.optimizer.zero_grad(set_to_none=True)
-    state.refresh_low_precision_copy()
+    if not state.updates_copies:
+        state.refresh_low_precision_copy()
     state.step += 1
     numbers = torch.stack([loss, grad_norm, state.found_bad.float()])
     return PendingStep(step=state.step, lr=lr, overflowed=overflowed, numbers=numbers)
@@ -110,6 +112,8 @@ def forward_backward(
         pairwise = PairwiseGradSum(list(state.sharded.local_params.values()), len(micro_batches))
     else:
         reducer = state.grad_reducer
+    # Gradients of a single micro-batch need no sum, so that no copy of them is made for the optimizer.
+    keep_in_copies = state.updates_copies and len(micro_batches) == 1 and pairwise is None and reducer is None
     with state.compute_timer:
         for index, (inputs, targets) in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
@@ -122,7 +126,8 @@ def forward_backward(
             if reducer is not None and is_last:
                 reducer.begin()
             state.scaler.scale(loss_sum / n_targets).backward()  # type: ignore[no-untyped-call]
-            state.collect_gradients()
+            if not keep_in_copies:
+                state.collect_gradients()
             if pairwise is not None:
                 pairwise.add()
             total_loss += loss_sum.detach()
@@ -150,6 +155,7 @@ def forward_loss(
             gather_lm_head(state.compute_model.lm_head_weight),
             slice_sequence(state.dims, targets_BT),
             vocab_size=state.model.config.vocab_size,
+            softcap=state.model.config.logit_softcap,
             chunk=step_config.loss_chunk,
             softmax_cross_entropy=state.cross_entropy_fn,
         )
@@ -183,8 +189,8 @@ def clip_and_update(state: TrainState, step_config: StepConfig, loss: Tensor, gr
     grad_clip = step_config.grad_clip
     if not state.skips_bad_on_device:
         return update_on_host(state, grad_clip, grad_norm)
-    # The host reads nothing: torch's fused AdamW divides gradients by `grad_scale` (in one pass with the update) and
-    # leaves everything as it is where `found_inf` is 1. clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
+    # The host reads nothing: the optimizer divides gradients by `grad_scale` (fused AdamW in one pass with the update)
+    # and leaves everything as it is where `found_inf` is 1. clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
     grad_scale = ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0) if grad_clip else None
     fused_adamw_step(state.optimizer, state.found_bad.float(), grad_scale)
     return False

@@ -2,7 +2,7 @@
 // Draws the curves of the runs in #data as SVG. A live page fetches itself every few seconds and redraws.
 
 const WIDTH = innerWidth < 560 ? 360 : 560, HEIGHT = 300,  // units of a picture; letters stay readable on a telephone
-   LEFT = 58, RIGHT = 14, TOP = 18, BOTTOM = 34, COLOURS = 8, REFRESH_MS = 5000;
+   LEFT = 58, RIGHT = 14, TOP = 18, BOTTOM = 34, COLOURS = 8, MOST_DOTS = 60, REFRESH_MS = 5000;
 const SVG = "http://www.w3.org/2000/svg";
 const PANELS = [
   {key: "loss", title: "loss (nats per token)"},
@@ -92,10 +92,10 @@ function drawPanel(panel, settings) {
   const figure = document.createElement("figure");
   const caption = document.createElement("figcaption");
   caption.textContent = panel.title;
-  const ends = curves.map(curve => `${curve.name}: ${formatNumber(curve.y[0])} to ${formatNumber(curve.y[curve.y.length - 1])}`);
+  const formatY = panel.percent ? value => `${+(100 * value).toPrecision(3)}%` : formatNumber;
+  const ends = curves.map(curve => `${curve.name}: ${formatY(curve.y[0])} to ${formatY(curve.y[curve.y.length - 1])}`);
   const svg = element("svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: 0,
     "aria-label": `${panel.title} over ${X_TITLES[settings.x]}. ${ends.join("; ")}. Arrow keys read values.`});
-  const formatY = panel.percent ? value => `${+(100 * value).toPrecision(3)}%` : formatNumber;
   const formatX = settings.x === "elapsed_seconds" ? formatSeconds : formatNumber;
   for (const tick of isLog ? listLogTicks(low, high) : listTicks(low, high, 5)) {
     element("line", {x1: LEFT, x2: WIDTH - RIGHT, y1: py(tick), y2: py(tick), stroke: "var(--line)"}, svg);
@@ -122,7 +122,7 @@ function drawPanel(panel, settings) {
       const place = {x: px(curve.x[curve.x.length - 1]), y: py(curve.y[curve.y.length - 1]) - 7, "text-anchor": "end"};
       element("text", place, svg).textContent = curve.label;
     }
-    if (curve.dots)
+    if (curve.dots && curve.x.length <= MOST_DOTS)
       curve.x.forEach((x, i) => element("circle", {cx: px(x), cy: py(curve.y[i]), r: 3, fill: colour, stroke: "var(--panel)"}, svg));
   }
   const cursor = element("line", {y1: TOP, y2: HEIGHT - BOTTOM, stroke: "var(--muted)", visibility: "hidden"}, svg);

@@ -1,4 +1,4 @@
-"""GPT2LMHeadModel and LlamaForCausalLM of transformers as tables: tensor names and the fields of config.json."""
+"""GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM of transformers as tables: names and config.json's fields."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -75,7 +75,11 @@ class Family:
                 raise CheckpointError(f"{key} is {given[key]!r:.80}, which is not supported", where, fix)
         scaling = LLAMA3_SCALING if given.get("rope_type") == "llama3" else {}
         switches = {**self.switches, "mlp": ACTIVATIONS[given[self.activation]]}
-        return build_config(given, {**self.fields, **scaling}, where, switches)
+        built = build_config(given, {**self.fields, **scaling}, where, switches)
+        if (head_dim := given.get("head_dim", built.d_head)) != built.d_head:
+            what = f"head_dim is {head_dim!r:.80}: {built.n_head} heads of it do not fill the width {built.d_model}"
+            raise CheckpointError(what, where, "choose a model whose heads fill its width")
+        return built
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """The architecture as fields of a config.json."""
@@ -114,14 +118,18 @@ def find_family(config: Json, where: str) -> Family:
 
 def choose_family(config: ModelConfig) -> Family:
     """The family that computes this architecture. Raises ConfigError when no model of transformers has this mix."""
+    switched_on = config.switched_on
     if (config.norm, config.pos_emb, config.mlp) == ("rmsnorm", "rotary", "swiglu"):
-        return LLAMA
+        if not switched_on:
+            return LLAMA
+        if switched_on == ["qk_norm"] and not config.bias:
+            return QWEN3
     is_gpt2 = (config.norm, config.pos_emb, config.kv_heads) == ("layernorm", "learned", config.n_head)
-    if is_gpt2 and config.mlp != "swiglu":
+    if is_gpt2 and config.mlp in ("gelu", "gelu-erf") and not switched_on:
         return GPT2
-    what = f"no model of transformers has {config.norm}, {config.pos_emb} positions, {config.mlp} and "
-    what += f"{config.kv_heads} key/value heads together"
-    raise ConfigError(what, "--to hf", "GPT-2's or LLaMA's switches can be exported")
+    switches = [config.norm, f"{config.pos_emb} positions", config.mlp, *switched_on, *["biases"] * config.bias]
+    what = f"no model of transformers has {', '.join(switches)} and {config.kv_heads} key/value heads together"
+    raise ConfigError(what, "--to hf", "switches of GPT-2, LLaMA and Qwen3 (modern-hf presets) can be exported")
 
 
 def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
@@ -138,6 +146,10 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.bias,
         "attention_dropout": 0.0,
     }
+
+
+def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    return {**_write_llama(config), "attention_bias": False, "use_sliding_window": False}
 
 
 GPT2 = Family(
@@ -219,4 +231,19 @@ LLAMA = Family(  # its rotary pairs are channels i and i + d_head / 2, as ours, 
     choices={"hidden_act": ("silu",), "rope_type": ("default", "llama3")},
     write=_write_llama,
 )
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    modules={
+        **LLAMA.modules,
+        "model.layers.{}.self_attn.q_norm": "blocks.{}.attention.q_norm",
+        "model.layers.{}.self_attn.k_norm": "blocks.{}.attention.k_norm",
+    },
+    switches={**LLAMA.switches, "qk_norm": True, "bias": False},
+    fields={field: key for field, key in LLAMA.fields.items() if field != "bias"},
+    defaults={**LLAMA.defaults, "head_dim": 128},
+    choices={**LLAMA.choices, "attention_bias": (False,), "use_sliding_window": (False,)},
+    write=_write_qwen3,
+)
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, QWEN3)}

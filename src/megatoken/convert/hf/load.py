@@ -1,6 +1,7 @@
-"""Loads GPT-2 and LLaMA from a Hugging Face folder or hub name. Weights are read from safetensors only."""
+"""Loads GPT-2, LLaMA and Qwen3 from a Hugging Face folder or hub name. Weights are read from safetensors only."""
 
 import re
+import shlex
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -10,6 +11,8 @@ from torch import Tensor
 from megatoken.config.words import nearest
 from megatoken.convert.fill_model import HEAD, fill_model
 from megatoken.convert.hf.families import Family, find_family
+from megatoken.data.shard_format import MANIFEST_NAME
+from megatoken.data.sources import IN_FOLDERS
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 from megatoken.system.atomic_write import MALFORMED, read_json
@@ -30,6 +33,7 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     missing, wrong, or of an unsupported family.
     """
     folder = find_folder(name_or_folder)
+    _refuse_data(folder)
     where = str(folder / CONFIG)
     try:
         config = read_json(folder / CONFIG)
@@ -56,6 +60,19 @@ def find_folder(name_or_folder: str) -> Path:
         what = f"no such folder here, and no download from the hub: {reason}"
         fix = "check the name, or the connection (pip install megatoken[hf])"
         raise CheckpointError(what, name_or_folder, fix) from error
+
+
+def _refuse_data(folder: Path) -> None:
+    """Raise CheckpointError for a folder without a model that holds a dataset or text."""
+    if (folder / CONFIG).is_file():
+        return
+    if (folder / MANIFEST_NAME).is_file():
+        fix = f"train one on it: megatoken train RECIPE {shlex.quote(f'data.path={folder}')}"
+        raise CheckpointError("a dataset, not a model", str(folder), fix)
+    suffixes = {path.suffix for path in folder.iterdir()}
+    if suffixes.intersection(IN_FOLDERS) and not suffixes & {".json", ".safetensors"}:
+        fix = f"train one on it: megatoken quickstart --data {shlex.quote(str(folder))}"
+        raise CheckpointError("text, not a model", str(folder), fix)
 
 
 def refuse_missing_path(name: str) -> None:

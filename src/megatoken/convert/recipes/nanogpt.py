@@ -87,15 +87,16 @@ def translate_nanogpt(command: str) -> Translation:
     assign("data.path", path, where("dataset"))
     if not get("decay_lr"):
         assign("optim.warmup", "0steps", where("decay_lr"))
-    elif (last := get("max_iters")) != (decay := get("lr_decay_iters")):
-        what = f"the rate decays over {decay} of {last} iterations, here it always decays to the end"
-        fix = f"add --lr_decay_iters={last}, or --max_iters={decay}"
-        raise ConfigError(what, where("max_iters", "lr_decay_iters"), fix)
+    elif (decay := get("lr_decay_iters") - (warmup := get("warmup_iters"))) < 1:
+        what = f"the rate decays until iteration {warmup + decay}, within the warm-up of {warmup}"
+        raise ConfigError(what, where("lr_decay_iters", "warmup_iters"), f"add --lr_decay_iters={get('max_iters')}")
     elif not get("learning_rate"):
         raise ConfigError("a rate of 0 trains nothing", where("learning_rate"), "give it a rate")
     else:
         ratio = round(get("min_lr") / get("learning_rate"), 12)
         assign("optim.min_lr_ratio", ratio, where("min_lr", "learning_rate"))
+        if get("lr_decay_iters") != get("max_iters"):  # after which the rate stays, or which the run does not reach
+            assign("optim.decay", f"{decay}steps", where("lr_decay_iters", "warmup_iters"))
     tokens, origin = get("batch_size") * get("block_size"), where("batch_size", "block_size")
     steps_origin = f"{where('gradient_accumulation_steps')}, {origin}"
     assign("budget.batch_tokens", get("gradient_accumulation_steps") * tokens, steps_origin)

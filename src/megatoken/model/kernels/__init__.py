@@ -1,16 +1,34 @@
 """Operations of the model that have several implementations with the same values and different speed.
 
-ATTENTION and LOSS map names to implementations; tests compare them with plain PyTorch. `Kernels` names one of each,
-train/kernel_autotune.py measures which are fastest.
+ATTENTION, BLOCK and LOSS map names to implementations; tests compare them with plain PyTorch. `Kernels` names one of
+each, train/kernel_autotune.py measures which are fastest.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from megatoken.model.kernels.attention import ATTENTION, CUDA_ONLY, AttentionFn, masked_attention, register_attention
+from megatoken.model.kernels.attention import (
+    ATTENTION,
+    CUDA_ONLY,
+    WITHOUT_WINDOW,
+    AttentionFn,
+    masked_attention,
+    register_attention,
+)
+from megatoken.model.kernels.block import BLOCK
 from megatoken.model.kernels.cross_entropy import LOSS, CrossEntropyFn
 
-__all__ = ["ATTENTION", "CUDA_ONLY", "LOSS", "AttentionFn", "CrossEntropyFn", "masked_attention", "register_attention"]
+__all__ = [
+    "ATTENTION",
+    "BLOCK",
+    "CUDA_ONLY",
+    "LOSS",
+    "WITHOUT_WINDOW",
+    "AttentionFn",
+    "CrossEntropyFn",
+    "masked_attention",
+    "register_attention",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +37,18 @@ class Kernels:
 
     attention: str = "flash"
     loss: str = "torch"
+    block: str = "torch"
+    adamw: str = "torch"
 
     @classmethod
     def from_json(cls, names: Mapping[str, str]) -> "Kernels":
         """From a run folder's machine.json; older ones name implementations of other operations, too."""
-        return cls(attention=names.get("attention", "flash"), loss=names.get("loss", "torch"))
+        return cls(**{each.name: names[each.name] for each in fields(cls) if each.name in names})
 
     def __str__(self) -> str:
-        return f"attention {self.attention}{', fused loss' if self.loss == 'triton' else ''}"
+        native = [name for name in ("block", "loss") if getattr(self, name) == "native"]
+        ours = [
+            *(["fused loss"] if self.loss == "triton" else []),
+            *([f"native {' + '.join(native)}"] if native else []),
+        ]
+        return ", ".join([f"attention {self.attention}", *ours])

@@ -3,12 +3,12 @@
 import time
 
 from megatoken.checkpoint.commit import list_steps
-from megatoken.checkpoint.mirror import MirrorUploads, claim, fetch_run
+from megatoken.checkpoint.mirror import MirrorUploads, check_owner, fetch_run
 from megatoken.console import format_duration, format_quantity
 from megatoken.errors import StorageError
 from megatoken.system.object_store import ObjectStore
+from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS
-from megatoken.train.setup import RunContext
 
 RETRY_SECONDS = (5.0, 20.0)  # before the last upload of a run, which failed, is tried again
 
@@ -34,14 +34,14 @@ def fetch_from_mirror(run: RunContext) -> bool:
     return folder is not None
 
 
-def claim_mirror(run: RunContext) -> None:
+def check_mirror(run: RunContext) -> None:
     """Check that `save.mirror` can be written and is this run's.
 
     Raises ConfigError when it is another run's, StorageError when it cannot be written before the first step.
     """
     if run.config.save.mirror:
         try:
-            claim(run.out, ObjectStore(run.config.save.mirror))
+            check_owner(run.out, ObjectStore(run.config.save.mirror))
         except StorageError as error:
             if not run.state.step:
                 raise

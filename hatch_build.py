@@ -1,0 +1,32 @@
+"""Compiles the CPU kernels into a wheel, for every instruction set; an editable install compiles by `make` instead."""
+
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+sys.path.insert(0, str(Path(__file__).parent / "src"))
+from megatoken.native.build import INSTRUCTION_SETS, compile_library
+from megatoken.system.environment import find_compiler
+
+
+class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
+    """Without a C++ compiler, or on another processor than x86-64, the wheel is for all machines, without kernels."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        if version == "editable" or platform != "linux_x86_64" or not find_compiler():
+            return
+        self.scratch = tempfile.TemporaryDirectory()
+        for name in INSTRUCTION_SETS:
+            library = compile_library(name, Path(self.scratch.name))
+            build_data["force_include"][str(library)] = f"megatoken/native/{library.name}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if hasattr(self, "scratch"):
+            self.scratch.cleanup()

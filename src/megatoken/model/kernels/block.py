@@ -1,0 +1,43 @@
+"""Operations of a transformer block: torch's, or our own for CPUs (native/). BLOCK lists both by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatoken.native import ops as native
+from megatoken.native.products import linear as native_linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKernels:
+    """One implementation of each operation.
+
+    linear: x (..., in), weight (out, in), bias (out) or None -> (..., out). norm: x (..., C), weight (C), bias (C) or
+    None, eps, rms (RMSNorm, without a bias) -> (..., C). gelu: x, approximate=`tanh` or `none`. swiglu: gate, up ->
+    silu(gate) * up.
+    """
+
+    linear: Callable[..., Tensor]
+    norm: Callable[..., Tensor]
+    gelu: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+
+
+def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
+    """torch's LayerNorm or RMSNorm."""
+    if rms:
+        return F.rms_norm(x, weight.shape, weight.type_as(x), eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """By torch's SiLU."""
+    return F.silu(gate) * up
+
+
+BLOCK = {
+    "torch": BlockKernels(linear=F.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu),
+    "native": BlockKernels(linear=native_linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu),
+}

@@ -1,0 +1,66 @@
+"""Causal attention by the compiled kernels (kernels/attention.cc).
+
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width.
+"""
+
+from ctypes import byref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatoken.native.library import DTYPES, View, loaded_library
+
+
+def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool = True) -> Tensor:
+    """Twin: F.scaled_dot_product_attention with enable_gqa. The backward computes the scores again.
+
+    There is one of what is causal; otherwise, when every query sees every key, the result has no gradient.
+    """
+    if causal:
+        return _Attention.apply(q_BHTD, k_BKSD, v_BKSD)  # type: ignore[no-untyped-call, no-any-return]
+    return _forward(q_BHTD, k_BKSD, v_BKSD, causal=False)[0]
+
+
+def _contiguous_heads(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _view(x: Tensor) -> Any:
+    return byref(View(x.data_ptr(), *x.stride()[:3]))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """(y, the logarithm of every query's sum of exponentials)."""
+    q, k, v = (_contiguous_heads(x) for x in (q, k, v))
+    B, H, T, D = q.shape
+    # In the memory layout that the output projection reads, so that it saves this tensor instead of a copy.
+    y = q.new_empty(B, T, H, D).transpose(1, 2)
+    lse = q.new_empty(B, H, T, dtype=torch.float32)
+    tensors = (_view(x) for x in (q, k, v, y))
+    loaded_library().call(
+        "attention_forward", DTYPES[q.dtype], *tensors, lse, B, H, k.shape[1], T, k.shape[2], D, causal
+    )
+    return y, lse
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs, the output and a number per query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, lse = _forward(q, k, v, causal=True)
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, y, lse = (_contiguous_heads(x) for x in ctx.saved_tensors)
+        B, H, T, D = q.shape
+        K = k.shape[1]
+        dy = _contiguous_heads(dy)
+        # Parts of one tensor, as q, k and v are of the projection's output.
+        dq, dk, dv = q.new_empty(B, T, H + 2 * K, D).transpose(1, 2).split_with_sizes([H, K, K], dim=1)
+        tensors, gradients = (_view(x) for x in (q, k, v, y, dy)), (_view(x) for x in (dq, dk, dv))
+        loaded_library().call("attention_backward", DTYPES[q.dtype], *tensors, lse, *gradients, B, H, K, T, D)
+        return dq, dk, dv

@@ -1,0 +1,92 @@
+"""Compile the kernels: `python -m megatoken.native.build [--all] [FOLDER]`.
+
+One shared library for each instruction set, without a dependency on Python or on a torch version: it has a C interface,
+and takes its threads from the OpenMP runtime that torch has loaded.
+"""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from megatoken.system.environment import cpu_features, find_compiler
+
+SOURCES = Path(__file__).parent / "kernels"
+# Fastest first: name, the processor's features that it needs (as /proc/cpuinfo names them), the compiler's options.
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "amx": (("amx_tile", "amx_bf16", "avx512_bf16", *AVX512), ("-march=sapphirerapids",)),
+    "avx512_bf16": (("avx512_bf16", *AVX512), ("-march=cooperlake",)),
+    "avx512": (AVX512, ("-march=skylake-avx512",)),
+    "avx2": (("avx2", "fma", "f16c"), ("-march=haswell",)),
+    "portable": ((), ()),
+}
+# No reordering of sums is allowed to the compiler but where a loop says so (omp simd reduction).
+OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+VECTORS = ("-mprefer-vector-width=512",)
+
+
+def runnable_instruction_sets() -> list[str]:
+    """The instruction sets that this processor has, fastest first.
+
+    Without AMX, whose kernels have run with emulated tiles alone: `find_library("amx")` asks for them.
+    """
+    features = cpu_features()
+    return [name for name, (needed, _) in INSTRUCTION_SETS.items() if features.issuperset(needed) and name != "amx"]
+
+
+@cache
+def library_name(instruction_set: str) -> str:
+    """File name of the library for an instruction set, with a hash of what it is made from: no old one is loaded."""
+    contents = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
+    digest = hashlib.sha256(contents + repr((OPTIONS, INSTRUCTION_SETS)).encode()).hexdigest()[:12]
+    return f"libmegatoken-{instruction_set}-{digest}.so"
+
+
+def compile_library(instruction_set: str, folder: Path, extra_options: tuple[str, ...] = ()) -> Path:
+    """Compile the kernels for one instruction set into `folder` and return the library's path.
+
+    Raises FileNotFoundError without a compiler, CalledProcessError where it fails.
+    """
+    compiler = find_compiler()
+    if not compiler:
+        raise FileNotFoundError("no C++ compiler: install g++")
+    _, options = INSTRUCTION_SETS[instruction_set]
+    if "512" in "".join(options) or instruction_set in ("amx", "avx512_bf16"):
+        options += VECTORS
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / library_name(instruction_set)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        objects = []
+        for source in sorted(SOURCES.glob("*.cc")):
+            objects.append(str(Path(scratch) / f"{source.stem}.o"))
+            subprocess.run(
+                [compiler, *OPTIONS, *options, *extra_options, "-c", str(source), "-o", objects[-1]], check=True
+            )
+        # Linked without OpenMP's runtime: two of them in a process would keep two pools of threads.
+        built = Path(scratch) / target.name
+        subprocess.run([compiler, "-shared", *extra_options, *objects, "-o", str(built)], check=True)
+        built.replace(target)  # whole, or not at all
+    return target
+
+
+def main() -> None:
+    """Compile for this processor, or with --all for every instruction set, into FOLDER (default: beside this file)."""
+    words = [word for word in sys.argv[1:] if word != "--all"]
+    folder = Path(words[0]) if words else Path(__file__).parent
+    if not find_compiler():
+        print("no C++ compiler: training on a CPU goes without the native kernels (install g++ to change that)")
+        return
+    for name in INSTRUCTION_SETS if "--all" in sys.argv else runnable_instruction_sets()[:1]:
+        for old in folder.glob(f"libmegatoken-{name}-*.so"):
+            if old.name != library_name(name):
+                old.unlink()
+        if not (folder / library_name(name)).exists():
+            print(f"compiling the native kernels for {name}")
+            compile_library(name, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+// Cross-entropy of rows of logits, which are overwritten by their gradient: softmax minus one at the target.
+//
+// The contract of `softmax_cross_entropy` in model/kernels/cross_entropy.py. A row is read twice from the caches and
+// written once; its exponentials stay in fp32 between.
+#include <vector>
+
+#include "common.h"
+
+namespace {
+
+// softcap tanh(x / softcap), or x without one.
+template <bool CAPPED> inline float cap(float x, float softcap) { return CAPPED ? softcap * tanh_approx(x / softcap) : x; }
+
+template <bool CAPPED, class T>
+void cross_entropy(T* logits, const int64_t* targets, float* loss, Index N, Index V, Index vocab_size, float softcap, bool overwrite) {
+#pragma omp parallel
+    {
+        std::vector<float> row(vocab_size);
+        float* e = row.data();
+#pragma omp for schedule(static)
+        for (Index n = 0; n < N; n++) {
+            T* x = logits + n * V;
+            const Index target = targets[n];
+            float top = -INFINITY, total = 0, unordered = 0;
+#pragma omp simd reduction(max : top) reduction(+ : unordered)
+            for (Index v = 0; v < vocab_size; v++) {
+                const float score = cap<CAPPED>(to_float(x[v]), softcap);
+                top = std::max(top, score);
+                unordered += score != score ? 1.0f : 0.0f;
+            }
+            if (unordered > 0) top = NAN;  // std::max passes over a NaN
+#pragma omp simd reduction(+ : total)
+            for (Index v = 0; v < vocab_size; v++) {
+                e[v] = exp_approx(cap<CAPPED>(to_float(x[v]), softcap) - top);
+                total += e[v];
+            }
+            if (top != top) total = NAN;
+            loss[n] = target < 0 ? 0.0f : std::log(total) + top - cap<CAPPED>(to_float(x[target]), softcap);
+            if (!overwrite) continue;
+            const float scale = 1.0f / total;
+            for (Index v = 0; v < vocab_size; v++) e[v] *= scale;
+            if (target >= 0) e[target] -= 1.0f;
+            if (CAPPED)
+                for (Index v = 0; v < vocab_size; v++) {
+                    const float share = cap<CAPPED>(to_float(x[v]), softcap) / softcap;
+                    e[v] *= 1.0f - share * share;
+                }
+            for (Index v = 0; v < vocab_size; v++) x[v] = round_to<T>(e[v]);
+            for (Index v = vocab_size; v < V; v++) x[v] = round_to<T>(0.0f);
+        }
+    }
+}
+
+}  // namespace
+
+EXPORT void megatoken_cross_entropy(DType dtype, void* logits, const int64_t* targets, float* loss, Index N, Index V, Index vocab_size,
+                                    float softcap, int32_t overwrite) {
+    with_type(dtype, [&](auto t) {
+        using T = decltype(t);
+        const auto compute = softcap > 0 ? cross_entropy<true, T> : cross_entropy<false, T>;
+        compute((T*)logits, targets, loss, N, V, vocab_size, softcap, overwrite);
+    });
+}

@@ -1,0 +1,104 @@
+"""The compiled kernels, loaded with ctypes: `find_library()` is None where there are none for this processor."""
+
+import ctypes
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatoken.native.build import library_name, runnable_instruction_sets
+
+NO_LIBRARY = "install g++ and run python -m megatoken.native.build"
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # enum DType in kernels/common.h
+
+
+class AdamWUpdate(ctypes.Structure):
+    """struct AdamW in kernels/adamw.cc."""
+
+    _fields_ = [
+        (name, c_float)
+        for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "correction1", "correction2", "grad_scale")
+    ]
+
+
+class View(ctypes.Structure):
+    """struct View in kernels/attention.cc: (B, heads, rows, D), strides in elements, D contiguous."""
+
+    _fields_ = (("data", c_void_p), ("batch_stride", c_int64), ("head_stride", c_int64), ("row_stride", c_int64))
+
+
+class Matrix(ctypes.Structure):
+    """struct Matrix in kernels/matmul.cc: strides in elements."""
+
+    _fields_ = (("data", c_void_p), ("row_stride", c_int64), ("col_stride", c_int64))
+
+
+class Matmul(ctypes.Structure):
+    """struct Matmul in kernels/matmul.cc."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("out_dtype", c_int32),
+        *((name, c_int64) for name in "MNK"),
+        *((name, Matrix) for name in ("a", "b", "c")),
+        ("bias", c_void_p),
+        ("row_sums", c_void_p),
+        ("accumulate", c_int32),
+    )
+
+
+VIEW = ctypes.POINTER(View)
+# The functions' arguments, after which ctypes converts addresses and numbers; they return nothing, or a c_double.
+SIGNATURES = {
+    "norm_forward": [c_int32, *[c_void_p] * 6, c_int64, c_int64, c_float, c_int32],
+    "norm_backward": [c_int32, *[c_void_p] * 8, c_int64, c_int64, c_int32],
+    "gelu_forward": [c_int32, c_void_p, c_void_p, c_int64],
+    "gelu_backward": [c_int32, c_void_p, c_void_p, c_void_p, c_int64],
+    "swiglu_forward": [c_int32, *[c_void_p] * 3, c_int64],
+    "swiglu_backward": [c_int32, *[c_void_p] * 5, c_int64],
+    "cross_entropy": [c_int32, *[c_void_p] * 3, c_int64, c_int64, c_int64, c_float, c_int32],
+    "adamw": [*[c_void_p] * 4, c_int32, c_void_p, c_int64, ctypes.POINTER(AdamWUpdate)],
+    "sum_of_squares": [c_int32, c_void_p, c_int64],
+    "matmul": [ctypes.POINTER(Matmul)],
+    "attention_forward": [c_int32, *[VIEW] * 4, c_void_p, *[c_int64] * 6, c_int32],
+    "attention_backward": [c_int32, *[VIEW] * 5, c_void_p, *[VIEW] * 3, *[c_int64] * 5],
+}
+RETURNS = {"sum_of_squares": c_double}
+
+
+class Library:
+    """The kernels for one instruction set: `library.call("norm_forward", ...)`."""
+
+    def __init__(self, instruction_set: str, path: Path) -> None:
+        self.instruction_set = instruction_set
+        loaded = ctypes.CDLL(str(path))
+        self._functions = {name: getattr(loaded, f"megatoken_{name}") for name in SIGNATURES}
+        for name, function in self._functions.items():
+            function.argtypes, function.restype = SIGNATURES[name], RETURNS.get(name)
+
+    def call(self, name: str, *arguments: object) -> float:
+        """Call a kernel; a tensor stands for the address of its first value."""
+        addresses = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
+        return self._functions[name](*addresses)  # type: ignore[no-any-return]
+
+
+@cache
+def find_library(instruction_set: str = "", folder: Path = Path(__file__).parent) -> Library | None:
+    """The kernels for an instruction set, or for the best one that this processor has and that was compiled.
+
+    None where none was. torch, which is imported above, has loaded the OpenMP runtime that they use.
+    """
+    for name in [instruction_set] if instruction_set else runnable_instruction_sets():
+        path = folder / library_name(name)
+        if path.exists():
+            return Library(name, path)
+    return None
+
+
+def loaded_library() -> Library:
+    """The kernels, for an operation that was chosen where `find_library` found them."""
+    library = find_library()
+    assert library is not None, "the caller asks find_library() first"
+    return library

@@ -1,0 +1,130 @@
+"""Chromium without a window, by the DevTools protocol over pipes: what a reader sees, hears and reaches by keyboard."""
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+OPTIONS += ["--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"]
+STUCK_SECONDS = 120.0
+
+
+def find_browser() -> str | None:
+    return shutil.which("chromium") or shutil.which("google-chrome")
+
+
+class Browser:
+    """One page. Raises RuntimeError for a command that fails and for an exception of the page's script."""
+
+    def __init__(self, program: str) -> None:
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        to_browser, self._write = os.pipe()
+        self._read, from_browser = os.pipe()
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (to_browser, from_browser)]
+        command = [program, *OPTIONS, f"--user-data-dir={self._profile.name}"]
+        # The browser reads from descriptor 3 and writes to 4.
+        shell = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", *command]
+        self._process = subprocess.Popen(
+            shell, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for end in (to_browser, from_browser, *ends):
+            os.close(end)
+        self._buffer, self._count, self._session = b"", 0, {}
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Runtime", "Network", "Accessibility"):
+            self.call(f"{domain}.enable")
+        self.resize(1280)
+
+    def resize(self, width: int, height: int = 900, *, dark: bool = False) -> None:
+        """The window's size, and what its user prefers."""
+        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **sizes)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._write)
+        os.close(self._read)
+        self._profile.cleanup()
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            if not select.select([self._read], [], [], STUCK_SECONDS)[0]:
+                raise RuntimeError("the browser does not answer")
+            if not (block := os.read(self._read, 1 << 16)):
+                raise RuntimeError("the browser has ended")
+            self._buffer += block
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return dict(json.loads(message))
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": parameters, **self._session}
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while (answer := self._receive()).get("id") != self._count:
+            self.events.append(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return dict(answer["result"])
+
+    def open(self, page: Path) -> None:
+        """Load a page to its end."""
+        self.events.clear()
+        self.call("Page.navigate", url=page.as_uri())
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._receive())
+        for event in self.events:
+            if event["method"] == "Runtime.exceptionThrown":
+                raise RuntimeError(event["params"]["exceptionDetails"])
+
+    def evaluate(self, script: str) -> Any:
+        """The value of an expression on the page."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(answer["exceptionDetails"])
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """A key by its name in the DOM, such as Tab."""
+        codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Enter": 13}
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+
+    def list_spoken(self) -> list[dict[str, Any]]:
+        """What a screen reader is told, in order: role, name and properties of each node that it does not pass over."""
+        found = []
+        for node in self.call("Accessibility.getFullAXTree")["nodes"]:
+            if not node["ignored"]:
+                properties = {each["name"]: each["value"].get("value") for each in node.get("properties", ())}
+                name = node.get("name", {}).get("value", "")
+                found.append({"role": node["role"]["value"], "name": name, **properties})
+        return found
+
+    def list_requests(self) -> list[str]:
+        """Addresses that the page has asked for."""
+        sent = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def save_picture(self, target: Path) -> None:
+        """The whole page as PNG."""
+        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        target.write_bytes(base64.b64decode(answer["data"]))

@@ -1,0 +1,243 @@
+"""The switches that neither GPT-2 nor LLaMA has: values by their formulas, initial weights, golden losses."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatoken.config.load import load_config
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.errors import ConfigError
+from megatoken.model.flops import expected_initial_loss
+from megatoken.model.gpt import GPT, TreeMask, set_activation_checkpointing, set_attention
+from megatoken.model.loss import cap_logits
+from megatoken.train.step import train_step
+from tests.tiny_model import CPU, TINY_GPT, TINY_MODERN, tiny_batch, tiny_state, tiny_step_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(7))
+
+
+def learn(model: GPT, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for _ in range(steps + 1):
+        loss = model.loss(IDS[:, :-1], IDS[:, 1:])
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def scramble(model: GPT) -> GPT:
+    """Random values in every parameter, so that none of them is neutral."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"qk_norm": True},
+        {"mlp": "relu2"},
+        {"embedding_norm": True},
+        {"residual_scales": True},
+        {"value_embeddings": True},
+        {"logit_softcap": 5.0},
+        {"window": 5},
+    ],
+    ids=str,
+)
+def test_every_switch_works_alone_and_begins_near_ln_v(switch: dict[str, Any]) -> None:
+    model = GPT(replace(TINY_GPT, **switch), seed=0)
+    losses = learn(model)
+    assert losses[0] == pytest.approx(math.log(97), abs=0.1)
+    assert losses[-1] < losses[0] - 0.3
+    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
+
+
+@pytest.mark.parametrize("switch", [{"residual_scales": True}, {"value_embeddings": True}], ids=str)
+def test_a_switch_that_begins_neutral_changes_little_at_first(switch: dict[str, Any]) -> None:
+    """Scales begin at 1 and 0, value embeddings small beside values."""
+    plain, model = GPT(TINY_GPT, seed=0), GPT(replace(TINY_GPT, **switch), seed=0)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    for block in model.blocks if "value_embeddings" in switch else ():
+        if block.attention.value_tokens is not None:
+            torch.nn.init.zeros_(block.attention.value_tokens.weight)
+    torch.testing.assert_close(model.logits(IDS), plain.logits(IDS), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [1.0, 15.0, 1000.0])
+def test_capped_logits(softcap: float) -> None:
+    logits = torch.linspace(-60, 60, 1001)
+    expected = softcap * torch.tanh(logits.double() / softcap)
+    torch.testing.assert_close(cap_logits(logits, softcap).double(), expected, rtol=0, atol=2.4e-7 * softcap)
+    assert cap_logits(logits, 0.0) is logits
+
+
+def test_golden_losses() -> None:
+    """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
+    assert learn(GPT(TINY_MODERN, seed=1337)) == pytest.approx([4.583349, 4.179964, 3.853915, 3.557496], abs=1e-5)
+    model = GPT(replace(TINY_MODERN, zero_init=True), seed=1337)
+    assert learn(model) == pytest.approx([4.574711, 4.34221, 3.992499, 3.633748], abs=1e-5)
+
+
+def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_third_step() -> None:
+    config = replace(TINY_MODERN, zero_init=True)
+    assert config == TINY_MODERN  # the same network
+    model = GPT(config, seed=0)
+    zero = {name for name, p in model.named_parameters() if p.dim() == 2 and not p.any()}
+    layers = [f"blocks.{layer}." for layer in range(2)]
+    assert zero == {
+        "head.weight",
+        "blocks.1.attention.value_gate.weight",
+        *(f"{layer}attention.out.weight" for layer in layers),
+        *(f"{layer}mlp.down.weight" for layer in layers),
+    }
+    assert learn(model, steps=2)[0] == pytest.approx(expected_initial_loss(config), rel=1e-6)
+    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
+    state, (inputs, targets) = tiny_state(model_config=config), tiny_batch()
+    assert train_step(state, tiny_step_config(), CPU, inputs, targets).loss == pytest.approx(math.log(97), rel=1e-6)
+
+
+def test_initial_scales_and_gates_of_presets_are_neutral() -> None:
+    model = GPT(replace(PRESETS["modern-5m"], n_layer=4, vocab_size=130))
+    assert model.residual_scales.tolist() == [1.0] * 4
+    assert model.embedding_scales.tolist() == [0.0] * 4
+    with_values = [block.attention.value_tokens is not None for block in model.blocks]
+    assert with_values == [False, True, False, True]
+    table = model.blocks[3].attention.value_tokens.weight
+    assert table.shape == (256, 256)
+    assert table[:130].std().item() == pytest.approx(0.02, rel=0.05)
+    assert not table[130:].any()
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def test_hidden_states_are_those_of_the_formulas() -> None:
+    """The whole forward written down once more, with learned positions and a key for every query."""
+    config = replace(TINY_MODERN, n_kv_head=0, pos_emb="learned", n_head=4)
+    model = scramble(GPT(config, seed=3))
+    w = model.state_dict()
+    x = e = rms(w["tokens.weight"][IDS] + w["positions.weight"], w["embedding_norm.weight"])
+    for layer in range(config.n_layer):
+        b = f"blocks.{layer}."
+        x = w["residual_scales"][layer] * x + w["embedding_scales"][layer] * e
+        h = rms(x, w[f"{b}norm1.weight"])
+        q, k, v = (part.view(4, 16, 4, 8) for part in (h @ w[f"{b}attention.qkv.weight"].T).split(32, -1))
+        q, k = rms(q, w[f"{b}attention.q_norm.weight"]), rms(k, w[f"{b}attention.k_norm.weight"])
+        if layer == 1:
+            gates = 2 * torch.sigmoid(h @ w[f"{b}attention.value_gate.weight"].T)
+            v = v + gates[..., None] * w[f"{b}attention.value_tokens.weight"][IDS].view(4, 16, 4, 8)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        distance = torch.arange(16)[:, None] - torch.arange(16)
+        seen = (distance >= 0) & (distance < (5 if layer == 0 else 16))
+        y = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        y = y.transpose(1, 2).reshape(4, 16, 32)
+        x = x + y @ w[f"{b}attention.out.weight"].T
+        h = rms(x, w[f"{b}norm2.weight"]) @ w[f"{b}mlp.up.weight"].T
+        x = x + h.clamp(min=0).pow(2) @ w[f"{b}mlp.down.weight"].T
+    logits = 5 * torch.tanh(rms(x, w["norm.weight"]) @ w["head.weight"][:97].T / 5)
+    found = model.logits(IDS)
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+    assert 4 < float(found.detach().abs().max()) <= 5
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("attention", ["flash", "blocked", "explicit"])
+def test_low_precision_stays_near_fp32(norm: str, attention: str) -> None:
+    """Under autocast queries, keys and values have one dtype, whatever their norms and embeddings compute in."""
+    model = GPT(replace(TINY_MODERN, norm=norm), seed=3)
+    set_attention(model, attention)
+    expected = model.loss(IDS, IDS.roll(-1, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(IDS, IDS.roll(-1, 1))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    loss.backward()
+    low = GPT(model.config, seed=3).bfloat16()
+    set_attention(low, attention)
+    assert low.loss(IDS, IDS.roll(-1, 1)).item() == pytest.approx(expected.item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("recompute", ["gelu", "block"])
+def test_recomputing_changes_nothing(recompute: str) -> None:
+    losses = []
+    for mode in ("none", recompute):
+        model = GPT(replace(TINY_MODERN, dropout=0.1), seed=5)
+        set_activation_checkpointing(model, mode)
+        torch.manual_seed(0)
+        losses.append(learn(model))
+    assert losses[0] == losses[1]
+
+
+def test_a_tree_of_tokens_has_the_logits_of_its_sequences() -> None:
+    model = scramble(GPT(TINY_MODERN, seed=0))
+    ids = IDS[:2, :8].clone()
+    ids[1, :3] = ids[0, :3]
+    mask = torch.ones(13, 13, dtype=torch.bool).tril()
+    mask[8:, 3:8] = False
+    positions = torch.cat([torch.arange(8), torch.arange(3, 8)])[None]
+    tree_mask = TreeMask(positions_BT=positions, attn_mask_BTT=mask[None])
+    tree = model.lm_head(model(torch.cat([ids[0], ids[1, 3:]])[None], tree_mask=tree_mask))[0]
+    expected = model.logits(ids)
+    torch.testing.assert_close(tree[:8], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tree[8:], expected[1, 3:], rtol=1e-4, atol=1e-4)
+
+
+def test_norms_and_scales_are_not_decayed() -> None:
+    state = tiny_state(model_config=TINY_MODERN)
+    decayed, plain = (len(group["params"]) for group in state.optimizer.param_groups)
+    assert (decayed, plain) == (2 + 2 * 4 + 2, 2 + 2 * 2 + 2 * 2 + 2)  # norms, of heads, scales
+
+
+def test_padding_ids_have_no_logits_and_get_no_gradient() -> None:
+    model = GPT(TINY_MODERN)
+    model.loss(IDS, IDS.roll(-1, 1)).backward()
+    for weight in (model.tokens.weight, model.head.weight, model.blocks[1].attention.value_tokens.weight):
+        assert torch.count_nonzero(weight[97:]) == torch.count_nonzero(weight.grad[97:]) == 0
+    assert model.logits(IDS).shape == (4, 16, 97)
+
+
+def test_windows_of_layers() -> None:
+    four = ModelConfig(n_layer=9, window=4)
+    assert four.windows == [4, 4, 4, 0, 4, 4, 4, 0, 0]
+    assert replace(four, window_pattern="SL", n_layer=3).windows == [4, 0, 0]
+    assert replace(four, window=0).windows == [0] * 9
+    with pytest.raises(ConfigError, match=r"window_pattern 'SXL' is not made of S and L .* write it as SSSL"):
+        load_config("quickstart", "model.window=4", "model.window_pattern=SXL")
+
+
+@pytest.mark.parametrize("attention", ["flash", "blocked", "explicit"])
+def test_no_token_reaches_beyond_the_windows_of_its_layers(attention: str) -> None:
+    config = replace(TINY_MODERN, seq_len=200, n_layer=3, window=7, window_pattern="S")
+    model, ids = GPT(config, seed=1), torch.arange(200)[None] % 97
+    set_attention(model, attention)
+    found: list[Tensor] = []
+    model.blocks[1].register_forward_hook(lambda _, __, x_BTC: found.append(x_BTC.detach()))
+    model(ids)
+    model(ids.index_fill(1, torch.tensor([50]), 7))
+    difference = (found[1] - found[0]).abs().amax(-1)[0]
+    assert difference.nonzero().flatten().tolist() == list(range(50, 50 + 2 * 6 + 1))
+
+
+def test_an_attention_without_windows_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attention 'fa2' has no windows — machine.attention — use auto"):
+        set_attention(GPT(TINY_MODERN), "fa2")
+    set_attention(GPT(TINY_GPT), "fa2")
+
+
+def test_value_embeddings_of_layers() -> None:
+    for n_layer, expected in ((1, [0]), (2, [1]), (5, [0, 2, 4])):
+        assert list(ModelConfig(n_layer=n_layer, value_embeddings=True).value_embedding_layers) == expected
+    assert list(ModelConfig().value_embedding_layers) == []

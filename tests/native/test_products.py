@@ -1,0 +1,199 @@
+"""The compiled matrix products beside fp64, for every instruction set at hand; AMX is emulated where there is none."""
+
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatoken.native import build, products
+from megatoken.native.build import INSTRUCTION_SETS, runnable_instruction_sets
+from megatoken.native.library import Library
+from megatoken.system.environment import find_compiler
+from tests.native.conftest import EMULATED_AMX
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = [1, 2, 3, 5, 13, 16, 31, 33, 47, 64, 97, 130]
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def library(request: pytest.FixtureRequest, native_library: Callable[[str], Library]) -> Library:
+    """Products are computed with this instruction set."""
+    loaded = native_library(request.param)
+    request.getfixturevalue("monkeypatch").setattr(products, "loaded_library", lambda: loaded)
+    return loaded
+
+
+@pytest.fixture
+def fastest(request: pytest.FixtureRequest, native_library: Callable[[str], Library]) -> Library:
+    """Products are computed with the best instruction set that this processor has."""
+    loaded = native_library(runnable_instruction_sets()[0])
+    request.getfixturevalue("monkeypatch").setattr(products, "loaded_library", lambda: loaded)
+    return loaded
+
+
+def draw(rows: int, cols: int, dtype: torch.dtype, rng: random.Random) -> Tensor:
+    """A matrix that is a part of a larger one, by rows or by columns, from any element on."""
+    top, left, spare = rng.randrange(3), rng.randrange(3), rng.randrange(9)
+    transposed = rng.random() < 0.5
+    height, width = (cols, rows) if transposed else (rows, cols)
+    whole = torch.randn(
+        top + height, left + width + spare, generator=torch.Generator().manual_seed(rng.randrange(99999))
+    )
+    part = whole.to(dtype)[top:, left : left + width]
+    return part.t() if transposed else part
+
+
+def assert_product(got: Tensor, a: Tensor, b: Tensor, added: Tensor | float = 0.0) -> None:
+    """`got` is a b + added: sums of fp32, rounded once where it is bf16."""
+    a, b = a.double(), b.double()
+    exact = a @ b + added
+    bound = 1e-6 * (a.abs() @ b.abs() + torch.as_tensor(added).abs()) + 1e-30
+    if got.dtype == torch.bfloat16:
+        bound = bound * 2 + 2.0**-8 * exact.abs()
+    assert ((got.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_any_size_and_layout(library: Library, dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    for case in range(40):
+        M, N, K = (rng.choice(SIZES) for _ in range(3))
+        a, b = draw(M, K, dtype, rng), draw(K, N, dtype, rng)
+        bias = torch.randn(N, generator=torch.Generator().manual_seed(case)).to(dtype)
+        assert_product(products.matmul(a, b), a, b)
+        out, sums = torch.empty(M, N + 3)[:, 1:-2], torch.empty(M)
+        assert products.matmul(a, b, out, bias_N=bias, row_sums_M=sums) is out
+        assert_product(out, a, b, bias.double())
+        torch.testing.assert_close(sums.double(), a.double().sum(1), rtol=1e-5, atol=1e-5 * K**0.5)
+        before = out.double()
+        products.matmul(a, b, out, accumulate=True)
+        assert_product(out, a, b, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_beyond_the_result_is_written(library: Library, dtype: torch.dtype) -> None:
+    rng = random.Random(1)
+    for M, N, K in [(1, 1, 1), (3, 33, 7), (13, 31, 64), (33, 70, 130)]:
+        whole = torch.full((M + 2, N + 2), 7.0, dtype=dtype)
+        products.matmul(draw(M, K, dtype, rng), draw(K, N, dtype, rng), whole[1:-1, 1:-1])
+        whole[1:-1, 1:-1] = 7
+        assert (whole == 7).all()
+
+
+def test_without_rows_columns_or_inner_dimension(library: Library) -> None:
+    assert products.matmul(torch.ones(0, 5), torch.ones(5, 4)).shape == (0, 4)
+    assert products.matmul(torch.ones(4, 5), torch.ones(5, 0)).shape == (4, 0)
+    sums = torch.ones(6)
+    assert products.matmul(torch.ones(6, 0), torch.ones(0, 40), row_sums_M=sums).equal(torch.zeros(6, 40))
+    assert sums.equal(torch.zeros(6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_sums_in_chunks(library: Library, dtype: torch.dtype) -> None:
+    rng = random.Random(2)
+    for M, N, K in [(70, 50, 6500), (30, 61, 3073)]:
+        a, b, sums = draw(M, K, dtype, rng), draw(K, N, dtype, rng), torch.empty(M)
+        assert_product(products.matmul(a, b, torch.empty(M, N), row_sums_M=sums), a, b)
+        torch.testing.assert_close(sums.double(), a.double().sum(1), rtol=1e-5, atol=1e-3)
+
+
+def test_long_sums_of_a_large_result_in_strips(fastest: Library) -> None:
+    a, b = (torch.randn(2100, 3100, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
+    got = products.matmul(a, b.t(), torch.empty(2100, 2100))
+    torch.testing.assert_close(got, a.float() @ b.float().t(), rtol=1e-4, atol=2e-3)
+
+
+def assert_same(call: Callable[..., Tensor], twin: Callable[..., Tensor], inputs: list[Tensor | None]) -> None:
+    """Values and gradients of `call` are those of `twin` in fp64, within rounding."""
+    given = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    exact = [None if x is None else x.double().requires_grad_() for x in inputs]
+    y, expected = call(*given), twin(*exact)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
+    y.backward(dy)
+    expected.backward(dy.double())
+    pairs = [(y.detach(), expected.detach())]
+    pairs += [(x.grad, e.grad) for x, e in zip(given, exact, strict=True) if x is not None and e is not None]
+    for got, wanted in pairs:
+        assert got is not None
+        assert wanted is not None
+        assert got.dtype == y.dtype
+        size = wanted.square().mean().sqrt()
+        assert (got.double() - wanted).abs().max() < (2e-5 if y.dtype == torch.float32 else 0.04) * size
+        assert (got.double() - wanted).square().mean().sqrt() < (2e-6 if y.dtype == torch.float32 else 0.004) * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: bool) -> None:
+    rng = random.Random(4)
+    for N, width, hidden in [(1, 16, 40), (3, 37, 65), (70, 64, 96), (129, 130, 33)]:
+        x = draw(N, width, dtype, rng).unsqueeze(0)
+        weight, bias = draw(hidden, width, dtype, rng) / 8, torch.linspace(-1, 1, hidden).to(dtype)
+        assert_same(products.linear, F.linear, [x, weight, bias if biased else None])
+
+
+def test_only_the_gradients_that_are_needed(fastest: Library) -> None:
+    x, weight, bias = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5)
+    products.linear(x, weight, bias.requires_grad_()).sum().backward()
+    assert x.grad is None
+    assert weight.grad is None
+    assert bias.grad is not None
+    assert bias.grad.equal(torch.full((5,), 3.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_with_any_number_of_threads(library: Library, dtype: torch.dtype) -> None:
+    rng, threads = random.Random(5), torch.get_num_threads()
+    cases = [
+        (draw(M, K, dtype, rng), draw(K, N, dtype, rng)) for M, N, K in [(2, 99, 64), (130, 257, 96), (301, 45, 3500)]
+    ]
+    results = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            sums = [torch.empty(len(a)) for a, _ in cases]
+            results.append([products.matmul(a, b, row_sums_M=s) for (a, b), s in zip(cases, sums, strict=True)] + sums)
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_reaches_its_row_and_column_only(library: Library, dtype: torch.dtype, value: float) -> None:
+    a, b = torch.ones(50, 40, dtype=dtype), torch.ones(40, 45, dtype=dtype)
+    a[17, 9] = b[3, 21] = value
+    finite = products.matmul(a, b).isfinite()
+    expected = torch.ones(50, 45, dtype=torch.bool)
+    expected[17, :] = expected[:, 21] = False
+    assert finite.equal(expected)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_sanitizers_find_nothing(instruction_set: str, tmp_path: Path) -> None:
+    """Products over odd sizes, on memory of just their size: no access beyond it, no undefined behaviour."""
+    compiler, runnable = find_compiler(), runnable_instruction_sets()
+    if not compiler:
+        pytest.skip("no C++ compiler")
+    options = INSTRUCTION_SETS[instruction_set][1]
+    if instruction_set == "amx" and "amx" not in runnable and "avx512_bf16" in runnable:
+        options = EMULATED_AMX
+    elif instruction_set not in runnable:
+        pytest.skip(f"this processor has no {instruction_set}")
+    driver = tmp_path / "driver"
+    sanitize = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    source = Path(__file__).with_name("products_driver.cc")
+    command = [compiler, *build.OPTIONS, *options, *sanitize, f"-I{build.SOURCES}", str(source), "-o", str(driver)]
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in compiled.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert compiled.returncode == 0, compiled.stderr
+    result = subprocess.run([driver], capture_output=True, text=True, timeout=200)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "150 products\n"
