@@ -116,6 +116,32 @@ class Tokenizer:
         """Whether every token has the same id in both, so that a model of one can read text of the other."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab())
 
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the tokens that no text is encoded to, such as end-of-text and those of a chat template."""
+        return {
+            token["content"]: token["id"] for token in json.loads(self.to_json())["added_tokens"] if token["special"]
+        }
+
+    def add_special_tokens(self, tokens: Sequence[str], name: str) -> "Tokenizer":
+        """A tokenizer called `name` in which `tokens` are special too: those it lacks get the ids after the last one.
+
+        Raises DataError where one of them is text that this vocabulary encodes.
+        """
+        inner, missing = tokenizers.Tokenizer.from_str(self.to_json()), [t for t in tokens if t not in self.special_ids]
+        inner.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in missing])
+        if [inner.token_to_id(token) for token in missing] != [self.vocab_size + n for n in range(len(missing))]:
+            what = (
+                f"{', '.join(missing)} cannot be added as special tokens: the vocabulary has gaps or knows them as text"
+            )
+            raise DataError(what, self.name, "use another tokenizer")
+        return Tokenizer(inner, name, self.eot)
+
+    def count_tokens_within(self, text: str, characters: int) -> int:
+        """How many of the text's first tokens lie in its first `characters`, whole."""
+        ends = [end for _, end in self._inner.encode(text, add_special_tokens=False).offsets]
+        return next((n for n, end in enumerate(ends) if end > characters), len(ends))
+
     def encode(self, text: str) -> Ids:
         """Ids of `text`, uint32, nothing added; special tokens in it are plain text."""
         return self._encode(text)
