@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.model.loss import cross_entropy
+from megatoken.model.loss import cross_entropy, token_log_probs
 
 
 def make(rows: int, time: int, width: int, vocab: int, padded: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -145,3 +145,40 @@ def test_a_loss_scale_keeps_small_fp16_gradients(chunk: int) -> None:
         found = run(hidden, weight, targets, vocab=30, chunk=chunk, scale=2.0**-20 * 2.0**16)
     expected = reference(hidden, weight, targets, vocab=30)
     assert relative(found[2], expected[2] * 2.0**-4) < 2e-3
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 64])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_log_probabilities_of_targets(chunk: int, softcap: float):
+    """Against torch's log-softmax of all logits in fp64, and their gradients for a loss that weighs every token."""
+    hidden, weight, targets = make(3, 5, 8, 11, 16, seed=1)
+    targets[0, :3] = targets[2, 4] = -1
+    weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
+    found, expected = [], []
+    for dtype, results in ((torch.float32, found), (torch.float64, expected)):
+        h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
+        if dtype == torch.float32:
+            options = {"vocab_size": 11, "softcap": softcap, "temperature": 0.7, "chunk": chunk}
+            log_probs = token_log_probs(h, w, targets, **options)
+        else:
+            logits = (h @ w.T)[..., :11]
+            logits = softcap * (logits / softcap).tanh() if softcap else logits
+            log_probs = (logits / 0.7).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+            log_probs = log_probs * (targets >= 0)
+        (log_probs * weights).sum().backward()
+        results += [log_probs, h.grad, w.grad]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
+
+
+def test_log_probabilities_sum_to_the_cross_entropy():
+    hidden, weight, targets = make(3, 5, 8, 11, 16, seed=3)
+    total, _ = cross_entropy(hidden, weight, targets, vocab_size=11)
+    assert -token_log_probs(hidden, weight, targets, vocab_size=11).sum().item() == pytest.approx(
+        total.item(), rel=1e-6
+    )
+
+
+def test_log_probabilities_without_a_target():
+    hidden, weight, targets = make(1, 2, 8, 11, 16, seed=3)
+    assert token_log_probs(hidden.requires_grad_(), weight, targets - 99, vocab_size=11).tolist() == [[0.0, 0.0]]

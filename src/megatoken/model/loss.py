@@ -54,6 +54,40 @@ def cross_entropy(
         return total, count
 
 
+def token_log_probs(
+    hidden_BTC: Tensor,
+    lm_head_VC: Tensor,
+    targets_BT: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """log p (B, T), fp32, of each target in softmax(logits / temperature), 0 for targets below 0; differentiable.
+
+    chunk: rows of logits at once, which the backward computes again; 0: all at once, kept. Only rows with a target are
+    computed.
+    """
+    device = hidden_BTC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
+    targets_N = targets_BT.flatten()
+    index_N = torch.nonzero(targets_N >= 0)[:, 0]
+    hidden_NC, targets = hidden_BTC.flatten(0, 1)[index_N], targets_N[index_N]
+
+    def score(h_NC: Tensor, t_N: Tensor) -> Tensor:
+        logits_NV = F.linear(h_NC.to(dtype), lm_head_VC.to(dtype)).float()[:, :vocab_size]
+        return -F.cross_entropy(cap_logits(logits_NV, softcap) / temperature, t_N, reduction="none")
+
+    with torch.autocast(device, enabled=False):
+        if chunk == 0:
+            scores = score(hidden_NC, targets)
+        else:
+            pairs = zip(torch.split(hidden_NC, chunk), torch.split(targets, chunk), strict=True)
+            scores = torch.cat([checkpoint(score, h_NC, t_N, use_reentrant=False) for h_NC, t_N in pairs])
+        return scores.new_zeros(targets_N.shape).index_put((index_N,), scores).view_as(targets_BT)
+
+
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     """Logits bounded by `softcap` through c tanh(x / c), in fp32 (Gemma 2, Riviere et al. 2024); 0: as they are."""
     return 2 * softcap * torch.sigmoid(logits.float() * (2 / softcap)) - softcap if softcap else logits

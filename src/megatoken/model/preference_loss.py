@@ -1,0 +1,29 @@
+"""Losses of preferences: which of two answers to a prompt is better. All in fp32, without a reduction.
+
+Shapes: B pairs, each a chosen and a rejected answer.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def dpo_loss(
+    chosen_B: Tensor, rejected_B: Tensor, reference_chosen_B: Tensor, reference_rejected_B: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses, rewards of the chosen, rewards of the rejected), B each, of the summed log-probabilities of answers.
+
+    The sigmoid loss -log s(r_chosen - r_rejected) of the implicit rewards r = beta (log p - log p_reference) (Direct
+    preference optimization, Rafailov et al. 2023, equation 7). ln 2 where the model is its reference. Only the losses
+    are differentiable.
+    """
+    chosen = beta * (chosen_B - reference_chosen_B)
+    rejected = beta * (rejected_B - reference_rejected_B)
+    return pairwise_loss(chosen, rejected), chosen.detach(), rejected.detach()
+
+
+def pairwise_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+    """-log of the probability (B,) that the chosen answer is preferred, by the scores of both (Bradley and Terry 1952).
+
+    With the scores of a reward model this is its training loss (Ouyang et al. 2022, equation 1).
+    """
+    return -F.logsigmoid(chosen_B - rejected_B)

@@ -1,0 +1,105 @@
+"""Advantages, the clipped objective, KL and values against formulas written out token by token from the papers."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from megatoken.model.policy_loss import (
+    clipped_loss,
+    clipped_value_loss,
+    gae,
+    group_advantages,
+    has_difference,
+    kl_k3,
+    moments,
+    whiten,
+)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_group_advantages_are_standard_scores():
+    rewards = draw(5, 8)
+    for row, found in zip(rewards.tolist(), group_advantages(rewards).tolist(), strict=True):
+        mean, deviation = statistics.mean(row), statistics.stdev(row)
+        assert found == pytest.approx([(r - mean) / (deviation + 1e-4) for r in row], abs=1e-12)
+
+
+def test_a_group_without_a_difference_has_no_advantages():
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [1.0, 0.0, 0.0]])
+    assert group_advantages(rewards)[0].tolist() == [0.0, 0.0, 0.0]
+    assert group_advantages(rewards)[1].tolist() == pytest.approx([1.15450, -0.57725, -0.57725], abs=1e-4)
+    assert has_difference(rewards).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped", "slope"),
+    [
+        (1.0, 2.0, -2.0, False, -2.0),
+        (1.5, 2.0, -2.4, True, 0.0),  # more probable already than 1 + clip
+        (0.5, 2.0, -1.0, False, -1.0),  # a good token that lost probability keeps its gradient
+        (0.5, -2.0, 1.6, True, 0.0),
+        (1.5, -2.0, 3.0, False, 3.0),
+    ],
+)
+def test_the_clipped_objective_is_figure_1_of_ppo(
+    ratio: float, advantage: float, loss: float, clipped: bool, slope: float
+):
+    old = torch.tensor([[-1.0]])
+    new = (old + math.log(ratio)).requires_grad_()
+    found, was_clipped = clipped_loss(new, old, torch.tensor([[advantage]]), clip=0.2)
+    found.sum().backward()
+    assert found.item() == pytest.approx(loss, abs=1e-6)
+    assert was_clipped.item() is clipped
+    assert new.grad.item() == pytest.approx(slope, abs=1e-6)
+
+
+def test_k3_is_unbiased_and_never_negative():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    estimates = kl_k3(p.log(), q.log())
+    assert estimates.min() >= 0
+    assert (p * estimates).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-6)
+
+
+def test_gae_is_the_weighted_sum_of_temporal_differences():
+    """Equation 16 of Schulman et al. 2016, each advantage by its own sum; answers of 6, 3 and 1 tokens."""
+    rewards, values, lengths, gamma, lam = draw(3, 6), draw(3, 6, seed=1), [6, 3, 1], 0.9, 0.7
+    mask = torch.tensor([[float(t < n) for t in range(6)] for n in lengths], dtype=torch.float64)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for row, n in enumerate(lengths):
+        after = [*values[row, :n].tolist(), 0.0]
+        deltas = [rewards[row, t].item() + gamma * after[t + 1] - after[t] for t in range(n)]
+        expected = [sum((gamma * lam) ** k * deltas[t + k] for k in range(n - t)) for t in range(n)]
+        assert advantages[row].tolist() == pytest.approx(expected + [0.0] * (6 - n), abs=1e-12)
+        assert returns[row, :n].tolist() == pytest.approx([a + v for a, v in zip(expected, after[:n], strict=True)])
+    assert returns[mask == 0].abs().max() == 0
+
+
+def test_with_lambda_1_returns_are_the_discounted_rewards():
+    rewards = torch.tensor([[0.0, 0.0, 1.0]])
+    _, returns = gae(rewards, draw(1, 3).float(), torch.ones(1, 3), gamma=0.5, lam=1.0)
+    assert returns[0].tolist() == pytest.approx([0.25, 0.5, 1.0])
+
+
+def test_whitening_does_not_depend_on_the_split():
+    values, mask = draw(4, 6).float(), (draw(4, 6, seed=1) > 0).float()
+    whole = whiten(values, mask, moments(values, mask))
+    inside = whole[mask > 0].double()
+    assert inside.mean().abs() < 1e-6
+    assert inside.var().item() == pytest.approx(1.0, abs=1e-6)
+    sums = moments(values[:1], mask[:1]) + moments(values[1:], mask[1:])
+    torch.testing.assert_close(whiten(values[1:], mask[1:], sums), whole[1:], rtol=0, atol=1e-7)
+    assert whole[mask == 0].abs().max() == 0
+
+
+def test_values_are_clipped_where_that_costs_more():
+    values = torch.tensor([[1.0, 1.0, -1.0]], requires_grad=True)
+    losses = clipped_value_loss(values, torch.zeros(1, 3), torch.tensor([[2.0, 0.5, 0.0]]), clip=0.2)
+    # 1 is within 0.2 of 0 as 0.2; against 2 that is the larger error, against 0.5 the value's own is.
+    assert losses[0].tolist() == pytest.approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5])
+    losses.sum().backward()
+    assert values.grad[0].tolist() == pytest.approx([0.0, 0.5, -1.0])

@@ -1,0 +1,40 @@
+"""DPO and the loss of a reward model against their papers' formulas, and trl's figures."""
+
+import math
+
+import pytest
+import torch
+
+from megatoken.model.preference_loss import dpo_loss, pairwise_loss
+
+
+def test_the_loss_of_a_model_that_is_its_reference_is_ln_2():
+    log_probs = -100 * torch.rand(2, 8, generator=torch.Generator().manual_seed(0))
+    losses, chosen, rejected = dpo_loss(*log_probs, *log_probs, beta=0.1)
+    assert losses.tolist() == pytest.approx([math.log(2)] * 8, abs=1e-7)
+    assert chosen.tolist() == rejected.tolist() == [0.0] * 8
+
+
+def test_dpo_is_equation_7_of_its_paper():
+    draws = [-5 * torch.rand(16, generator=torch.Generator().manual_seed(seed)).double() for seed in range(4)]
+    policy_w, policy_l, ref_w, ref_l = (each.exp() for each in draws)  # as probabilities, as in the paper
+    losses, chosen, rejected = dpo_loss(*draws, beta=0.3)
+    ratio = (policy_w / ref_w) ** 0.3 / (policy_l / ref_l) ** 0.3
+    torch.testing.assert_close(losses, (1 + 1 / ratio).log(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(chosen - rejected, ratio.log(), rtol=0, atol=1e-12)
+
+
+def test_the_gradient_of_dpo_weighs_wrongly_ordered_pairs_more():
+    """Beneath equation 7: beta s(r_rejected - r_chosen), up for the chosen, down for the rejected."""
+    chosen = torch.tensor([-3.0, -9.0], requires_grad=True)
+    rejected = torch.tensor([-9.0, -3.0], requires_grad=True)
+    reference = torch.tensor([-6.0, -6.0])
+    dpo_loss(chosen, rejected, reference, reference, beta=0.5)[0].sum().backward()
+    weights = [0.5 / (1 + math.exp(3)), 0.5 / (1 + math.exp(-3))]
+    assert chosen.grad.tolist() == pytest.approx([-w for w in weights], abs=1e-7)
+    assert rejected.grad.tolist() == pytest.approx(weights, abs=1e-7)
+
+
+def test_the_pairwise_loss_is_the_chance_that_the_worse_wins():
+    losses = pairwise_loss(torch.tensor([2.0, 0.0, -1000.0]), torch.tensor([0.0, 2.0, 0.0]))
+    assert losses.tolist() == pytest.approx([0.12692801, 2.12692801, 1000.0], abs=1e-6)
