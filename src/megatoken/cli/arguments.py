@@ -184,7 +184,9 @@ def _add_prepare(add: Callable[..., Parser]) -> None:
         "source",
         metavar="SOURCE",
         help=sources
-        + "python, tinyshakespeare, tinystories, fineweb, fineweb-edu (of 10B tokens; -100bt, -350bt, -full)",
+        + "python, tinyshakespeare, exercises (sums and spelling as conversations; exercises-prompts and "
+        + "exercises-test: as prompts with answers), tinystories, fineweb, fineweb-edu (of 10B tokens; -100bt, -350bt, "
+        + "-full)",
     )
     doc = "dataset folder to write, or an address such as s3://bucket/data"
     arg("--out", required=True, type=path_or_address, help=doc)

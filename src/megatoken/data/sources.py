@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import io
 import os
 import re
 import stat
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from megatoken.config.words import suggest_choice
+from megatoken.data.exercises import EXERCISES
 from megatoken.data.shard_format import DESCRIPTION_NAME, INPUTS_NAME, MANIFEST_NAME, PROGRESS_NAME
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
@@ -49,7 +51,7 @@ HUB = {  # name -> dataset repository on the Hugging Face hub, its files
 }
 _TIMEOUT_SECONDS = 10
 INSTALL_DATA = 'pip install "megatoken[data]"'
-NAMES = ("python", "tinyshakespeare", *HUB)
+NAMES = ("python", "tinyshakespeare", *EXERCISES, *HUB)
 
 _OWN_NAMES = (MANIFEST_NAME, PROGRESS_NAME, INPUTS_NAME, "tokenizer.json", DESCRIPTION_NAME)
 _OWN_FILES = re.compile("|".join((*map(re.escape, _OWN_NAMES), r"(train|val)_[0-9]{6,}\.bin")))
@@ -114,6 +116,12 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         if not found:
             raise DataError("no Python sources here", library, "give root=, a folder of .py files")
         return _list_local("python", found)
+    if spec in EXERCISES:
+        if root:
+            raise ConfigError(f"--root has no effect beside {spec}", "--root", "leave it out: it is made here")
+        lines = EXERCISES[spec]()
+        made = File(f"{spec}.jsonl", spec, len(lines), 0, "lines", "")
+        return Source(spec, (made,), lambda _: io.BytesIO(lines), direct=True)
     if spec == "tinyshakespeare":
         return _find_shakespeare(root)
     if spec in HUB:
