@@ -9,21 +9,27 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megatoken.convert.hf.chat_files import describe_chat, drop_marks
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import CONFIG, WEIGHTS
+from megatoken.data.chat_template import ChatTemplate, Message, find_template
 from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError
+from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT, INIT_STD
 
 TOLERANCE = 2e-5  # of the largest logit: fp32 products in another order
 CHECK_SEQS, CHECK_TOKENS = 2, 64
+CHECK_CHAT = tuple(
+    Message(role, f"{role}: ja, 3 tokens — or\nfour.") for role in ("system", "user", "assistant", "user")
+)
 CHECK_TEXT = "Two tokenizers\nmust agree, même là où il y a 3 accents — and spaces.  "
 
 
 def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None:
     """Write config.json, generation_config.json, model.safetensors (without padding rows) and the tokenizer's files.
 
-    dtype: of the weights, fp32 or bf16. Raises ConfigError for an architecture that no model of transformers has.
+    With a chat template also that, its stop tokens as ends of text, ollama's Modelfile and a README. dtype: of the
+    weights, fp32 or bf16. Raises ConfigError for an architecture that no model of transformers has.
     """
     family = choose_family(model.config)
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -36,9 +42,14 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
     tensors = {name: view.to(torch_dtype).clone(memory_format=torch.contiguous_format) for name, view in views.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     bos = next(iter(tokenizer.bos_ids), tokenizer.eot)  # end-of-text separates documents: it begins and ends them
-    special_ids = {"bos_token_id": bos, "eos_token_id": tokenizer.eot}
+    template = template_of(tokenizer)
+    special_ids: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": tokenizer.eot}
     special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.decode([tokenizer.eot]))
     special_tokens["bos_token"] = tokenizer.decode([bos])
+    if template:
+        special_ids["eos_token_id"] = list(template.stop_ids)
+        special_tokens["eos_token"] = tokenizer.decode(template.stop_ids[:1])
+        special_tokens["pad_token"] = tokenizer.decode([tokenizer.eot])
     contents: dict[str, dict[str, Any]] = {
         CONFIG: {
             "architectures": [family.architecture],
@@ -55,12 +66,15 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
             **special_tokens,
             "model_max_length": model.config.seq_len,
             "clean_up_tokenization_spaces": False,
+            **({"chat_template": drop_marks(template)} if template else {}),
         },
         "special_tokens_map.json": special_tokens,
     }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    for name, text in describe_chat(template, family.model_type).items() if template else ():
+        (folder / name).write_text(text, encoding="utf-8")
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes it readable by the owner only
 
 
@@ -90,4 +104,17 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
     found_ids = hf_tokenizer(CHECK_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
     if found_ids != tokenizer.encode(CHECK_TEXT).tolist():
         raise CheckpointError("transformers tokenizes a text differently", str(folder), fix)
+    if template := template_of(tokenizer):
+        rows = [{"role": message.role, "content": message.content} for message in CHECK_CHAT]
+        found_ids = hf_tokenizer.apply_chat_template(rows, add_generation_prompt=True, return_dict=False)
+        if found_ids != template.encode(CHECK_CHAT, reply=True)[0]:
+            raise CheckpointError("transformers writes a conversation differently", str(folder), fix)
     return difference
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Its chat template, if it has one that is known here."""
+    try:
+        return find_template(tokenizer)
+    except ConfigError:
+        return None
