@@ -7,7 +7,8 @@ from typing import Any
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, spell_controls
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.sampling.generate import TextStream, check_settings, describe_window, generate_ids, prepare_decoding
+from megatoken.sampling.choose import check_settings
+from megatoken.sampling.generate import TextStream, describe_window, generate_ids, prepare_decoding
 from megatoken.system.device import memory_errors, open_device
 
 FLAGS = ("--tokens", "--temperature", "--top-k", "--top-p", "--n")

@@ -246,12 +246,18 @@ class GPT(nn.Module):
         elif dropout_keys_B is None:
             dropout_keys_B = torch.randint(2**32, ids_BT.shape[:1], device=ids_BT.device)
         past, T = 0 if cache is None else cache.length, ids_BT.shape[1]
-        positions, mask = torch.arange(past, past + T, device=ids_BT.device), None
+        positions = torch.arange(T, device=ids_BT.device) if cache is None else cache.place(T)
+        mask = None
         if tree_mask is not None:
             positions, mask = tree_mask.positions_BT, tree_mask.attn_mask_BTT[:, None]
+        elif positions.dim() == 2:  # rows of different lengths, a token each
+            mask = (torch.arange(past + 1, device=ids_BT.device) <= positions)[:, None, None]
         elif past and T > 1:  # the lower right corner of the causal square
             mask = torch.ones(1, 1, T, past + T, dtype=torch.bool, device=ids_BT.device).tril(past)
-        window_mask = None if cache is None and mask is None else self._window_mask(positions, past, mask)
+        window_mask = None
+        if self.config.window and not (cache is None and mask is None):
+            keys = positions if cache is None else torch.arange(past + T, device=ids_BT.device)
+            window_mask = self._window_mask(positions, keys, mask)
         cos_sin = rotary_cos_sin(self.config, positions)
         x_BTC = self.tokens(ids_BT)
         if self.positions is not None:
@@ -270,18 +276,13 @@ class GPT(nn.Module):
             else:
                 x_BTC = block(x_BTC, ids_BT, cache, cos_sin, block_mask, keys_B)
         if cache is not None:
-            cache.length += T
+            cache.advance(T)
         return self.norm(x_BTC)  # type: ignore[no-any-return]
 
-    def _window_mask(self, positions: Tensor, past: int, mask: Tensor | None) -> Tensor | None:
-        """`mask` within the window, (B or 1, 1, T, S), for queries at positions (T,) after `past` others, or (B, T)."""
-        if not self.config.window:
-            return None
-        if positions.dim() == 1:
-            keys, positions = torch.arange(past + len(positions), device=positions.device)[None], positions[None]
-        else:
-            keys = positions
-        distance = (positions[:, :, None] - keys[:, None, :])[:, None]
+    def _window_mask(self, positions: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        """`mask` within the window, (B or 1, 1, T, S), for queries at (T,) or (B, T), keys at (S,) or (B, S)."""
+        queries_BT, keys_BS = (x if x.dim() == 2 else x[None] for x in (positions, keys))
+        distance = (queries_BT[:, :, None] - keys_BS[:, None, :])[:, None]
         return (distance < self.config.window) & (distance >= 0 if mask is None else mask)
 
     @property

@@ -10,28 +10,67 @@ from megatoken.config.model_config import ModelConfig
 
 
 class KeyValueCache:
-    """Keys and values of every layer, (layers, N, K, capacity, D) each, allocated once.
+    """Keys and values of every layer, (layers, rows, K, capacity, D) each, allocated once.
 
-    Each layer appends; the model advances `length` after the last layer.
+    `lengths` are those of the rows in use, the first ones. The model places its new tokens, each layer appends, and the
+    model advances the lengths after the last layer. Rows of different lengths grow by one token at a time.
     """
 
     def __init__(
         self, config: ModelConfig, *, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         sizes = (config.n_layer, rows, config.kv_heads, capacity, config.d_head)
-        self._keys = torch.empty(sizes, dtype=dtype, device=device)
-        self._values = torch.empty_like(self._keys)
-        self.length = 0
+        # Zeros, because a short row's places up to the longest are read, with weight 0, which leaves no NaN out.
+        self._keys, self._values = torch.zeros(2, *sizes, dtype=dtype, device=device)
+        self.lengths = [0] * rows
+        self._row_and_end: tuple[Tensor, Tensor] | None = None  # of each row, where lengths differ
+
+    @property
+    def length(self) -> int:
+        """Of the longest row."""
+        return max(self.lengths)
+
+    def place(self, T: int) -> Tensor:
+        """Positions of the next tokens: (T,), or (N, 1) of rows of different lengths, where T is 1."""
+        device, length = self._keys.device, self.length
+        if min(self.lengths) == length:
+            self._row_and_end = None
+            return torch.arange(length, length + T, device=device)
+        assert T == 1
+        ends_N = torch.tensor(self.lengths, device=device)
+        self._row_and_end = torch.arange(len(ends_N), device=device), ends_N
+        return ends_N[:, None]
 
     def append(self, layer: int, k_NKTD: Tensor, v_NKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; return all it has so far, (N, K, S, D) each."""
-        end = self.length + k_NKTD.shape[2]
-        keys, values = self._keys[layer, :, :, :end], self._values[layer, :, :, :end]
-        keys[:, :, self.length :] = k_NKTD
-        values[:, :, self.length :] = v_NKTD
+        """Store a layer's new keys and values; return all so far, (N, K, S, D) each, S of the longest row."""
+        rows, start = len(self.lengths), self.length
+        end = start + k_NKTD.shape[2]
+        keys, values = self._keys[layer, :rows, :, :end], self._values[layer, :rows, :, :end]
+        if self._row_and_end is None:
+            keys[:, :, start:] = k_NKTD
+            values[:, :, start:] = v_NKTD
+        else:
+            row_N, end_N = self._row_and_end
+            keys[row_N, :, end_N] = k_NKTD[:, :, 0]
+            values[row_N, :, end_N] = v_NKTD[:, :, 0]
         return keys, values
 
-    def fork(self, n: int) -> None:
-        """Turn the single sequence into `n`, each with its own copy of the past."""
-        if n > 1:
-            self._keys, self._values = (x.repeat(1, n, 1, 1, 1) for x in (self._keys, self._values))
+    def advance(self, T: int) -> None:
+        """Count T tokens more in every row."""
+        self.lengths = [length + T for length in self.lengths]
+
+    def join(self, other: "KeyValueCache", copies: int) -> None:
+        """Append the only sequence of another cache as `copies` rows."""
+        start, length = len(self.lengths), other.length
+        for target, source in ((self._keys, other._keys), (self._values, other._values)):
+            target[:, start : start + copies, :, :length] = source[:, :, :, :length]
+        self.lengths += [length] * copies
+
+    def leave(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+        length = self.lengths[row] = self.lengths[-1]
+        last = len(self.lengths) - 1
+        if row != last:
+            for x in (self._keys, self._values):
+                x[:, row, :, :length] = x[:, last, :, :length]
+        self.lengths.pop()

@@ -1,27 +1,21 @@
 """Continuations of a prompt, one token at a time, with cached keys and values; the same for the same seed.
 
-The model's mode and torch's random state are left as they were. The last new token is not fed to the model, so the
-prompt may fill the context. Beyond it the window slides: the model sees the newest tokens alone, of a prompt its end.
-When the context is full, the oldest quarter is dropped, and keys and values of the rest, whose positions have changed,
-are computed again: a fraction of the work of dropping one token at a time, and each sees three quarters at least.
-
-Shapes: N sequences, V real vocabulary, T new tokens, K likeliest ids.
+The model's mode and torch's random state are left as they were. sampling/batch.py decodes.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import ConfigError, DataError, NumericsError
 from megatoken.model.gpt import GPT, set_attention, set_block_kernels
-from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.library import find_library
+from megatoken.sampling.batch import BatchDecoder, Request
+from megatoken.sampling.choose import check_settings
 from megatoken.system.device import Device
 
 DEFAULT_NEW_TOKENS = 128
@@ -99,110 +93,21 @@ def generate_ids(
     when logits are not finite.
     """
     check_settings(max_new_tokens, temperature, top_k, top_p, num_samples)
-    _check_prompt(model.config, prompt_ids)
-    weight = model.lm_head_weight
-    dtype = device.dtype if device is not None else weight.dtype
-    # Uniform numbers from [0, 1), from the CPU's generator on every device.
-    generators = [torch.Generator().manual_seed((seed + i) % 2**63) for i in range(num_samples)]
-    draws_TN = torch.stack([torch.rand(max_new_tokens, generator=each) for each in generators], 1).to(weight.device)
-    context = model.config.seq_len
-    seen_1T = torch.tensor([list(prompt_ids)[-context:]], device=weight.device)
-    drawn: list[Tensor] = []  # (N,) of each step
-    capacity = min(seen_1T.shape[1] + max_new_tokens - 1, context)
-    cache = KeyValueCache(model.config, rows=1, capacity=capacity, dtype=dtype, device=weight.device)
+    stop_ids = () if stop_id is None else (stop_id,)
+    request = Request(prompt_ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids)
     sequences: list[list[int]] = [[] for _ in range(num_samples)]
-    live = set(range(num_samples))
-    was_training = model.training
-    model.eval()
-    try:
-        with (
-            torch.inference_mode(),
-            device.autocast() if device is not None and dtype != weight.dtype else nullcontext(),
-        ):
-            hidden = model(seen_1T, cache)
-            logits_NV = model.lm_head(hidden[:, -1]).expand(num_samples, -1)
-            cache.fork(num_samples)
-            for step in range(max_new_tokens):
-                ids_N = choose_ids(logits_NV.float(), draws_TN[step], temperature, top_k, top_p)
-                if not torch.isfinite(logits_NV.gather(1, ids_N[:, None])).all():
-                    fix = "the weights are damaged or have diverged: use an earlier checkpoint"
-                    position = f"position {len(prompt_ids) + step}"
-                    raise NumericsError("the model's logits are not finite numbers", position, fix)
-                new_ids: list[int] = ids_N.tolist()
-                live -= {i for i in live if new_ids[i] == stop_id}
-                for i in live:
-                    sequences[i].append(new_ids[i])
-                if on_tokens is not None:
-                    on_tokens([id if i in live else None for i, id in enumerate(new_ids)])
-                if not live or step + 1 == max_new_tokens:
-                    break
-                drawn.append(ids_N)
-                ids_NT = ids_N[:, None]
-                if cache.length == context:
-                    all_NT = torch.cat([seen_1T.expand(num_samples, -1), torch.stack(drawn, 1)], 1)
-                    ids_NT, cache.length = all_NT[:, -max(3 * context // 4, 1) :], 0
-                logits_NV = model.lm_head(model(ids_NT, cache)[:, -1])
-    finally:
-        model.train(was_training)
+    with BatchDecoder(model, rows=num_samples, capacity=request.capacity, device=device) as decoder:
+        for i in range(num_samples):
+            decoder.add(i, replace(request, seed=seed + i))
+        while decoder.rows:
+            new_ids: list[int | None] = [None] * num_samples
+            for token in decoder.step():
+                if token.finish_reason != "stop":
+                    new_ids[token.row] = token.id
+                    sequences[token.row].append(token.id)
+            if on_tokens is not None:
+                on_tokens(new_ids)
     return sequences
-
-
-def choose_ids(logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """One id (N,) per row of logits: where its uniform draw from [0, 1) falls in the cumulative probability."""
-    if temperature == 0:
-        return logits_NV.argmax(-1)
-    tiny = torch.finfo(logits_NV.dtype).tiny  # a smaller number would count as 0
-    temperature, top_p = max(temperature, tiny), max(top_p, tiny)
-    if top_p < 1 and not top_k:
-        top_k = logits_NV.shape[-1]  # the cumulative probability starts at the likeliest, so all are sorted
-    sorted_ids_NK = None
-    if top_k:
-        logits_NV, sorted_ids_NK = logits_NV.topk(min(top_k, logits_NV.shape[-1]))
-    probs_NK = torch.softmax((logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature, dim=-1)
-    if top_p < 1:
-        probs_NK = probs_NK.masked_fill(cumulative_sum(probs_NK) - probs_NK >= top_p, 0.0)
-    cumulative_NK = cumulative_sum(probs_NK)
-    # An id without probability does not raise the sum, so the first index above the draw is never one.
-    thresholds_N1 = draws_N[:, None] * cumulative_NK[:, -1:]
-    indices_N1 = torch.searchsorted(cumulative_NK, thresholds_N1, right=True).clamp_(max=probs_NK.shape[-1] - 1)
-    return (indices_N1 if sorted_ids_NK is None else sorted_ids_NK.gather(1, indices_N1))[:, 0]
-
-
-def cumulative_sum(probs_NK: Tensor) -> Tensor:
-    """Cumulative sums of rows; a deterministic run adds on the CPU, because torch refuses to on CUDA."""
-    if torch.are_deterministic_algorithms_enabled():
-        return probs_NK.cpu().cumsum(-1).to(probs_NK.device)
-    return probs_NK.cumsum(-1)
-
-
-def check_settings(
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    num_samples: int,
-    names: Sequence[str] = ("max_new_tokens", "temperature", "top_k", "top_p", "num_samples"),
-) -> None:
-    """Raise ConfigError for a setting out of range. names: what the caller calls each."""
-    rules = (
-        (max_new_tokens, max_new_tokens >= 1, "1 or more"),
-        (temperature, 0 <= temperature < math.inf, "0 (greedy) or more"),
-        (top_k, top_k >= 0, "0 (all) or more"),
-        (top_p, 0 < top_p <= 1, "above 0, up to 1 (all)"),
-        (num_samples, num_samples >= 1, "1 or more"),
-    )
-    for name, (value, valid, expected) in zip(names, rules, strict=True):
-        if not valid:
-            raise ConfigError(f"{name} is {value}", "sampling", f"give {expected}")
-
-
-def _check_prompt(config: ModelConfig, prompt_ids: Sequence[int]) -> None:
-    if not prompt_ids:
-        raise ConfigError("prompt holds no tokens", "sampling", "begin with the end-of-text token")
-    index = next((index for index, id in enumerate(prompt_ids) if not 0 <= id < config.vocab_size), None)
-    if index is not None:
-        what = f"token id {prompt_ids[index]} is outside the model's vocabulary of {config.vocab_size}"
-        raise DataError(what, f"prompt position {index}", "encode it with the tokenizer the model was trained with")
 
 
 def prepare_decoding(model: GPT, device: Device) -> None:

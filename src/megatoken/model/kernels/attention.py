@@ -102,9 +102,9 @@ def flash_attention(
     if window:
         mask, causal = causal_mask(T, window, q_BHTD.device), False
     K = k_BKSD.shape[1]
-    if T == 1 and mask is None and K != H:  # the queries that share a key are rows of one query: no copies of keys
+    if T == 1 and K != H:  # the queries that share a key are rows of one query: no copies of keys
         rows_BKGD = q_BHTD.reshape(B, K, H // K, D)
-        return F.scaled_dot_product_attention(rows_BKGD, k_BKSD, v_BKSD).reshape(B, H, 1, D)
+        return F.scaled_dot_product_attention(rows_BKGD, k_BKSD, v_BKSD, attn_mask=mask).reshape(B, H, 1, D)
     return F.scaled_dot_product_attention(
         q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal and T > 1, enable_gqa=K != H
     )

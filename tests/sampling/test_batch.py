@@ -1,0 +1,160 @@
+"""Many sequences at once: each as it is alone, whenever the others join and leave."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.model.gpt import GPT
+from megatoken.sampling.batch import BatchDecoder, Completion, Request, generate_batch
+from megatoken.sampling.generate import generate_ids, prepare_decoding
+from megatoken.system.device import Device
+from tests.sampling.test_generate import TINY, TINY_LLAMA, TINY_MODERN, build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MODELS = {"gpt": TINY, "llama": TINY_LLAMA, "modern": TINY_MODERN}
+REQUESTS = [
+    Request([3, 1, 4, 1, 5], 30, seed=1),
+    Request([2], 12, temperature=0, stop_ids=(7,)),
+    Request([9, 8, 7, 6, 5, 4, 3, 2, 1], 25, temperature=0.7, top_k=5, seed=2, stop_ids=(11, 12, 13)),
+    Request([3, 1, 4, 1, 5], 8, top_p=0.8, seed=3),
+    Request([3, 1, 4, 1, 5], 20, temperature=1.5, top_k=9, top_p=0.9, seed=2**64 + 5, stop_ids=(1, 2)),
+    Request(list(range(40)), 50, seed=4),  # the window slides
+    Request(list(range(50)) * 2, 20, seed=6),  # a prompt beyond the context
+    Request([1], 1, seed=7),
+]
+
+
+def complete_alone(model: GPT, request: Request, device: Device | None = None) -> Completion:
+    """What `generate_ids`, which knows one stop id, gives."""
+    settings = {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p}
+    max_new_tokens, seed = request.max_new_tokens, request.seed
+    [ids] = generate_ids(model, request.prompt_ids, max_new_tokens=max_new_tokens, seed=seed, device=device, **settings)  # type: ignore[arg-type]
+    stop = next((i for i, id in enumerate(ids) if id in request.stop_ids), None)
+    return Completion(ids) if stop is None else Completion(ids[:stop], [], "stop", ids[stop])
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> GPT:
+    return build(MODELS[request.param])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_each_sequence_is_what_it_is_alone(model: GPT, rows: int) -> None:
+    alone = [complete_alone(model, request) for request in REQUESTS]
+    assert {each.finish_reason for each in alone} == {"stop", "length"}
+    ended: list[int] = []
+    together = generate_batch(model, REQUESTS, rows=rows, on_completion=lambda number, _: ended.append(number))
+    assert together == alone
+    assert sorted(ended) == list(range(len(REQUESTS)))
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    config=st.sampled_from(list(MODELS.values())),
+    requests=st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=9),
+    pauses=st.lists(st.integers(0, 6), min_size=9, max_size=9),
+    removed=st.integers(0, 8),
+)
+def test_sequences_join_and_leave_at_any_time(
+    config: ModelConfig, requests: list[Request], pauses: list[int], removed: int
+) -> None:
+    model, ids = build(config), [list[int]() for _ in requests]
+    with BatchDecoder(model, rows=4) as decoder:
+
+        def step() -> None:
+            for token in decoder.step():
+                ids[token.row].append(token.id)
+
+        for number, (request, pause) in enumerate(zip(requests, pauses, strict=False)):
+            while not decoder.free_rows:
+                step()
+            decoder.add(number, request)
+            for _ in range(pause):
+                step()
+            if number == removed:
+                decoder.remove(number)
+                assert number not in decoder.rows
+        while decoder.rows:
+            step()
+        assert decoder.free_rows == 4
+        assert decoder.step() == []
+    for number, request in enumerate(requests):
+        alone = complete_alone(model, request)
+        expected = alone.ids + ([] if alone.stop_id is None else [alone.stop_id])
+        assert ids[number] == (expected[: len(ids[number])] if number == removed else expected)
+
+
+def test_rows_of_equal_prompts_are_computed_once_and_differ_by_their_seeds(model: GPT) -> None:
+    seen: list[tuple[int, ...]] = []
+    hook = model.tokens.register_forward_hook(lambda _, given, __: seen.append(tuple(given[0].shape)))
+    try:
+        together = generate_batch(model, [Request([1, 2, 3], 6, seed=5 + i) for i in range(3)])
+    finally:
+        hook.remove()
+    assert seen == [(1, 3)] + [(3, 1)] * 5
+    assert [each.ids for each in together] == generate_ids(model, [1, 2, 3], max_new_tokens=6, seed=5, num_samples=3)
+    assert len({tuple(each.ids) for each in together}) == 3
+
+
+def test_log_probabilities_are_those_of_the_full_forward(model: GPT) -> None:
+    requests = [replace(REQUESTS[i], logprobs=i != 1) for i in (2, 1, 0)]
+    for request, got in zip(requests, generate_batch(model, requests), strict=True):
+        if not request.logprobs:
+            assert got.logprobs == []
+            continue
+        ids = got.ids + ([] if got.stop_id is None else [got.stop_id])
+        with torch.no_grad():
+            logits = model.logits(torch.tensor([[*request.prompt_ids, *ids]]))[0]
+        rows = logits[len(request.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(got.logprobs), expected, rtol=1e-4, atol=1e-4)
+        assert all(math.isfinite(each) and each < 0 for each in got.logprobs)
+
+
+def test_in_the_device_s_precision(device: Device) -> None:
+    model = build(replace(TINY_LLAMA, n_layer=1))
+    prepare_decoding(model, device)
+    requests = [replace(request, max_new_tokens=6) for request in REQUESTS[:4]]
+    assert generate_batch(model, requests, device=device) == [complete_alone(model, each, device) for each in requests]
+
+
+def test_a_training_model_is_left_as_it_was() -> None:
+    model = GPT(replace(TINY, dropout=0.5)).train()
+    before = torch.get_rng_state()
+    assert generate_batch(model, [REQUESTS[0]]) == generate_batch(model, [REQUESTS[0]])
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_wrong_requests_are_refused_and_the_others_go_on(model: GPT) -> None:
+    assert generate_batch(model, []) == []
+    with BatchDecoder(model, rows=2) as decoder:
+        decoder.add(0, Request([1, 2], 3))
+        for request, message, code in (
+            (Request([], 3), "prompt holds no tokens", ExitCode.CONFIG),
+            (Request([50], 3), "token id 50 is outside the model's vocabulary of 50", ExitCode.DATA),
+            (Request([1], 0), "max_new_tokens is 0", ExitCode.CONFIG),
+            (Request([1], 1, top_p=0), "top_p is 0", ExitCode.CONFIG),
+        ):
+            with pytest.raises(MegatokenError, match=message) as caught:
+                decoder.add(1, request)
+            assert caught.value.code == code
+        assert decoder.free_rows == 1
+        assert [len(decoder.step()) for _ in range(4)] == [1, 1, 1, 0]
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = build()
+    with torch.no_grad():
+        model.norm.bias[0] = torch.nan
+    with pytest.raises(MegatokenError, match="not finite numbers — position 2") as caught:
+        generate_batch(model.train(), [Request([1, 2], 3), Request([1], 3)])
+    assert caught.value.code == ExitCode.NUMERICS
+    assert model.training
