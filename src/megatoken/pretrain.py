@@ -283,8 +283,8 @@ class TrainLoop:
                         run.begin("step")  # on a GPU not until its queue is empty
                         self.meter.start()  # leaves the actions out of the step's time
                     with self.stragglers.data:
-                        inputs, targets = batches.get(state.batch)
-                    self.pending.append(train_step_async(state, run.step_config, run.device, inputs, targets))
+                        batch = batches.get(state.batch)
+                    self.pending.append(train_step_async(state, run.step_config, run.device, batch))
                     is_checked = self.is_checked_after(state.step)
                     if reads or is_checked or self.reads_every_step:
                         self.sync_metrics()  # after a bad step it goes back
@@ -352,7 +352,7 @@ class TrainLoop:
     def log_step(self, step: StepMetrics, speed: dict[str, float | None], elapsed_seconds: float) -> None:
         """Log and show a step."""
         run = self.run
-        row = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, **speed}
+        row = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, **step.values, **speed}
         last = step.step == run.step_config.total_steps
         to_file = last or is_due(self.log_every, step.step)
         run.write("train", step=step.step, to_file=to_file, elapsed_seconds=elapsed_seconds, **row)

@@ -22,6 +22,7 @@ from megatoken.checkpoint.manifest import CheckpointManifest, VerifiedFile, veri
 from megatoken.checkpoint.save import AsyncSave, copy_tensors, save_state
 from megatoken.checkpoint.tensor_files import consolidate
 from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.data.dataloader import Batch
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -180,7 +181,7 @@ def new_state(optimizer: str = "", seed: int = 1) -> TrainState:
 def trained(steps: int, optimizer: str = "") -> TrainState:
     state = new_state(optimizer)
     for step in range(steps):
-        train_step(state, tiny_step_config(), CPU, *tiny_batch(step))
+        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch(step)))
     return state
 
 
@@ -193,7 +194,7 @@ def test_training_resumes_bit_exactly(optimizer: str, tmp_path: Path) -> None:
     assert resumed.step == 3
     assert manifest.meta["dataset"] == "d"
     for step in range(3, 6):
-        losses = [train_step(s, tiny_step_config(), CPU, *tiny_batch(step)).loss for s in (state, resumed)]
+        losses = [train_step(s, tiny_step_config(), CPU, Batch(*tiny_batch(step))).loss for s in (state, resumed)]
         assert losses[0] == losses[1]
     for name, tensor in state.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name])
@@ -404,8 +405,8 @@ def test_fp16_resumes_what_another_precision_saved(tmp_path: Path) -> None:
     restore_state(saved, manifest, resumed)
     assert resumed.step == 2
     assert resumed.scaler.get_scale() == 4.0
-    assert train_step(resumed, tiny_step_config(), CPU, *tiny_batch()).loss == pytest.approx(
-        train_step(state, tiny_step_config(), CPU, *tiny_batch()).loss, rel=1e-6
+    assert train_step(resumed, tiny_step_config(), CPU, Batch(*tiny_batch())).loss == pytest.approx(
+        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch())).loss, rel=1e-6
     )
 
 
@@ -425,7 +426,7 @@ def test_a_scaled_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
     state = tiny_state()
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # the scaled loss overflows fp32
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    report = train_step(state, tiny_step_config(), CPU, *tiny_batch())
+    report = train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
     assert report.overflowed
     assert state.step == 1
     assert state.scaler.get_scale() == 2.0**126

@@ -205,7 +205,8 @@ def test_prefetcher_gives_exactly_the_batch_of_any_step(tmp_path: Path, dtype: s
     loader = DataLoader(load_dataset(tmp_path).train, seq_len=32, batch_size=4, seed=0)
     prefetcher = Prefetcher(loader, torch.device("cpu"))
     for step in [0, 1, 2, 3, 10, 11, 11, 5, 6, 0, *rng.integers(0, 100, 100).tolist()]:
-        inputs, targets = prefetcher.get(step)
+        batch = prefetcher.get(step)
+        inputs, targets = batch.inputs_BT, batch.targets_BT
         expected = loader.rows(step).astype(np.int64)
         assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
         assert inputs.is_contiguous()
@@ -249,7 +250,7 @@ def test_prefetcher_raises_where_the_batch_is_asked_for(tmp_path: Path) -> None:
                 with pytest.raises(MegatokenError, match="token id 60000 is outside the vocabulary"):
                     prefetcher.get(step)
             else:
-                assert prefetcher.get(step)[0].shape == (1, 1 << 17)
+                assert prefetcher.get(step).inputs_BT.shape == (1, 1 << 17)
     prefetcher.close()
 
 
@@ -258,7 +259,8 @@ def test_prefetcher_on_cuda(corpus: tuple[Tokens, np.ndarray]) -> None:
     loader = DataLoader(corpus[0], seq_len=32, batch_size=4, seed=0)
     prefetcher = Prefetcher(loader, torch.device("cuda", 0))
     for step in [0, 1, 2, 50, 3]:
-        inputs, targets = prefetcher.get(step)
+        batch = prefetcher.get(step)
+        inputs, targets = batch.inputs_BT, batch.targets_BT
         expected = loader.rows(step).astype(np.int64)
         assert inputs.device.type == "cuda"
         assert np.array_equal(inputs.cpu().numpy(), expected[:, :-1])

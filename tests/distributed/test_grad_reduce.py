@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import GradBucketReducer, fill_buckets
@@ -44,7 +45,7 @@ def work(rank: int, world: int, folder: str, master_weights: bool) -> None:
     targets = targets.clone()
     if rank:
         targets[:, :5] = -1  # ranks have different numbers of targets
-    loss = forward_backward(state, tiny_step_config(1), CPU, inputs, targets)
+    loss = forward_backward(state, tiny_step_config(1), CPU, Batch(inputs, targets))
     sizes = [numel for numel in calls if numel > 1]
     gradients = {name: p.grad for name, p in state.model.named_parameters()}
     torch.save({"loss": loss, "sizes": sizes, "gradients": gradients}, file / f"{rank}.pt")
@@ -66,7 +67,7 @@ def test_one_all_reduce_gives_the_gradient_of_the_whole_batch(tmp_path: Path) ->
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as the ranks: bf16 sums in other pieces round to other numbers
         try:
-            loss = forward_backward(single, tiny_step_config(1), CPU, inputs, targets)
+            loss = forward_backward(single, tiny_step_config(1), CPU, Batch(inputs, targets))
         finally:
             torch.set_num_threads(threads)
         parameters = sum(p.numel() for p in single.model.parameters())

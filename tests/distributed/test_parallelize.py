@@ -26,6 +26,7 @@ from megatoken.checkpoint.manifest import verify
 from megatoken.checkpoint.save import AsyncSave, save_state
 from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, TensorReader, consolidate
 from megatoken.config.model_config import ModelConfig
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims, build_dims, count_state_bytes
@@ -133,13 +134,13 @@ def score_questions(state: TrainState) -> list[float]:
 
 def train(state: TrainState, steps: int, device: Device = CPU) -> list[float]:
     step_config = two_micro_batches(state.dims)
-    return [train_step(state, step_config, device, *batch(state.step, state.dims)).loss for _ in range(steps)]
+    return [train_step(state, step_config, device, Batch(*batch(state.step, state.dims))).loss for _ in range(steps)]
 
 
 def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[str, object]:
     """Results of one rank for one layout."""
     state = build(dims, comm, FAMILIES[family_of(name)])
-    loss = forward_backward(state, two_micro_batches(dims), CPU, *batch(0, dims))
+    loss = forward_backward(state, two_micro_batches(dims), CPU, Batch(*batch(0, dims)))
     plain = torch.load(folder / f"{family_of(name)}.pt", weights_only=True)
     sharded = state.sharded
     largest = 0.0
@@ -189,7 +190,7 @@ def measure_memory(dims: ParallelDims, comm: Comm) -> dict[str, int]:
         return forward(ids)
 
     state.forward = record
-    forward_backward(state, two_micro_batches(dims), CPU, *batch(0, dims))
+    forward_backward(state, two_micro_batches(dims), CPU, Batch(*batch(0, dims)))
     parameters = sum(math.prod(size) for size in state.sharded.full_shapes.values())
     return {"measured": live[1], "expected": count_state_bytes(dims, parameters, 8 * parameters, "fp32")}
 
@@ -243,7 +244,7 @@ def train_grid(comm: Comm, folder: Path) -> None:
         rows = [
             [torch.cat(parts)[rows_of_rank] for parts in zip(*batches[i : i + 2], strict=True)] for i in range(0, 10, 2)
         ]
-        curves[micro_batch] = [train_step(state, step_config, CPU, *row).loss for row in rows]
+        curves[micro_batch] = [train_step(state, step_config, CPU, Batch(*row)).loss for row in rows]
     if comm.dist_env.is_main_process:
         (folder / f"grid {world}.json").write_text(json.dumps(curves))
 
@@ -254,7 +255,7 @@ def train_deterministic(dims: ParallelDims, comm: Comm, folder: Path) -> None:
         build(dims, comm),
         replace(tiny_step_config(3, optim__lr=1e-3, optim__grad_clip=0.5), deterministic=True),
     )
-    curve = [train_step(state, step_config, CPU, *batch(state.step, dims)).loss for _ in range(5)]
+    curve = [train_step(state, step_config, CPU, Batch(*batch(state.step, dims))).loss for _ in range(5)]
     torch.save(
         {"curve": torch.tensor(curve), **state.sharded.local_params},
         folder / f"deterministic on {dims.dp_replicate}.pt",
@@ -298,7 +299,7 @@ def run_single_process(model_config: ModelConfig, gradients: Path) -> dict[str, 
     comm = Comm(DistEnv())
     state = build(ParallelDims(), comm, model_config)
     params = state.sharded.local_params
-    loss = forward_backward(state, two_micro_batches(ParallelDims()), CPU, *batch(0, ParallelDims()))
+    loss = forward_backward(state, two_micro_batches(ParallelDims()), CPU, Batch(*batch(0, ParallelDims())))
     torch.save({name: param.grad for name, param in params.items()}, gradients)
     norm = float(state.sharded.global_grad_norm(comm))
     state.optimizer.zero_grad()

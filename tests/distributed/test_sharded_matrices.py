@@ -17,6 +17,7 @@ from megatoken.checkpoint.manifest import verify
 from megatoken.checkpoint.save import save_state
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import OptimConfig
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims, build_dims
@@ -75,7 +76,7 @@ def build(model_config: ModelConfig, dims: ParallelDims, comm: Comm) -> TrainSta
 
 def train(state: TrainState, steps: int) -> list[float]:
     step_config = step_config_of(state.dims)
-    return [train_step(state, step_config, CPU, *batch(state.step, state.dims)).loss for _ in range(steps)]
+    return [train_step(state, step_config, CPU, Batch(*batch(state.step, state.dims))).loss for _ in range(steps)]
 
 
 def map_known_matrices(state: TrainState) -> list[list[int]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
@@ -65,7 +66,7 @@ def train(state: TrainState, comm: Comm) -> list[float]:
     share = 8 // dims.dp_size
     rows = slice(dims.dp_rank * share, (dims.dp_rank + 1) * share)
     batches = [[part[rows] for part in tiny_batch(step)] for step in range(3)]
-    return [train_step(state, step_config, CPU, *batch).loss for batch in batches]
+    return [train_step(state, step_config, CPU, Batch(*batch)).loss for batch in batches]
 
 
 class Memory:

@@ -13,6 +13,7 @@ from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import Config, build_config
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.memory import USABLE
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.estimate.dry_run import dry_run, gpu_memory_bytes
@@ -49,7 +50,7 @@ def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int) -> None:
         step_config = build_step_config(config, epoch_tokens=1 << 20, micro_batch=micro_batch)
         ids = torch.zeros(min(16, 3 * micro_batch), 32, dtype=torch.int64)
         tracker.reset_peak()
-        train_step_async(state, step_config, CPU, ids, ids)
+        train_step_async(state, step_config, CPU, Batch(ids, ids))
     assert estimate.total_bytes == tracker.peak_bytes
     if micro_batch < 16:
         state_bytes = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
@@ -89,6 +90,7 @@ import ctypes, sys
 from pathlib import Path
 import torch
 from megatoken.config.schema import build_config
+from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.config.presets import PRESETS
 from megatoken.train.state import build_state, build_step_config
@@ -104,7 +106,7 @@ before = resident("VmRSS")
 run = build_config({"model.preset": "gpt2-124m", "budget.steps": 1, "budget.batch_tokens": 1024, "machine.device":
 "cpu"}) state = build_state(GPT(PRESETS["gpt2-124m"]), run, CPU)
 ids = torch.randint(0, 50257, (1, 1024))
-train_step_async(state, build_step_config(run, epoch_tokens=1 << 20, micro_batch=1), CPU, ids, ids)
+train_step_async(state, build_step_config(run, epoch_tokens=1 << 20, micro_batch=1), CPU, Batch(ids, ids))
 print(resident("VmHWM") - before)
 """
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatoken.config.load import load_config
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
+from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.model.flops import expected_initial_loss
 from megatoken.model.gpt import GPT, TreeMask, set_activation_checkpointing, set_attention
@@ -105,8 +106,8 @@ def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_thir
     }
     assert learn(model, steps=2)[0] == pytest.approx(expected_initial_loss(config), rel=1e-6)
     assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
-    state, (inputs, targets) = tiny_state(model_config=config), tiny_batch()
-    assert train_step(state, tiny_step_config(), CPU, inputs, targets).loss == pytest.approx(math.log(97), rel=1e-6)
+    report = train_step(tiny_state(model_config=config), tiny_step_config(), CPU, Batch(*tiny_batch()))
+    assert report.loss == pytest.approx(math.log(97), rel=1e-6)
 
 
 def test_initial_scales_and_gates_of_presets_are_neutral() -> None:

@@ -18,6 +18,7 @@ import torch
 from megatoken.bench.workload import build_workload, draw_ids
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig, OptimConfig
+from megatoken.data.dataloader import Batch
 from megatoken.optim.costs import count_optimizer_flops
 from megatoken.optim.muon import WholeMatrices, list_hidden_matrices
 from megatoken.optim.optimizer import build_optimizer
@@ -48,7 +49,7 @@ def main() -> None:
         ids = draw_ids(1, model_config.seq_len + 1, model_config.vocab_size, seed=number)
         inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         step_config = replace(step_config, batch_tokens=model_config.seq_len)
-        micro = seconds_of(lambda: forward_backward(adamw, step_config, device, inputs, targets))  # noqa: B023
+        micro = seconds_of(lambda: forward_backward(adamw, step_config, device, Batch(inputs, targets)))  # noqa: B023
         gradients = {param: param.grad.clone() for param in adamw.model.parameters() if param.grad is not None}
         seconds = []
         for state in (adamw, muon):

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatoken.config.fields import Duration
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig, OptimConfig, build_config
+from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.optim.muon import Muon, WholeMatrices, list_hidden_matrices
 from megatoken.system.device import Device, open_device
@@ -68,7 +69,7 @@ def train(text: Tensor, optim: OptimConfig, width: int, steps: int, seed: int, *
     for _ in range(steps):
         starts = torch.randint(0, len(train_text) - CONTEXT - 1, (BATCH,), generator=generator)
         rows_BT = torch.stack([train_text[start : start + CONTEXT + 1] for start in starts.tolist()])
-        train_step(state, step_config, device, rows_BT[:, :-1].contiguous(), rows_BT[:, 1:].contiguous())
+        train_step(state, step_config, device, Batch(rows_BT[:, :-1].contiguous(), rows_BT[:, 1:].contiguous()))
     windows = held_out[: VALIDATED * CONTEXT + 1]
     inputs_BT, targets_BT = windows[:-1].view(-1, CONTEXT), windows[1:].view(-1, CONTEXT)
     with torch.no_grad(), device.autocast():

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.console import format_count
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
@@ -51,9 +52,9 @@ def trace_step(rank: int, folder: str, trace: str) -> None:
     state.start_grad_reduction(comm)
     step_config = build_step_config(config, epoch_tokens=1 << 20, micro_batch=4)
     ids = torch.randint(0, WIDE.vocab_size, (8, WIDE.seq_len))
-    train_step(state, step_config, CPU, ids, ids)
+    train_step(state, step_config, CPU, Batch(ids, ids))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        train_step(state, step_config, CPU, ids, ids)
+        train_step(state, step_config, CPU, Batch(ids, ids))
     if rank == 0:
         profiler.export_chrome_trace(trace)
     comm.barrier()

@@ -11,6 +11,7 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
+from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError, ExitCode, MegatokenError
 from megatoken.model.gpt import set_activation_checkpointing
 from megatoken.system.device import (
@@ -205,7 +206,7 @@ def test_compiled_steps_equal_eager_ones(kind: str, checkpointing: str, model_co
     assert (compiled.forward is compiled.model) == (kind == "blocks")
     for step in range(5):
         batch = tiny_batch(step)
-        losses = [train_step(state, tiny_step_config(), CPU, *batch).loss for state in (plain, compiled)]
+        losses = [train_step(state, tiny_step_config(), CPU, Batch(*batch)).loss for state in (plain, compiled)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert set(compiled.model.state_dict()) == set(plain.model.state_dict())  # no prefixes of the compiler's
 
@@ -219,10 +220,10 @@ def test_compile_applies_to_the_low_precision_copy(kind: str, backend: str, monk
     for state in (plain, compiled):
         state.enable_master_weights(torch.bfloat16)
     assert compile_forward(compiled, tiny_step_config(), CPU, kind) == ""
-    forward_backward(compiled, tiny_step_config(), CPU, *tiny_batch())
+    forward_backward(compiled, tiny_step_config(), CPU, Batch(*tiny_batch()))
     assert all(p.grad is None for p in compiled.compute_model.parameters())  # collected, hence made there
     compiled.optimizer.zero_grad()
-    losses = [train_step(state, tiny_step_config(), CPU, *tiny_batch()).loss for state in (plain, compiled)]
+    losses = [train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch())).loss for state in (plain, compiled)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 

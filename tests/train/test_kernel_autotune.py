@@ -9,6 +9,7 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
+from megatoken.data.dataloader import Batch
 from megatoken.errors import MegatokenError
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.system import device
@@ -178,7 +179,7 @@ def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:
         state = tiny_state(form="loop" if kernels.attention == "explicit" else "auto")
         autotune_module.apply_choice(state, autotune_module.KernelChoice(kernels=kernels, master_weights=False), CPU)
         step_config = tiny_step_config(8, machine__loss_chunk=0 if kernels.attention == "explicit" else 5)
-        losses[str(kernels)] = [train_step(state, step_config, CPU, *tiny_batch()).loss for _ in range(20)]
+        losses[str(kernels)] = [train_step(state, step_config, CPU, Batch(*tiny_batch())).loss for _ in range(20)]
     reference, *others = losses.values()
     assert reference[-1] < reference[0]
     for other in others:
@@ -192,8 +193,8 @@ def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig) -> Non
     assert states[1].compute_model.lm_head_weight.dtype == torch.bfloat16
     step_config = tiny_step_config(2)
     for _ in range(20):
-        plain = train_step(states[0], step_config, CPU, *tiny_batch())
-        low = train_step(states[1], step_config, BF16, *tiny_batch())
+        plain = train_step(states[0], step_config, CPU, Batch(*tiny_batch()))
+        low = train_step(states[1], step_config, BF16, Batch(*tiny_batch()))
         assert low.loss == pytest.approx(plain.loss, rel=5e-3)
         assert low.grad_norm == pytest.approx(plain.grad_norm, rel=5e-2)
     for master, worker in zip(states[1].model.parameters(), states[1].compute_model.parameters(), strict=True):
@@ -207,7 +208,7 @@ def test_master_weights_accumulate_gradients_in_fp32() -> None:
     for micro_batch in (8, 1):
         state = tiny_state()
         state.enable_master_weights(torch.bfloat16)
-        forward_backward(state, tiny_step_config(micro_batch), BF16, *tiny_batch())
+        forward_backward(state, tiny_step_config(micro_batch), BF16, Batch(*tiny_batch()))
         gradients.append([p.grad.clone() for p in state.model.parameters() if p.grad is not None])
     for whole, split in zip(*gradients, strict=True):
         assert split.dtype == torch.float32

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.train import micro_batch
@@ -41,9 +42,9 @@ class Memory:
     def __init__(self, largest: int, fast: int = 64) -> None:
         self.largest, self.fast, self.sizes = largest, fast, list[int]()
 
-    def __call__(self, state: TrainState, step_config: StepConfig, device: object, ids: Tensor, _: Tensor) -> None:
+    def __call__(self, state: TrainState, step_config: StepConfig, device: object, batch: Batch) -> None:
         size = step_config.micro_batch
-        assert ids.shape == (size, TINY_GPT.seq_len)
+        assert batch.inputs_BT.shape == (size, TINY_GPT.seq_len)
         self.sizes.append(size)
         for parameter in state.model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -114,5 +115,5 @@ def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyP
 def test_a_measurement_changes_neither_weights_nor_the_next_step() -> None:
     measured, plain = tiny_state(), tiny_state()
     assert list(tune_micro_batch(measured, tiny_step_config(), CPU, 2)) == [1, 2]
-    steps = [train_step(state, tiny_step_config(), CPU, *tiny_batch()) for state in (measured, plain)]
+    steps = [train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch())) for state in (measured, plain)]
     assert steps[0] == steps[1]

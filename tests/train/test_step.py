@@ -9,19 +9,21 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import OptimConfig
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ExitCode, MegatokenError, NumericsError
-from megatoken.model.gpt import set_activation_checkpointing
+from megatoken.model.gpt import set_activation_checkpointing, set_attention
 from megatoken.model.loss import cross_entropy
 from megatoken.optim.optimizer import build_optimizer
-from megatoken.train.step import forward_backward, train_step, train_step_async, wait_for_steps
-from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
+from megatoken.train.state import Objective
+from megatoken.train.step import forward_backward, forward_loss, train_step, train_step_async, wait_for_steps
+from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_batch, tiny_state, tiny_step_config
 
 
 def gradients(micro_batch: int, chunk: int = 1024, dropout: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
     state = tiny_state(dropout=dropout)
     step_config = tiny_step_config(micro_batch, machine__loss_chunk=chunk)
-    loss = forward_backward(state, step_config, CPU, *tiny_batch())
+    loss = forward_backward(state, step_config, CPU, Batch(*tiny_batch()))
     return loss.item(), {name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None}
 
 
@@ -42,7 +44,7 @@ def test_ignored_targets_in_any_micro_batch() -> None:
     losses = []
     for micro_batch in (1, 8):
         state = tiny_state()
-        losses.append(forward_backward(state, tiny_step_config(micro_batch), CPU, inputs, targets).item())
+        losses.append(forward_backward(state, tiny_step_config(micro_batch), CPU, Batch(inputs, targets)).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -51,7 +53,7 @@ def test_step_equals_plain_torch() -> None:
     twin = copy.deepcopy(state.model)
     step_config = tiny_step_config(2, optim__grad_clip=0.5)
     inputs, targets = tiny_batch()
-    report = train_step(state, step_config, CPU, inputs, targets)
+    report = train_step(state, step_config, CPU, Batch(inputs, targets))
     optimizer = build_optimizer(twin, OptimConfig(lr=step_config.schedule.lr(0)))
     logits = twin.logits(inputs)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -81,7 +83,7 @@ def test_nonfinite_loss_leaves_the_weights() -> None:
         state.model.norm.bias[0] = float("inf")
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
     with pytest.raises(MegatokenError, match="step 1") as error:
-        train_step(state, tiny_step_config(), CPU, *tiny_batch())
+        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
     assert error.value.code == ExitCode.NUMERICS
     assert state.step == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
@@ -95,7 +97,7 @@ def test_adamw_implementations_agree(form: str, clip: float) -> None:
         state = tiny_state(form=name)
         assert state.skips_bad_on_device == (name == "fused")
         for step in range(4):
-            train_step(state, tiny_step_config(optim__grad_clip=clip), CPU, *tiny_batch(step))
+            train_step(state, tiny_step_config(optim__grad_clip=clip), CPU, Batch(*tiny_batch(step)))
         weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-6)
 
@@ -109,12 +111,12 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read() -> Non
             with torch.no_grad():
                 kept = state.model.norm.bias[0].clone()
                 state.model.norm.bias[0] = float("nan")
-        pending.append(train_step_async(state, step_config, CPU, *tiny_batch(step)))
+        pending.append(train_step_async(state, step_config, CPU, Batch(*tiny_batch(step))))
         if step == 2:
             with torch.no_grad():
                 state.model.norm.bias[0] = kept
     for step in range(2):
-        train_step(alone, step_config, CPU, *tiny_batch(step))
+        train_step(alone, step_config, CPU, Batch(*tiny_batch(step)))
     assert [report.step for report in wait_for_steps(state, pending[:2])] == [1, 2]
     assert state.step == 5
     metrics = wait_for_steps(state, pending)
@@ -122,7 +124,7 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read() -> Non
     assert math.isnan(metrics[-1].loss)
     assert state.step == 2
     for each in (state, alone):
-        train_step(each, step_config, CPU, *tiny_batch(7))  # the next one counts again
+        train_step(each, step_config, CPU, Batch(*tiny_batch(7)))  # the next one counts again
     for name, parameter in alone.model.named_parameters():
         assert torch.equal(state.model.get_parameter(name), parameter), name
     moments = [s.optimizer.state[s.model.positions.weight] for s in (state, alone)]
@@ -132,11 +134,11 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read() -> Non
 @pytest.mark.parametrize("form", ["fused", "loop"])
 def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str) -> None:
     state, step_config = tiny_state(form=form), tiny_step_config()
-    train_step(state, step_config, CPU, *tiny_batch())
+    train_step(state, step_config, CPU, Batch(*tiny_batch()))
     weights = copy.deepcopy(state.model.state_dict())
     state.forward = lambda ids: torch.zeros(*ids.shape, TINY_GPT.d_model)  # reaches no weight but the output layer's
     with pytest.raises(NumericsError, match=r"no gradient reached the weights: its norm is 0 — step 2 — check"):
-        train_step(state, step_config, CPU, *tiny_batch())
+        train_step(state, step_config, CPU, Batch(*tiny_batch()))
     assert state.step == 1
     assert all(torch.equal(value, weights[name]) for name, value in state.model.state_dict().items())
 
@@ -153,20 +155,20 @@ def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs
 
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
     state.cuda_graphs = True
-    forward_backward(state, step_config, CPU, *tiny_batch())
+    forward_backward(state, step_config, CPU, Batch(*tiny_batch()))
     _, expected = gradients(8)
     for name, param in state.model.named_parameters():
         torch.testing.assert_close(param.grad, expected[name], rtol=1e-5, atol=1e-7)
     state.optimizer.zero_grad()
-    forward_backward(state, step_config, CPU, *tiny_batch())
+    forward_backward(state, step_config, CPU, Batch(*tiny_batch()))
     assert marks == [[], []]  # once a step, when no gradient is left
 
 
 def test_async_steps_equal_synchronous_steps() -> None:
     late, now = tiny_state(), tiny_state()
-    pending = [train_step_async(late, tiny_step_config(), CPU, *tiny_batch(step)) for step in range(4)]
+    pending = [train_step_async(late, tiny_step_config(), CPU, Batch(*tiny_batch(step))) for step in range(4)]
     assert wait_for_steps(late, pending) == [
-        train_step(now, tiny_step_config(), CPU, *tiny_batch(step)) for step in range(4)
+        train_step(now, tiny_step_config(), CPU, Batch(*tiny_batch(step))) for step in range(4)
     ]
 
 
@@ -208,7 +210,7 @@ def test_activation_checkpointing_repeats_dropout(recompute: str) -> None:
     for what in ("none", recompute):
         state = tiny_state(dropout=0.3)
         set_activation_checkpointing(state.model, what)
-        forward_backward(state, tiny_step_config(4), CPU, *tiny_batch())
+        forward_backward(state, tiny_step_config(4), CPU, Batch(*tiny_batch()))
         gradients.append([p.grad for p in state.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
@@ -218,13 +220,13 @@ def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int) -
     """Six sequences at once, and as two processes' shares in micro-batches."""
     inputs, targets = (rows[:6] for rows in tiny_batch())
     whole, shared = tiny_state(dropout=0.3), tiny_state(dropout=0.3)
-    whole_loss = forward_backward(whole, tiny_step_config(6), CPU, inputs, targets)
+    whole_loss = forward_backward(whole, tiny_step_config(6), CPU, Batch(inputs, targets))
     n_ranks = 1 if micro_batch == 6 else 2
     loss = 0.0
     for rank in range(n_ranks):
         shared.sharded = replace(shared.sharded, dims=ParallelDims(dp_replicate=n_ranks, rank=rank))
         rows = slice(rank * 6 // n_ranks, (rank + 1) * 6 // n_ranks)
-        share = forward_backward(shared, tiny_step_config(micro_batch), CPU, inputs[rows], targets[rows])
+        share = forward_backward(shared, tiny_step_config(micro_batch), CPU, Batch(inputs[rows], targets[rows]))
         loss += float(share) / n_ranks
     assert loss == pytest.approx(float(whole_loss), rel=1e-6)
     for name, parameter in whole.model.named_parameters():
@@ -237,7 +239,7 @@ def test_every_step_and_seed_drops_other_values() -> None:
     for dropout, seed, step in ((0.3, 1, 0), (0.3, 1, 0), (0.3, 1, 1), (0.3, 2, 0), (0.0, 1, 0)):
         state = tiny_state(dropout=dropout)
         state.step = step
-        losses.append(float(forward_backward(state, tiny_step_config(seed=seed), CPU, *tiny_batch())))
+        losses.append(float(forward_backward(state, tiny_step_config(seed=seed), CPU, Batch(*tiny_batch()))))
     assert losses[0] == losses[1]
     assert len(set(losses)) == 4
 
@@ -245,13 +247,76 @@ def test_every_step_and_seed_drops_other_values() -> None:
 def test_padding_rows_stay_zero() -> None:
     state = tiny_state()
     for seed in range(3):
-        train_step(state, tiny_step_config(), CPU, *tiny_batch(seed))
+        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch(seed)))
     assert torch.count_nonzero(state.model.lm_head_weight[TINY_GPT.vocab_size :]) == 0
 
 
 def test_overfits_one_batch() -> None:
     state = tiny_state(optim=OptimConfig(lr=1e-2))
     step_config = tiny_step_config(optim__lr=1e-2, optim__schedule="constant")
-    losses = [train_step(state, step_config, CPU, *tiny_batch()).loss for _ in range(40)]
+    losses = [train_step(state, step_config, CPU, Batch(*tiny_batch())).loss for _ in range(40)]
     assert losses[0] == pytest.approx(4.57, abs=0.1)  # ln 97
     assert losses[-1] < 1.5
+
+
+LENGTHS = (5, 7, 3)  # of the sequences in a row of 15 tokens, and one that no target counts
+
+
+def pack(rows: torch.Tensor) -> tuple[Batch, Batch]:
+    """Sequences of LENGTHS in rows of all of them, and each in a row of its own."""
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    starts = torch.tensor([first for n, first in zip((*LENGTHS, 1), (0, 5, 12, 15), strict=True) for _ in range(n)])
+    counted = targets.clone()
+    counted[:, [4, 11, 14, 15]] = -1  # where one sequence ends, the next one's first token is no target
+    alone = []
+    for n, first in zip(LENGTHS, (0, 5, 12), strict=True):
+        pad = (0, 16 - n)
+        part = slice(first, first + n)
+        alone.append([torch.nn.functional.pad(x[:, part], pad, value=-v) for x, v in ((inputs, 0), (counted, 1))])
+    unpacked = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+    return Batch(inputs, counted, starts.expand(len(rows), -1)), Batch(*unpacked)
+
+
+@pytest.mark.parametrize("attention", ["explicit", "flash", "blocked"])
+@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"])
+def test_packed_sequences_are_trained_as_if_alone(model_config: ModelConfig, attention: str) -> None:
+    packed, unpacked = pack(torch.cat([tiny_batch()[0], tiny_batch()[1][:, -1:]], 1))
+    found = []
+    for batch, micro_batch in ((packed, 8), (packed, 2), (unpacked, 24)):
+        state = tiny_state(model_config=model_config)
+        set_attention(state.model, attention)
+        loss = forward_backward(state, tiny_step_config(micro_batch), CPU, batch).item()
+        found.append((loss, {name: p.grad for name, p in state.model.named_parameters()}))
+    for loss, gradient in found[:-1]:
+        assert loss == pytest.approx(found[-1][0], rel=1e-6)
+        for name, expected in found[-1][1].items():
+            torch.testing.assert_close(gradient[name], expected, rtol=1e-5, atol=2e-7)
+    sees_others = tiny_state(model_config=model_config)
+    mixed = forward_backward(sees_others, tiny_step_config(), CPU, replace(packed, starts_BT=None)).item()
+    assert abs(mixed - found[0][0]) > 1e-5
+
+
+def test_rows_of_one_sequence_need_no_mask() -> None:
+    inputs, targets = tiny_batch()
+    starts = torch.zeros_like(inputs)
+    starts[0, 8:] = 8
+    first, second = Batch(inputs, targets, starts, {"row": torch.arange(8)}).split(4)
+    assert first.starts_BT is not None
+    assert (second.starts_BT, len(second), second.values["row"].tolist()) == (None, 4, [4, 5, 6, 7])
+
+
+def test_an_objective_takes_the_place_of_the_cross_entropy() -> None:
+    """Here: the cross-entropy of half of the rows, with another number logged beside it."""
+    inputs, targets = tiny_batch()
+    half = torch.arange(8) % 2 == 0
+
+    def measure(state, step_config, device, batch, keys):  # type: ignore[no-untyped-def]
+        kept = replace(batch, targets_BT=batch.targets_BT.where(batch.values["half"][:, None], -1))
+        return {"loss": forward_loss(state, step_config, device, kept, keys), "rows": batch.values["half"].sum()}
+
+    state = tiny_state()
+    state.objective = Objective(count=lambda state, batch: 16 * batch.values["half"].sum(), sums=measure)
+    report = train_step(state, tiny_step_config(2), CPU, Batch(inputs, targets, values={"half": half}))
+    expected = train_step(tiny_state(), tiny_step_config(2), CPU, Batch(inputs[half], targets[half]))
+    assert (report.loss, report.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-6)
+    assert report.values == {"rows": 4 / 64}

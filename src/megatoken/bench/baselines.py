@@ -26,6 +26,7 @@ from megatoken.bench.spec import LLMC, OURS, WorkerSpec
 from megatoken.bench.workload import ONE_PROCESS, STEPS, build_workload, draw_ids
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig, OptimConfig
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.system.device import Device, open_device, wants_compile
@@ -110,7 +111,7 @@ def build_ours(spec: WorkerSpec) -> Training:
     return Training(
         spec=spec,
         device=device,
-        step=lambda inputs, targets: train_step(state, step_config, device, inputs, targets).loss,
+        step=lambda inputs, targets: train_step(state, step_config, device, Batch(inputs, targets)).loss,
         chosen=f"{device.precision}, {workload.choice}, micro-batch {step_config.micro_batch}, {compilation}",
         tuning_seconds=time.perf_counter() - start,
         comm=comm,

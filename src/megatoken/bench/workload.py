@@ -14,6 +14,7 @@ from torch import Tensor
 from megatoken.config.model_config import VOCAB_MULTIPLE, ModelConfig
 from megatoken.config.schema import BudgetConfig, Config, MachineConfig
 from megatoken.console import format_quantity
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
@@ -49,7 +50,7 @@ class Workload:
         ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=self.state.step).to(self.device.torch_device)
         try:
             inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-            return train_step(self.state, self.step_config, self.device, inputs, targets)
+            return train_step(self.state, self.step_config, self.device, Batch(inputs, targets))
         except torch.OutOfMemoryError:
             self.state.compute_model.zero_grad(set_to_none=True)
             self.state.optimizer.zero_grad(set_to_none=True)

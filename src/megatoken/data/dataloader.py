@@ -7,9 +7,9 @@ micro-batch or gradient accumulation.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,6 +22,34 @@ from megatoken.data.dataset import Tokens
 from megatoken.data.documents import Ids
 from megatoken.data.window_order import CachedOrder, MixedOrder, SequentialOrder, ShuffledOrder, WindowOrder
 from megatoken.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One process's share of a global batch, a sequence a row: what a training step reads.
+
+    targets_BT: those below 0 are not counted. starts_BT: where rows hold several conversations, the place in the row at
+    which each token's own begins; None: every row is one sequence. values: more tensors (B, ...) for the objective.
+    """
+
+    inputs_BT: Tensor
+    targets_BT: Tensor
+    starts_BT: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.inputs_BT)
+
+    def split(self, size: int) -> "list[Batch]":
+        """Micro-batches of `size` rows. On a CPU, those whose rows are one sequence each lose their `starts_BT`."""
+        return [self._slice(slice(first, first + size)) for first in range(0, len(self), size)]
+
+    def _slice(self, rows: slice) -> "Batch":
+        starts = None if self.starts_BT is None else self.starts_BT[rows]
+        if starts is not None and starts.device.type == "cpu" and not starts.any():  # elsewhere the host would wait
+            starts = None
+        values = {name: tensor[rows] for name, tensor in self.values.items()}
+        return Batch(self.inputs_BT[rows], self.targets_BT[rows], starts, values)
 
 
 class DataLoader:
@@ -196,7 +224,7 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
         self._next: tuple[int, Future[tuple[Tensor, ...]]] | None = None
 
-    def get(self, step: int) -> tuple[Tensor, Tensor]:
+    def get(self, step: int) -> Batch:
         """`loader.batch(step)` on the device, for any step; starts on the next one. Raises DataError as the loader."""
         if self._next is None or self._next[0] != step:
             self._next = step, self._pool.submit(self._make, step)
@@ -204,9 +232,9 @@ class Prefetcher:
         made = future.result()
         self._next = step + 1, self._pool.submit(self._make, step + 1)
         if len(made) == 2:
-            return made[0], made[1]
+            return Batch(made[0], made[1])
         rows = widen_ids(made[0].to(self._device, non_blocking=True), self._loader.tokens.dtype)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     def close(self) -> None:
         """Stop the thread and wait for it; may be called twice."""

@@ -13,6 +13,7 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config, MachineConfig
+from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.system.device import Device, open_device, with_peak
@@ -159,11 +160,11 @@ def take_steps(state: TrainState, step_config: StepConfig, device: Device) -> tu
     ids = torch.randint(state.model.config.vocab_size, shape, device=device.torch_device)
     device.synchronize()
     start = time.perf_counter()
-    forward_backward(state, step_config, device, ids[: step_config.micro_batch], ids[: step_config.micro_batch])
+    forward_backward(state, step_config, device, Batch(ids[: step_config.micro_batch], ids[: step_config.micro_batch]))
     state.optimizer.zero_grad(set_to_none=True)
     device.synchronize()
     middle = time.perf_counter()
     state.step = 0
-    train_step(state, step_config, device, ids, ids)
+    train_step(state, step_config, device, Batch(ids, ids))
     device.synchronize()
     return middle - start, time.perf_counter() - middle - (middle - start)

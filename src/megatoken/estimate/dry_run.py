@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config, nearest_multiples
 from megatoken.console import format_quantity
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, ignore_view_warning
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import USABLE, choose_dims
@@ -165,7 +166,7 @@ def trace_step(
     rows = min(micro_steps, TRACED) * step_config.micro_batch
     ids = torch.zeros(rows, state.model.config.seq_len, dtype=torch.int64)
     tracker.reset_peak()
-    train_step_async(state, step_config, device, ids, ids)
+    train_step_async(state, step_config, device, Batch(ids, ids))
     sent = tracker.sent_bytes
     if micro_steps > TRACED:  # micro-batches between the first and the last send the same
         for collective, size in (sent_before_forward[2] - sent_before_forward[1]).items():

@@ -55,6 +55,16 @@ class TreeMask:
     attn_mask_BTT: Tensor  # [b, t, s]: t attends to s
 
 
+def separate_conversations(starts_BT: Tensor) -> TreeMask:
+    """For rows of several sequences: positions restart at each, and none sees another.
+
+    starts_BT: the place in the row at which each token's own sequence begins.
+    """
+    places = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+    is_same_BTT = starts_BT[:, :, None] == starts_BT[:, None, :]
+    return TreeMask(places - starts_BT, is_same_BTT & (places[:, None] >= places))
+
+
 class Linear(nn.Linear):
     """x W^T + b."""
 
@@ -131,14 +141,14 @@ class Attention(nn.Module):
         if cos_sin is not None:
             q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
         q, k, v = (x_BTHD.transpose(1, 2) for x_BTHD in (q, k, v))
+        dropout = None if dropout_keys_B is None else partial(self.drop, dropout_keys_B)
         if cache is None and mask is None:
-            dropout = None if dropout_keys_B is None else partial(self.drop, dropout_keys_B)
             y_BHTD = self.attention_fn(q, k, v, mask=None, causal=True, dropout=dropout, **self.window)
         else:
             if cache is not None:
                 k, v = cache.append(self.layer, k, v)
             causal = mask is None and k.shape[2] == T
-            y_BHTD = self.masked_attention_fn(q, k, v, mask=mask, causal=causal, dropout=None)
+            y_BHTD = self.masked_attention_fn(q, k, v, mask=mask, causal=causal, dropout=dropout)
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
 
 
@@ -238,7 +248,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Hidden states (B, T, C) of `ids_BT` (int64), which follow the tokens in `cache` and are added to it.
 
-        tree_mask: for rows that are not one sequence each; without a cache, and without dropout in attention.
+        tree_mask: for rows that are not one sequence each; without a cache.
         dropout_keys_B: of `model.dropout.sequence_keys`, with dropout in training; None: from torch's random state.
         """
         if not (self.training and self.config.dropout):

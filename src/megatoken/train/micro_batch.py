@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError, MegatokenError
@@ -99,7 +100,7 @@ def _time_forward_backward(state: TrainState, step_config: StepConfig, device: D
     ids = torch.arange(size * config.seq_len, device=device.torch_device).remainder(config.vocab_size).view(size, -1)
 
     def run_once() -> None:
-        forward_backward(state, step_config, device, ids, ids)
+        forward_backward(state, step_config, device, Batch(ids, ids))
         state.optimizer.zero_grad(set_to_none=True)
 
     if device.type != "cuda":
@@ -152,7 +153,7 @@ def compile_forward(state: TrainState, step_config: StepConfig, device: Device, 
         _compile_blocks(state.model)
         try:
             with peer_errors(state.comm.dist_env):
-                forward_backward(state, step_config, device, ids, ids)
+                forward_backward(state, step_config, device, Batch(ids, ids))
         except Exception as error:
             if isinstance(error, MegatokenError) or is_out_of_memory(error):
                 raise
@@ -169,14 +170,14 @@ def _compile_whole(state: TrainState, step_config: StepConfig, device: Device, i
             _compile_blocks(state.compute_model)
         else:
             state.forward = torch.compile(state.compute_model)
-        forward_backward(state, step_config, device, ids, ids)
+        forward_backward(state, step_config, device, Batch(ids, ids))
         return
     state.cuda_graphs = True
     state.forward = torch.compile(state.compute_model, mode="reduce-overhead")
     ids = torch.cat([ids, ids])  # two micro-batches: the gradients of the first lie in the memory of the graphs
     norms = []
     for _ in range(3):  # compile, record, replay
-        forward_backward(state, step_config, device, ids, ids)
+        forward_backward(state, step_config, device, Batch(ids, ids))
         norms.append(float(state.sharded.global_grad_norm(state.comm)))
         state.optimizer.zero_grad(set_to_none=True)
     if not all(math.isclose(norm, norms[0], rel_tol=GRADIENT_TOLERANCE) for norm in norms):

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import Duration
 from megatoken.config.schema import Config
-from megatoken.data.dataloader import batch_of_step
+from megatoken.data.dataloader import Batch, batch_of_step
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
@@ -36,6 +36,19 @@ from megatoken.train.spikes import RecentSteps
 MOMENTUM_START = 0.85  # of optim.momentum_warmup (Jordan et al. 2024)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a run minimizes in place of the mean cross-entropy of the targets.
+
+    count(state, batch): by what the sums of this process's share of a batch are divided, added over all processes;
+    without a gradient. sums(state, step_config, device, micro_batch, dropout_keys_B): `loss`, whose gradient is taken,
+    and whatever else is to be logged beside it, without a gradient: sums of one micro-batch, scalars on the device.
+    """
+
+    count: "Callable[[TrainState, Batch], Tensor]"
+    sums: "Callable[[TrainState, StepConfig, Device, Batch, Tensor | None], dict[str, Tensor]]"
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainState:
     """Weights, optimizer state and step number of a run.
@@ -45,6 +58,7 @@ class TrainState:
     master weights are on. `forward` is `compute_model`, compiled or not. `found_bad` (bool, on the device): some step
     was bad, so its update and all later ones are left out until the host reads it. `skipped_batches` (ascending):
     numbers of the batches that are left out of the data order. `recent`: loss and gradient norm of the last steps.
+    `objective`: None: the mean cross-entropy of the targets.
     """
 
     model: GPT
@@ -56,6 +70,7 @@ class TrainState:
     found_bad: Tensor
     comm: Comm = field(default_factory=lambda: Comm(DistEnv()))
     grad_reducer: GradBucketReducer | None = None  # where several replicas train
+    objective: Objective | None = None
     cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
     cuda_graphs: bool = False  # `forward` replays CUDA graphs, whose results the next replay overwrites
     compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off, where no other process is compared

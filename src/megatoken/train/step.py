@@ -10,17 +10,20 @@ AdamW and Muon skip that update and all later ones on the device; for other opti
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.grad_reduce import PairwiseGradSum
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.errors import NumericsError
 from megatoken.model.dropout import sequence_keys
+from megatoken.model.gpt import separate_conversations
 from megatoken.model.loss import cross_entropy
 from megatoken.optim.optimizer import set_lr, set_momentum
 from megatoken.system.device import Device
@@ -36,7 +39,7 @@ class StepMetrics:
     """Mean loss of the global batch (nats), gradient norm before clipping, learning rate.
 
     overflowed: fp16 gradients overflowed; the update was left out and the loss scale lowered. bad: the update was left
-    out and the step does not count.
+    out and the step does not count. values: means of what else the objective measures.
     """
 
     step: int
@@ -45,41 +48,41 @@ class StepMetrics:
     lr: float
     overflowed: bool
     bad: bool = False
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A step whose numbers are still on the device: (loss, gradient norm, whether this or an earlier step was bad)."""
+    """A step whose numbers are still on the device: (loss, gradient norm, whether this or an earlier step was bad,
+    then a number for each of `names`)."""
 
     step: int
     lr: float
     overflowed: bool
     numbers: Tensor
+    names: tuple[str, ...] = ()
 
 
-def train_step(
-    state: TrainState, step_config: StepConfig, device: Device, inputs_BT: Tensor, targets_BT: Tensor
-) -> StepMetrics:
+def train_step(state: TrainState, step_config: StepConfig, device: Device, batch: Batch) -> StepMetrics:
     """Train on this process's share of one global batch, advance `state.step` and wait for the numbers.
 
     Under fp16 a step whose gradients overflow is skipped and the loss scale lowered (`overflowed`). Raises
     NumericsError for a bad step; the weights stay as they were.
     """
-    (metrics,) = wait_for_steps(state, [train_step_async(state, step_config, device, inputs_BT, targets_BT)])
+    (metrics,) = wait_for_steps(state, [train_step_async(state, step_config, device, batch)])
     if metrics.bad:
         raise bad_step_error(metrics.step, metrics.loss, metrics.grad_norm)
     return metrics
 
 
-def train_step_async(
-    state: TrainState, step_config: StepConfig, device: Device, inputs_BT: Tensor, targets_BT: Tensor
-) -> PendingStep:
+def train_step_async(state: TrainState, step_config: StepConfig, device: Device, batch: Batch) -> PendingStep:
     """`train_step` without waiting for the device, where the optimizer can skip bad updates by itself."""
     lr = step_config.schedule.lr(state.step)
     set_lr(state.optimizer, lr)
     set_momentum(state.optimizer, step_config.momentum_of(state.step))
     lr = state.optimizer.param_groups[0]["lr"]  # as it is applied: a user's optimizer may scale it
-    loss = forward_backward(state, step_config, device, inputs_BT, targets_BT)
+    means = compute_gradients(state, step_config, device, batch)
+    loss = means.pop("loss")
     unscale_gradients(state)
     grad_norm = state.global_grad_norm()
     overflowed = clip_and_update(state, step_config, loss, grad_norm)
@@ -87,26 +90,30 @@ def train_step_async(
     if not state.updates_copies:
         state.refresh_low_precision_copy()
     state.step += 1
-    numbers = torch.stack([loss, grad_norm, state.found_bad.float()])
-    return PendingStep(step=state.step, lr=lr, overflowed=overflowed, numbers=numbers)
+    numbers = torch.stack([loss, grad_norm, state.found_bad.float(), *means.values()])
+    return PendingStep(step=state.step, lr=lr, overflowed=overflowed, numbers=numbers, names=tuple(means))
 
 
-def forward_backward(
-    state: TrainState, step_config: StepConfig, device: Device, inputs_BT: Tensor, targets_BT: Tensor
-) -> Tensor:
-    """Add the gradient of the global batch's mean loss (times the fp16 loss scale) to every parameter; return the loss.
+def forward_backward(state: TrainState, step_config: StepConfig, device: Device, batch: Batch) -> Tensor:
+    """`compute_gradients`; the loss alone."""
+    return compute_gradients(state, step_config, device, batch)["loss"]
 
-    inputs_BT, targets_BT: this data-parallel rank's sequences; targets below 0 are not counted. One process adds
-    nothing to what autograd does. Replicas reduce gradients in buckets while the last backward computes; FSDP2 reduces
-    them itself; deterministic runs add pairwise, in an order that 1, 2, 4, ... processes share.
+
+def compute_gradients(state: TrainState, step_config: StepConfig, device: Device, batch: Batch) -> dict[str, Tensor]:
+    """Add the gradient of the global batch's mean loss (times the fp16 loss scale) to every parameter; return the loss,
+    and the means of what else the objective measures.
+
+    batch: this data-parallel rank's sequences. One process adds nothing to what autograd does. Replicas reduce
+    gradients in buckets while the last backward computes; FSDP2 reduces them itself; deterministic runs add pairwise,
+    in an order that 1, 2, 4, ... processes share.
     """
     comm, dims, size = state.comm, state.dims, step_config.micro_batch
     if state.cuda_graphs:  # not at every micro-batch: gradients of those before lie in the memory of the graphs
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    n_targets = comm.sum((slice_sequence(dims, targets_BT) >= 0).sum())
+    n_targets = comm.sum(count_targets(state, batch))
     # In double precision where the device has it, so that neither order nor ranks show after rounding to fp32.
-    total_loss = torch.zeros((), dtype=device.widest, device=device.torch_device)
-    micro_batches = list(zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True))
+    totals = {"loss": torch.zeros((), dtype=device.widest, device=device.torch_device)}
+    micro_batches = batch.split(size)
     pairwise = reducer = None
     if step_config.deterministic and dims.is_unsharded:
         pairwise = PairwiseGradSum(list(state.sharded.local_params.values()), len(micro_batches))
@@ -115,45 +122,65 @@ def forward_backward(
     # Gradients of a single micro-batch need no sum, so that no copy of them is made for the optimizer.
     keep_in_copies = state.updates_copies and len(micro_batches) == 1 and pairwise is None and reducer is None
     with state.compute_timer:
-        for index, (inputs, targets) in enumerate(micro_batches):
+        for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             dropout_keys = None
             if state.model.config.dropout:
-                first = dims.dp_rank * len(inputs_BT) + index * size  # in the global batch
-                dropout_keys = sequence_keys(step_config.seed, state.step, first, len(inputs), device.torch_device)
+                first = dims.dp_rank * len(batch) + index * size  # in the global batch
+                dropout_keys = sequence_keys(step_config.seed, state.step, first, len(micro_batch), device.torch_device)
             state.sharded.set_grad_sync(state.model, last=is_last)
-            loss_sum = forward_loss(state, step_config, device, inputs, targets, dropout_keys)
+            sums = measure_sums(state, step_config, device, micro_batch, dropout_keys)
             if reducer is not None and is_last:
                 reducer.begin()
-            state.scaler.scale(loss_sum / n_targets).backward()  # type: ignore[no-untyped-call]
+            state.scaler.scale(sums["loss"] / n_targets).backward()  # type: ignore[no-untyped-call]
             if not keep_in_copies:
                 state.collect_gradients()
             if pairwise is not None:
                 pairwise.add()
-            total_loss += loss_sum.detach()
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0) + value.detach().to(device.widest)
     if pairwise is not None:
         pairwise.finish(comm)
     elif reducer is not None:
         reducer.finish()
     state.sharded.all_reduce_tp_grads(comm)
-    return (comm.sum(total_loss) / n_targets).float()
+    return {name: (comm.sum(total) / n_targets).float() for name, total in totals.items()}
+
+
+def count_targets(state: TrainState, batch: Batch) -> Tensor:
+    """By what the sums of this process's share of a batch are divided, once they are added over all processes."""
+    if state.objective is not None:
+        return state.objective.count(state, batch)
+    return (slice_sequence(state.dims, batch.targets_BT) >= 0).sum()
+
+
+def measure_sums(
+    state: TrainState, step_config: StepConfig, device: Device, batch: Batch, dropout_keys_B: Tensor | None
+) -> dict[str, Tensor]:
+    """The summed loss of one micro-batch, and what else the objective measures."""
+    if state.objective is not None:
+        return state.objective.sums(state, step_config, device, batch, dropout_keys_B)
+    return {"loss": forward_loss(state, step_config, device, batch, dropout_keys_B)}
+
+
+def forward_hidden(state: TrainState, batch: Batch, dropout_keys_B: Tensor | None) -> Tensor:
+    """Hidden states (B, T, C) of one micro-batch, through the compute model."""
+    options: dict[str, Any] = {} if dropout_keys_B is None else {"dropout_keys_B": dropout_keys_B}
+    if batch.starts_BT is not None:
+        options["tree_mask"] = separate_conversations(batch.starts_BT)
+    return state.forward(batch.inputs_BT, **options)
 
 
 def forward_loss(
-    state: TrainState,
-    step_config: StepConfig,
-    device: Device,
-    inputs_BT: Tensor,
-    targets_BT: Tensor,
-    dropout_keys_B: Tensor | None,
+    state: TrainState, step_config: StepConfig, device: Device, batch: Batch, dropout_keys_B: Tensor | None
 ) -> Tensor:
-    """The summed loss (nats) of one micro-batch, through the compute model."""
+    """The summed cross-entropy (nats) of one micro-batch's targets, through the compute model."""
     with nullcontext() if state.uses_master_weights else device.autocast():  # a low-precision copy needs no autocast
-        hidden = state.forward(inputs_BT, **({} if dropout_keys_B is None else {"dropout_keys_B": dropout_keys_B}))
+        hidden = forward_hidden(state, batch, dropout_keys_B)
         loss_sum, _ = cross_entropy(
             hidden,
             gather_lm_head(state.compute_model.lm_head_weight),
-            slice_sequence(state.dims, targets_BT),
+            slice_sequence(state.dims, batch.targets_BT),
             vocab_size=state.model.config.vocab_size,
             softcap=state.model.config.logit_softcap,
             chunk=step_config.loss_chunk,
@@ -224,9 +251,10 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
     """
     rows = torch.stack([step.numbers for step in pending]).tolist()
     metrics = []
-    for step, (loss, grad_norm, bad) in zip(pending, rows, strict=True):
+    for step, (loss, grad_norm, bad, *others) in zip(pending, rows, strict=True):
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": step.lr}
-        metrics.append(StepMetrics(step=step.step, **numbers, overflowed=step.overflowed, bad=bool(bad)))
+        values = dict(zip(step.names, others, strict=True))
+        metrics.append(StepMetrics(step=step.step, **numbers, overflowed=step.overflowed, bad=bool(bad), values=values))
         if bad:
             state.step = step.step - 1
             state.found_bad.zero_()
