@@ -190,13 +190,16 @@ def _add_prepare(add: Callable[..., Parser]) -> None:
     )
     doc = "dataset folder to write, or an address such as s3://bucket/data"
     arg("--out", required=True, type=path_or_address, help=doc)
-    arg("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N or a tokenizer.json (default gpt2)")
+    arg("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N or a tokenizer.json (default gpt2); of chats: RUN")
     arg("--workers", type=int, default=0, help="processes; does not change the result (default 0: all cores)")
     arg("--val-fraction", type=float, default=0.01, help="share of documents for validation (default 0.01)")
     arg("--shard-tokens", type=int, default=100_000_000, help="tokens per shard (default 100000000)")
     doc = "what to do with text that is not UTF-8 (default replace); skip also skips bad JSON lines"
     arg("--invalid", choices=("replace", "skip", "fail"), default="replace", help=doc)
     arg("--text-key", default="text", help="field or column that holds the text (default text)")
+    arg("--context", type=int, metavar="N", help="of chats: tokens in a row (default: the context of RUN)")
+    doc = "of chats: what to do with those longer than the context (default fail); nothing is cut"
+    arg("--long", choices=("fail", "skip"), default="fail", help=doc)
     arg("--root", type=local_path, help="local copy of a named source, laid out like the original")
 
 

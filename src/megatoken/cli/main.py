@@ -121,10 +121,19 @@ def _rank_prefix() -> str:
 def run_prepare(options: argparse.Namespace) -> Result:
     """prepare: tokenize text into shards."""
     from megatoken.cli.progress import PrepareBar
+    from megatoken.data.chat_formats import peek_format
     from megatoken.data.prepare import prepare
     from megatoken.data.remote import begin_upload, upload_dataset
+    from megatoken.data.sources import HUB, find_source
 
     names = ("tokenizer", "workers", "val_fraction", "shard_tokens", "invalid", "text_key", "root")
+    is_remote = options.source in HUB  # text, whose listing takes a while
+    if not is_remote and peek_format(find_source(options.source, options.root), options.text_key):
+        return _prepare_chats(options)
+    refuse_without_effect(
+        ("--context", options.context is not None, False, "rows of conversations"),
+        ("--long", options.long != "fail", False, "rows of conversations"),
+    )
     folder = begin_upload(options.out) if is_address(options.out) else options.out
     with PrepareBar(options.console) as bar:
         prepared = prepare(options.source, folder, on_progress=bar.update, **_pick(options, *names))
@@ -132,6 +141,33 @@ def run_prepare(options: argparse.Namespace) -> Result:
         upload_dataset(folder, options.out, options.console.print)
         options.console.print(f"uploaded; a copy stays in {folder}")
     bar.finish(options.out, prepared)
+    return ExitCode.DONE, dataclasses.asdict(prepared)
+
+
+def _prepare_chats(options: argparse.Namespace) -> Result:
+    """Conversations, preferences or prompts: rows for the context of the model whose tokenizer is named."""
+    from megatoken.cli.progress import PrepareBar
+    from megatoken.data.prepare_chats import prepare_chats
+    from megatoken.data.sources import find_source
+    from megatoken.data.tokenizer import load_tokenizer
+
+    if is_address(options.out):
+        raise ConfigError("conversations are prepared in a folder", str(options.out), "name one, and copy it")
+    named = Path(options.tokenizer)
+    if (named.is_dir() and not (named / "tokenizer.json").is_file()) or (named / "config.json").is_file():
+        from megatoken.convert.load_pretrained import load_pretrained
+
+        loaded = load_pretrained(options.tokenizer, options.console.warn)
+        tokenizer, seq_len = loaded.tokenizer, options.context or loaded.model.config.seq_len
+    else:
+        tokenizer, seq_len = load_tokenizer(options.tokenizer), options.context
+        if not seq_len:
+            fix = "name the model by --tokenizer RUN, or give --context N"
+            raise ConfigError("for which context are the conversations?", "--context", fix)
+    own = _pick(options, "val_fraction", "shard_tokens", "long")
+    prepared = prepare_chats(find_source(options.source, options.root), options.out, tokenizer, seq_len=seq_len, **own)
+    with PrepareBar(options.console) as bar:
+        bar.finish(options.out, prepared)
     return ExitCode.DONE, dataclasses.asdict(prepared)
 
 

@@ -103,7 +103,7 @@ def _read_text(
     source: Source, file: File, options: PrepareOptions, start: ReadPosition, counts: Counter[str]
 ) -> _Steps:
     _, offset, line, split = start
-    with source.open(file) as raw, _decompress(raw, file) as stream:
+    with source.open(file) as raw, decompress(raw, file) as stream:
         _skip_bytes(stream, file, offset)
         buffer, ended = _fill(stream, b"", CHUNK_BYTES)
         if offset == 0 and b"\0" in buffer[:BINARY_BYTES]:
@@ -201,7 +201,7 @@ def _skip_line(stream: BinaryIO, buffer: bytes) -> tuple[bytes, int]:
     return buffer[length:], passed + length
 
 
-def _decompress(raw: BinaryIO, file: File) -> BinaryIO:
+def decompress(raw: BinaryIO, file: File) -> BinaryIO:
     if file.compression == "gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if file.compression == "zst":

@@ -133,13 +133,13 @@ def prepare(
         return sample_texts(corpus, options, SAMPLE_BYTES)
 
     leftover = any((out / name).exists() for name in (PROGRESS_NAME, LOCK_NAME))
-    if not leftover and (finished := _find_finished(out, recipe, corpus)):
-        return _summarize(finished, started, unchanged=True)  # without the lock: the folder may be read-only
-    with _locked(out):
-        if finished := _find_finished(out, recipe, corpus):
+    if not leftover and (finished := find_finished(out, recipe, corpus)):
+        return summarize(finished, started, unchanged=True)  # without the lock: the folder may be read-only
+    with hold_lock(out):
+        if finished := find_finished(out, recipe, corpus):
             with storage_errors(out):
                 (out / PROGRESS_NAME).unlink(missing_ok=True)  # left by a kill after the manifest was written
-            return _summarize(finished, started, unchanged=True)
+            return summarize(finished, started, unchanged=True)
         state, resumed = _load_or_create_state(out, ResumeState(recipe, corpus.digest(times=True)))
         if (out / "tokenizer" / DESCRIPTION_NAME).exists():  # an earlier call may have trained it
             saved = load_saved_tokenizer(out / "tokenizer")
@@ -152,7 +152,7 @@ def prepare(
             writer.write_documents(options, workers)
             writer.balance_splits(val_fraction)
             manifest = writer.finish()
-        return _summarize(manifest, started, resumed=resumed)
+        return summarize(manifest, started, resumed=resumed)
 
 
 @dataclass
@@ -300,7 +300,7 @@ def _check_settings(tokenizer: str, workers: int, val_fraction: float, shard_tok
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def hold_lock(out: Path) -> Iterator[None]:
     """Hold the folder's lock, which the kernel releases when a process dies; its file is removed at the end."""
     path = out / LOCK_NAME
     lock = filelock.FileLock(path, timeout=0)
@@ -322,7 +322,7 @@ def _locked(out: Path) -> Iterator[None]:
         lock.release()
 
 
-def _find_finished(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifest | None:
+def find_finished(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifest | None:
     """The manifest of a finished dataset, if it is one. Raises DataError unless it has this recipe and these inputs."""
     if not (out / MANIFEST_NAME).exists():
         return None
@@ -357,11 +357,17 @@ def _load_or_create_state(out: Path, new: ResumeState) -> tuple[ResumeState, boo
         return earlier, True
     if earlier:  # another recipe, but none of its tokens count
         shutil.rmtree(out / "tokenizer", ignore_errors=True)
-    elif other := [path for name in ("*.bin", "*.npy", "tokenizer") for path in sorted(out.glob(name))]:
-        raise DataError("the output folder holds other data already", other[0], "choose another --out or delete it")
+    else:
+        refuse_other_data(out)
     with storage_errors(out):
         _save_state(out, new)
     return new, False
+
+
+def refuse_other_data(out: Path) -> None:
+    """Raise DataError where an output folder holds shards or a tokenizer."""
+    if other := [path for name in ("*.bin", "*.npy", "tokenizer") for path in sorted(out.glob(name))]:
+        raise DataError("the output folder holds other data already", other[0], "choose another --out or delete it")
 
 
 def _save_state(out: Path, state: ResumeState) -> None:
@@ -384,7 +390,8 @@ def _load_state(out: Path) -> ResumeState | None:
         raise DataError(f"cannot read how far the preparation was: {error}", path, fix) from error
 
 
-def _summarize(manifest: Manifest, started: float, *, resumed: bool = False, unchanged: bool = False) -> PrepareResult:
+def summarize(manifest: Manifest, started: float, *, resumed: bool = False, unchanged: bool = False) -> PrepareResult:
+    """The result of a preparation that began at `started` (time.monotonic)."""
     train, val = (manifest.tokens(split) for split in SPLITS)
     return PrepareResult(
         tokens=train + val,

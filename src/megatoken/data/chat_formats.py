@@ -1,0 +1,179 @@
+"""Rows of JSON to conversations, preferences and prompts; a row's keys say which program's format it is.
+
+| keys | what | source |
+|---|---|---|
+| messages | a conversation | OpenAI, trl |
+| conversations | a conversation (ShareGPT) | LLaMA-Factory, axolotl |
+| instruction, output; perhaps input, system, history | a conversation (alpaca) | Taori et al. 2023, LLaMA-Factory |
+| prompt, completion | a conversation | trl |
+| prompt, chosen, rejected | a preference | trl |
+| prompt, answer | a prompt with its answer | GSM8K, verl |
+
+A prompt or an answer of these is text, or a list of messages.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from megatoken.data.chat_template import Message, parse_messages
+from megatoken.data.corpus_reader import decompress
+from megatoken.data.sources import Source
+from megatoken.errors import DataError
+
+Kind = Literal["chat", "preference", "prompt"]
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row. where: file:line. prompt: the messages before the answers, of a chat those before its first one.
+
+    answers: whole conversations: of a chat one, of a preference the chosen and the rejected one, of a prompt none.
+    row: the row of a prompt, its `answer` among the rest.
+    """
+
+    where: str
+    prompt: list[Message]
+    answers: list[list[Message]] = field(default_factory=list)
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+class Format(NamedTuple):
+    """A format by the keys that every row has."""
+
+    name: str
+    keys: tuple[str, ...]
+    kind: Kind
+    read: Callable[[dict[str, Any], str], Example]
+
+
+def detect_format(row: Any) -> Format | None:
+    """The format of a row of JSON; None for a row of none."""
+    return next((each for each in FORMATS if isinstance(row, dict) and row.keys() >= set(each.keys)), None)
+
+
+def peek_format(source: Source, text_key: str) -> Format | None:
+    """The format of the first row of a corpus of JSON lines; None for text, which stands below `text_key`."""
+    if not source.files or not all(file.format == "lines" for file in source.files):
+        return None
+    for _, line in _read_lines(source):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return None if isinstance(row, dict) and text_key in row else detect_format(row)
+    return None
+
+
+def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
+    """Every row of a corpus, checked. Raises DataError, naming file:line, for a row that cannot be used."""
+    first: tuple[Format, str] | None = None
+    for where, line in _read_lines(source):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"not a line of JSON: {error!s:.100}", where, "mend it or leave it out") from error
+        found = detect_format(row)
+        if found is None:
+            keys = ", ".join(list(row)[:8]) if isinstance(row, dict) else type(row).__name__
+            if isinstance(row, dict) and "prompt" in row:
+                fix = "give each row an `answer`, a `completion`, or `chosen` and `rejected`"
+                raise DataError("no answer beside the prompt", where, fix)
+            known = "; ".join(" + ".join(each.keys) for each in FORMATS)
+            raise DataError(f"a row of no known format, its keys are {keys or 'none'}", where, f"formats: {known}")
+        first = first or (found, where)
+        if found is not first[0]:
+            what = f"two formats in one dataset: {found.name} here, {first[0].name} at {first[1]}"
+            raise DataError(what, where, "prepare them as two datasets")
+        yield found, found.read(row, where)
+
+
+def _read_lines(source: Source) -> Iterator[tuple[str, bytes]]:
+    for file in source.files:
+        number = 0
+        with source.open(file) as raw:
+            try:
+                for number, line in enumerate(decompress(raw, file), start=1):
+                    if line.strip():
+                        yield f"{file.path}:{number}", line
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError(f"cannot read: {error}", f"{file.path}:{number + 1}", "copy the file again") from error
+
+
+def _to_rows(value: Any, role: str) -> list[Any]:
+    """Text as one message of `role`; a list of messages as it is."""
+    return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _read_messages(row: dict[str, Any], where: str) -> Example:
+    return _make_chat(row["messages"], where)
+
+
+def _read_sharegpt(row: dict[str, Any], where: str) -> Example:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError("conversations is no list of turns", where, 'write {"from": ..., "value": ...} for each')
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    rows = [
+        {"role": _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
+        for turn in turns
+        for role, content in [(turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))]
+    ]
+    return _make_chat(system + rows, where)
+
+
+def _read_alpaca(row: dict[str, Any], where: str) -> Example:
+    rows = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for turn in row.get("history") or ():
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise DataError("a turn of history is no pair", where, "write [instruction, output] for each")
+        rows += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
+    question = row["instruction"]
+    if isinstance(question, str) and isinstance(row.get("input"), str) and row["input"].strip():
+        question += "\n\n" + row["input"]
+    rows += [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+    return _make_chat(rows, where)
+
+
+def _read_completion(row: dict[str, Any], where: str) -> Example:
+    return _make_chat(_to_rows(row["prompt"], "user") + _to_rows(row["completion"], "assistant"), where)
+
+
+def _make_chat(rows: Any, where: str) -> Example:
+    messages = parse_messages(rows, where)
+    end = next(number for number, message in enumerate(messages) if message.role == "assistant")
+    return Example(where, messages[:end], [messages])
+
+
+def _read_preference(row: dict[str, Any], where: str) -> Example:
+    prompt = _to_rows(row["prompt"], "user")
+    answers = []
+    for key in ("chosen", "rejected"):
+        rows = _to_rows(row[key], "assistant")
+        whole = rows if rows[: len(prompt)] == prompt else prompt + rows  # trl has both
+        answers.append(parse_messages(whole, f"{where}, {key}"))
+        if answers[-1][-1].role != "assistant":
+            raise DataError(f"{key} does not end with the assistant's answer", where, "leave the pair out")
+    if answers[0] == answers[1]:
+        raise DataError("chosen equals rejected", where, "leave the pair out: it says nothing")
+    return Example(where, parse_messages(prompt, f"{where}, prompt", reply=True), answers)
+
+
+def _read_prompt(row: dict[str, Any], where: str) -> Example:
+    answer = row["answer"]
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise DataError("no answer beside the prompt", where, "give each row an `answer`, text or a number")
+    return Example(where, parse_messages(_to_rows(row["prompt"], "user"), where, reply=True), row=row)
+
+
+FORMATS = (
+    Format("prompt/chosen/rejected", ("prompt", "chosen", "rejected"), "preference", _read_preference),
+    Format("prompt/completion", ("prompt", "completion"), "chat", _read_completion),
+    Format("prompt/answer", ("prompt", "answer"), "prompt", _read_prompt),
+    Format("messages", ("messages",), "chat", _read_messages),
+    Format("conversations (ShareGPT)", ("conversations",), "chat", _read_sharegpt),
+    Format("instruction/output (alpaca)", ("instruction", "output"), "chat", _read_alpaca),
+)

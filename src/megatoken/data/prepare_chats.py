@@ -1,0 +1,204 @@
+"""Prepare a dataset folder (chat_dataset.py) from conversations, preferences or prompts: the same bytes every time."""
+
+import json
+import time
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatoken.data.chat_dataset import PADDING, START, TRAINED, answers_name, marks_name
+from megatoken.data.chat_formats import Example, Format, read_examples
+from megatoken.data.chat_template import ChatTemplate, add_control_tokens, find_template
+from megatoken.data.documents import token_dtype
+from megatoken.data.prepare import PrepareResult, find_finished, hold_lock, refuse_other_data, summarize
+from megatoken.data.shard_format import INPUTS_NAME, PROGRESS_NAME, Manifest, Shard, write_manifest
+from megatoken.data.shard_writer import ShardWriter
+from megatoken.data.sources import Source
+from megatoken.data.tokenizer import Tokenizer
+from megatoken.errors import ConfigError, DataError
+from megatoken.system.atomic_write import replace_file, storage_errors
+
+Long = Literal["fail", "skip"]
+Encoded = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (n,)
+
+
+def prepare_chats(
+    source: Source,
+    out: Path,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    val_fraction: float = 0.01,
+    shard_tokens: int = 100_000_000,
+    long: Long = "fail",
+) -> PrepareResult:
+    """Prepare the dataset `out` from rows of JSON (chat_formats.py), of which all are in memory at once.
+
+    tokenizer: the model's; it gets control tokens where it has no template. seq_len: the context of the model. long:
+    what to do with a conversation that is longer. Prompts that are alike are in the same split. Raises ConfigError for
+    an unknown template or a wrong setting, DataError for rows that cannot be used or an `out` that holds something
+    else, StorageError when the disk fails.
+    """
+    started = time.monotonic()
+    if seq_len < 1 or not 0 <= val_fraction < 1:
+        raise ConfigError(f"seq_len {seq_len}, val_fraction {val_fraction}", "prepare", "give 1 or more, 0 to below 1")
+    tokenizer = add_control_tokens(tokenizer)
+    template = find_template(tokenizer)
+    recipe: dict[str, Any] = {
+        "source": source.name,
+        "files": len(source.files),
+        "bytes": source.size_bytes,
+        "inputs": source.digest(times=False),
+        "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint[:16]}",
+        "val_fraction": float(val_fraction),
+        "shard_tokens": shard_tokens,
+        "long": long,
+        "seq_len": seq_len,
+        "template": template.name,
+    }
+    with hold_lock(out):
+        if finished := find_finished(out, recipe, source):
+            return summarize(finished, started, unchanged=True)
+        if (out / PROGRESS_NAME).exists():  # an earlier call was killed
+            for path in (*out.glob("*.bin"), *out.glob("*.marks"), *out.glob("tokenizer/*")):
+                path.unlink()
+        else:
+            refuse_other_data(out)
+        examples = list(read_examples(source))
+        if not examples:
+            raise DataError("no rows", source.files[0].path, "name files that hold some")
+        found = examples[0][0]
+        encoded = [_encode(example, found, template) for _, example in examples]
+        splits, n_skipped = _split_examples([example for _, example in examples], encoded, seq_len, val_fraction, long)
+        about = {"kind": found.kind, "format": found.name, "counts": {"skipped": n_skipped}}
+        with storage_errors(out):
+            replace_file(out / PROGRESS_NAME, json.dumps(recipe), durable=True)
+            tokenizer.save(out / "tokenizer")
+            shards: list[Shard] = []
+            files: dict[str, str] = {}
+            for split, chosen in splits.items():
+                rows = [encoded[number] for number in chosen]
+                writer = ShardWriter(
+                    out, split, token_dtype(tokenizer.vocab_size), shard_tokens, tokenizer.fingerprint, 0
+                )
+                beside = _write_split(writer, rows, seq_len + 1, tokenizer.eot, pack=found.kind == "chat")
+                shards += writer.finish()
+                if found.kind == "prompt" and chosen:
+                    lines = (json.dumps(examples[number][1].row) + "\n" for number in chosen)
+                    beside[answers_name(split)] = "".join(lines).encode()
+                for name, data in beside.items():
+                    replace_file(out / name, data, durable=True)
+                    files[name] = xxhash.xxh3_128_hexdigest(data)
+            manifest = Manifest(
+                tokenizer=tokenizer.describe(),
+                dtype=writer.dtype,
+                documents={split: len(chosen) for split, chosen in splits.items()},
+                shards=tuple(shards),
+                source=recipe | about | {"files_beside": files},
+            )
+            replace_file(out / INPUTS_NAME, source.digest(times=True) + "\n", durable=True)
+            write_manifest(out, manifest)
+            (out / PROGRESS_NAME).unlink()
+    return summarize(manifest, started)
+
+
+def _encode(example: Example, found: Format, template: ChatTemplate) -> list[Encoded]:
+    """The sequences of a row: the conversation, the chosen and the rejected one, or the prompt."""
+    whole = [template.encode(messages) for messages in example.answers]
+    if found.kind == "prompt":
+        whole = [template.encode(example.prompt, reply=True)]
+    elif found.kind == "preference":  # the prompt may hold earlier answers: the last one alone is preferred
+        n_prompt = len(template.encode(example.prompt, reply=True)[0])
+        whole = [(ids, [place >= n_prompt and mark for place, mark in enumerate(marks)]) for ids, marks in whole]
+    sequences = []
+    for ids, trained in whole:
+        marks = np.array(trained, np.uint8) * TRAINED
+        marks[0] |= START
+        sequences.append((np.array(ids, np.uint32), marks))
+    return sequences
+
+
+def _split_examples(
+    examples: Sequence[Example], encoded: Sequence[list[Encoded]], seq_len: int, val_fraction: float, long: Long
+) -> tuple[dict[str, list[int]], int]:
+    """The numbers of the rows of each split, in order, and how many were too long. Raises DataError.
+
+    A row's split is decided by the hash of its prompt; where that leaves a split empty, the nearest hash is moved.
+    """
+    room = seq_len + 1
+    lengths = [max(len(ids) for ids, _ in sequences) for sequences in encoded]
+    too_long = [number for number, length in enumerate(lengths) if length > room]
+    if too_long and long == "fail":
+        longest = max(too_long, key=lengths.__getitem__)
+        what = f"{len(too_long):,} of {len(lengths):,} rows are longer than the context of {seq_len:,} tokens"
+        what += f", the longest has {lengths[longest]:,}"
+        fix = "--long skip leaves them out, nothing is cut; or take a model of a longer context"
+        raise DataError(what, examples[longest].where, fix)
+    kept = [number for number, length in enumerate(lengths) if length <= room]
+    if not kept:
+        what = f"all {len(lengths):,} rows are longer than the context of {seq_len:,} tokens"
+        raise DataError(what, examples[0].where, "give shorter ones, or take a model of a longer context")
+    hashes = {}
+    for number in kept:
+        text = json.dumps([[message.role, message.content] for message in examples[number].prompt])
+        hashes[number] = xxhash.xxh3_64_intdigest(text.encode())
+    limit = val_fraction * 2**64
+    lowest, highest = min(hashes.values()), max(hashes.values())
+    if val_fraction and lowest != highest:
+        limit = min(max(limit, lowest + 1), highest)
+    elif lowest == highest:
+        limit = 0
+    val = [number for number in kept if hashes[number] < limit]
+    train = [number for number in kept if hashes[number] >= limit]
+    return {"train": train, "val": val}, len(too_long)
+
+
+def _pack(sequences: Sequence[Encoded], length: int) -> list[list[Encoded]]:
+    """Whole sequences in rows of at most `length` tokens: the longest first, each into the row that it fills best."""
+    order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number][0]))
+    rows: list[list[int]] = []
+    with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows by the tokens that they have left
+    sizes: list[int] = []  # the keys of `with_room` that have rows, ascending
+    for number in order:
+        needed = len(sequences[number][0])
+        at = bisect_left(sizes, needed)
+        if at < len(sizes):
+            left = sizes[at]
+            row = with_room[left].pop()
+            if not with_room[left]:
+                del sizes[at]
+        else:
+            left, row = length, len(rows)
+            rows.append([])
+        rows[row].append(number)
+        if left := left - needed:
+            if not with_room[left]:
+                insort(sizes, left)
+            with_room[left].append(row)
+    return [[sequences[number] for number in sorted(row)] for row in rows]
+
+
+def _write_split(
+    writer: ShardWriter, sequences: Sequence[list[Encoded]], length: int, filler: int, *, pack: bool
+) -> dict[str, bytes]:
+    """Append rows of `length` tokens, filled up with `filler`; the files of their marks.
+
+    sequences: of each row of the input; packed, or one in each row.
+    """
+    flat = [sequence for each in sequences for sequence in each]
+    marks = []
+    for row in _pack(flat, length) if pack else [[sequence] for sequence in flat]:
+        rest = length - sum(len(ids) for ids, _ in row)
+        writer.append(np.concatenate([*(ids for ids, _ in row), np.full(rest, filler, np.uint32)]))
+        marks += [own.tobytes() for _, own in row] + [bytes([PADDING]) * rest]
+    data, size = b"".join(marks), writer.shard_tokens
+    return {
+        marks_name(f"{writer.split}_{index:06d}.bin"): data[first : first + size]
+        for index, first in enumerate(range(0, len(data), size))
+    }

@@ -1,0 +1,219 @@
+"""Conversations to a dataset: formats, what is trained, packing, the split, and every row that cannot be used."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatoken.data.chat_dataset import find_kind, open_rows, read_answers, require_kind
+from megatoken.data.chat_formats import read_examples
+from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.data.dataset import load_dataset
+from megatoken.data.prepare_chats import _pack, prepare_chats
+from megatoken.data.sources import find_source
+from megatoken.data.tokenizer import load_tokenizer
+from megatoken.errors import MegatokenError
+
+SYSTEM, USER, ANSWER = ({"role": r, "content": c} for r, c in (("system", "Add."), ("user", "2+2"), ("assistant", "4")))
+BYTES = add_control_tokens(load_tokenizer("bytes"))
+TEMPLATE = find_template(BYTES)
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> str:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if not path.exists() or path.read_text() != text:  # a file that changes is noticed
+        path.write_text(text)
+    return str(path)
+
+
+def prepare(tmp_path: Path, rows: Sequence[Any], out: str = "data", **options: Any) -> Path:
+    source = find_source(write_rows(tmp_path / "rows.jsonl", rows))
+    prepare_chats(source, tmp_path / out, load_tokenizer("bytes"), **{"seq_len": 64, **options})
+    return tmp_path / out
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "x" * (1 + n * 7 % 23)}]}
+        for n in range(count)
+    ]
+
+
+PLAIN = [Message("user", "2+2"), Message("assistant", "4")]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": [SYSTEM, USER, ANSWER], "id": 1}, [Message("system", "Add."), *PLAIN]),
+        ({"conversations": [{"from": "human", "value": "2+2"}, {"from": "gpt", "value": "4"}]}, PLAIN),
+        ({"conversations": [{"from": "gpt", "value": "4"}], "system": "Add."}, [Message("system", "Add."), PLAIN[1]]),
+        ({"instruction": "2+2", "input": "", "output": "4"}, PLAIN),
+        ({"instruction": "Add", "input": "2+2", "output": "4"}, [Message("user", "Add\n\n2+2"), PLAIN[1]]),
+        ({"instruction": "2+2", "output": "4", "history": [["2+2", "4"]]}, [*PLAIN, *PLAIN]),
+        ({"prompt": "2+2", "completion": "4"}, PLAIN),
+        ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, [Message("system", "Add."), *PLAIN]),
+    ],
+)  # fmt: skip
+def test_formats_of_conversations(row: dict[str, Any], messages: list[Message], tmp_path: Path) -> None:
+    ((found, example),) = read_examples(find_source(write_rows(tmp_path / "a.jsonl", [row])))
+    assert (found.kind, example.answers) == ("chat", [messages])
+
+
+def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path) -> None:
+    dataset = load_dataset(prepare(tmp_path, chats(40), val_fraction=0.2))
+    found = []
+    for split in ("train", "val"):
+        rows = open_rows(dataset, split)
+        ids, marks = rows.read(np.arange(len(rows)))
+        assert ids.shape == (len(rows), 65)
+        assert (marks[:, 0] == 2).all()  # a conversation starts in front, and its first token is not trained
+        for row_ids, row_marks in zip(ids, marks, strict=True):
+            kept = row_marks < 4
+            assert (row_ids[~kept] == BYTES.eot).all()
+            pieces = np.split(np.arange(kept.sum()), np.flatnonzero(row_marks[kept] & 2)[1:])
+            found += [(row_ids[at].tolist(), (row_marks[at] & 1).astype(bool).tolist()) for at in pieces]
+        assert len(rows) * 65 == len(getattr(dataset, split))
+    expected = [TEMPLATE.encode([Message(**m) for m in row["messages"]]) for row in chats(40)]
+    assert sorted(found) == sorted(expected)
+    assert dataset.manifest.documents["val"] == 5
+    assert dataset.manifest.source["template"] == "chatml"
+    assert dataset.tokenizer.fingerprint == BYTES.fingerprint
+
+
+def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
+    first, second = (prepare(tmp_path, chats(9), out) for out in ("a", "b"))
+    assert {p.name: p.read_bytes() for p in first.glob("*.*")} == {p.name: p.read_bytes() for p in second.glob("*.*")}
+    before = (first / "manifest.json").stat().st_mtime_ns
+    prepare(tmp_path, chats(9), "b")
+    assert (first / "manifest.json").stat().st_mtime_ns == before
+    (first / "manifest.json").unlink()
+    with pytest.raises(MegatokenError, match="holds other data already"):
+        prepare(tmp_path, chats(9), "a")
+    (first / "progress.json").write_text("{}")  # as a preparation that was killed leaves it
+    prepare(tmp_path, chats(9), "a")
+    assert (first / "manifest.json").read_bytes() == (second / "manifest.json").read_bytes()
+
+
+def test_shards_have_marks_of_their_own(tmp_path: Path) -> None:
+    whole = load_dataset(prepare(tmp_path, chats(30), "whole"))
+    parts = load_dataset(prepare(tmp_path, chats(30), "parts", shard_tokens=100))
+    assert len(parts.shards) > 4
+    for split in ("train", "val"):
+        rows = [open_rows(each, split) for each in (whole, parts)]
+        for one, other in zip(*(each.read(np.arange(len(each))) for each in rows), strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_the_fullest_row_takes_a_conversation() -> None:
+    sizes = [3, 9, 2, 5, 5, 1, 7, 10]
+    sequences = [(np.zeros(n, np.uint32), np.zeros(n, np.uint8)) for n in sizes]
+    rows = [[len(ids) for ids, _ in row] for row in _pack(sequences, 10)]
+    assert rows == [[10], [9, 1], [3, 7], [5, 5], [2]]
+
+
+def test_a_conversation_as_long_as_a_row_fits(tmp_path: Path) -> None:
+    n_other = len(TEMPLATE.encode(PLAIN)[0]) - len("2+2")
+
+    def row(length: int) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "u" * (length - n_other)}, ANSWER]}
+
+    assert len(open_rows(load_dataset(prepare(tmp_path, [row(65)])), "train")) == 1
+    with pytest.raises(MegatokenError) as caught:
+        prepare(tmp_path, [row(60), row(70), row(66)], "other")
+    what = "2 of 3 rows are longer than the context of 64 tokens, the longest has 70"
+    assert str(caught.value).startswith(f"{what} — {tmp_path}/rows.jsonl:2 — --long skip leaves them out")
+    skipped = load_dataset(prepare(tmp_path, [row(60), row(70), row(66)], "other", long="skip"))
+    assert (skipped.manifest.documents, skipped.manifest.source["counts"]) == ({"train": 1, "val": 0}, {"skipped": 2})
+
+
+def test_the_same_prompt_is_in_one_split(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {n % 10}", "completion": f"answer {n}"} for n in range(200)]
+    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0.3))
+    assert all(count % 20 == 0 and count for count in dataset.manifest.documents.values())
+    few = load_dataset(prepare(tmp_path, rows[:3], "few", val_fraction=0.01))
+    assert few.manifest.documents == {"train": 2, "val": 1}
+
+
+def test_preferences_are_pairs_of_rows(tmp_path: Path) -> None:
+    two_turns = [USER, ANSWER, {"role": "user", "content": "and 3+3?"}]
+    rows = [
+        {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+        {"prompt": two_turns, "chosen": "6", "rejected": [{"role": "assistant", "content": "7"}]},
+        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": "no"}]},
+    ]
+    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
+    pairs = open_rows(dataset, "train")
+    texts = []
+    for row in range(len(pairs)):
+        ids, trained = pairs.sequence(row)
+        texts.append(BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]))
+    assert texts == [f"{answer}<|im_end|>" for answer in ("4", "5", "6", "7", "4", "no")]
+    assert BYTES.decode(pairs.sequence(3)[0]).count("assistant") == 2
+    assert find_kind(dataset.manifest) == "preference"
+
+
+def test_prompts_keep_their_answers(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1", "answer": n + 1, "level": "easy"} for n in range(20)]
+    dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0.2))
+    found = []
+    for split in ("train", "val"):
+        prompts, answers = open_rows(dataset, split), read_answers(dataset, split)
+        assert len(prompts) == len(answers) == dataset.manifest.documents[split] > 0
+        for number, row in enumerate(answers):
+            expected = TEMPLATE.encode([Message("user", row["prompt"])], reply=True)
+            assert prompts.sequence(number) == expected
+        found += answers
+    assert sorted(found, key=lambda row: row["answer"]) == rows
+    with pytest.raises(MegatokenError, match=r"objective.name=sft needs conversations, this dataset holds prompts"):
+        require_kind(dataset, "chat", "objective.name=sft")
+
+
+def test_damaged_marks_are_noticed(tmp_path: Path) -> None:
+    folder = prepare(tmp_path, chats(9))
+    (folder / "train_000000.marks").write_bytes(bytes(65))
+    with pytest.raises(MegatokenError, match=r"file is damaged: its hash is .*train_000000.marks"):
+        open_rows(load_dataset(folder), "train")
+
+
+GOOD = {"messages": [USER, ANSWER]}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([GOOD, {"messages": [USER]}], "no message of the assistant — {}:2"),
+        ([GOOD, {"messages": [{"role": "tool", "content": "x"}]}], "unknown role 'tool' — {}:2, message 1"),
+        ([{"conversations": [{"from": "function_call", "value": "x"}]}], "unknown role 'function_call' — {}:1"),
+        ([{"messages": [USER, USER, ANSWER]}], "two messages of the user in a row — {}:1, message 2"),
+        ([{"instruction": " ", "output": "x"}], "the user's content is empty — {}:1, message 1"),
+        ([GOOD, {"prompt": "a", "completion": "b"}], "prompt/completion here, messages at {}:1 — {}:2"),
+        ([GOOD, {"chat": 1}], "a row of no known format, its keys are chat — {}:2"),
+        ([GOOD, 3], "a row of no known format, its keys are int — {}:2"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "b"}], "chosen equals rejected — {}:1"),
+        ([{**PAIR, "chosen": [USER, USER]}], "two messages of the user in a row — {}:1, chosen"),
+        ([{"prompt": "a"}], "no answer beside the prompt — {}:1"),
+        ([{"prompt": "a", "answer": ""}], "no answer beside the prompt — {}:1"),
+        ([{"prompt": "a", "answer": None}], "no answer beside the prompt — {}:1"),
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "no answer beside the prompt — {}:2"),
+        ([{"prompt": [USER, ANSWER], "answer": "1"}], "the last message is the assistant's — {}:1"),
+        ([{"conversations": ["a"]}], "conversations is no list of turns — {}:1"),
+        ([{"instruction": "a", "output": "b", "history": ["a"]}], "a turn of history is no pair — {}:1"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_used(rows: list[Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(MegatokenError) as caught:
+        prepare(tmp_path, rows)
+    assert message.replace("{}", f"{tmp_path}/rows.jsonl") in str(caught.value)
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_what_is_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n\n{broken\n")
+    with pytest.raises(MegatokenError, match=r"not a line of JSON: .* — .*rows.jsonl:3 — mend it"):
+        list(read_examples(find_source(str(path))))
