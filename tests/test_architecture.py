@@ -34,6 +34,7 @@ STARTERS = {
     "bench/worker.py",
     "cli/plan.py",
     "convert/recipes/llmc.py",
+    "plots.py",
 }
 # A process alone splits no model: torch's code for it is a quarter of what a run loads.
 STARTERS |= {"distributed/parallelize.py", "distributed/tensor_parallel.py", "estimate/calibrate.py"}
@@ -44,6 +45,7 @@ WITHOUT_TORCH = (
     *("megatoken.data.prepare", "megatoken.data.dataset", "megatoken.data.permutation", "megatoken.checkpoint.commit"),
     *("megatoken.train.metrics_log", "megatoken.train.preemption", "megatoken.launch.local"),
     *("megatoken.bench.arguments", "megatoken.bench.worker", "megatoken.cli.plan", "megatoken.estimate.plan"),
+    *("megatoken.cli.sweep", "megatoken.cli.scaling", "megatoken.cli.report", "megatoken.plots"),
 )
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "base", "misc", "manager", "factory", "registry", "core"}
 # What runs code that a file brings: functions, and the arguments with which others do.

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.errors import ConfigError, DataError, StorageError
-from megatoken.eval.multiple_choice import SCORES
+from megatoken.eval.tasks import SCORES
 from megatoken.train.metrics_log import read_metrics
 
 # Panels below that of the loss: title, and how the last value is written.
@@ -233,6 +232,8 @@ def _smooth(y: np.ndarray) -> np.ndarray:
 
 def draw_weights(run: Path, folder: Path) -> list[Path]:
     """Draw a model's position embeddings, if it has any, and a corner of the first query/key/value matrix."""
+    from megatoken.convert.load_pretrained import load_pretrained
+
     state = load_pretrained(run, warn=lambda text: None).model.state_dict()
     pyplot, drawn = load_pyplot(), []
     if "positions.weight" in state:

@@ -112,9 +112,9 @@ def test_headlines_are_the_best_of_a_list_else_numbers() -> None:
 def test_the_command_shows_records_and_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     speeds = {"megatoken": rate(50.25, 48, 51), "transformers": rate(24, 23, 25)}
-    write_record(new, "generate", {"tokens_per_second": speeds}, CPU, ["megatoken", "bench", "generate"])
+    write_record(new, "generate", {"tokens_per_second": speeds}, CPU.name, ["megatoken", "bench", "generate"])
     speeds = {"megatoken": rate(40.2, 40, 41), "transformers": rate(24.5, 23.5, 25.5), "other": rate(1, 1, 1)}
-    write_record(old, "generate", {"tokens_per_second": speeds}, CPU, ["megatoken", "bench", "generate"])
+    write_record(old, "generate", {"tokens_per_second": speeds}, CPU.name, ["megatoken", "bench", "generate"])
     before = sorted(tmp_path.rglob("*"))
     answer, lines, warned = report(new, "--against", old, capsys=capsys)
     assert not warned
@@ -165,7 +165,7 @@ def test_cells_have_the_unit_of_their_key(key: str, value: Any, cell: str) -> No
 
 def test_too_few_repeats_and_other_hardware_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, repeats in (("new", 2), ("old", 5)):
-        write_record(tmp_path / folder, "loader", {"x_seconds": rate(2, 1, 3, repeats)}, CPU, ["megatoken"])
+        write_record(tmp_path / folder, "loader", {"x_seconds": rate(2, 1, 3, repeats)}, CPU.name, ["megatoken"])
     path = tmp_path / "old" / "loader.json"
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "abacus"'))
     answer, lines, warned = report(tmp_path / "new", "--against", tmp_path / "old", capsys=capsys)
@@ -176,7 +176,7 @@ def test_too_few_repeats_and_other_hardware_are_warned_of(tmp_path: Path, capsys
 
 
 def test_what_is_no_record_is_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_record(tmp_path, "good", {"x": rate(2, 1, 3)}, CPU, ["megatoken"])
+    write_record(tmp_path, "good", {"x": rate(2, 1, 3)}, CPU.name, ["megatoken"])
     good = (tmp_path / "good.json").read_text()
     (tmp_path / "a-half.json").write_text(good[:40])
     (tmp_path / "b-list.json").write_text("[1, 2]")
@@ -206,7 +206,7 @@ def test_what_is_no_record_is_named_and_skipped(tmp_path: Path, capsys: pytest.C
 def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.mkdir()
-    write_record(full, "good", {}, CPU, ["megatoken"])
+    write_record(full, "good", {}, CPU.name, ["megatoken"])
     for words, message in (
         ([str(empty)], f"error: no records in this folder — {empty} — "),
         ([str(tmp_path / "none")], f"error: no records in this folder — {tmp_path / 'none'} — "),

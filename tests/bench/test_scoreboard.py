@@ -31,10 +31,10 @@ def folders(tmp_path: Path) -> list[str]:
     command = ["megatoken", "bench"]
     for device, scale in ((CPU, 1), (GPU, 100)):
         folder = tmp_path / device.name
-        write_record(folder, "ladder", ladder(10 * scale, 40 * scale, 20 * scale), device, command)
+        write_record(folder, "ladder", ladder(10 * scale, 40 * scale, 20 * scale), device.name, command)
         answer = {"start_seconds": figure(8 / scale), "rows": [{"size": s, "seconds": figure(s)} for s in (1, 2)]}
-        write_record(folder, "generate", answer, device, command)
-    write_record(tmp_path / "cpu", "loader", {"x": figure(1)}, CPU, command)
+        write_record(folder, "generate", answer, device.name, command)
+    write_record(tmp_path / "cpu", "loader", {"x": figure(1)}, CPU.name, command)
     return [str(tmp_path / "cpu"), str(tmp_path / "gpu")]
 
 
@@ -79,7 +79,7 @@ def test_all_speeds_of_one_record(folders: list[str], capsys: pytest.CaptureFixt
 
 
 def test_machines_of_one_name_and_other_settings(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    write_record(Path(folders[1]), "ladder", ladder(5, preset="gpt2-355m"), CPU, ["megatoken"])
+    write_record(Path(folders[1]), "ladder", ladder(5, preset="gpt2-355m"), CPU.name, ["megatoken"])
     assert main(["bench", "report", *folders]) == ExitCode.DONE
     out = capsys.readouterr().out
     cores = json.loads((Path(folders[0]) / "ladder.json").read_text())["hardware"]["cores"]
@@ -104,6 +104,6 @@ def test_nothing_to_compare(
 
 
 def test_folders_that_share_nothing(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_record(tmp_path / "third", "other", {"x": figure(1)}, CPU, ["megatoken"])
+    write_record(tmp_path / "third", "other", {"x": figure(1)}, CPU.name, ["megatoken"])
     assert main(["bench", "report", folders[0], str(tmp_path / "third")]) == ExitCode.DATA
     assert capsys.readouterr().err.startswith("error: no record is in two of these folders — ")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -191,6 +192,16 @@ def test_loss_on_shards_equals_the_validation_loss_of_the_run(
     assert (train["split"], train["target_tokens"]) == ("train", 640)
 
 
+def test_data_left_out_are_what_the_runs_trained_on(
+    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = run_eval(run, "--data", data / "shards", capsys=capsys)
+    assert run_eval(run, capsys=capsys) == given
+    shutil.copytree(run, tmp_path / "copy")
+    several = run_eval(run, tmp_path / "copy", capsys=capsys)["models"]
+    assert [model["loss"] for model in several] == [given["loss"]] * 2
+
+
 def test_loss_on_text_covers_all_of_it(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_eval(run, "--data", data / "text.txt", capsys=capsys)
     text = sum(len(line) for line in LINES)
@@ -276,7 +287,8 @@ def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], ExitCode.CONFIG, "error: nothing to evaluate on — megatoken eval — give --tasks (hellaswag,"),
+        (["DATA/tasks"], ExitCode.CONFIG, "error: nothing to evaluate on — megatoken eval — give --tasks (hellaswag,"),
+        (["DATA/else"], ExitCode.CONFIG, "DATA/else was trained on other — megatoken eval — give --data, one text or"),
         (["--tasks", "helaswag"], ExitCode.CONFIG, "unknown task 'helaswag' — tasks — did you mean hellaswag?"),
         (["--tasks", "piqa", "--data", "DATA/tasks"], ExitCode.DATA, "no such file — DATA/tasks/piqa.jsonl"),
         (["--tasks", "piqa", "--data", "DATA/none.jsonl"], ExitCode.DATA, "no such file — DATA/none.jsonl"),
@@ -309,6 +321,8 @@ def test_wrong_input_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megatoken.eval.lm_eval_adapter.lm_eval", None)
+    (data / "else" / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (data / "else" / "config.yaml").write_text("data: {path: other}\nbudget: {steps: 1}\n")
     assert main(["eval", str(run), *(argument.replace("DATA", str(data)) for argument in arguments)]) == code
     error = capsys.readouterr().err.strip()
     assert "\n" not in error

@@ -78,7 +78,8 @@ def test_a_wrong_range_is_one_line(word: str, error: str) -> None:
 def test_a_search_keeps_the_best_rate_and_goes_on_with_more_trials(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["sweep", recipe, "--out", str(tmp_path / "out"), "--json", "optim.lr=log:1e-5..1e-1"]
+    mirror = f"save.mirror={tmp_path}/copies"  # is of one run, so of none of these
+    words = ["sweep", recipe, "--out", str(tmp_path / "out"), "--json", "optim.lr=log:1e-5..1e-1", mirror]
     assert main([*words, "--trials", "1"]) == ExitCode.DONE
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["trials"]) == 1
     assert main([*words, "--trials", "3"]) == ExitCode.DONE
@@ -90,7 +91,8 @@ def test_a_search_keeps_the_best_rate_and_goes_on_with_more_trials(
     assert best > min(losses)  # in 20 steps the lowest rate learns least
     assert answer["best"]["loss"] == losses[best]
     assert load_config(answer["recipe"]).optim.lr == best
-    assert main(["sweep", recipe, "--out", str(tmp_path / "out"), "optim.lr=1e-5|3e-3"]) == ExitCode.CONFIG
+    assert not (tmp_path / "copies").exists()
+    assert main(["sweep", recipe, "--out", str(tmp_path / "out"), "optim.lr=1e-5|3e-3", mirror]) == ExitCode.CONFIG
     assert "the sweep in this folder has another ranges" in capsys.readouterr().err
 
 

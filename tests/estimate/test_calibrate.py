@@ -100,6 +100,25 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
     assert costs == ([pytest.approx(hours), pytest.approx(3 * hours)] if fits else [None, None])
 
 
+def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Calibration(
+        layers=[6], micro_batch=4, backward_seconds=[1.0], update_seconds=[2.0], step_bytes=[1], base_bytes=1
+    )
+    here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
+    monkeypatch.setattr("megatoken.estimate.calibrate.calibrate", lambda *_: (here, known))
+    words = (*WORDS, "budget.steps=0", "budget.tokens=64000", "evaluate.tokens=0")
+    options = Namespace(console=Console(), recipe="quickstart")
+
+    def plan_seconds(*others: str) -> float:
+        config = load_config("quickstart", *words, *others)
+        return 3600 * float(plan.plan_here(options, config, config.model, 64000.0, 0.0)["hours"])
+
+    assert plan_seconds() == pytest.approx(64000 / 128 * 4)
+    # 300 batches of half a micro-batch, 150 of one, 100 of one and a half, each with its update, then 35,200 tokens.
+    smaller = 300 * (0.5 + 2) + 150 * (1 + 2) + 100 * (1.5 + 2)
+    assert plan_seconds("budget.batch_start=32", "budget.batch_ramp=28800") == pytest.approx(smaller + 35200 / 128 * 4)
+
+
 def test_a_gpu_that_is_known_is_planned_by_arithmetic(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:

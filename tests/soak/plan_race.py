@@ -1,9 +1,10 @@
 """`megatoken plan --calibrate` beside whole runs on this machine.
 
-    python -m tests.soak.plan_race --state runs/plan/state.json [--runs 3]
+    python -m tests.soak.plan_race --state runs/plan/state.json [--runs 3] [--turns N]
 
-For each of three models, in turns: a plan, which measures for 30 s; a whole run as the command trains it, with its
-evaluations and saves; a whole run within which, after each second of training, the plan's own steps are timed once.
+For each of three models, in turns of about a minute: a plan, which measures for 30 s; a whole run as the command
+trains it, with its evaluations and saves; a whole run within which, after each second of training, the plan's own steps
+are timed once.
 `after`: the plan over the run that follows it, whose minutes are others. `beside`: the plan by the steps timed within a
 run over that run's time without them: both saw the same load. Time is elapsed_seconds of the last row; memory, of the
 plan and of the run that follows it, is the peak that the kernel counts. The models, on the quickstart's corpus: its
@@ -35,7 +36,7 @@ from megatoken.train.metrics_log import read_metrics
 from tests.soak.quickstart_race import prepare_corpus, run
 
 MODELS = {
-    "quickstart": ["budget.steps=1000"],
+    "quickstart": ["budget.steps=500"],
     "4 layers of 256": ["model.d_model=256", "budget.batch_tokens=2048", "budget.steps=60", "optim.lr=1e-3"],
     "8 layers of 384": [
         *("model.n_layer=8", "model.d_model=384", "model.n_head=6"),
@@ -114,11 +115,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--runs", type=int, default=3, help="of each model (default 3)")
+    parser.add_argument("--turns", type=int, default=1 << 30, help="to take before this process ends (default: all)")
     options = parser.parse_args()
     folder = options.state.parent.resolve()
     prepare_corpus(folder)
     rows: list[dict[str, Any]] = read_object(options.state).get("rows", [])
-    for name in (list(MODELS) * options.runs)[len(rows) :]:
+    for name in (list(MODELS) * options.runs)[len(rows) :][: options.turns]:
         rows.append(race(folder, name))
         replace_file(options.state, json.dumps({"rows": rows}))
         print(rows[-1], flush=True)

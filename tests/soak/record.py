@@ -32,7 +32,7 @@ def main() -> int:
         return done.returncode
     answer = json.loads(done.stdout.splitlines()[-1])
     # The program's name, not its path on this machine.
-    write_record(records, name, answer, open_device(MachineConfig()), [Path(command[0]).name, *command[1:]])
+    write_record(records, name, answer, open_device(MachineConfig()).name, [Path(command[0]).name, *command[1:]])
     return 0
 
 

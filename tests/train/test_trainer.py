@@ -269,7 +269,10 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(config: Confi
         load_pretrained(tmp_path / "halved")
 
 
-def test_attention_without_masks_is_refused_before_the_first_step(config: Config, tmp_path: Path) -> None:
+def test_attention_without_masks_is_refused_before_the_first_step(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ATTENTION, "test-causal", explicit_attention)  # so that it is gone afterwards
     register_attention("test-causal", explicit_attention, supports_mask=False)
     machine = replace(config.machine, attention="test-causal")  # type: ignore[arg-type]
     sampling = replace(config, machine=machine, sample=replace(config.sample, every=Duration(1)))

@@ -50,5 +50,5 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         open_device(MachineConfig(device=getattr(options, "device", "auto"))),
         ["megatoken", *sys.argv[1:]],
     )
-    console.print(f"record: {write_record(options.out, options.name, answer, device, command)}")
+    console.print(f"record: {write_record(options.out, options.name, answer, device.name, command)}")
     return answer

@@ -25,7 +25,6 @@ from megatoken.errors import DataError, MegatokenError
 from megatoken.plots import load_pyplot
 from megatoken.redact import redact
 from megatoken.system.atomic_write import storage_errors
-from megatoken.system.device import Device
 from megatoken.system.environment import cpu_count, find_commit
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton")
@@ -35,10 +34,10 @@ MOST_HEADLINES = 3
 SOURCE = Path(__file__).parents[1]
 
 
-def write_record(folder: Path, name: str, answer: dict[str, Any], device: Device, command: Sequence[str]) -> Path:
+def write_record(folder: Path, name: str, answer: dict[str, Any], device: str, command: Sequence[str]) -> Path:
     """Write an answer and what it was measured on and with as FOLDER/NAME.json; return that path.
 
-    Raises StorageError when the file cannot be written.
+    device: its name. Raises StorageError when the file cannot be written.
     """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -50,7 +49,7 @@ def write_record(folder: Path, name: str, answer: dict[str, Any], device: Device
         "command": redact(shlex.join(command)),
         "commit": find_commit(),
         "code": hash_code(),
-        "hardware": {"device": device.name, "cores": cpu_count(), "system": platform.machine()},
+        "hardware": {"device": device, "cores": cpu_count(), "system": platform.machine()},
         "versions": versions,
         "answer": answer,
     }

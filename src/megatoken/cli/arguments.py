@@ -322,7 +322,8 @@ def _add_models(add: Callable[..., Parser]) -> None:
     arg("--plot", type=local_path, metavar="FILE", help="PNG of the scores, or the loss, over the models' sizes")
     arg("--tasks", metavar="NAMES", help=f"comma-separated, of {', '.join(TASKS)}")
     doc = "with --tasks: file of examples (.jsonl or .parquet), or folder with TASK.jsonl (default: the Hugging "
-    doc += "Face hub); without: shards, also at an address, or text in a format that `megatoken prepare` reads"
+    doc += "Face hub); without: shards, also at an address, or text in a format that `megatoken prepare` reads "
+    doc += "(default: what the run trained on)"
     arg("--data", type=path_or_address, metavar="PATH", help=doc)
     arg(
         "--limit",

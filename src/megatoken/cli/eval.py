@@ -12,8 +12,8 @@ from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import read_dist_env
 from megatoken.eval.evaluate import evaluate
-from megatoken.eval.multiple_choice import SCORES, describe_cut, format_score
-from megatoken.eval.tasks import find_tasks, read_examples
+from megatoken.eval.multiple_choice import describe_cut, format_score
+from megatoken.eval.tasks import SCORES, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
 from megatoken.plots import load_pyplot, save_figure
 from megatoken.system.device import Device, memory_errors, open_device

@@ -24,7 +24,7 @@ from megatoken.cli.arguments import TRANSLATED, Command, build_parser, check_eva
 from megatoken.cli.completion import write_completion
 from megatoken.cli.plan import find_vocabulary, plan
 from megatoken.cli.quickstart import quickstart
-from megatoken.cli.runs import show_runs
+from megatoken.cli.runs import find_own_data, show_runs
 from megatoken.cli.sync import sync
 from megatoken.config.load import (
     RUN_CONFIG,
@@ -410,6 +410,9 @@ def run_sample(options: argparse.Namespace) -> Result:
 
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: score models on tasks, or compute their loss."""
+    if not options.tasks and not options.data and (path := find_own_data(options.models)):
+        options.data = path
+        options.console.print(f"data: {path}, which the run trained on; --data names another")
     check_eval(options)
     if options.tasks and not options.harness:
         find_tasks(options.tasks)

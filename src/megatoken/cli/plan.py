@@ -119,7 +119,11 @@ def plan_here(
     console.print(f"measuring the training step for {CALIBRATE_SECONDS:.0f} s")
     device, measured = calibrate(config, model, CALIBRATE_SECONDS)
     rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, config.batch_seqs // measured.micro_batch)
-    hours = (tokens + count_evaluated_tokens(config, tokens) / 3) / rate / 3600
+    seconds = (tokens + count_evaluated_tokens(config, tokens) / 3) / rate
+    for size, trained in config.budget.ramp.smaller(tokens) if config.budget.ramp else ():
+        smaller = measured.step_seconds(model.n_layer, size / model.seq_len / measured.micro_batch)
+        seconds += trained / size * smaller - trained / rate
+    hours = seconds / 3600
     memory_bytes, free_bytes = measured.memory_bytes(model.n_layer), device.memory_bytes(1)
     fits = not free_bytes or memory_bytes <= free_bytes
     answer = {

@@ -101,7 +101,7 @@ def report(
     save_picture(lambda pyplot, path: draw_race(pyplot, path, curves, targets, metric), options.out / PICTURE, console)
     device = open_device(MachineConfig())
     command = ["megatoken", *options.words]
-    console.print(f"record: {write_record(options.out, RECORD, answer, device, command)}")
+    console.print(f"record: {write_record(options.out, RECORD, answer, device.name, command)}")
     return answer
 
 

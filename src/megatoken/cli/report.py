@@ -20,7 +20,7 @@ from megatoken import __version__
 from megatoken.cli.runs import list_differences, read_run
 from megatoken.console import Console, format_duration, format_quantity
 from megatoken.errors import ConfigError, StorageError
-from megatoken.eval.multiple_choice import SCORES
+from megatoken.eval.tasks import SCORES
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.gpus import GPUS, PRICES_FROM

@@ -136,6 +136,17 @@ def read_config(run: Path) -> Config:
     return resolve(str(run / "config.yaml")).config
 
 
+def find_own_data(models: Sequence[str]) -> str:
+    """Where the data of some runs are; "" where one of the models is no run. Raises ConfigError where they differ."""
+    if not all(is_run(Path(name)) for name in models):
+        return ""
+    paths = {name: read_config(Path(name)).data.path for name in models}
+    if len({*paths.values()}) > 1:
+        what = "; ".join(f"{name} was trained on {path}" for name, path in paths.items())
+        raise ConfigError(what, "megatoken eval", "give --data, one text or dataset for all")
+    return paths[models[0]]
+
+
 def _is_alive(pid: Any) -> bool:
     """Whether a process of this machine runs; True where that cannot be known."""
     if not isinstance(pid, int) or pid <= 0 or not hasattr(os, "killpg"):  # on Windows kill(pid, 0) ends it

@@ -160,7 +160,8 @@ class Sweep:
             pruned = pruned or report_losses(trial, folder, losses)
             return pruned or self.stopping.is_set()
 
-        code = train(folder, [self.options.recipe, f"machine.threads={threads}", *self.fixed, *values], should_stop)
+        words = [self.options.recipe, f"machine.threads={threads}", *self.fixed, *values]
+        code = train(folder, [*words, "save.mirror="], should_stop)  # which has room for one run
         if self.stopping.is_set() and code != ExitCode.DONE and not pruned:
             return  # Optuna has it as running, so that the next start takes it up
         if pruned:

@@ -1,7 +1,7 @@
 """A batch that grows over the first tokens of a run, as in GPT-3 (Brown et al. 2020, appendix B)."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -33,6 +33,12 @@ class BatchRamp:
         batches, before, sizes = self.levels()
         level = bisect_right(before, tokens) - 1
         return batches[level] + round((tokens - before[level]) / sizes[level])
+
+    def smaller(self, tokens: float) -> Iterator[tuple[int, float]]:
+        """Each size below `full`, and how many of a run's `tokens` are trained on in batches of it."""
+        _, before, sizes = self.levels()
+        for size, begin, end in zip(sizes, before, before[1:], strict=False):  # the last size has no end
+            yield size, max(0.0, min(end, tokens) - begin)
 
     def levels(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """Of each size, in order: the first batch that has it, the tokens before that batch, and the size."""

@@ -40,8 +40,8 @@ class Calibration:
     step_bytes: list[int]
     base_bytes: int
 
-    def step_seconds(self, n_layer: int, micro_steps: int) -> float:
-        """One step of a model of that many layers."""
+    def step_seconds(self, n_layer: int, micro_steps: float) -> float:
+        """One step of a model of that many layers; micro_steps: micro-batches, or the share of one."""
         return micro_steps * self._extend(self.backward_seconds, n_layer) + self._extend(self.update_seconds, n_layer)
 
     def memory_bytes(self, n_layer: int) -> int:

@@ -79,12 +79,9 @@ class Plan:
     def _ramp_seconds(self) -> float:
         """Seconds by which the smaller first batches take longer than as many tokens in full ones."""
         longer = 0.0
-        if self.ramp:
-            _, before, sizes = self.ramp.levels()
-            for size, begin, end in zip(sizes, before, before[1:], strict=False):  # the last size has no end
-                trained = max(0.0, min(end, self.tokens) - begin)
-                rate = estimate_step(self.model, self.gpu, shrink_batch(self.layout, size // self.model.seq_len))
-                longer += trained / rate.tokens_per_second - trained / self.step.tokens_per_second
+        for size, trained in self.ramp.smaller(self.tokens) if self.ramp else ():
+            rate = estimate_step(self.model, self.gpu, shrink_batch(self.layout, size // self.model.seq_len))
+            longer += trained / rate.tokens_per_second - trained / self.step.tokens_per_second
         return longer
 
     @property

@@ -20,9 +20,9 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError, DataError, NumericsError
-from megatoken.eval.multiple_choice import SCORES, compute_metrics, encode_examples, score_examples
+from megatoken.eval.multiple_choice import compute_metrics, encode_examples, score_examples
 from megatoken.eval.scorer import BATCH_NODES
-from megatoken.eval.tasks import TASKS, Example, find_tasks, read_examples
+from megatoken.eval.tasks import SCORES, TASKS, Example, find_tasks, read_examples
 from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK

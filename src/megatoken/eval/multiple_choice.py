@@ -19,12 +19,10 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.errors import DataError, MegatokenError
 from megatoken.eval.scorer import ScoredSequence, Tree, build_tree, score_trees
-from megatoken.eval.tasks import Example, Prompt, find_tasks, read_examples
+from megatoken.eval.tasks import SCORES, Example, Prompt, find_tasks, read_examples
 from megatoken.eval.val_loss import perplexity
 from megatoken.model.gpt import GPT
 from megatoken.system.device import Device
-
-SCORES = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from megatoken.system.atomic_write import MALFORMED
 Row = Mapping[str, Any]
 Prompt = tuple[str, str]  # context, continuation
 
+# Scores of a task, and which prediction of an example each is the share of.
+SCORES = {"acc": "pred", "acc_norm": "pred_norm", "acc_token_mean": "pred_token_mean"}
 GIVE_FILE = "give a local file with --data FILE (.jsonl or .parquet)"
 
 
