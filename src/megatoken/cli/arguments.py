@@ -303,7 +303,7 @@ def _add_searches(add: Callable[..., Parser]) -> None:
 
 
 def _add_models(add: Callable[..., Parser]) -> None:
-    """sample, eval, export, consolidate: commands that take a model."""
+    """sample, chat, eval, export, consolidate: commands that take a model."""
     sample = add("sample", "generate text from a trained model")
     evaluate = add("eval", "score a model on tasks, or compute its loss on shards or text")
     arg = sample.add_argument
@@ -316,6 +316,18 @@ def _add_models(add: Callable[..., Parser]) -> None:
     arg("--top-p", type=float, default=1.0, help="sample from the likeliest tokens that sum to p (default 1)")
     arg("--seed", type=int, default=0, help="same seed, same text (default 0)")
     arg("-n", "--n", type=int, default=1, help="sequences (default 1)")
+    usage = "MODEL [-p TEXT] [--system TEXT] [--tokens N] [--temperature T] ..."
+    talk = add("chat", "talk to a chat model in the terminal, or ask it once", usage=usage)
+    arg = talk.add_argument
+    arg("model", metavar="MODEL", help="run folder, checkpoint, or any other MODEL of `sample`, with a chat template")
+    doc = "ask this alone and print the answer (default: talk, or ask what is piped in)"
+    arg("-p", "--prompt", metavar="TEXT", help=doc)
+    arg("--system", metavar="TEXT", help="the system's message, before all others")
+    arg("--tokens", type=int, default=256, help="new tokens per answer at most (default 256)")
+    arg("--temperature", type=float, default=0.8, help="0: greedy (default 0.8)")
+    arg("--top-k", type=int, default=50, help="sample from the k likeliest tokens; 0: all (default 50)")
+    arg("--top-p", type=float, default=1.0, help="sample from the likeliest tokens that sum to p (default 1)")
+    arg("--seed", type=int, default=0, help="same seed, same answers (default 0)")
     arg = evaluate.add_argument
     doc = "run folder, checkpoint, or any other MODEL of `sample`; several: one table"
     arg("models", metavar="MODEL", nargs="+", help=doc)
@@ -339,7 +351,7 @@ def _add_models(add: Callable[..., Parser]) -> None:
     arg("--harness", action="store_true", help="evaluate by lm-evaluation-harness, on any of its tasks")
     arg("--include", type=local_path, metavar="DIR", help="with --harness: folder with your task files")
     arg("--fewshot", type=int, metavar="K", help="with --harness: solved examples in each prompt")
-    for p in (sample, evaluate):
+    for p in (sample, talk, evaluate):
         p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
         p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
     arg = add("export", "write a model in the format of another program, and check it").add_argument

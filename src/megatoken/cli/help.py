@@ -34,6 +34,7 @@ GROUPS = {
     },
     "models": {
         "sample": 'megatoken sample runs/mine "Once upon a time" --tokens 100',
+        "chat": "megatoken chat runs/sft",
         "export": "megatoken export runs/mine --to hf --out models/mine",
         "consolidate": "megatoken consolidate runs/mine --out merged",
     },

@@ -408,6 +408,13 @@ def run_sample(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, sample(options, prompt.decode(errors="replace"))
 
 
+def run_chat(options: argparse.Namespace) -> Result:
+    """chat: talk to a model."""
+    from megatoken.cli.chat import chat
+
+    return ExitCode.DONE, chat(options)
+
+
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: score models on tasks, or compute their loss."""
     if not options.tasks and not options.data and (path := find_own_data(options.models)):
@@ -537,7 +544,7 @@ COMMANDS: dict[str, Command] = {
     command.__name__.removeprefix("run_"): command
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
-        *(run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
+        *(run_chat, run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
         *(run_completion, run_runs, run_report, run_sync, run_scaling, run_sweep, run_race),
     )
 }

@@ -1,0 +1,129 @@
+"""`megatoken chat`: one answer on a pipe, a conversation in a terminal, models without a template."""
+
+import json
+import os
+import select
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.cli.main import main
+from megatoken.convert.hf.export import write_hf
+from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.errors import ExitCode
+from megatoken.launch.local import COMMAND
+from megatoken.model.gpt import GPT
+from megatoken.sampling.generate import generate_ids
+from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+
+TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    """It never stops: the logits of its stop tokens are 0, those of the likeliest are not."""
+    model = draw_model(replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=4096))
+    with torch.no_grad():
+        model.lm_head_weight[list(TEMPLATE.stop_ids)] = 0.0
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    write_hf(folder, model, TEMPLATE.tokenizer, "fp32")
+    return str(folder)
+
+
+def greedy(model: GPT, messages: list[Message], tokens: int) -> list[int]:
+    return generate_ids(model, TEMPLATE.encode(messages, reply=True)[0], max_new_tokens=tokens, temperature=0)[0]
+
+
+def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["chat", folder, "-p", "Hi", "--system", "Be brief.", "--tokens", "6", "--temperature", "0"]
+    assert main(words) == ExitCode.DONE
+    printed = capsys.readouterr()
+    ids = greedy(model, [Message("system", "Be brief."), Message("user", "Hi")], 6)
+    assert printed.out == TEMPLATE.tokenizer.decode(ids) + "\n"
+    assert printed.err == "note: cut after 6 tokens\n"
+    assert main([*words, "--json"]) == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ids"], answer["finish_reason"], answer["model"]) == (ids, "length", folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-p", " "], "the text is empty — --prompt"),
+        (["-p", "x", "--system", ""], "the text is empty — --system"),
+        (["-p", "x", "--tokens", "0"], "--tokens is 0"),
+        (
+            ["-p", "x" * 5000, "--tokens", "9"],
+            "the message makes 5,019 tokens of a context of 4,096, 9 are for the answer",
+        ),
+    ],
+)
+def test_wrong_input(words: list[str], message: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", folder, *words]) == ExitCode.CONFIG
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hf(tmp_path, draw_model(), byte_tokenizer(), "fp32")
+    assert main(["chat", str(tmp_path), "-p", "x"]) == ExitCode.CONFIG
+    printed = capsys.readouterr().err
+    assert "has no chat template" in printed
+    assert "megatoken train sft --init RUN --out OUT data.path=DATA" in printed
+
+
+class Terminal:
+    """A process in a terminal of its own."""
+
+    def __init__(self, words: list[str]) -> None:
+        import pty
+
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.environ |= {"TERM": "xterm", "NO_COLOR": "1"}
+            os.execv(COMMAND[0], [*COMMAND, *words])
+
+    def read(self, until: str, seconds: float = 120) -> str:
+        """What it prints, up to and with `until`."""
+        text, end = "", time.monotonic() + seconds
+        while until not in text:
+            assert select.select([self.fd], [], [], max(0, end - time.monotonic()))[0], f"{text!r} without {until!r}"
+            text += os.read(self.fd, 1).decode("latin1")
+        return text
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+
+@LINUX
+def test_a_conversation_in_a_terminal(folder: str) -> None:
+    pytest.importorskip("readline")
+    terminal = Terminal(["chat", folder, "--tokens", "4000", "--temperature", "0"])
+    assert "a context of 4,096 tokens, chatml" in terminal.read("> ")
+    terminal.type("/help\n")
+    assert "/clear  forget what was said" in terminal.read("> ")
+    terminal.type("/nothing\n")
+    assert "no command /nothing" in terminal.read("> ")
+    terminal.type("\x1b[200~one\ntwo\x1b[201~\n")  # pasted
+    terminal.read("two")
+    time.sleep(0.5)  # of 4,000 tokens
+    terminal.type("\x03")
+    assert "> " not in terminal.read("^C")
+    terminal.read("> ")  # the pasted lines were one message: no answer to the second one comes
+    terminal.type("/clear\n")
+    assert terminal.read("/clear") == "/clear"
+    terminal.read("> ")
+    terminal.type("\x03")
+    terminal.read("Ctrl-C once more leaves")
+    terminal.read("> ")
+    terminal.type("\x03")
+    assert os.waitpid(terminal.pid, 0)[1] == 0

@@ -1,0 +1,100 @@
+"""Conversations: each answer follows from all that was said and fits, the context drops whole turns, Ctrl-C stops."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.errors import ConfigError
+from megatoken.sampling.batch import Request
+from megatoken.sampling.conversation import Conversation, fit_context
+from megatoken.sampling.generate import generate_ids
+from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+
+TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
+MODEL = draw_model(replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128))
+SYSTEM, HELLO, THERE, MORE = (
+    Message(role, text) for role, text in (("system", "s"), ("user", "hello"), ("assistant", "there"), ("user", "more"))
+)
+
+
+def say_nothing(part: str) -> None:
+    assert isinstance(part, str)
+
+
+def make_conversation(**values: object) -> Conversation:
+    return Conversation(MODEL, TEMPLATE, replace(Request((), 8, temperature=0), **values), messages=[SYSTEM])
+
+
+def test_an_answer_follows_from_all_that_was_said() -> None:
+    conversation, parts = make_conversation(), list[str]()
+    first = conversation.ask("hello", parts.append)
+    second = conversation.ask("more", say_nothing)
+    assert "".join(parts) == first.text
+    assert conversation.messages == [SYSTEM, HELLO, Message("assistant", first.text), MORE,
+                                     Message("assistant", second.text)]  # fmt: skip
+    for answer, said in ((first, conversation.messages[:2]), (second, conversation.messages[:4])):
+        ids, _ = TEMPLATE.encode(said, reply=True)
+        assert answer.prompt_tokens == len(ids)
+        assert answer.ids == generate_ids(MODEL, ids, max_new_tokens=8, temperature=0)[0]
+        assert (answer.finish_reason, answer.text) == ("length", TEMPLATE.tokenizer.decode(answer.ids))
+    conversation.clear()
+    assert conversation.messages == [SYSTEM]
+    assert conversation.ask("hello", say_nothing) == first
+
+
+def test_a_stop_token_ends_an_answer() -> None:
+    stop = make_conversation().ask("hello", say_nothing).ids[2]
+    conversation = make_conversation()
+    conversation.template = replace(TEMPLATE, stop_ids=(stop, TEMPLATE.tokenizer.eot))
+    answer = conversation.ask("hello", say_nothing)
+    assert (len(answer.ids), answer.finish_reason) == (2, "stop")
+
+
+def test_answers_draw_by_their_number() -> None:
+    answers = [make_conversation(temperature=1.0, seed=seed).ask("hello", say_nothing) for seed in (1, 1, 2)]
+    assert answers[0] == answers[1] != answers[2]
+    conversation = make_conversation(temperature=1.0, seed=1)
+    conversation.ask("hello", say_nothing)
+    second = conversation.ask("more", say_nothing)
+    ids, _ = TEMPLATE.encode(conversation.messages[:-1], reply=True)
+    assert second.ids == generate_ids(MODEL, ids, max_new_tokens=8, seed=2, stop_id=TEMPLATE.stop_ids[0])[0]
+
+
+def test_whole_turns_are_dropped_from_the_beginning() -> None:
+    said = [SYSTEM, HELLO, THERE, MORE, THERE, MORE]
+    ids = {first: TEMPLATE.encode([SYSTEM, *said[first:]], reply=True)[0] for first in (1, 3, 5)}
+    for first, whole in ids.items():  # 4 new tokens, of which the last is never read
+        assert fit_context(TEMPLATE, said, len(whole) + 3, 4) == ([SYSTEM, *said[first:]], whole)
+    assert fit_context(TEMPLATE, said, len(ids[1]) + 2, 4)[1] == ids[3]
+    assert fit_context(TEMPLATE, said[1:], len(ids[5]), 1)[0] == [MORE]
+    context = len(ids[5]) + 2
+    with pytest.raises(ConfigError, match=rf"{len(ids[5])} tokens of a context of {context}, {context // 4} are for"):
+        fit_context(TEMPLATE, said, context, 1000)
+
+
+def test_the_conversation_goes_on_beyond_the_context() -> None:
+    conversation = make_conversation()
+    for _ in range(6):
+        conversation.ask("x" * 20, say_nothing)
+    assert conversation.dropped == 8
+    assert [message.role for message in conversation.messages] == ["system", *["user", "assistant"] * 2]
+    with pytest.raises(ConfigError, match="a context of 128"):
+        conversation.ask("x" * 120, say_nothing)
+    assert len(conversation.messages) == 5
+    assert conversation.ask("y" * 60, say_nothing).finish_reason == "length"
+
+
+def test_ctrl_c_ends_an_answer() -> None:
+    whole = make_conversation().ask("hello", say_nothing)
+    conversation, parts = make_conversation(), list[str]()
+
+    def press_ctrl_c(part: str) -> None:
+        parts.append(part)
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+
+    answer = conversation.ask("hello", press_ctrl_c)
+    assert (answer.ids, answer.finish_reason) == (whole.ids[:3], "interrupted")
+    assert conversation.messages[-1] == Message("assistant", answer.text)
+    assert conversation.ask("more", say_nothing).prompt_tokens > whole.prompt_tokens
