@@ -10,12 +10,14 @@ import pytest
 
 from megatoken.cli import plan
 from megatoken.cli.main import main
+from megatoken.config.fields import Duration
 from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.errors import ExitCode
-from megatoken.estimate.calibrate import Calibration, calibrate, choose_micro_batch, find_calibration
+from megatoken.estimate.calibrate import Calibration, calibrate, choose_micro_batch, count_run_bytes, find_calibration
 from megatoken.estimate.expectation import Expectation
 from megatoken.estimate.speed import Layout, estimate_step
+from megatoken.model.flops import count_padded_parameters
 from megatoken.pretrain import Trainer
 from megatoken.system import device
 from megatoken.system.gpus import GPUS
@@ -78,6 +80,9 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     assert "tokens/s" in first
     assert "(this machine, measured before)" in first
     assert "than planned" in last or "as planned" in last
+    saving = replace(config, save=replace(config.save, every=Duration(2)))  # a copy of weights and two moments
+    assert count_run_bytes(known, config, model, here) == known.memory_bytes(6)
+    assert count_run_bytes(known, saving, model, here) == known.memory_bytes(6) + 12 * count_padded_parameters(model)
     (row,) = [row for row in read_metrics(tmp_path / "after") if row.get("what") == "planned"]
     assert row["tokens_per_second"] == 128 / known.step_seconds(6, 2)
 

@@ -124,9 +124,9 @@ def test_values_stay_one_value_in_yaml() -> None:
     assert container["image"] == image
     assert service["metadata"]["namespace"] == job["metadata"]["namespace"] == "ml"
     assert "namespace" not in next(yaml.safe_load_all(write_script("k8s", JOB)))["metadata"]
-    (task,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, image=image, gpus='A", x: "')))
+    (task,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, image=image, gpus="A100-80GB")))
     assert task["resources"]["image_id"] == f"docker:{image}"
-    assert task["resources"]["accelerators"] == 'A", x: ":4'
+    assert task["resources"]["accelerators"] == "A100-80GB:4"
 
 
 def test_skypilot_installs_what_is_there() -> None:
@@ -161,6 +161,8 @@ def test_skypilot_installs_what_is_there() -> None:
         ),
         (["k8s", "--image", "a b"], "an image has no white space in its name: 'a b'"),
         (["k8s", "--namespace", "A_b"], "not a namespace: 'A_b'"),
+        (["skypilot", "--gpus", "H100:8"], "not the name of a GPU: 'H100:8' — --gpus — give a name such as H100; how"),
+        (["skypilot", "--gpus", "8"], "not the name of a GPU: '8'"),
     ],
 )
 def test_options_without_effect_or_of_several_lines_are_refused(

@@ -37,10 +37,10 @@ from tests.soak.quickstart_race import prepare_corpus, run
 
 MODELS = {
     "quickstart": ["budget.steps=500"],
-    "4 layers of 256": ["model.d_model=256", "budget.batch_tokens=2048", "budget.steps=60", "optim.lr=1e-3"],
+    "4 layers of 256": ["model.d_model=256", "budget.batch_tokens=2048", "budget.steps=40", "optim.lr=1e-3"],
     "8 layers of 384": [
         *("model.n_layer=8", "model.d_model=384", "model.n_head=6"),
-        *("budget.batch_tokens=4096", "budget.steps=10", "optim.lr=1e-3"),
+        *("budget.batch_tokens=4096", "budget.steps=6", "optim.lr=1e-3"),
     ],
 }
 COMMON = ["evaluate.every=0.5dur", "save.every=0.5dur", "sample.every=0steps", "log.plots=false"]
@@ -120,10 +120,13 @@ def main() -> None:
     folder = options.state.parent.resolve()
     prepare_corpus(folder)
     rows: list[dict[str, Any]] = read_object(options.state).get("rows", [])
-    for name in (list(MODELS) * options.runs)[len(rows) :][: options.turns]:
+    left = (list(MODELS) * options.runs)[len(rows) :]
+    for name in left[: options.turns]:
         rows.append(race(folder, name))
         replace_file(options.state, json.dumps({"rows": rows}))
         print(rows[-1], flush=True)
+    if len(left) > options.turns:
+        return
     print(json.dumps({"soak": "plan", "ratios": summarize(rows), "rows": rows}), flush=True)
 
 

@@ -113,7 +113,7 @@ def plan_here(
     options: argparse.Namespace, config: Config, model: ModelConfig, tokens: float, price: float
 ) -> dict[str, Any]:
     """Measure this machine and plan for it; what --json prints. price: dollars of an hour of it, 0 where unknown."""
-    from megatoken.estimate.calibrate import calibrate
+    from megatoken.estimate.calibrate import calibrate, count_run_bytes
 
     console: Console = options.console
     console.print(f"measuring the training step for {CALIBRATE_SECONDS:.0f} s")
@@ -124,7 +124,7 @@ def plan_here(
         smaller = measured.step_seconds(model.n_layer, size / model.seq_len / measured.micro_batch)
         seconds += trained / size * smaller - trained / rate
     hours = seconds / 3600
-    memory_bytes, free_bytes = measured.memory_bytes(model.n_layer), device.memory_bytes(1)
+    memory_bytes, free_bytes = count_run_bytes(measured, config, model, device), device.memory_bytes(1)
     fits = not free_bytes or memory_bytes <= free_bytes
     answer = {
         "fits": fits,

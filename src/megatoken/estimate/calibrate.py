@@ -16,6 +16,7 @@ from megatoken.config.schema import Config, MachineConfig
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
+from megatoken.optim.costs import count_saved_bytes
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.environment import cache_get, cache_put, peak_resident_bytes
 from megatoken.train.kernel_autotune import apply_choice, autotune
@@ -45,7 +46,7 @@ class Calibration:
         return micro_steps * self._extend(self.backward_seconds, n_layer) + self._extend(self.update_seconds, n_layer)
 
     def memory_bytes(self, n_layer: int) -> int:
-        """Peak memory of the process."""
+        """Peak memory of the process in a step."""
         return self.base_bytes + round(self._extend(self.step_bytes, n_layer))
 
     def _extend(self, values: list[float] | list[int], n_layer: int) -> float:
@@ -85,6 +86,12 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
     calibration = timer.result(base_bytes)
     cache_put(CALIBRATIONS, {calibration_key(model, config.machine, device): asdict(calibration)})
     return device, calibration
+
+
+def count_run_bytes(known: Calibration, config: Config, model: ModelConfig, device: Device) -> int:
+    """Peak memory of the process of a run: on a CPU with the copy that is being saved while training goes on."""
+    copied = device.type == "cpu" and config.save.every.value
+    return known.memory_bytes(model.n_layer) + (count_saved_bytes(config.optim.name, model) if copied else 0)
 
 
 class StepTimer:

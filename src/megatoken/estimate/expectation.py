@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatoken.console import format_duration
 from megatoken.distributed.memory import estimate_memory
-from megatoken.estimate.calibrate import find_calibration
+from megatoken.estimate.calibrate import count_run_bytes, find_calibration
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.system.gpus import GPUS
 from megatoken.train.run_context import RunContext
@@ -48,7 +48,8 @@ def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
     micro_batch = run.step_config.micro_batch
     micro_steps = run.step_config.batch_tokens // model.seq_len // dims.dp_size // micro_batch
     if run.comm.is_single_process and (known := find_calibration(model, run.config.machine, device, micro_batch)):
-        seconds, memory_bytes = known.step_seconds(model.n_layer, micro_steps), known.memory_bytes(model.n_layer)
+        seconds = known.step_seconds(model.n_layer, micro_steps)
+        memory_bytes = count_run_bytes(known, run.config, model, device)
         return Expectation(step_seconds=seconds, memory_bytes=memory_bytes, source="this machine, measured before")
     gpu = next((gpu for gpu in GPUS.values() if gpu.driver == device.name), None)
     if gpu is None:

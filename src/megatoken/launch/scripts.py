@@ -99,6 +99,9 @@ def check_options(engine: str, job: Job) -> None:
     if not re.fullmatch(r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}", job.time):
         fix = "write it as 90 (minutes), 12:00:00 or 2-12:00:00 (days-hours:minutes:seconds)"
         raise ConfigError(f"not a time limit of Slurm: {job.time!r}", "--time", fix)
+    if not re.fullmatch(r"[A-Za-z][\w.-]*", job.gpus):
+        fix = "give a name such as H100; how many a machine has is --nproc"
+        raise ConfigError(f"not the name of a GPU: {job.gpus!r}", "--gpus", fix)
     if re.search(r"\s", job.image):
         raise ConfigError(f"an image has no white space in its name: {job.image!r}", "--image", "leave it out")
     if job.namespace and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{,61}[a-z0-9])?", job.namespace):
