@@ -138,7 +138,7 @@ def test_the_decay_of_version_1_had_a_meaning_under_wsd_only(tmp_path: Path, sch
 
 def test_recipe_names() -> None:
     promised = {"quickstart", "shakespeare", *(p for p in PRESETS if p.startswith("gpt2"))}
-    promised |= {*GPT3, "llama-5m", "llama-110m", "finetune"}
+    promised |= {*GPT3, "llama-5m", "llama-110m", "finetune", "sft"}
     assert promised <= set(list_recipes())
 
 

@@ -56,7 +56,7 @@ from megatoken.system.object_store import is_address
 from megatoken.train.metrics_log import METRICS
 from megatoken.train.run_folder import BUDGET_KEYS, check_folder
 
-FINETUNE = "finetune"  # the recipe that trains given weights
+NEED_WEIGHTS = ("finetune", "sft")  # recipes that train given weights
 Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
 
 
@@ -261,8 +261,8 @@ def check_recipe(config: Config) -> None:
 
 
 def check_init(recipe: str, config: Config, out: Path) -> None:
-    """Raise ConfigError for FINETUNE without weights, unless the run in `out` has its own."""
-    if recipe == FINETUNE and not config.model.init and not list_steps(out / "checkpoints"):
+    """Raise ConfigError for NEED_WEIGHTS without weights, unless the run in `out` has its own."""
+    if recipe in NEED_WEIGHTS and not config.model.init and not list_steps(out / "checkpoints"):
         fix = "name a run or a Hugging Face folder: --init RUN_OR_HF_DIR, or model.init=..."
         raise ConfigError("no weights to go on with", "--init", fix)
 

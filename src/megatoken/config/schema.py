@@ -1,6 +1,6 @@
 """Every setting of a config: typed, frozen, documented where it is declared.
 
-`model data optim budget` and `seed` are run-defining: they fix the loss curve. The other sections are runtime
+`model data objective optim budget` and `seed` are run-defining: they fix the loss curve. The other sections are runtime
 settings and must not change it. A derived value is a property, never an assignment.
 """
 
@@ -35,6 +35,17 @@ class DataConfig:
         "to check that a model can learn it",
     )
     tokenizer: str = config_field("gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig:
+    """What training minimizes."""
+
+    name: Literal["pretrain", "sft"] = config_field(
+        "pretrain",
+        "pretrain: the loss of every token of text; sft: of the assistant's answers in conversations "
+        "(supervised fine-tuning)",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +226,7 @@ class Config:
     seed: int = config_field(1337, "decides initial weights, data order and dropout", low=0, high=2**63 - 1)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
@@ -250,6 +262,7 @@ FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)
 # goes on another way; fatal, never, because weights, optimizer state or the order of the data would not fit.
 ON_RESUME: dict[str, Resume] = {
     **{"seed": "fatal", "model": "fatal", "data": "guarded", "optim": "guarded", "budget": "guarded"},
+    **{"objective": "fatal"},
     **{"machine": "free", "save": "free", "evaluate": "free", "sample": "free", "log": "free"},
     **{"model.preset": "free", "model.dropout": "guarded", "data.tokenizer": "fatal"},
     **{"optim.name": "fatal", "budget.batch_tokens": "fatal"},
@@ -314,6 +327,12 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "machine.precision", "fp16 is not trained on a CPU", "use auto, bf16 or fp32"
     if config.machine.tensor_parallel > 1 and config.machine.activation_checkpointing == "gelu":
         yield "machine.activation_checkpointing", "tensor_parallel splits the GELU output already", "use none or block"
+    if config.objective.name != "pretrain":
+        if config.machine.tensor_parallel > 1:
+            what = "rows of conversations are not split over tensor-parallel processes"
+            yield "machine.tensor_parallel", what, "use machine.sharding"
+        if config.data.order == "sequential":
+            yield "data.order", "rows of conversations are shuffled", "set data.order=shuffled"
     if config.machine.sharding not in ("auto", "none") and config.machine.master_weights == "on":
         yield "machine.master_weights", "sharded weights are fp32 masters already", "use auto"
     if config.evaluate.patience and not config.evaluate.every.value:

@@ -25,6 +25,7 @@ from megatoken.errors import DataError
 
 TRAINED, START, PADDING = 1, 2, 4  # bits of a token's byte: trained; a conversation starts here; fills up the row
 KINDS = {"text": "text", "chat": "conversations", "preference": "preferences", "prompt": "prompts with answers"}
+OBJECTIVE_DATA = {"pretrain": "text", "sft": "chat"}  # the kind that each objective trains on
 # What makes each kind, for errors.
 _MADE_FROM = {
     "text": "text",
@@ -62,6 +63,11 @@ class ChatRows:
 def find_kind(manifest: Manifest) -> str:
     """text, chat, preference or prompt."""
     return str(manifest.source.get("kind", "text"))
+
+
+def require_data_for(objective: str, dataset: Dataset) -> None:
+    """Raise DataError unless a dataset is of the kind that the objective trains on."""
+    require_kind(dataset, OBJECTIVE_DATA[objective], f"objective.name={objective}")
 
 
 def require_kind(dataset: Dataset, kind: str, needed_by: str) -> None:

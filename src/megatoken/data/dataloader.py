@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.schema import DataOrder
+from megatoken.data.chat_dataset import START, TRAINED, ChatRows, Marks
 from megatoken.data.dataset import Tokens
 from megatoken.data.documents import Ids
 from megatoken.data.window_order import CachedOrder, MixedOrder, SequentialOrder, ShuffledOrder, WindowOrder
@@ -44,6 +45,14 @@ class Batch:
         """Micro-batches of `size` rows. On a CPU, those whose rows are one sequence each lose their `starts_BT`."""
         return [self._slice(slice(first, first + size)) for first in range(0, len(self), size)]
 
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device."""
+        if self.inputs_BT.device == device:
+            return self
+        starts = None if self.starts_BT is None else self.starts_BT.to(device)
+        values = {name: tensor.to(device) for name, tensor in self.values.items()}
+        return Batch(self.inputs_BT.to(device), self.targets_BT.to(device), starts, values)
+
     def _slice(self, rows: slice) -> "Batch":
         starts = None if self.starts_BT is None else self.starts_BT[rows]
         if starts is not None and starts.device.type == "cpu" and not starts.any():  # elsewhere the host would wait
@@ -67,12 +76,14 @@ class DataLoader:
         ramp: BatchRamp | None = None,
         order: DataOrder = "shuffled",
         sources: Sequence[tuple[int, float]] = (),
+        marks: Marks | None = None,
     ) -> None:
         """Windows of seq_len + 1 tokens at stride seq_len, batch_size of them a step over all ranks.
 
         ramp: the batches grow to batch_size as it says. order: sequential cuts each shard into batches from its start
         and leaves out what is shorter than a batch, as build-nanogpt and llm.c's train_gpt2.py; one-batch repeats the
-        first one. sources: (tokens, weight) of each source in `tokens`, which are shuffled each on its own. Raises
+        first one. sources: (tokens, weight) of each source in `tokens`, which are shuffled each on its own. marks: of
+        rows of conversations (data/chat_dataset.py), which share no token; they are not read sequentially. Raises
         ConfigError when a batch does not divide by dp_size, DataError when the split holds fewer windows than one
         batch, or a source not one.
         """
@@ -86,10 +97,18 @@ class DataLoader:
         unit = 1  # windows that are not divided
         if order == "sequential":
             lengths, unit = tokens.shard_tokens, batch_size
-        counts = [max(0, length - 1) // (unit * seq_len) * unit for length in lengths]
+        assert marks is None or order != "sequential"
+        self._marks = marks
+        self._stride, shared = (seq_len, 1) if marks is None else (seq_len + 1, 0)  # tokens of two windows
+        counts = [max(0, length - shared) // (unit * self._stride) * unit for length in lengths]
         # Windows are numbered through all sources, or shards; these are the first of each, and its first token.
         self._first_windows, self._first_tokens = (np.cumsum([0, *sizes[:-1]]) for sizes in (counts, lengths))
         self.n_windows = sum(counts)
+        if marks is not None and self.n_windows < batch_size:
+            what = f"the training split holds {self.n_windows:,} rows of conversations, a batch has {batch_size:,}"
+            fewer = self.n_windows // dp_size * dp_size * seq_len
+            fix = f"set budget.batch_tokens={fewer} or less" if fewer else "prepare more conversations"
+            raise DataError(what, "budget.batch_tokens", fix)
         _check_fit(len(tokens), self.n_windows, seq_len, batch_size, dp_size)
         if ramp:
             _check_divides("budget.batch_start", ramp.start // seq_len, seq_len, dp_size)
@@ -105,6 +124,11 @@ class DataLoader:
         self._order = CachedOrder(chosen, self.n_windows)
 
     @property
+    def has_marks(self) -> bool:
+        """Whether the windows are rows of conversations."""
+        return self._marks is not None
+
+    @property
     def steps_per_epoch(self) -> float:
         """Steps in which every window is visited once; an epoch may end inside a batch."""
         return self.n_windows / self.batch_size
@@ -118,12 +142,23 @@ class DataLoader:
 
         Any step, any number of times, from any thread. Raises DataError as `Tokens.gather`.
         """
+        return self.tokens.gather(self._find_tokens(step), self.seq_len + 1)
+
+    def _find_tokens(self, step: int) -> NDArray[np.int64]:
+        """The first token of each of this rank's windows of a step."""
         first, size = self._entries(step)
         size //= self.dp_size
         windows = self._order.windows(first + self.dp_rank * size, size)
         place = np.searchsorted(self._first_windows, windows, side="right") - 1
-        starts = self._first_tokens[place] + (windows - self._first_windows[place]) * self.seq_len
-        return self.tokens.gather(starts, self.seq_len + 1)
+        starts: NDArray[np.int64] = self._first_tokens[place] + (windows - self._first_windows[place]) * self._stride
+        return starts
+
+    def full_batch(self, step: int) -> Batch:
+        """What a training step reads, on the CPU; of conversations what is trained is counted. Raises as `rows`."""
+        if self._marks is None:
+            return Batch(*self.batch(step))
+        marks = self._marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
+        return make_batch(self.rows(step), marks)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's (inputs, targets) of a step, each int64 (sequences, seq_len). Raises as `rows`."""
@@ -147,6 +182,15 @@ class DataLoader:
         if self._ramp is None:
             return step * self.batch_size, self.batch_size
         return self._ramp.before(step) // self.seq_len, self._ramp.size(step) // self.seq_len
+
+
+def make_batch(rows: Ids, marks: Marks) -> Batch:
+    """Rows of conversations and their marks, both (n, T + 1), as a batch on the CPU."""
+    ids = rows.astype(np.int64)
+    targets = np.where(marks[:, 1:] & TRAINED, ids[:, 1:], -1)
+    starts = np.maximum.accumulate(np.where(marks[:, :-1] & START, np.arange(ids.shape[1] - 1), 0), axis=1)
+    inputs = torch.from_numpy(np.ascontiguousarray(ids[:, :-1]))
+    return Batch(inputs, torch.from_numpy(targets), torch.from_numpy(starts) if starts.any() else None)
 
 
 def batch_of_step(step: int, skipped: Sequence[int]) -> int:
@@ -205,6 +249,27 @@ class EvaluationWindows:
         return self.tokens.gather(windows * self.seq_len, self.seq_len + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationRows:
+    """A fixed set of rows of conversations, as `EvaluationWindows`."""
+
+    source: ChatRows
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, first: int, count: int) -> Batch:
+        """Rows [first, first + count), cut off at the set's end."""
+        index = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64)
+        return make_batch(*self.source.read((2 * index + 1) * len(self.source) // max(1, 2 * self.count)))
+
+
+def evaluation_rows(source: ChatRows, *, limit_tokens: int) -> EvaluationRows:
+    """Rows spread evenly over a split, of at most limit_tokens in all, but one at least if there is one."""
+    return EvaluationRows(source, min(len(source), max(1, limit_tokens // source.seq_len)))
+
+
 def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
     """Whole windows, spread evenly over a split, of at most limit_tokens targets in all; every one if there are fewer.
 
@@ -222,7 +287,7 @@ class Prefetcher:
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
-        self._next: tuple[int, Future[tuple[Tensor, ...]]] | None = None
+        self._next: tuple[int, Future[Batch | Tensor]] | None = None
 
     def get(self, step: int) -> Batch:
         """`loader.batch(step)` on the device, for any step; starts on the next one. Raises DataError as the loader."""
@@ -231,9 +296,9 @@ class Prefetcher:
         future, self._next = self._next[1], None
         made = future.result()
         self._next = step + 1, self._pool.submit(self._make, step + 1)
-        if len(made) == 2:
-            return Batch(made[0], made[1])
-        rows = widen_ids(made[0].to(self._device, non_blocking=True), self._loader.tokens.dtype)
+        if isinstance(made, Batch):
+            return made.to(self._device)
+        rows = widen_ids(made.to(self._device, non_blocking=True), self._loader.tokens.dtype)
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     def close(self) -> None:
@@ -244,13 +309,13 @@ class Prefetcher:
         if self._device.type == "cuda" and self._device.index is not None:
             torch.cuda.set_device(self._device)  # or pinning would open a context on the first device
 
-    def _make(self, step: int) -> tuple[Tensor, ...]:
-        """(inputs, targets) for a CPU; for a device one tensor of narrow rows: a quarter of the bytes to copy."""
-        if self._device.type == "cpu":
-            return self._loader.batch(step)
+    def _make(self, step: int) -> Batch | Tensor:
+        """The batch for a CPU; of text for a device one tensor of narrow rows: a quarter of the bytes to copy."""
+        if self._device.type == "cpu" or self._loader.has_marks:
+            return self._loader.full_batch(step)
         rows = self._loader.rows(step)
         narrow = torch.from_numpy(rows.view(np.int16 if rows.itemsize == 2 else np.int32))
-        return (narrow.pin_memory() if self._device.type == "cuda" else narrow,)
+        return narrow.pin_memory() if self._device.type == "cuda" else narrow
 
 
 def widen_ids(rows: Tensor, dtype: np.dtype[np.generic]) -> Tensor:

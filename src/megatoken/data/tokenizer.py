@@ -142,6 +142,12 @@ class Tokenizer:
         ends = [end for _, end in self._inner.encode(text, add_special_tokens=False).offsets]
         return next((n for n, end in enumerate(ends) if end > characters), len(ends))
 
+    def extends(self, other: "Tokenizer") -> bool:
+        """Whether every token of `other` has the same id here, and those that are only here are behind its last one."""
+        ours, theirs = self._inner.get_vocab(), other._inner.get_vocab()
+        added = ours.keys() - theirs.keys()
+        return bool(theirs.items() <= ours.items() and all(ours[token] >= other.vocab_size for token in added))
+
     def encode(self, text: str) -> Ids:
         """Ids of `text`, uint32, nothing added; special tokens in it are plain text."""
         return self._encode(text)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.config.schema import MachineConfig
+from megatoken.data.chat_dataset import require_kind
 from megatoken.data.dataloader import evaluation_windows
 from megatoken.data.dataset import Tokens, load_dataset
 from megatoken.data.prepare import prepare
@@ -111,6 +112,7 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
     """
     if any(path.suffix in (".bin", ".npy") for path in (data, *data.glob("*"))):
         dataset = load_dataset(data)
+        require_kind(dataset, "text", "the loss on shards")
         made_by = dataset.manifest.tokenizer
         # Shards of other programs record the size of the vocabulary only.
         known = made_by["fingerprint"] and (data / "tokenizer").is_dir()

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, separate_conversations
 from megatoken.model.loss import cross_entropy
 from megatoken.system.device import Device
 
@@ -20,7 +21,7 @@ from megatoken.system.device import Device
 @torch.no_grad()
 def validation_loss(
     model: GPT,
-    windows: Iterable[np.ndarray],
+    windows: Iterable[np.ndarray | Batch],
     device: Device,
     *,
     chunk: int,
@@ -30,8 +31,8 @@ def validation_loss(
 ) -> dict[str, Any]:
     """`loss_metrics` over the windows of all ranks. The model's mode is left as it was.
 
-    windows: this rank's arrays (B, T+1) of token ids, perhaps none; ranks that share a model (`dims`) must have the
-    same number of arrays, of which some may be empty. byte_lengths (vocab_size,): tokenizer.byte_lengths.
+    windows: this rank's arrays (B, T+1) of token ids, or batches, perhaps none; ranks that share a model (`dims`) must
+    have the same number of them, of which some may be empty. byte_lengths (vocab_size,): tokenizer.byte_lengths.
     """
     dims = dims or ParallelDims()
     was_training = model.training
@@ -40,23 +41,35 @@ def validation_loss(
     for window in windows:
         if dims.is_unsharded and not len(window):
             continue
-        ids = torch.from_numpy(window.astype(np.int64))
+        batch = window if isinstance(window, Batch) else _to_batch(window)
+        inputs, targets, starts = batch.inputs_BT, batch.targets_BT, batch.starts_BT
         # A split model computes at least one row, of a length that divides among its ranks; padding has no target.
-        pad = (0, 0, 0, 0) if dims.is_unsharded else (0, -(ids.shape[1] - 1) % dims.tp_size, 0, max(0, 1 - len(ids)))
-        inputs, targets = F.pad(ids[:, :-1], pad), F.pad(ids[:, 1:], pad, value=-1)
+        if not dims.is_unsharded:
+            pad = (0, -inputs.shape[1] % dims.tp_size, 0, max(0, 1 - len(inputs)))
+            inputs, padded = F.pad(inputs, pad), F.pad(targets, pad, value=-1)
+            starts = None if starts is None else F.pad(starts, pad)
+        else:
+            padded = targets
+        mask = {} if starts is None else {"tree_mask": separate_conversations(starts.to(device.torch_device))}
         with device.autocast():
-            hidden, weight = model(inputs.to(device.torch_device)), gather_lm_head(model.lm_head_weight)
-            own = slice_sequence(dims, targets).to(device.torch_device)
+            hidden = model(inputs.to(device.torch_device), **mask)
+            weight = gather_lm_head(model.lm_head_weight)
+            own = slice_sequence(dims, padded).to(device.torch_device)
             vocab_size, softcap = model.config.vocab_size, model.config.logit_softcap
             loss_sum, n = cross_entropy(hidden, weight, own, vocab_size=vocab_size, softcap=softcap, chunk=chunk)
         total += float(loss_sum)
         count += int(n)
         if dims.tp_rank == 0:  # tensor-parallel ranks have the same windows
-            text_bytes += int(byte_lengths[window[:, 1:]].sum())
+            text_bytes += int(byte_lengths[targets[targets >= 0].numpy()].sum())
     model.train(was_training)
     # The widest dtype, so that the sum does not depend on the number of ranks.
     sums = torch.tensor([total, count, text_bytes], dtype=device.widest, device=device.torch_device)
     return loss_metrics(*comm.sum(sums).tolist())
+
+
+def _to_batch(window: np.ndarray) -> Batch:
+    ids = torch.from_numpy(window.astype(np.int64))
+    return Batch(ids[:, :-1], ids[:, 1:])
 
 
 def perplexity(loss: float) -> float:

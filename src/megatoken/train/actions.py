@@ -12,8 +12,10 @@ import numpy as np
 
 from megatoken.checkpoint.commit import list_steps, prune, step_folder
 from megatoken.checkpoint.save import AsyncSave
-from megatoken.data.dataloader import evaluation_windows
-from megatoken.data.dataset import Tokens
+from megatoken.data.chat_dataset import open_rows
+from megatoken.data.chat_template import Message, find_template
+from megatoken.data.dataloader import Batch, evaluation_rows, evaluation_windows
+from megatoken.data.dataset import Dataset
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import CheckpointError, MegatokenError, NumericsError, StorageError
@@ -28,6 +30,7 @@ from megatoken.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
 from megatoken.train.state import gather_model
 
 RULE = "\n" + "-" * 40 + "\n"  # between samples
+DEFAULT_QUESTION = "Hello."  # of samples where sample.prompt is empty
 BEST = "best"  # the link to the best checkpoint
 LAST_SAVE_RETRY_SECONDS = (5.0, 15.0, 60.0, 120.0)  # before the last save, which failed, is tried again
 
@@ -90,7 +93,7 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
     if not parts or not run.config.evaluate.tokens or ("val", state.step) in run.logged:
         return
     run.begin("validate")
-    found = {part.name: _measure_loss(run, part.dataset.val, poll) for part in parts}
+    found = {part.name: _measure_loss(run, part.dataset, poll) for part in parts}
     if len(parts) == 1:
         (row,) = found.values()
     else:
@@ -107,15 +110,18 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
     run.console.print(f"step {state.step}: validation loss {row['loss']:.4f}{bits} over {n_targets} tokens{each}")
 
 
-def _measure_loss(run: RunContext, val: Tokens, poll: Callable[[], None]) -> dict[str, Any]:
+def _measure_loss(run: RunContext, dataset: Dataset, poll: Callable[[], None]) -> dict[str, Any]:
     """loss (nats), target_tokens and bits_per_byte of a held-out split, over at most `evaluate.tokens`."""
-    state = run.state
-    windows = evaluation_windows(val, seq_len=run.loader.seq_len, limit_tokens=run.config.evaluate.tokens)
+    state, limit_tokens = run.state, run.config.evaluate.tokens
+    if run.loader.has_marks:
+        windows: Any = evaluation_rows(open_rows(dataset, "val"), limit_tokens=limit_tokens)
+    else:
+        windows = evaluation_windows(dataset.val, seq_len=run.loader.seq_len, limit_tokens=limit_tokens)
     # Each forward has the same windows for any number of ranks, which take turns; every rank takes as many.
     size, dims = run.step_config.micro_batch, state.dims
     starts = range(dims.dp_rank * size, len(windows) + dims.dp_rank * size, dims.dp_size * size)
 
-    def batches() -> Iterator[np.ndarray]:
+    def batches() -> Iterator[np.ndarray | Batch]:
         for start in starts:
             poll()
             yield windows.rows(start, size)
@@ -156,7 +162,7 @@ def score_tasks(run: RunContext, poll: Callable[[], None]) -> None:
 
 
 def sample(run: RunContext) -> None:
-    """Generate from the prompt of the config and keep the text; a split model is gathered on rank 0."""
+    """Generate from the prompt of the config, or answer it, and keep the text; a split model is gathered on rank 0."""
     step, config = run.state.step, run.config.sample
     if ("sample", step) in run.logged:
         return
@@ -166,7 +172,11 @@ def sample(run: RunContext) -> None:
     if model is None:
         return
     prompt_ids = run.tokenizer.encode(config.prompt).tolist()
-    prompt = run.tokenizer.start_ids(prompt_ids)
+    prompt, stop_id, before = run.tokenizer.start_ids(prompt_ids), run.tokenizer.eot, config.prompt
+    if run.loader.has_marks:
+        template, question = find_template(run.tokenizer), config.prompt or DEFAULT_QUESTION
+        prompt = prompt_ids = template.encode([Message("user", question)], reply=True)[0]
+        stop_id, before = template.stop_ids[0], f"user: {question}\nassistant: "
     try:
         sequences = generate_ids(
             model,
@@ -176,7 +186,7 @@ def sample(run: RunContext) -> None:
             top_k=config.top_k,
             seed=run.config.seed,
             num_samples=config.num_samples,
-            stop_id=run.tokenizer.eot,
+            stop_id=stop_id,
             device=run.device,
         )
     except NumericsError as error:  # of rank 0 alone; that of a step is raised by all
@@ -187,7 +197,7 @@ def sample(run: RunContext) -> None:
             raise
         run.console.warn("no sample: out of memory — sample — lower sample.num_samples or sample.tokens")
         return
-    texts = [config.prompt + run.tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
+    texts = [before + run.tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
     file = run.out / "samples" / f"step-{step:08d}.txt"
     try:
         file.parent.mkdir(exist_ok=True)

@@ -16,12 +16,16 @@ from megatoken.config.load import ResolvedConfig
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import validate
 from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.data.chat_dataset import require_data_for
+from megatoken.data.mixture import load_mixture
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError, DataError
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import build_state
+
+VOCABULARY_TABLES = ("tokens.weight", "head.weight")  # of value embeddings, too: attention.value_tokens.weight
 
 
 def build_train_state(
@@ -55,6 +59,10 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
         return resolved
     given = load_pretrained(out if list_steps(out / CHECKPOINTS) else model.init).model.config
     sizes = {name: value for name, value in given.architecture().items() if name not in own}
+    if resolved.config.objective.name != "pretrain":  # the dataset's tokenizer may have control tokens more
+        dataset = load_mixture(resolved.config.data.path, external_tokenizer=resolved.config.data.tokenizer)
+        require_data_for(resolved.config.objective.name, dataset.parts[0].dataset)
+        sizes["vocab_size"] = max(sizes["vocab_size"], dataset.tokenizer.vocab_size)
     config = replace(resolved.config, model=replace(model, **sizes))
     for key, what, fix in validate(config):
         raise ConfigError(f"{key}: {what}", f"model.init {model.init}", fix)
@@ -88,6 +96,19 @@ def check_own_model(run: RunContext, model: GPT, optimizer: torch.optim.Optimize
             raise ConfigError(what, "optimizer", "build it over model.parameters()")
 
 
+def add_mean_rows(values: Tensor, n_old: int, n_new: int, config: ModelConfig) -> Tensor:
+    """A table with a row for each id (padded, width), in which ids n_old to n_new have the mean of those before.
+
+    So a new token's logit is the mean of the others', and it takes at most 1/n_old of the probability (Hewitt 2021); a
+    row of zeros would take nearly all where the others' logits are far below 0.
+    """
+    rows = values.new_zeros(config.padded_vocab_size, values.shape[1])
+    kept = min(len(rows), len(values))
+    rows[:kept] = values[:kept]
+    rows[n_old:n_new] = values[:n_old].double().mean(0).to(values.dtype)
+    return rows
+
+
 def _list_differences(given: ModelConfig, wanted: ModelConfig) -> list[str]:
     """`model.field=value` of `given` for each field of the architecture that differs."""
     other = wanted.architecture()
@@ -99,15 +120,22 @@ def _pretrained_weights(run: RunContext) -> Iterator[tuple[str, Tensor]]:
     name, model_config = run.config.model.init, run.model_config
     loaded = load_pretrained(name, run.console.warn)
     given = loaded.model.config
-    differs = _list_differences(replace(given, seq_len=model_config.seq_len), model_config)
+    grows = not loaded.tokenizer.shares_ids(run.tokenizer) and run.tokenizer.extends(loaded.tokenizer)
+    if not grows and not loaded.tokenizer.shares_ids(run.tokenizer):
+        ours, theirs = (f"{t.name} ({t.fingerprint[:8]})" for t in (run.tokenizer, loaded.tokenizer))
+        what = f"model.init was trained with tokenizer {theirs}, the dataset is made by {ours}"
+        raise DataError(what, name, f"prepare the dataset with the model's tokenizer: --tokenizer {name}")
+    vocab_size = max(given.vocab_size, run.tokenizer.vocab_size) if grows else given.vocab_size
+    differs = _list_differences(replace(given, seq_len=model_config.seq_len, vocab_size=vocab_size), model_config)
     if model_config.pos_emb == "learned" and given.seq_len < model_config.seq_len:
         differs.append(f"model.seq_len={given.seq_len}")
     if differs:
         raise ConfigError("model.init has a different architecture", name, f"set {' '.join(differs)}")
-    if not loaded.tokenizer.shares_ids(run.tokenizer):
-        ours, theirs = (f"{t.name} ({t.fingerprint[:8]})" for t in (run.tokenizer, loaded.tokenizer))
-        what = f"model.init was trained with tokenizer {theirs}, the dataset is made by {ours}"
-        raise DataError(what, name, "prepare the dataset with the model's tokenizer")
     for weight, values in loaded.model.state_dict().items():
+        if grows and weight.endswith(VOCABULARY_TABLES):
+            values = add_mean_rows(values, loaded.tokenizer.vocab_size, run.tokenizer.vocab_size, model_config)
         yield weight, values[: model_config.seq_len] if weight == "positions.weight" else values
+    if grows:
+        n_new = run.tokenizer.vocab_size - loaded.tokenizer.vocab_size
+        run.console.print(f"{n_new} new tokens start as the mean of the others")
     run.console.print(f"weights from {loaded.source}")

@@ -18,6 +18,7 @@ from megatoken.checkpoint.commit import list_steps, list_surplus
 from megatoken.config.load import ResolvedConfig, render
 from megatoken.config.model_config import describe_heads
 from megatoken.console import format_quantity
+from megatoken.data.chat_dataset import OBJECTIVE_DATA, Marks, open_rows, require_data_for
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import load_mixture
 from megatoken.distributed.parallel_dims import (
@@ -27,7 +28,7 @@ from megatoken.distributed.parallel_dims import (
     count_state_bytes,
     disable_unsupported,
 )
-from megatoken.errors import ConfigError, StorageError
+from megatoken.errors import ConfigError, DataError, StorageError
 from megatoken.eval.multiple_choice import read_tasks
 from megatoken.model.flops import (
     count_matmul_parameters,
@@ -68,6 +69,7 @@ def open_data(run: RunContext) -> None:
     external_tokenizer, report = config.data.tokenizer, run.console.print
     run.dataset = load_mixture(config.data.path, external_tokenizer=external_tokenizer, report=report)
     vocab_size, seq_len = run.tokenizer.vocab_size, config.model.seq_len
+    marks = open_marks(run)
     if 0 < config.model.vocab_size < vocab_size:
         what = f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {vocab_size}"
         raise ConfigError(what, "model.vocab_size", "set it to 0 to take the tokenizer's")
@@ -95,9 +97,29 @@ def open_data(run: RunContext) -> None:
         ramp=config.budget.ramp,
         order=order,
         sources=[(len(part.dataset.train), part.share) for part in parts],
+        marks=marks,
     )
     epoch_tokens = run.loader.n_windows * seq_len
     run.step_config = build_step_config(config, epoch_tokens=epoch_tokens, device_type=run.device.type)
+
+
+def open_marks(run: RunContext) -> Marks | None:
+    """Check that the dataset is of the kind that the objective needs; the marks of its training rows, None for text.
+
+    Raises DataError for another kind, and for rows of another context.
+    """
+    objective, seq_len = run.config.objective.name, run.config.model.seq_len
+    kind = OBJECTIVE_DATA[objective]
+    for part in run.dataset.parts:
+        require_data_for(objective, part.dataset)
+        rows_of = part.dataset.manifest.source.get("seq_len", seq_len) if kind != "text" else seq_len
+        if rows_of != seq_len:
+            what = f"its rows are for a context of {rows_of:,} tokens, model.seq_len is {seq_len:,}"
+            fix = f"prepare it again with --context {seq_len}, or set model.seq_len={rows_of}"
+            raise DataError(what, part.name, fix)
+    if kind == "text":
+        return None
+    return np.concatenate([open_rows(part.dataset, "train").marks for part in run.dataset.parts])
 
 
 def check_space(run: RunContext) -> None:
