@@ -37,7 +37,7 @@ FOUND = [
     ("train 'null:'", 2, "no recipe named 'null:' — known: "),
     ("train 'a\x01b'", 2, "no recipe named 'a\\x01b' — known: "),
     ("config quickstart 'null:=3'", 2, "settings are section.field=value"),
-    ("config quickstart zzz=1", 2, "settings are section.field, sections model, data, optim"),
+    ("config quickstart zzz=1", 2, "settings are section.field, sections model, data, objective"),
     ("config quickstart model.foo=3", 2, "model has preset, n_layer"),
     ("config quickstart evaluate.eval_iters=8", 2, "'evaluate.tokens'? it counts tokens: batches x sequences x model"),
     ("config quickstart budget.batch_size=8", 2, f"did you mean 'budget.batch_tokens'? {TOKENS}"),
