@@ -18,6 +18,7 @@ from megatoken.config.schema import FIELDS, resume_class
 from megatoken.config.words import suggest_choice, suggest_option
 from megatoken.console import Console
 from megatoken.errors import ConfigError
+from megatoken.eval.rewards import REWARDS
 from megatoken.eval.tasks import TASKS
 from megatoken.launch.local import RESTARTS
 from megatoken.launch.scripts import ENGINES
@@ -342,13 +343,23 @@ def _add_models(add: Callable[..., Parser]) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="only the first N examples of each task, or N tokens spread over the data; 0: all",
+        help="only the first N examples of each task, prompts of --chat, or N tokens spread over the data; 0: all",
     )
     arg("--split", choices=("train", "val"), help="split of the shards (default val, where there is one)")
     arg("--examples", action="store_true", help="also return the predictions for each example, in file order")
     arg("--no-token-mean", action="store_true", help="skip acc_token_mean: halves the time of HellaSwag")
     arg("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
+    doc = "let a chat model answer: .jsonl rows of `prompt` and `answer` or of conversations, a dataset of prompts, or "
+    arg("--chat", metavar="SOURCE", help=doc + "exercises-test")
+    doc = f"with --chat: what makes an answer right, {', '.join(REWARDS)}, or your module:function (default exact)"
+    arg("--reward", metavar="NAME", help=doc)
+    arg("--samples", type=int, metavar="N", help="with --chat: sample N answers to each prompt, too, for pass@k")
+    arg("--temperature", type=float, metavar="T", help="with --samples: of the sampled answers (default 1)")
+    arg("--tokens", type=int, metavar="N", help="with --chat: new tokens per answer at most (default 256)")
     arg("--harness", action="store_true", help="evaluate by lm-evaluation-harness, on any of its tasks")
+    arg(
+        "--no-template", action="store_true", help="with --harness: plain prompts, though the model has a chat template"
+    )
     arg("--include", type=local_path, metavar="DIR", help="with --harness: folder with your task files")
     arg("--fewshot", type=int, metavar="K", help="with --harness: solved examples in each prompt")
     for p in (sample, talk, evaluate):
@@ -370,15 +381,22 @@ def check_eval(options: argparse.Namespace) -> None:
     """Raise ConfigError for an option of `eval` that has no effect beside the others."""
     if options.limit < 0:
         raise ConfigError(f"--limit is {options.limit}", "megatoken eval", "give a number, or 0 for all")
-    if not options.tasks and not options.data:
-        fix = f"give --tasks ({', '.join(TASKS)}), or --data with shards or text"
+    if not options.tasks and not options.data and not options.chat:
+        fix = f"give --tasks ({', '.join(TASKS)}), --data with shards or text, or --chat with prompts and answers"
         raise ConfigError("nothing to evaluate on", "megatoken eval", fix)
     if options.tasks and options.data and is_address(options.data):
         raise ConfigError("examples of tasks are read from this machine", "--data", "copy them to a local folder")
-    has_tasks, in_harness = bool(options.tasks), options.harness
+    has_tasks, in_harness, answers = bool(options.tasks), options.harness, bool(options.chat)
+    beside_chat = ("--tasks", has_tasks), ("--data", options.data), ("--harness", in_harness), ("--plot", options.plot)
     refuse_without_effect(
-        ("--split", options.split, not has_tasks, "--data without --tasks"),
-        ("--examples", options.examples, has_tasks, "--tasks"),
+        *((flag, given, not answers, "an evaluation without --chat") for flag, given in beside_chat),
+        ("--reward", options.reward is not None, answers, "--chat"),
+        ("--samples", options.samples is not None, answers, "--chat"),
+        ("--tokens", options.tokens is not None, answers, "--chat"),
+        ("--temperature", options.temperature is not None, answers and bool(options.samples), "--chat with --samples"),
+        ("--no-template", options.no_template, in_harness, "--harness"),
+        ("--split", options.split, not has_tasks and not answers, "--data without --tasks"),
+        ("--examples", options.examples, has_tasks or answers, "--tasks or --chat"),
         ("--no-token-mean", options.no_token_mean, has_tasks and not in_harness, "--tasks without --harness"),
         ("--plot", options.plot, not in_harness, "our own scores and losses"),
         ("--fewshot", options.fewshot is not None, in_harness, "--harness"),

@@ -9,10 +9,13 @@ from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, format_quantity
 from megatoken.convert.hf.load import refuse_missing_path
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
+from megatoken.data.chat_template import find_template
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import read_dist_env
+from megatoken.eval.answers import DEFAULT_TOKENS, check_samples, describe_answers, evaluate_answers, read_questions
 from megatoken.eval.evaluate import evaluate
 from megatoken.eval.multiple_choice import describe_cut, format_score
+from megatoken.eval.rewards import REWARDS, load_reward
 from megatoken.eval.tasks import SCORES, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
 from megatoken.plots import load_pyplot, save_figure
@@ -71,6 +74,39 @@ def evaluate_models(options: Namespace, run_harness: Evaluation | None = None) -
     if len(answers) > 1:
         return {"models": answers}
     return {key: value for key, value in answers[0].items() if key != "parameters"}
+
+
+def answer_questions(options: Namespace) -> Evaluation:
+    """The evaluation of `--chat`, whose rows and numbers are checked now."""
+    samples = options.samples or 0
+    temperature = 1.0 if options.temperature is None else options.temperature
+    new_tokens = DEFAULT_TOKENS if options.tokens is None else options.tokens
+    check_samples(samples, temperature, new_tokens)
+    name = options.reward or "exact"
+    reward = REWARDS.get(name) or load_reward(name)
+    questions = read_questions(options.chat, options.limit)
+
+    def evaluate_chat(
+        options: Namespace, loaded: LoadedModel, device: Device, comm: Comm, console: Console
+    ) -> dict[str, Any]:
+        result = evaluate_answers(
+            loaded.model,
+            find_template(loaded.tokenizer),
+            questions,
+            reward=reward,
+            reward_name=name,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=new_tokens,
+            per_example=options.examples,
+            device=device,
+            comm=comm,
+        )
+        if not options.json:
+            console.table([("model", loaded.source), *describe_answers(result)])
+        return {"chat": {**result, "data": options.chat}}
+
+    return evaluate_chat
 
 
 def print_row(head: str, lead: str, result: dict[str, Any], console: Console) -> None:

@@ -425,8 +425,10 @@ def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         find_tasks(options.tasks)
     if (code := launch_ranks(options)) is not None:
         return code, None
-    from megatoken.cli.eval import evaluate_models
+    from megatoken.cli.eval import answer_questions, evaluate_models
 
+    if options.chat:
+        return ExitCode.DONE, evaluate_models(options, answer_questions(options))
     if not options.harness:
         return ExitCode.DONE, evaluate_models(options)
     from megatoken.eval.lm_eval_adapter import run_harness

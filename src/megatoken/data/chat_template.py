@@ -126,6 +126,14 @@ def find_template(tokenizer: Tokenizer) -> ChatTemplate:
     raise ConfigError(what, "", f"give the model one: {TRAIN_SFT}")
 
 
+def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Its chat template, if it has one that is known here."""
+    try:
+        return find_template(tokenizer)
+    except ConfigError:
+        return None
+
+
 def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer itself where it has a known template, else with ChatML's tokens after its last id.
 

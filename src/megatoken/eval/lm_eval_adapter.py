@@ -1,17 +1,20 @@
 """lm-evaluation-harness on a loaded model: any task that the harness knows, without exporting the model.
 
-Log-likelihoods come from eval/scorer.py, which computes a context once for all of its continuations. No chat templates.
+Log-likelihoods come from eval/scorer.py, which computes a context once for all of its continuations. A model with a
+chat template gets its prompts, and solved examples, as a conversation.
 """
 
 import contextlib
 import importlib.metadata
 import json
+import re
 from argparse import Namespace
 from collections import defaultdict
 from typing import Any
 
 from megatoken.console import Console
 from megatoken.convert.load_pretrained import LoadedModel
+from megatoken.data.chat_template import ChatTemplate, Message, template_of
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.errors import ConfigError, DataError
@@ -29,15 +32,19 @@ except ImportError:
     lm_eval, TemplateLM = None, object
 
 DEFAULT_NEW_TOKENS = 256
+CONTROL = "\ufdd0"  # no character of any text: before each control token of a conversation, so that content has none
 
 
 class Adapter(TemplateLM):  # type: ignore[misc]
     """A model behind the harness's interface. Every rank is given all requests and returns all results."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, device: Device, comm: Comm) -> None:
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, device: Device, comm: Comm, template: ChatTemplate | None = None
+    ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.compute_device, self.comm = model, tokenizer, device, comm
         self.max_length = model.config.seq_len
+        self.template, self.stop_ids = template, template.stop_ids if template else (tokenizer.eot,)
 
     @property
     def eot_token_id(self) -> int:
@@ -48,8 +55,38 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         return (self.tokenizer.bos_ids or [self.tokenizer.eot])[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        bos = [] if add_special_tokens is False else self.tokenizer.bos_ids
-        return [*bos, *self.tokenizer.encode(string).tolist()]
+        ids = [] if add_special_tokens is False else list(self.tokenizer.bos_ids)
+        if CONTROL not in string:
+            return [*ids, *self.tokenizer.encode(string).tolist()]
+        special = self.tokenizer.special_ids
+        tokens = "|".join(re.escape(token) for token in special)
+        for number, part in enumerate(re.split(f"{CONTROL}({tokens})", string)):
+            ids += [special[part]] if number % 2 else self.tokenizer.encode(part).tolist()
+        return ids
+
+    @property
+    def tokenizer_name(self) -> str:
+        return f"{self.tokenizer.name}-{self.tokenizer.fingerprint[:16]}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self.template.jinja if self.template and chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as text that `tok_encode` turns into the template's ids; CONTROL stands before its tokens.
+
+        Without add_generation_prompt the last message is the beginning of the answer.
+        """
+        assert self.template is not None
+        messages = [Message(row["role"], row["content"].replace(CONTROL, "")) for row in chat_history]
+        begun = "" if add_generation_prompt else messages.pop().content
+        ids, _ = self.template.encode(messages, reply=True)
+        names, text, start = {id: token for token, id in self.tokenizer.special_ids.items()}, "", 0
+        ids = ids[len(self.tokenizer.bos_ids) :]
+        for place, id in enumerate(ids):
+            if id in names:
+                text += self.tokenizer.decode(ids[start:place]) + CONTROL + names[id]
+                start = place + 1
+        return text + self.tokenizer.decode(ids[start:]) + begun
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **ignored: Any
@@ -94,7 +131,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         new_ids: list[int] = []
 
         def check_stop(ids: list[int | None]) -> None:
-            new_ids.extend(id for id in ids if id is not None)
+            if ids[0] is None or ids[0] in self.stop_ids:
+                raise StopIteration
+            new_ids.append(ids[0])
             text = self.tokenizer.decode(new_ids)
             if any(stop in text for stop in stops):
                 raise StopIteration
@@ -129,6 +168,9 @@ def run_harness(
     if lm_eval is None:
         raise ConfigError("lm-evaluation-harness is not installed", "--harness", 'pip install "megatoken[eval]"')
     manager = TaskManager(include_path=str(options.include) if options.include else None)
+    template = None if options.no_template else template_of(loaded.tokenizer)
+    if template:
+        console.print(f"note: prompts as conversations, by the model's chat template {template.name} (--no-template)")
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown or not names:
@@ -136,12 +178,14 @@ def run_harness(
         raise ConfigError(what, "--tasks", "`lm_eval ls tasks` lists them; --include FOLDER adds your own")
     try:
         results = lm_eval.simple_evaluate(
-            model=Adapter(loaded.model, loaded.tokenizer, device, comm),
+            model=Adapter(loaded.model, loaded.tokenizer, device, comm, template),
             tasks=names,
             num_fewshot=options.fewshot,
             limit=options.limit or None,
             task_manager=manager,
             log_samples=options.examples,
+            apply_chat_template=template is not None,
+            fewshot_as_multiturn=template is not None and bool(options.fewshot),
         )
     except (OSError, ValueError) as error:  # datasets and the hub
         what = f"lm-evaluation-harness failed: {type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
@@ -149,4 +193,5 @@ def run_harness(
     if not options.json:
         console.print(make_table(results))
     kept = {key: results[key] for key in ("results", "groups", "versions", "n-samples", "samples") if key in results}
-    return {"lm_eval": importlib.metadata.version("lm_eval"), **json.loads(json.dumps(kept, default=str))}
+    applied = {"chat_template": template.name if template else None}
+    return {"lm_eval": importlib.metadata.version("lm_eval"), **applied, **json.loads(json.dumps(kept, default=str))}

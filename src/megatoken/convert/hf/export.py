@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from megatoken.convert.hf.chat_files import describe_chat, drop_marks
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import CONFIG, WEIGHTS
-from megatoken.data.chat_template import ChatTemplate, Message, find_template
+from megatoken.data.chat_template import Message, template_of
 from megatoken.data.tokenizer import Tokenizer
-from megatoken.errors import CheckpointError, ConfigError
+from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT, INIT_STD
 
 TOLERANCE = 2e-5  # of the largest logit: fp32 products in another order
@@ -110,11 +110,3 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
         if found_ids != template.encode(CHECK_CHAT, reply=True)[0]:
             raise CheckpointError("transformers writes a conversation differently", str(folder), fix)
     return difference
-
-
-def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Its chat template, if it has one that is known here."""
-    try:
-        return find_template(tokenizer)
-    except ConfigError:
-        return None

@@ -1,0 +1,135 @@
+"""A chat model's own answers: scores, pass@k, how they end; the same for any number of processes."""
+
+import itertools
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatoken.cli.main import main
+from megatoken.convert.hf.export import write_hf
+from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.data.exercises import list_exercises
+from megatoken.errors import DataError, ExitCode
+from megatoken.eval.answers import Question, estimate_pass_at_k, evaluate_answers, read_questions
+from megatoken.sampling.generate import generate_ids
+from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+
+TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
+MODEL = draw_model(replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128))
+PROMPTS = ["a", "bb", "say", "2 + 2?", "né", "x y z"]
+
+
+def answer(prompt: str, seed: int = 0, temperature: float = 0.0, tokens: int = 6) -> list[int]:
+    """Ids up to the stop token."""
+    ids = TEMPLATE.encode([Message("user", prompt)], reply=True)[0]
+    new = generate_ids(MODEL, ids, max_new_tokens=tokens, temperature=temperature, seed=seed)[0]
+    return list(itertools.takewhile(lambda id: id not in TEMPLATE.stop_ids, new))
+
+
+def reward_length(prompt: str, answer: str, right: str) -> float:
+    return float(len(answer.encode()) > int(right))
+
+
+def ask(rights: list[str], **values: object) -> dict[str, object]:
+    questions = [
+        Question([Message("user", prompt)], right, "here") for prompt, right in zip(PROMPTS, rights, strict=True)
+    ]
+    fields = {"reward": reward_length, "max_new_tokens": 6} | values
+    return evaluate_answers(MODEL, TEMPLATE, questions, **fields)
+
+
+def test_greedy_answers() -> None:
+    texts = [TEMPLATE.tokenizer.decode(answer(prompt)) for prompt in PROMPTS]
+    lengths = [len(text.encode()) for text in texts]
+    middle = str(sorted(lengths)[2])
+    result = ask([middle] * 6, per_example=True)
+    scores = [float(length > int(middle)) for length in lengths]
+    assert result["score"] == statistics.fmean(scores)
+    assert result["stderr"]["score"] == pytest.approx(statistics.stdev(scores) / math.sqrt(6), abs=1e-12)
+    assert [row["answer"] for row in result["examples"]] == texts
+    assert result["n"] == 6
+    ends = [len(answer(prompt)) < 6 for prompt in PROMPTS]
+    assert result["stops"] == statistics.fmean(ends)
+    assert result["tokens"] == statistics.fmean(len(answer(p)) + end for p, end in zip(PROMPTS, ends, strict=True))
+
+
+def test_pass_at_k_counts_the_right_ones_of_the_sampled() -> None:
+    result = ask(["7"] * 6, samples=5, temperature=1.5, seed=3, per_example=True)
+    right = [
+        sum(
+            reward_length("", TEMPLATE.tokenizer.decode(answer(prompt, 3 + 5 * number + sample, 1.5)), "7") == 1
+            for sample in range(5)
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    assert [row["n_right"] for row in result["examples"]] == right
+    assert 0 < sum(right) < 30
+    assert result["pass_at"].keys() == {"1", "2", "4"}
+    assert result["pass_at"]["1"] == pytest.approx(sum(right) / 30, abs=1e-12)
+    assert ask(["7"] * 6, samples=5, temperature=1.5, seed=4)["pass_at"] != result["pass_at"]
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 2), (6, 3, 4), (4, 0, 2), (4, 4, 4), (4, 1, 4)])
+def test_pass_at_k_is_the_share_of_all_choices(n: int, c: int, k: int) -> None:
+    choices = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    expected = sum(any(choice) for choice in choices) / len(choices)
+    assert estimate_pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
+                      {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"},
+                      {"role": "assistant", "content": "b"}]},
+    ]  # fmt: skip
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_questions(str(path), 0) == [Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")]
+    path.write_text('{"prompt": "q", "answer": 4}\n{"prompt": "p", "answer": "5"}\n')
+    assert [question.right for question in read_questions(str(path), 0)] == ["4", "5"]
+    assert len(read_questions(str(path), 1)) == 1
+    exercises = list_exercises(held_out=True)
+    found = read_questions("exercises-test", 0)
+    assert [(question.messages[0].content, question.right) for question in found] == [
+        (exercise.question, exercise.answer) for exercise in exercises
+    ]
+    path.write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
+    with pytest.raises(DataError, match="preferences have no right answer"):
+        read_questions(str(path), 0)
+
+
+def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{n}", "answer": f"a{n}"}) + "\n" for n in range(40)))
+    words = ["prepare", str(path), "--out", str(tmp_path / "data"), "--tokenizer", "bytes", "--context", "64"]
+    assert main([*words, "--val-fraction", "0.25"]) == ExitCode.DONE
+    found = read_questions(str(tmp_path / "data"), 0)
+    assert 2 < len(found) < 20
+    assert all(question.messages[0].content[1:] == question.right[1:] for question in found)
+    path.write_text('{"prompt": "q", "completion": "a"}\n')
+    words[3] = str(tmp_path / "chats")
+    assert main(words) == ExitCode.DONE
+    with pytest.raises(DataError, match="--chat needs prompts with answers, this dataset holds conversations"):
+        read_questions(str(tmp_path / "chats"), 0)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hf(tmp_path, MODEL, TEMPLATE.tokenizer, "fp32")
+    words = ["eval", str(tmp_path), "--chat", "exercises-test", "--limit", "4", "--tokens", "5"]
+    assert main([*words, "--samples", "2", "--json"]) == ExitCode.DONE
+    result = json.loads(capsys.readouterr().out)["chat"]
+    assert (result["n"], result["samples"], result["reward"]) == (4, 2, "exact")
+    assert main(words) == ExitCode.DONE
+    assert "exact   0.00% ±0.00 of 4 greedy answers" in capsys.readouterr().out
+    for extra, message in (
+        (["--tasks", "piqa"], "--tasks has no effect here"),
+        (["--temperature", "1"], "--temperature has no effect here"),
+        (["--samples", "-1"], "--samples is -1"),
+        (["--reward", "best"], "'best' names no function"),
+    ):
+        assert main([*words, *extra]) == ExitCode.CONFIG
+        assert message in capsys.readouterr().err
