@@ -81,6 +81,7 @@ LAYERS = (
     "checkpoint",  # commit protocol, save, load, merge
     "convert",  # Hugging Face, llm.c, nanoGPT: weights and recipes
     "sampling",  # key/value cache, generation
+    "serving",  # a model behind HTTP
     "eval",  # validation loss, multiple-choice tasks
     "train",  # state, step, autotune, metrics, preemption, setup, periodic actions
     "plots",  # curves and weight pictures

@@ -8,6 +8,7 @@ import select
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -86,10 +87,10 @@ class Browser:
             raise RuntimeError(f"{method}: {answer['error']}")
         return dict(answer["result"])
 
-    def open(self, page: Path) -> None:
-        """Load a page to its end."""
+    def open(self, page: Path | str) -> None:
+        """Load a page, a file or an address, to its end."""
         self.events.clear()
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._receive())
         for event in self.events:
@@ -105,9 +106,21 @@ class Browser:
 
     def press(self, key: str) -> None:
         """A key by its name in the DOM, such as Tab."""
-        codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Enter": 13}
+        codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "Escape": 27}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+
+    def write(self, text: str) -> None:
+        """Text where the focus is."""
+        self.call("Input.insertText", text=text)
+
+    def wait_for(self, script: str) -> None:
+        """Until an expression on the page is true."""
+        deadline = time.monotonic() + STUCK_SECONDS
+        while not self.evaluate(script):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"never came true: {script}")
+            time.sleep(0.02)
 
     def list_spoken(self) -> list[dict[str, Any]]:
         """What a screen reader is told, in order: role, name and properties of each node that it does not pass over."""

@@ -303,8 +303,22 @@ def _add_searches(add: Callable[..., Parser]) -> None:
     arg("--out", type=local_path, metavar="DIR", help="folder of the race and its runs (default races/FIRST)")
 
 
+def _add_server(add: Callable[..., Parser]) -> Parser:
+    """serve."""
+    serve = add("serve", "put a model behind HTTP: OpenAI's interface, and a page to talk on")
+    arg = serve.add_argument
+    arg("model", metavar="MODEL", help="run folder, checkpoint, or any other MODEL of `sample`")
+    doc = "address to listen on (default 127.0.0.1: this machine alone); others need --api-key"
+    arg("--host", default="127.0.0.1", help=doc)
+    arg("--port", type=int, default=8000, help="0: a free one (default 8000)")
+    arg("--api-key", metavar="KEY", help="what clients must send (default: nothing)")
+    arg("--parallel", type=int, default=8, metavar="N", help="answers that are decoded at once (default 8)")
+    arg("--queue", type=int, default=64, metavar="N", help="requests that may wait; others are refused (default 64)")
+    return serve
+
+
 def _add_models(add: Callable[..., Parser]) -> None:
-    """sample, chat, eval, export, consolidate: commands that take a model."""
+    """sample, chat, serve, eval, export, consolidate: commands that take a model."""
     sample = add("sample", "generate text from a trained model")
     evaluate = add("eval", "score a model on tasks, or compute its loss on shards or text")
     arg = sample.add_argument
@@ -362,7 +376,7 @@ def _add_models(add: Callable[..., Parser]) -> None:
     )
     arg("--include", type=local_path, metavar="DIR", help="with --harness: folder with your task files")
     arg("--fewshot", type=int, metavar="K", help="with --harness: solved examples in each prompt")
-    for p in (sample, talk, evaluate):
+    for p in (sample, talk, _add_server(add), evaluate):
         p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
         p.add_argument("--precision", default="fp32", choices=("auto", "fp32", "bf16", "fp16"), help="default fp32")
     arg = add("export", "write a model in the format of another program, and check it").add_argument

@@ -35,6 +35,7 @@ GROUPS = {
     "models": {
         "sample": 'megatoken sample runs/mine "Once upon a time" --tokens 100',
         "chat": "megatoken chat runs/sft",
+        "serve": "megatoken serve runs/mine --port 8000",
         "export": "megatoken export runs/mine --to hf --out models/mine",
         "consolidate": "megatoken consolidate runs/mine --out merged",
     },

@@ -415,6 +415,13 @@ def run_chat(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, chat(options)
 
 
+def run_serve(options: argparse.Namespace) -> Result:
+    """serve: put a model behind HTTP."""
+    from megatoken.cli.serve import serve
+
+    return ExitCode.DONE, serve(options)
+
+
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: score models on tasks, or compute their loss."""
     if not options.tasks and not options.data and (path := find_own_data(options.models)):
@@ -546,7 +553,7 @@ COMMANDS: dict[str, Command] = {
     command.__name__.removeprefix("run_"): command
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
-        *(run_chat, run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
+        *(run_chat, run_serve, run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
         *(run_completion, run_runs, run_report, run_sync, run_scaling, run_sweep, run_race),
     )
 }

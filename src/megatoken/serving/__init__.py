@@ -1,0 +1,1 @@
+"""A model behind HTTP: one batch for many clients, OpenAI's interface, a page to talk on."""

@@ -1,0 +1,144 @@
+"""The page that talks, in a real browser: by keyboard, as text, from this server alone."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatoken.serving.server import PAGE, build_policy
+from tests.cli.browser import Browser, find_browser
+from tests.serving.served import Served, serve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ANSWERS = "[...document.querySelectorAll('.turn.model p')].map(p => p.textContent)"
+IDLE = "!document.getElementById('send').disabled"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium on this machine")
+    with Browser(program) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve() as started:
+        yield started
+
+
+def open_page(browser: Browser, served: Served) -> None:
+    browser.resize(1280)
+    browser.open(f"http://localhost:{served.server.port}/")
+    browser.wait_for("document.title !== 'megatoken' || !document.getElementById('error').hidden")
+
+
+def say(browser: Browser, text: str) -> None:
+    browser.write(text)
+    browser.press("Enter")
+    browser.wait_for("document.querySelectorAll('.turn.user').length > 0")
+
+
+def test_the_policy_allows_the_page_s_own_script_and_style_alone() -> None:
+    page = PAGE.read_text()
+    assert not re.search(r"(inner|outer)HTML|insertAdjacentHTML|document\.write|https?://|\son\w+=|style=", page)
+    policy = build_policy(page)
+    assert "default-src 'none'" in policy
+    assert re.search(r"script-src 'sha256-[\w+/]{43}='; style-src 'sha256-[\w+/]{43}='$", policy)
+
+
+def test_a_conversation_by_keyboard(browser: Browser, served: Served) -> None:
+    open_page(browser, served)
+    assert browser.evaluate("document.activeElement.id") == "text"
+    browser.evaluate("document.getElementById('temperature').value = '0'")
+    attack = "<img src=x onerror=alert(1)>"
+    say(browser, attack)
+    browser.wait_for(IDLE)
+    expected = served.ask("/v1/chat/completions", {
+        "messages": [{"role": "user", "content": attack}], "temperature": 0, "top_k": 50
+    })[1]["choices"][0]["message"]["content"]  # fmt: skip
+    assert browser.evaluate(ANSWERS) == [expected]
+    assert browser.evaluate("document.querySelector('.turn.user p').textContent") == attack
+    assert browser.evaluate("document.images.length") == 0
+    assert browser.evaluate("document.activeElement.id") == "text"
+    assert browser.evaluate("document.getElementById('status').textContent") == "The answer is complete."
+    say(browser, "again")
+    browser.wait_for(f"{IDLE} && document.querySelectorAll('.turn.model').length === 2")
+    assert "no room for the oldest 2 messages" in browser.evaluate("document.getElementById('turns').textContent")
+    spoken = browser.list_spoken()
+    assert next(node["name"] for node in spoken if node["role"] == "textbox") == "Message"
+    assert "Messages" in [node["name"] for node in spoken if node["role"] == "log"]
+    assert {"Send", "New conversation"} <= {node["name"] for node in spoken if node["role"] == "button"}
+    requests = browser.list_requests()
+    assert requests
+    assert all(each.startswith((f"http://localhost:{served.server.port}/", "data:")) for each in requests)
+    browser.evaluate("document.getElementById('clear').click()")
+    assert browser.evaluate(ANSWERS) == []
+    assert browser.evaluate("document.activeElement.id") == "text"
+    reached = []
+    for _ in range(2):
+        browser.press("Tab")
+        reached.append(browser.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    assert reached == ["send", "SUMMARY"]
+
+
+def test_an_answer_is_stopped_by_escape_and_its_row_is_free(browser: Browser, served: Served) -> None:
+    hook = served.engine.model.norm.register_forward_hook(lambda *_: time.sleep(0.03))
+    try:
+        open_page(browser, served)
+        say(browser, "long")
+        browser.wait_for(f"({ANSWERS})[0]?.length > 2")
+        assert browser.evaluate("document.querySelector('.turn.model').getAttribute('aria-busy')") == "true"
+        browser.press("Escape")
+        browser.wait_for(IDLE)
+    finally:
+        hook.remove()
+    assert browser.evaluate("document.querySelector('.turn.model small').textContent") == "Stopped."
+    deadline = time.monotonic() + 100
+    while served.engine.counts != (0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_errors_are_said_and_the_message_stays(browser: Browser, served: Served) -> None:
+    open_page(browser, served)
+    browser.write("a" * 300)
+    browser.press("Enter")
+    browser.wait_for("!document.getElementById('error').hidden")
+    assert "tokens of a context of 160" in browser.evaluate("document.getElementById('error').textContent")
+    assert browser.evaluate("document.getElementById('text').value.length") == 300
+    assert browser.evaluate(ANSWERS) == []
+
+
+def test_a_key_is_asked_for_and_a_model_without_a_template_continues(browser: Browser) -> None:
+    with serve(chat=False, api_key="open-sesame") as started:
+        open_page(browser, started)
+        assert "wants an API key" in browser.evaluate("document.getElementById('error').textContent")
+        assert browser.evaluate("document.activeElement.id") == "key"
+        browser.write("open-sesame")
+        browser.press("Tab")
+        browser.wait_for("document.title === 'tiny'")
+        assert browser.evaluate("document.getElementById('error').hidden")
+        browser.evaluate("document.getElementById('text').focus()")
+        say(browser, "once")
+        browser.wait_for(f"{IDLE} && ({ANSWERS})[0]")
+        assert browser.evaluate(ANSWERS)[0]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_nothing_is_wider_than_the_window(
+    browser: Browser, served: Served, tmp_path: Path, width: int, dark: bool
+) -> None:
+    open_page(browser, served)
+    browser.resize(width, dark=dark)
+    say(browser, "word " * 10 + "x" * 50)
+    browser.wait_for(IDLE)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(21, 23, 26)" if dark else "rgb(251, 250, 247)")
