@@ -4,6 +4,7 @@ Every case is a worker process that takes turns with the first, which is the ref
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -82,6 +83,8 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"ours is {answer['ratio']:.3g} times as fast as {fastest}, the fastest baseline; "
             f"round by round {spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g})"
         )
+        clean = answer["ratio_undisturbed"] or {"repeats": 0, "median": math.nan}
+        console.print(f"{clean['repeats']} of {spread['repeats']} rounds undisturbed: {clean['median']:.3g}")
     sizes = {name: getattr(ours.model_config, name) for name in SIZES}
     return {"preset": options.preset, "batch_seqs": options.batch_seqs, **sizes, **answer}
 
@@ -157,7 +160,8 @@ def summarize(workers: Sequence[Worker], device: Device) -> dict[str, Any]:
     """Rows, and how ours, the first, compares.
 
     ratio and ratios: our median rate over the best of a baseline; ratio_spread: over the fastest baseline in the same
-    rounds, which is free of what the machine does in the meantime. None without a baseline.
+    rounds, which is free of what the machine does in the meantime; ratio_undisturbed: the same of the rounds that
+    nothing disturbed, None where none are. None without a baseline.
     """
     rows: list[dict[str, Any]] = [
         {"name": worker.spec.name, "configuration": worker.spec.configuration} | worker.describe(device)
@@ -167,16 +171,19 @@ def summarize(workers: Sequence[Worker], device: Device) -> dict[str, Any]:
     for row in rows:
         row["ratio"] = rate / row["tokens_per_second"]["median"] if row["tokens_per_second"] else None
     answer = {"rows": rows, "ours": rate, "peer": None, "best_peer": None, "ratio": None, "ratio_spread": None}
+    answer["ratio_undisturbed"] = None
     measured = [(row, worker) for row, worker in zip(rows[1:], workers[1:], strict=True) if row["ratio"]]
     ratios: dict[str, float] = {}
     for row, _ in measured:
         ratios[row["name"]] = min(row["ratio"], ratios.get(row["name"], row["ratio"]))
     if measured:
         best, fastest = min(measured, key=lambda pair: float(pair[0]["ratio"]))
+        clean = fastest.undisturbed([1 / ratio for ratio in fastest.ratios])
         answer |= {
             "peer": best["tokens_per_second"]["median"],
             "best_peer": {"name": best["name"], "configuration": best["configuration"]},
             "ratio": best["ratio"],
             "ratio_spread": describe_seconds(Timing(tuple(1 / ratio for ratio in fastest.ratios))),
+            "ratio_undisturbed": describe_seconds(Timing(clean)) if clean else None,
         }
     return answer | {"ratios": ratios}

@@ -1,6 +1,8 @@
 """Worker processes that take turns, so that those compared see the same minutes of the machine.
 
-A worker is a process of its own: no allocator, thread pool or compiler reaches another. One computes at a time.
+A worker is a process of its own: no allocator, thread pool or compiler reaches another. One computes at a time. On a
+CPU a product of this process is timed between turns: it shows what the processor gives just now, which neighbours,
+power and the two speeds of AMX change. Rounds in which it was slow count as disturbed.
 """
 
 import json
@@ -10,19 +12,22 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import IO, Any
 
 from megatoken.bench.spec import OURS, WorkerSpec
 from megatoken.bench.workload import describe_mfu
+from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.launch.local import find_free_port
-from megatoken.system.device import Device
+from megatoken.system.device import Device, open_device, probe_flops
 from megatoken.system.environment import given_environment, python_command
 from megatoken.system.timing import Timing
 
 WARMUP_STEPS = 2  # untimed: the first compiles and allocates, the second shows how long a step takes
 ROUND_SECONDS = 0.5  # about the length of the reference's round; every worker's rounds have as many steps
 MOST_STEPS = 20  # of a round
+DISTURBED = 0.85  # of the fastest probe: a round with a slower one beside it is disturbed
 COMMAND = python_command("from megatoken.bench.worker import main; main()")
 
 
@@ -30,13 +35,16 @@ COMMAND = python_command("from megatoken.bench.worker import main; main()")
 class Worker:
     """A worker process and its measurements.
 
-    seconds: of a step, the mean of each round; ratios: speed over the reference's in the same rounds; loss: after
-    `steps` steps; skipped: why it was not measured or failed. Nothing is raised for a worker that fails.
+    seconds: of a step, the mean of each round; ratios: speed over the reference's in the same rounds; probes: FLOP/s of
+    the slowest probe beside each round; loss: after `steps` steps; skipped: why it was not measured or failed. Nothing
+    is raised for a worker that fails.
     """
 
     spec: WorkerSpec
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
+    probes: list[float] = field(default_factory=list)
+    fastest_probe: float = 0.0  # of the bench
     chosen: str = ""
     first_step_seconds: float | None = None
     peak_memory_bytes: int | None = None
@@ -71,15 +79,31 @@ class Worker:
         self.peak_memory_bytes, self.loss = answer["peak_memory_bytes"], answer["loss"]
         return self.seconds[-1]
 
+    def undisturbed(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Of a value for each round those of the rounds that nothing disturbed; all where nothing was probed."""
+        if not self.probes:
+            return tuple(values)
+        least = DISTURBED * self.fastest_probe
+        return tuple(value for value, probe in zip(values, self.probes, strict=False) if probe >= least)
+
     def describe(self, device: Device) -> dict[str, Any]:
-        """The measurements as a record's row has them; None where there are none. MFU is against `device`'s peak."""
+        """The measurements as a record's row has them; None where there are none.
+
+        MFU is against `device`'s peak, mfu_probe against the probes beside the rounds; undisturbed: these rounds' rate.
+        """
         row: dict[str, Any] = dict.fromkeys(("tokens_per_second", "best", "mfu", "mfu_causal", "seconds"))
+        row |= dict.fromkeys(("undisturbed", "probe_flops", "mfu_probe"))
         measured = self.seconds and not self.skipped
         if measured:
             timing, peaks = Timing(tuple(self.seconds)), self.spec.nproc if device.type == "cuda" else 1
             rate = timing.rate(self.spec.batch_tokens)
             row |= {"tokens_per_second": rate, "best": self.spec.batch_tokens / timing.best, "seconds": timing.median}
             row |= describe_mfu(rate["median"], self.spec.model_config, device, peaks)
+            if self.probes and (seconds := self.undisturbed(self.seconds)):
+                row["undisturbed"] = Timing(seconds).rate(self.spec.batch_tokens)
+                row["probe_flops"] = median(self.probes)
+                probed = replace(device, peak_flops=row["probe_flops"])
+                row["mfu_probe"] = describe_mfu(rate["median"], self.spec.model_config, probed)["mfu"]
         for name in ("first_step_seconds", "peak_memory_bytes", "loss", "steps"):
             row[name] = getattr(self, name) if measured else None
         return row | {"chosen": self.chosen, "skipped": self.skipped or None}
@@ -143,12 +167,36 @@ def count_steps(seconds: float) -> int:
 
 def run_rounds(reference: Worker | None, worker: Worker, repeats: int, steps: int, console: Console) -> None:
     """Take `repeats` rounds of a worker, in turn with its reference; `ratios` are to that one's speed in the round."""
+    device = open_device(MachineConfig(device=worker.spec.device))
+
+    def probe() -> float:
+        return probe_flops(device) if device.type == "cpu" else 0.0
+
+    last = probe()
     for number in range(repeats):
         console.step(f"{worker.spec.name} {worker.spec.configuration}: round {number + 1} of {repeats}")
-        before = reference.run_round(steps) if reference and not reference.skipped else None
-        seconds = None if worker.skipped else worker.run_round(steps)
+        probes, before, seconds = [last], None, None
+        if reference and not reference.skipped:
+            before = reference.run_round(steps)
+            probes.append(probe())
+        if not worker.skipped:
+            seconds = worker.run_round(steps)
+            probes.append(probe())
+        last = probes[-1]
+        if last and before and reference:
+            reference.probes.append(min(probes))
+        if last and seconds:
+            worker.probes.append(min(probes))
         if before and seconds:
             worker.ratios.append(before / seconds)
+    mark_fastest_probe([worker, *([reference] if reference else [])])
+
+
+def mark_fastest_probe(workers: Sequence[Worker]) -> None:
+    """Tell each worker the fastest probe of all, against which rounds count as disturbed."""
+    fastest = max((probe for worker in workers for probe in worker.probes), default=0.0)
+    for worker in workers:
+        worker.fastest_probe = fastest
 
 
 def measure_workers(specs: Sequence[WorkerSpec], repeats: int, console: Console) -> list[Worker]:
@@ -172,4 +220,5 @@ def measure_workers(specs: Sequence[WorkerSpec], repeats: int, console: Console)
             loss, trained = reference.loss, reference.steps
     if reference is not None:
         reference.loss, reference.steps = loss, trained
+    mark_fastest_probe(workers)
     return workers

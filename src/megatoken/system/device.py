@@ -14,6 +14,7 @@ import torch
 from megatoken.config.schema import DEVICE_WORDS, MachineConfig
 from megatoken.errors import ConfigError
 from megatoken.system.environment import (
+    allowed_features,
     cache_get,
     cache_put,
     cpu_count,
@@ -31,6 +32,7 @@ COMPILE_PAYS_STEPS = 500  # a shorter run would mostly wait for the compiler
 PEAKS = "peaks.json"  # in the cache
 MEASURED = "matrix products measured here"
 PEAK_SIZES = {"cpu": (512, 1024, 2048, 4096), "mps": (1024, 2048, 4096, 8192), "cuda": (2048, 4096, 8192, 16384)}
+PROBE_SIZE, PROBE_CALLS = 1024, 6
 PEAK_SECONDS, AGAIN_SECONDS = 3.0, 1.0  # longest that measuring a peak may take, the first time and later
 
 
@@ -180,6 +182,17 @@ def measure_peak(device: Device, sizes: tuple[int, ...] = (), seconds: float = P
     return best
 
 
+def probe_flops(device: Device) -> float:
+    """FLOP/s that the device gives just now: of products of some milliseconds each."""
+    generator = torch.Generator(device.torch_device).manual_seed(0)
+    shape = PROBE_SIZE, PROBE_SIZE
+    square = torch.randn(shape, dtype=device.dtype, device=device.torch_device, generator=generator)
+    call = product_calls(square, square)["torch"]
+    call()
+    seconds = sum(time_once(call, device.synchronize) for _ in range(PROBE_CALLS))
+    return PROBE_CALLS * 2.0 * PROBE_SIZE**3 / seconds
+
+
 @contextmanager
 def memory_errors(where: str, fix: str) -> Iterator[None]:
     """Turn the errors of a device or a machine whose memory has ended into ConfigError; others pass."""
@@ -238,7 +251,8 @@ def _choose_precision(device: torch.device, precision: str) -> str:
         return precision
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    return fast_precision(device.type, capability, frozenset(name for name, has in features.items() if has is True))
+    there = allowed_features(name for name, has in features.items() if has is True)
+    return fast_precision(device.type, capability, there)
 
 
 def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,15 @@ from megatoken.errors import ConfigError
 from megatoken.system.atomic_write import read_object, replace_file
 
 HEARTBEAT = "MEGATOKEN_HEARTBEAT"
-OWN_VARIABLES = ("MEGATOKEN_CACHE", "MEGATOKEN_PRECISION", HEARTBEAT)
+INSTRUCTION_SET = "MEGATOKEN_INSTRUCTION_SET"
+OWN_VARIABLES = ("MEGATOKEN_CACHE", "MEGATOKEN_PRECISION", INSTRUCTION_SET, HEARTBEAT)
+# What a processor that has no more than this instruction set lacks: beginnings of names in /proc/cpuinfo.
+LACKING = {
+    "avx512_bf16": ("amx",),
+    "avx512": ("amx", "avx512_bf16"),
+    "avx2": ("amx", "avx512"),
+    "portable": ("amx", "avx512", "avx2", "fma"),
+}
 CGROUPS, CGROUP_NAMES = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -153,11 +161,23 @@ def cpu_features() -> frozenset[str]:
     """The processor's features as Linux names them (avx2, avx512_bf16, amx_bf16, ...); empty where they are unknown."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            return next(
-                frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))
-            )
+            flags = next(line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
     except (OSError, StopIteration):
         return frozenset()
+    return allowed_features(flags)
+
+
+def allowed_features(features: Iterable[str]) -> frozenset[str]:
+    """The features without those that MEGATOKEN_INSTRUCTION_SET=avx2, or another of LACKING, leaves out.
+
+    torch's libraries have switches of their own. Raises ConfigError for another value.
+    """
+    limit = os.environ.get(INSTRUCTION_SET, "")
+    if limit and limit not in LACKING:
+        raise ConfigError(
+            f"unknown instruction set {limit!r}", INSTRUCTION_SET, f"set it to one of {', '.join(LACKING)}"
+        )
+    return frozenset(each for each in features if not (limit and each.startswith(LACKING[limit])))
 
 
 def find_commit() -> str:
