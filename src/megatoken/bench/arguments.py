@@ -46,6 +46,7 @@ def add_benches(add: Add) -> None:
         "--only", metavar="NAME,...", help="some of transformers, nanogpt, build-nanogpt, llmc (default all)"
     )
     p.add_argument("--no-compile", action="store_true", help="leave out the compiled configurations of peers")
+    p.add_argument("--precision", choices=("fp32", "bf16"), help="of peers alone (default both where bf16 is fast)")
     p = _bench(add, "parts", "where the time of one training step goes: products, attention, norm, loss, optimizer ..")
     _add_preset(p)
     p.add_argument("--batch-tokens", type=_count, default=1024, help="tokens of the step (default 1024)")

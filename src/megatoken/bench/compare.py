@@ -64,6 +64,7 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if LLMC in sources and device.type != "cpu":
         raise ConfigError("llm.c's C trainer computes on a CPU", "--llmc", "leave it out, or add --device cpu")
     precisions = ["fp32", "bf16"] if device.precision == "bf16" else ["fp32"]
+    precisions = [options.precision] if options.precision else precisions
     cases = [(p, c) for p in precisions for c in ("eager", "compile") if c == "eager" or not options.no_compile]
     specs = [
         replace(ours, name=name, source=source, precision=p, compile=c == "compile", configuration=f"{p} {c}")
