@@ -13,7 +13,10 @@ from megatoken.config.presets import PRESETS
 from megatoken.console import Console
 from megatoken.errors import ExitCode
 from megatoken.model.gpt import GPT
+from megatoken.native.library import find_library
 from tests.tiny_model import TINY_GPT
+
+OURS = ["megatoken", *(["megatoken int8"] if find_library() else [])]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +34,7 @@ def test_the_same_ids_beside_transformers(capsys: pytest.CaptureFixture[str]) ->
     pytest.importorskip("transformers")
     answer = run_tiny(9, 4, 3)
     rates = answer["tokens_per_second"]
-    assert list(rates) == ["megatoken", "transformers fp32"]
+    assert list(rates) == [*OURS, "transformers fp32"]
     assert all(rate["repeats"] == 3 and 0 < rate["low"] <= rate["median"] <= rate["high"] for rate in rates.values())
     assert answer["ratio"] == rates["megatoken"]["median"] / rates["transformers fp32"]["median"]
     assert (answer["new_tokens"], answer["prompt_tokens"], answer["same_ids"]) == (9, 4, True)
@@ -63,7 +66,7 @@ def test_other_ids_are_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_ours_alone_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # what an import of something absent meets
     answer = run_tiny(5, 2, 2)
-    assert list(answer["tokens_per_second"]) == ["megatoken"]
+    assert list(answer["tokens_per_second"]) == OURS
     assert (answer["ratio"], answer["same_ids"]) == (None, True)
     assert capsys.readouterr().out.count("transformers is not installed") == 1
 
@@ -73,7 +76,7 @@ def test_in_bf16_the_faster_precision_of_transformers_counts(monkeypatch: pytest
     monkeypatch.setenv("MEGATOKEN_PRECISION", "bf16")
     answer = run_tiny(5, 2, 2)
     rates = {name: rate["median"] for name, rate in answer["tokens_per_second"].items()}
-    assert list(rates) == ["megatoken", "transformers fp32", "transformers bf16"]
+    assert list(rates) == [*OURS, "transformers fp32", "transformers bf16"]
     assert answer["ratio"] == rates["megatoken"] / max(rates["transformers fp32"], rates["transformers bf16"])
     assert (answer["precision"], answer["same_ids"]) == ("bf16", None)
 

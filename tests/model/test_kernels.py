@@ -12,7 +12,7 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, TreeMask, set_attention
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, Kernels, masked_attention, register_attention
-from megatoken.model.kernels.attention import DropoutFn, explicit_attention, flash_attention, repeat_kv
+from megatoken.model.kernels.attention import Dropout, explicit_attention, flash_attention, repeat_kv
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.library import find_library
 from megatoken.sampling.generate import generate_ids
@@ -25,7 +25,7 @@ def random(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
-def causal(name: str, q: Tensor, k: Tensor, v: Tensor, dropout: DropoutFn | None = None, **window: int) -> Tensor:
+def causal(name: str, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout = None, **window: int) -> Tensor:
     if name == "native" and find_library() is None:
         pytest.skip("the native kernels are not compiled")
     return ATTENTION[name](q, k, v, mask=None, causal=True, dropout=dropout, **window)
@@ -134,7 +134,7 @@ def test_an_attention_that_is_not_registered_is_refused_and_an_old_run_folder_is
 
 
 def alibi(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Tensor | None, causal: bool, dropout: DropoutFn | None
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Tensor | None, causal: bool, dropout: Dropout
 ) -> Tensor:
     """Attention with linear biases (Press et al. 2022), a slope per head, by distance in the sequence."""
     (H, T), S = q_BHTD.shape[1:3], k_BKSD.shape[2]

@@ -1,22 +1,21 @@
 """The compiled matrix products beside fp64, for every instruction set at hand; AMX is emulated where there is none."""
 
 import random
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatoken.native import build, products
+from megatoken.native import products
 from megatoken.native.build import INSTRUCTION_SETS, runnable_instruction_sets
 from megatoken.native.library import Library
-from megatoken.system.environment import find_compiler
-from tests.native.conftest import EMULATED_AMX
+from tests.native.twins import assert_same
 
 DTYPES = [torch.float32, torch.bfloat16]
+LARGEST = {torch.float32: 2e-5, torch.bfloat16: 0.04}  # errors of sums that cancel, relative to typical ones
+TYPICAL = {torch.float32: 2e-6, torch.bfloat16: 0.004}
 SIZES = [1, 2, 3, 5, 13, 16, 31, 33, 47, 64, 97, 130]
 
 
@@ -108,25 +107,6 @@ def test_long_sums_of_a_large_result_in_strips(fastest: Library) -> None:
     torch.testing.assert_close(got, a.float() @ b.float().t(), rtol=1e-4, atol=2e-3)
 
 
-def assert_same(call: Callable[..., Tensor], twin: Callable[..., Tensor], inputs: list[Tensor | None]) -> None:
-    """Values and gradients of `call` are those of `twin` in fp64, within rounding."""
-    given = [None if x is None else x.detach().requires_grad_() for x in inputs]
-    exact = [None if x is None else x.double().requires_grad_() for x in inputs]
-    y, expected = call(*given), twin(*exact)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
-    y.backward(dy)
-    expected.backward(dy.double())
-    pairs = [(y.detach(), expected.detach())]
-    pairs += [(x.grad, e.grad) for x, e in zip(given, exact, strict=True) if x is not None and e is not None]
-    for got, wanted in pairs:
-        assert got is not None
-        assert wanted is not None
-        assert got.dtype == y.dtype
-        size = wanted.square().mean().sqrt()
-        assert (got.double() - wanted).abs().max() < (2e-5 if y.dtype == torch.float32 else 0.04) * size
-        assert (got.double() - wanted).square().mean().sqrt() < (2e-6 if y.dtype == torch.float32 else 0.004) * size
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [True, False])
 def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: bool) -> None:
@@ -134,7 +114,7 @@ def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: boo
     for N, width, hidden in [(1, 16, 40), (3, 37, 65), (70, 64, 96), (129, 130, 33)]:
         x = draw(N, width, dtype, rng).unsqueeze(0)
         weight, bias = draw(hidden, width, dtype, rng) / 8, torch.linspace(-1, 1, hidden).to(dtype)
-        assert_same(products.linear, F.linear, [x, weight, bias if biased else None])
+        assert_same(products.linear, F.linear, [x, weight, bias if biased else None], largest=LARGEST, typical=TYPICAL)
 
 
 def test_only_the_gradients_that_are_needed(fastest: Library) -> None:
@@ -173,27 +153,3 @@ def test_what_is_not_finite_reaches_its_row_and_column_only(library: Library, dt
     expected = torch.ones(50, 45, dtype=torch.bool)
     expected[17, :] = expected[:, 21] = False
     assert finite.equal(expected)
-
-
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-def test_sanitizers_find_nothing(instruction_set: str, tmp_path: Path) -> None:
-    """Products over odd sizes, on memory of just their size: no access beyond it, no undefined behaviour."""
-    compiler, runnable = find_compiler(), runnable_instruction_sets()
-    if not compiler:
-        pytest.skip("no C++ compiler")
-    options = INSTRUCTION_SETS[instruction_set][1]
-    if instruction_set == "amx" and "amx" not in runnable and "avx512_bf16" in runnable:
-        options = EMULATED_AMX
-    elif instruction_set not in runnable:
-        pytest.skip(f"this processor has no {instruction_set}")
-    driver = tmp_path / "driver"
-    sanitize = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    source = Path(__file__).with_name("products_driver.cc")
-    command = [compiler, *build.OPTIONS, *options, *sanitize, f"-I{build.SOURCES}", str(source), "-o", str(driver)]
-    compiled = subprocess.run(command, capture_output=True, text=True)
-    if "cannot find" in compiled.stderr:
-        pytest.skip("the compiler has no sanitizers")
-    assert compiled.returncode == 0, compiled.stderr
-    result = subprocess.run([driver], capture_output=True, text=True, timeout=200)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "150 products\n"

@@ -16,11 +16,14 @@ from megatoken.cli.main import main
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.hf.export import write_hf
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import ConfigError, ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.sampling.choose import choose_ids, cumulative_sum
 from megatoken.sampling.generate import TextStream, describe_window, generate, generate_ids, prepare_decoding
+from megatoken.native.int8 import Int8Matrix
+from megatoken.native.library import find_library
+from megatoken.sampling import generate as generate_module
 from megatoken.system.device import Device
 from tests import tiny_model
 from tests.convert.models import FAMILIES, draw_model, llama_tokenizer
@@ -113,6 +116,33 @@ def test_decoding_in_bf16_is_near_fp32() -> None:
         cache = KeyValueCache(model_config, rows=1, capacity=8, dtype=torch.bfloat16, device=CPU)
         one_by_one = torch.cat([low.lm_head(low(ids[:, t : t + 1], cache)) for t in range(8)], 1)
     torch.testing.assert_close(one_by_one.float(), plain.logits(ids), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_decoding_in_8_bits_is_near_fp32(tied: bool, precision: str) -> None:
+    sizes = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_ff": 64, "vocab_size": 90, "seq_len": 8}
+    model_config = ModelConfig(**sizes, tie_embeddings=tied)
+    plain, low = GPT(model_config), GPT(model_config)
+    prepare_decoding(low, replace(tiny_model.CPU, precision=precision), int8=True)
+    assert isinstance(low.blocks[1].mlp.down.weight, Int8Matrix)
+    assert isinstance(low.lm_head_weight, Int8Matrix)
+    assert low.tokens.weight.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    ids = torch.arange(8)[None]
+    with torch.inference_mode():
+        expected = plain.logits(ids)
+        cache = KeyValueCache(model_config, rows=1, capacity=8, dtype=low.tokens.weight.dtype, device=CPU)
+        one_by_one = torch.cat([low.lm_head(low(ids[:, t : t + 1], cache)) for t in range(8)], 1)
+    assert (one_by_one.float() - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
+    [ids_written] = generate_ids(low, [1], max_new_tokens=5, temperature=0)
+    assert len(ids_written) == 5
+
+
+def test_8_bits_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_module, "find_library", lambda: None)
+    with pytest.raises(ConfigError, match="weights of 8 bits are computed by the native kernels"):
+        prepare_decoding(GPT(TINY), tiny_model.CPU, int8=True)
 
 
 def test_the_whole_context_can_be_filled(model: GPT) -> None:

@@ -1,7 +1,8 @@
 """`bench generate`: tokens/s of greedy decoding at batch 1, beside `transformers` where it is installed.
 
 Both have the same random weights. In fp32 their ids are compared in every repeat; in bf16 rounding decides between
-tokens, and transformers runs in fp32, too: the faster one counts.
+tokens, and transformers runs in fp32, too: the faster one counts. Where the native kernels are, ours is also timed with
+weights of 8 bits (`sample --int8`).
 """
 
 import argparse
@@ -10,6 +11,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from megatoken.console import Console
 from megatoken.convert.hf.load import load_hf
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
+from megatoken.native.library import find_library
 from megatoken.sampling.generate import generate_ids, prepare_decoding
 from megatoken.system.device import open_device
 from megatoken.system.timing import time_interleaved
@@ -44,16 +47,21 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         f"{options.preset}, {device.precision} on {device.name}: {options.tokens} tokens after {options.prompt_tokens}"
     )
     model, reference = build_models(model_config, console)
-    prepare_decoding(model.to(device.torch_device), device)
+    models = {"megatoken": model}
+    if device.type == "cpu" and find_library():
+        models["megatoken int8"] = copy.deepcopy(model)
+    for name, each in models.items():
+        prepare_decoding(each.to(device.torch_device), device, int8="int8" in name)
     noise = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, model_config.vocab_size, (options.prompt_tokens,), generator=noise).tolist()
     written: list[list[int]] = []
 
-    def generate_ours() -> None:
-        ids = generate_ids(model, prompt, max_new_tokens=options.tokens, temperature=0, device=device)
-        written.append(ids[0])
+    def generate_ours(name: str) -> None:
+        ids = generate_ids(models[name], prompt, max_new_tokens=options.tokens, temperature=0, device=device)
+        if name == "megatoken":
+            written.append(ids[0])
 
-    calls: dict[str, Callable[[], None]] = {"megatoken": generate_ours}
+    calls: dict[str, Callable[[], None]] = {name: partial(generate_ours, name) for name in models}
     if reference is not None:
         reference.to(device.torch_device)
         calls["transformers fp32"] = lambda: written.append(generate_with(reference, prompt, options.tokens))
@@ -70,10 +78,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if same is False:
         console.warn("the programs gave different ids: rounding decided between two tokens, or one of them is wrong")
     about = {"preset": options.preset, "new_tokens": options.tokens, "prompt_tokens": options.prompt_tokens}
-    theirs = [rate["median"] for name, rate in rates.items() if name != "megatoken"]
-    ratio = rates["megatoken"]["median"] / max(theirs) if theirs else None
+    theirs = [rate["median"] for name, rate in rates.items() if name not in models]
+    ratios = {name: rates[name]["median"] / max(theirs) if theirs else None for name in models}
     about |= {"precision": device.precision, "threads": torch.get_num_threads(), "tokens_per_second": rates}
-    return {**about, "ratio": ratio, "same_ids": same}
+    about |= {"ratio": ratios["megatoken"], "ratio_int8": ratios.get("megatoken int8")}
+    return {**about, "same_ids": same}
 
 
 def build_models(model_config: ModelConfig, console: Console) -> tuple[GPT, Any]:

@@ -32,6 +32,7 @@ FIGURE = ("median", "low", "high", "repeats")
 FEWEST_REPEATS = 3  # fewer have no middle half
 MOST_HEADLINES = 3
 SOURCE = Path(__file__).parents[1]
+CODE_FILES = "*.py", "*.cc", "*.h"
 
 
 def write_record(folder: Path, name: str, answer: dict[str, Any], device: str, command: Sequence[str]) -> Path:
@@ -64,7 +65,7 @@ def hash_code() -> dict[str, str]:
     """A hash of every package of LAYERS, blind to comment lines and empty ones: which code a record measured."""
     hashes = {}
     for name in LAYERS:
-        files = sorted([SOURCE / f"{name}.py", *(SOURCE / name).rglob("*.py")])
+        files = sorted([SOURCE / f"{name}.py", *(path for end in CODE_FILES for path in (SOURCE / name).rglob(end))])
         lines = (line.rstrip() for file in files if file.is_file() for line in file.read_text("utf-8").splitlines())
         code = "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
         hashes[name] = xxhash.xxh3_64_hexdigest(code.encode())

@@ -25,7 +25,7 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
     loaded = load_pretrained(options.model, messages.warn)
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
     model, tokenizer = loaded.model.to(device.torch_device), loaded.tokenizer
-    prepare_decoding(model, device)
+    prepare_decoding(model, device, int8=options.int8)
     prompt_ids = tokenizer.encode(prompt).tolist()
     start_ids = tokenizer.start_ids(prompt_ids)
     if note := describe_window(model.config, len(start_ids), options.tokens):

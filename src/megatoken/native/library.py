@@ -59,6 +59,7 @@ SIGNATURES = {
     "swiglu_forward": [c_int32, *[c_void_p] * 3, c_int64],
     "swiglu_backward": [c_int32, *[c_void_p] * 5, c_int64],
     "cross_entropy": [c_int32, *[c_void_p] * 3, c_int64, c_int64, c_int64, c_float, c_int32],
+    "int8_linear": [c_int32, *[c_void_p] * 5, *[c_int64] * 3],
     "adamw": [*[c_void_p] * 4, c_int32, c_void_p, c_int64, ctypes.POINTER(AdamWUpdate)],
     "sum_of_squares": [c_int32, c_void_p, c_int64],
     "matmul": [ctypes.POINTER(Matmul)],

@@ -14,17 +14,28 @@ from megatoken.native.library import DTYPES, loaded_library
 
 def norm(x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, *, rms: bool = False) -> Tensor:
     """Twin: F.layer_norm over the last dimension, or F.rms_norm."""
-    bias_C = None if bias_C is None else bias_C.type_as(x)
-    return _Norm.apply(x, weight_C.type_as(x), bias_C, eps, rms)  # type: ignore[no-untyped-call, no-any-return]
+    weight_C, bias_C = weight_C.type_as(x), None if bias_C is None else bias_C.type_as(x)
+    if not torch.is_grad_enabled():
+        return _normalize(x.contiguous(), weight_C, bias_C, eps, rms)[0]
+    return _Norm.apply(x, weight_C, bias_C, eps, rms)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _normalize(
+    x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, rms: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean and scale of every row)."""
+    C = x.shape[-1]
+    N = x.numel() // C
+    y, (mean_N, scale_N) = torch.empty_like(x), x.new_empty(2, N, dtype=torch.float32)
+    loaded_library().call("norm_forward", DTYPES[x.dtype], x, weight_C, bias_C, y, mean_N, scale_N, N, C, eps, rms)
+    return y, mean_N, scale_N
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, rms: bool) -> Tensor:
-        x, C = x.contiguous(), x.shape[-1]
-        N = x.numel() // C
-        y, (mean_N, scale_N) = torch.empty_like(x), x.new_empty(2, N, dtype=torch.float32)
-        loaded_library().call("norm_forward", DTYPES[x.dtype], x, weight_C, bias_C, y, mean_N, scale_N, N, C, eps, rms)
+        x = x.contiguous()
+        y, mean_N, scale_N = _normalize(x, weight_C, bias_C, eps, rms)
         ctx.save_for_backward(x, weight_C, mean_N, scale_N)
         ctx.rms, ctx.biased = rms, bias_C is not None
         return y
@@ -46,17 +57,23 @@ def gelu(x: Tensor, *, approximate: str = "tanh") -> Tensor:
     """Twin: F.gelu, which also computes the exact one."""
     if approximate != "tanh":
         return F.gelu(x, approximate=approximate)
+    if not torch.is_grad_enabled():
+        return _activate(x.contiguous())
     return _Gelu.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _activate(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    loaded_library().call("gelu_forward", DTYPES[x.dtype], x, y, x.numel())
+    return y
 
 
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
-        y = torch.empty_like(x)
-        loaded_library().call("gelu_forward", DTYPES[x.dtype], x, y, x.numel())
         ctx.save_for_backward(x)
-        return y
+        return _activate(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:

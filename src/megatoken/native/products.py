@@ -17,6 +17,8 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Twin: F.linear, which also computes where autocast chooses the dtype."""
     if torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight_OI, bias_O)
+    if not torch.is_grad_enabled():
+        return _multiply(x, weight_OI, bias_O)
     return _Linear.apply(x, weight_OI, bias_O)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -67,11 +69,15 @@ def _gradients(
     return dweight_OI, None if sums_O is None else sums_O.to(dy_NO.dtype)
 
 
+def _multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return matmul(x.reshape(-1, x.shape[-1]), weight_OI.t(), bias_N=bias_O).view(*x.shape[:-1], len(weight_OI))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return matmul(x.reshape(-1, x.shape[-1]), weight_OI.t(), bias_N=bias_O).view(*x.shape[:-1], len(weight_OI))
+        return _multiply(x, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -106,7 +106,7 @@ class BatchDecoder:
 
     def __init__(self, model: GPT, *, rows: int, capacity: int = 0, device: Device | None = None) -> None:
         self._model, self._device, self._max_rows = model, device, rows
-        self._torch_device = model.lm_head_weight.device
+        self._torch_device = model.tokens.weight.device
         self._context = model.config.seq_len
         self._capacity = min(capacity or self._context, self._context)
         self._cache = self._build_cache(rows, self._capacity)
@@ -115,7 +115,7 @@ class BatchDecoder:
         self._waiting: list[_Row] = []  # for the next step
 
     def _build_cache(self, rows: int, capacity: int) -> KeyValueCache:
-        dtype = self._model.lm_head_weight.dtype if self._device is None else self._device.dtype
+        dtype = self._model.tokens.weight.dtype if self._device is None else self._device.dtype
         return KeyValueCache(self._model.config, rows=rows, capacity=capacity, dtype=dtype, device=self._torch_device)
 
     def __enter__(self) -> Self:
@@ -123,7 +123,7 @@ class BatchDecoder:
         self._contexts.callback(self._model.train, self._model.training)
         self._model.eval()
         self._contexts.enter_context(torch.inference_mode())
-        if self._device is not None and self._device.dtype != self._model.lm_head_weight.dtype:
+        if self._device is not None and self._device.dtype != self._model.tokens.weight.dtype:
             self._contexts.enter_context(self._device.autocast())
         return self
 

@@ -21,7 +21,8 @@ from megatoken.config.fields import register_choice
 from megatoken.errors import ConfigError
 from megatoken.native.attention import attention as compiled_attention
 
-DropoutFn = Callable[[Tensor], Tensor]  # of the weights (B, H, T, S): some of them 0, the others larger
+Mask = Tensor | None
+Dropout = Callable[[Tensor], Tensor] | None  # of the weights (B, H, T, S): some of them 0, the others larger
 
 
 class AttentionFn(Protocol):
@@ -35,15 +36,7 @@ class AttentionFn(Protocol):
     """
 
     def __call__(
-        self,
-        q_BHTD: Tensor,
-        k_BKSD: Tensor,
-        v_BKSD: Tensor,
-        *,
-        mask: Tensor | None,
-        causal: bool,
-        dropout: DropoutFn | None,
-        window: int = 0,
+        self, q: Tensor, k: Tensor, v: Tensor, /, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
     ) -> Tensor: ...
 
 
@@ -60,14 +53,7 @@ def causal_mask(T: int, window: int, device: torch.device) -> Tensor:
 
 
 def explicit_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: DropoutFn | None,
-    window: int = 0,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
 ) -> Tensor:
     """The formula, all T x S scores at once."""
     H, T, D = q_BHTD.shape[-3:]
@@ -82,14 +68,7 @@ def explicit_attention(
 
 
 def flash_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: DropoutFn | None,
-    window: int = 0,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
 ) -> Tensor:
     """torch's scaled_dot_product_attention: on CUDA whichever backend it prefers.
 
@@ -117,14 +96,7 @@ def backend_attention(backend: SDPBackend, q_BHTD: Tensor, k_BKSD: Tensor, v_BKS
 
 
 def blocked_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: DropoutFn | None,
-    window: int = 0,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
 ) -> Tensor:
     """A block of queries at a time against the keys they see: half the products of the square, fewer with a window.
 
@@ -141,14 +113,7 @@ def blocked_attention(
 
 
 def native_attention(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: DropoutFn | None,
-    window: int = 0,
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
 ) -> Tensor:
     """By our kernels for CPUs; with a mask by torch's, with dropout by the formula. It has no windows."""
     assert not window

@@ -1,4 +1,7 @@
-"""Operations of a transformer block: torch's, or our own for CPUs (native/). BLOCK lists both by name."""
+"""Operations of a transformer block: torch's, or our own for CPUs (native/). BLOCK lists them by name.
+
+`int8` is for decoding alone: its weights are of native/int8.py.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatoken.native import int8
 from megatoken.native import ops as native
 from megatoken.native.products import linear as native_linear
 
@@ -40,4 +44,5 @@ def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 BLOCK = {
     "torch": BlockKernels(linear=F.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu),
     "native": BlockKernels(linear=native_linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu),
+    "int8": BlockKernels(linear=int8.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu),
 }

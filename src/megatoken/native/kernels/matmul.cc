@@ -157,15 +157,22 @@ template <class T, class C> struct Product {
     static_assert(FEW_ROWS <= MR);
     // Each column of B, contiguous, is read once; A's rows stay in the cache.
     template <bool ACCUMULATE> void multiply_few_rows() {
-        float* rows = scratch.take<float>(m.M * m.K);
+        using Value = std::conditional_t<HAS_PAIR_DOT<T>, T, float>;
+        Value* rows = scratch.take<Value>(m.M * m.K);
         for (Index i = 0; i < m.M; i++)
-            for (Index p = 0; p < m.K; p++) rows[i * m.K + p] = to_float(a[i * m.a.row_stride + p * m.a.col_stride]);
+            for (Index p = 0; p < m.K; p++) {
+                const T value = a[i * m.a.row_stride + p * m.a.col_stride];
+                if constexpr (HAS_PAIR_DOT<T>) rows[i * m.K + p] = value;
+                else rows[i * m.K + p] = to_float(value);
+            }
 #pragma omp parallel for schedule(static)
         for (Index col = 0; col < m.N; col += NR) {
             float tile[MR * NR] = {};
             for (Index j = 0; j < std::min(NR, m.N - col); j++) {
                 const T* column = b + (col + j) * m.b.col_stride;
-                switch (m.M) {
+                if constexpr (HAS_PAIR_DOT<T>)
+                    for (Index i = 0; i < m.M; i++) tile[i * NR + j] = pair_dot(rows + i * m.K, column, m.K);
+                else switch (m.M) {
                     case 1: dots<1>(rows, column, tile + j); break;
                     case 2: dots<2>(rows, column, tile + j); break;
                     case 3: dots<3>(rows, column, tile + j); break;

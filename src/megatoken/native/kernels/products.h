@@ -22,6 +22,8 @@ inline void prepare_products() {}  // to be called in a thread before its produc
 #else
 
 // The portable form, also the reference of the others: fp32 panels [k][MR] and [k][NR], vectorized by the compiler.
+template <class T> constexpr bool HAS_PAIR_DOT = false;
+
 template <class T> struct Panel {
     using Element = float;
     static constexpr Index MR = 4, NR = 16, K_STEP = 1;

@@ -83,8 +83,30 @@ struct PairLane {
     static Sum multiply_add(Lanes a, Lanes b, Sum sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 };
 template <class T> using LaneOf = std::conditional_t<std::is_same_v<T, bf16>, PairLane, Fp32Lane>;
+
+// The sum of products of n values, as fast as they come from memory.
+template <class T> constexpr bool HAS_PAIR_DOT = std::is_same_v<T, bf16>;
+inline float pair_dot(const bf16* x, const bf16* y, Index n) {
+    constexpr Index PAIRS = 2 * LANES, SUMS = 4;
+    __m512 sum[SUMS] = {};
+    Index p = 0;
+    for (; p + SUMS * PAIRS <= n; p += SUMS * PAIRS)
+#pragma GCC unroll 4
+        for (Index i = 0; i < SUMS; i++)
+            sum[i] = PairLane::multiply_add(PairLane::along(x + p + i * PAIRS), PairLane::along(y + p + i * PAIRS), sum[i]);
+    for (; p < n; p += PAIRS) {
+        const __mmask32 mask = n - p < PAIRS ? (1u << (n - p)) - 1 : ~0u;
+        sum[0] = PairLane::multiply_add((Lanes)_mm512_maskz_loadu_epi16(mask, x + p), (Lanes)_mm512_maskz_loadu_epi16(mask, y + p), sum[0]);
+    }
+    const __m512 sums = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (Index i = 0; i < LANES; i++) total += sums[i];
+    return total;
+}
 #else
 template <class T> using LaneOf = Fp32Lane;
+template <class T> constexpr bool HAS_PAIR_DOT = false;
 #endif
 
 // LANES rows of LANES lanes become columns: after each of log2(LANES) rounds of interleaving row i with row i + LANES / 2

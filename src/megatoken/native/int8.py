@@ -1,0 +1,50 @@
+"""Weights of 8 bits for decoding, where reading them is what takes time, and the linear layer made of them.
+
+Shapes: N rows, I inputs, O outputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatoken.native.library import DTYPES, loaded_library
+
+MOST_ROWS = 16  # of x; for more, as of a prompt, the weights are converted back, once for all rows
+LARGEST = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Matrix:
+    """A weight (O, I): rows of integers from -127 to 127 and what each is multiplied by (O, fp32)."""
+
+    values_OI: Tensor
+    scales_O: Tensor
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The weight that the integers stand for, rounded to `dtype`."""
+        return (self.values_OI * self.scales_O[:, None]).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.values_OI)
+
+
+def round_to_int8(weight_OI: Tensor) -> Int8Matrix:
+    """Each row's largest magnitude becomes 127: no value moves by more than 1/254 of it."""
+    scales_O = weight_OI.float().abs().amax(1) / LARGEST
+    divisors_O = torch.where(scales_O > 0, scales_O, 1.0)
+    return Int8Matrix((weight_OI.float() / divisors_O[:, None]).round_().to(torch.int8), scales_O)
+
+
+def linear(x: Tensor, weight_OI: Int8Matrix, bias_O: Tensor | None) -> Tensor:
+    """Twin: F.linear with `weight_OI.to(x.dtype)`. x is rounded, too, to 13 bits or more."""
+    width, outputs = x.shape[-1], len(weight_OI)
+    N = x.numel() // width
+    if N > MOST_ROWS:
+        return F.linear(x, weight_OI.to(x.dtype), bias_O)
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], outputs)
+    arguments = x, weight_OI.values_OI, weight_OI.scales_O, bias_O, y
+    loaded_library().call("int8_linear", DTYPES[x.dtype], *arguments, N, width, outputs)
+    return y

@@ -1,0 +1,76 @@
+"""Products with weights of 8 bits beside those with the weights that they stand for, for every instruction set."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatoken.native import int8
+from megatoken.native.build import INSTRUCTION_SETS
+from megatoken.native.library import Library
+
+# Rows, width, outputs.
+SIZES = [(1, 1, 1), (1, 768, 70), (2, 33, 5), (3, 64, 33), (4, 97, 2), (7, 31, 16), (1, 5000, 3), (20, 48, 9)]
+
+
+@pytest.fixture(autouse=True, params=INSTRUCTION_SETS)
+def library(request: pytest.FixtureRequest, native_library: Callable[[str], Library]) -> None:
+    """Products are computed with this instruction set."""
+    loaded = native_library(request.param)
+    request.getfixturevalue("monkeypatch").setattr(int8, "loaded_library", lambda: loaded)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype) -> None:
+    for rows, width, outputs in SIZES:
+        x, bias = draw(rows, width).to(dtype), draw(outputs, seed=2).to(dtype)
+        weight = int8.round_to_int8(draw(outputs, width, seed=1))
+        got = int8.linear(x, weight, bias)
+        exact = F.linear(
+            x.double(), weight.to(dtype if rows > int8.MOST_ROWS else torch.float64).double(), bias.double()
+        )
+        assert got.dtype == dtype
+        # x is rounded to 2^-13 of its largest value: an error of each product, of either sign.
+        bound = x.double().abs().amax(1)[:, None] * weight.to(torch.float64).norm(dim=1) * 2.0**-12
+        rounding = (2.0**-8 if dtype == torch.bfloat16 else 1e-6) * (exact.abs() + 1)
+        assert ((got.double() - exact).abs() <= bound + rounding).all()
+
+
+def test_largest_values_do_not_overflow() -> None:
+    for width in (768, 4096, 9000):
+        got = int8.linear(torch.full((1, width), -3.0), int8.round_to_int8(torch.full((2, width), 0.5)), None)
+        torch.testing.assert_close(got, torch.full((1, 2), -1.5 * width), rtol=1e-3, atol=0)
+
+
+def test_what_is_not_finite_or_zero() -> None:
+    weight = int8.round_to_int8(torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
+    assert int8.linear(torch.zeros(1, 2), weight, torch.ones(2)).tolist() == [[1.0, 1.0]]
+    for value in (torch.nan, torch.inf):
+        assert int8.linear(torch.tensor([[1.0, value]]), weight, None)[0, 0].isnan()
+    rows = int8.linear(torch.tensor([[1.0, torch.nan], [1.0, 1.0]]), weight, None)
+    torch.testing.assert_close(rows[1], torch.tensor([3.0, 0.0]), rtol=1e-2, atol=1e-6)
+
+
+def test_no_value_moves_by_more_than_half_a_step() -> None:
+    weight = draw(50, 70) * torch.logspace(-3, 3, 50)[:, None]
+    error = (int8.round_to_int8(weight).to(torch.float32) - weight).abs()
+    assert (error <= weight.abs().amax(1, keepdim=True) / 254 * 1.0001).all()
+
+
+def test_same_bits_with_any_number_of_threads() -> None:
+    x, weight, threads = draw(1, 300).bfloat16(), int8.round_to_int8(draw(101, 300, seed=1)), torch.get_num_threads()
+    try:
+        results = []
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(int8.linear(x, weight, None))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])

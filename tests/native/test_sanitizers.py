@@ -1,0 +1,33 @@
+"""Every kernel over odd sizes, on memory of just their size: no access beyond it, no undefined behaviour."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatoken.native import build
+from megatoken.native.build import INSTRUCTION_SETS, runnable_instruction_sets
+from megatoken.system.environment import find_compiler
+from tests.native.conftest import EMULATED_AMX
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize(("driver", "output"), [("products", "150 products\n"), ("operations", "40 rounds\n")])
+def test_sanitizers_find_nothing(driver: str, output: str, instruction_set: str, tmp_path: Path) -> None:
+    compiler, runnable = find_compiler(), runnable_instruction_sets()
+    if not compiler:
+        pytest.skip("no C++ compiler")
+    options = INSTRUCTION_SETS[instruction_set][1]
+    if instruction_set == "amx" and "amx" not in runnable and "avx512_bf16" in runnable:
+        options = EMULATED_AMX
+    elif instruction_set not in runnable:
+        pytest.skip(f"this processor has no {instruction_set}")
+    program, source = tmp_path / driver, Path(__file__).with_name(f"{driver}_driver.cc")
+    sanitize = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    command = [compiler, *build.OPTIONS, *options, *sanitize, f"-I{build.SOURCES}", str(source), "-o", str(program)]
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in compiled.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert compiled.returncode == 0, compiled.stderr
+    result = subprocess.run([program], capture_output=True, text=True, timeout=200)
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", output)
