@@ -31,7 +31,8 @@ from megatoken.train.state import TrainState
 CACHE_FILE = "choices.json"
 # How much faster than the plain implementation: on a CPU less than this is within the noise of a busy machine.
 MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
-TRIAL: Any = {"repeats": 50, "longest": 2.0, "fewest": 5}  # per operation: at most 50 rounds in 2 seconds, at least 5
+BLOCK_MARGIN = 1.0  # of a block most is attention, which is timed alone, so that little is much
+TRIAL: Any = {"repeats": 50, "longest": 1.0, "fewest": 5}  # per operation: at most 50 rounds in a second, at least 5
 MAX_TRIAL_TOKENS = {"cpu": 4096, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
 
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
@@ -106,7 +107,7 @@ def autotune(
             cache_put(CACHE_FILE, {circumstances: seconds})
             return_freed_memory()
     chosen = {name: forms[0] for name, forms in options.items()}
-    margins = {"block": 1.0}  # of a block most is attention, which is timed alone, so that little is much
+    margins = {"block": BLOCK_MARGIN}
     chosen |= {name: pick(forms, margins.get(name, MARGIN[device.type])) for name, forms in seconds.items()}
     # Native products take low-precision weights, which autocast would have to make at every use.
     master_weights = chosen.pop("mixed") == "masters" or (chosen["block"] == "native" and device.precision == "bf16")
@@ -243,6 +244,8 @@ def _time_options(
 
     best: Timings = {}
     for name, forms in options.items():
+        if name == "mixed" and pick(best.get("block", {"torch": 1.0}), BLOCK_MARGIN) == "native":
+            continue  # decided: native products take low-precision weights
         calls = {form: call for form in forms if _works(call := partial(run_trial, name, form))}
         if forms[0] not in calls:
             continue  # the run itself will report what is wrong with the plain implementation

@@ -33,6 +33,7 @@ MAX_CPU_TOKENS = 8192  # products fill a CPU's caches before that; on a GPU memo
 MARGIN = 1.05  # a size must be this much faster than a larger one, which accumulates gradients less often
 SMALLER = "lower model.seq_len or the model's size, or set machine.activation_checkpointing=block"
 REPEATS = 3  # of each size, the first of which warms up
+LONG_SECONDS = 0.5  # on a CPU one repeat after the first is enough of what takes longer
 MEMORY_SHARE = 0.95  # of the free memory that a split model's next size may be predicted to need: blocks leave gaps
 GRADIENT_TOLERANCE = 1e-2  # between norms of the same gradient by one compiled function: some kernels add in any order
 
@@ -104,7 +105,9 @@ def _time_forward_backward(state: TrainState, step_config: StepConfig, device: D
         state.optimizer.zero_grad(set_to_none=True)
 
     if device.type != "cuda":
-        return min(time_once(run_once, device.synchronize) for _ in range(REPEATS)), 0
+        warm = time_once(run_once, device.synchronize)
+        repeats = 1 if warm > LONG_SECONDS else REPEATS - 1
+        return min(time_once(run_once, device.synchronize) for _ in range(repeats)), 0
     torch.cuda.reset_peak_memory_stats(device.torch_device)
     before = torch.cuda.memory_reserved(device.torch_device)
     seconds = min(time_once(run_once, device.synchronize) for _ in range(REPEATS))
