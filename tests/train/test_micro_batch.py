@@ -64,7 +64,7 @@ def test_out_of_memory_ends_the_search_and_frees_gradients(monkeypatch: pytest.M
     state = tiny_state()
     rates = tune_micro_batch(state, tiny_step_config(), CPU, 16)
     assert list(rates) == [1, 2, 4]
-    assert memory.sizes == [*3 * [1], *3 * [2], *3 * [4], 8]
+    assert memory.sizes == [1, 1, 2, 2, 4, 4, 8]  # seconds each: one repeat after the first
     assert pick_micro_batch(rates) == 4
     assert all(parameter.grad is None for parameter in state.model.parameters())
     assert state.step == 0
