@@ -32,7 +32,9 @@ CODE = {  # record: the packages whose code decides its figures; others: all
     **dict.fromkeys(
         ("peers", "peers-avx512-bf16", "peers-4x256", "peers-small-256", "peers-small-4096", "peers-small-50257"), STEP
     ),
-    **dict.fromkeys(("peers-4x256-avx512-bf16", "peers-avx2", "native-loss"), ("native", *STEP)),
+    **dict.fromkeys(
+        ("peers-4x256-avx512-bf16", "peers-small-256-avx512-bf16", "peers-avx512-bf16-transformers"), ("native", *STEP)
+    ),
     **dict.fromkeys(("ladder", "parts", "batch", "size", "ranks-curves", "ranks-race", "ranks-overlap"), STEP),
     **{
         "attention": ("model",),

@@ -19,11 +19,11 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ConfigError, ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.model.kv_cache import KeyValueCache
-from megatoken.sampling.choose import choose_ids, cumulative_sum
-from megatoken.sampling.generate import TextStream, describe_window, generate, generate_ids, prepare_decoding
 from megatoken.native.int8 import Int8Matrix
 from megatoken.native.library import find_library
 from megatoken.sampling import generate as generate_module
+from megatoken.sampling.choose import choose_ids, cumulative_sum
+from megatoken.sampling.generate import TextStream, describe_window, generate, generate_ids, prepare_decoding
 from megatoken.system.device import Device
 from tests import tiny_model
 from tests.convert.models import FAMILIES, draw_model, llama_tokenizer
