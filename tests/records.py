@@ -44,6 +44,8 @@ CODE = {  # record: the packages whose code decides its figures; others: all
     },
     **{"config-soak": ("config",), "dryrun": ("model", "distributed", "estimate")},
     "sweep": ("cli", *RUN),
+    "sink-soak": ("cli", "train"),
+    "plan": ("estimate", *STEP),
     **{"scaling": ("estimate", "data", *STEP), "report": ("cli",)},
     "muon-overhead": STEP,
     "character-race": ("data", *STEP),

@@ -10,9 +10,18 @@ import pytest
 
 from megatoken.cli.main import main
 from megatoken.cli.plan import read_recipe
+from megatoken.config.load import load_config
 from megatoken.config.presets import PRESETS
 from megatoken.errors import ExitCode
-from megatoken.estimate.plan import Plan, find_deadline, fitted_loss, plan_run, scale_gpus, split_compute
+from megatoken.estimate.plan import (
+    Plan,
+    count_evaluated_tokens,
+    find_deadline,
+    fitted_loss,
+    plan_run,
+    scale_gpus,
+    split_compute,
+)
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.gpus import GPUS
@@ -154,6 +163,12 @@ def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(capsys: pytest.Ca
     words = ["plan", "gpt3-125m", "--gpus", "1xT4", "--price", "1", "--budget", "5", "machine.micro_batch=256"]
     assert main(words) == ExitCode.CONFIG
     assert "no GPT-3 fits on 1 x T4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("every", "evaluations"), [("30steps", 5), ("0.5dur", 3), ("0", 1)])
+def test_evaluations_before_the_first_step_and_at_the_end_are_counted(every: str, evaluations: int) -> None:
+    words = ("budget.steps=100", "budget.batch_tokens=512", f"evaluate.every={every}", "evaluate.tokens=1000")
+    assert count_evaluated_tokens(load_config("quickstart", *words), 51_200) == 1000 * evaluations
 
 
 def test_a_batch_that_grows_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,10 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
         prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=tokenizer)
     with pytest.raises(DataError, match=rf"different tokenizers: {tmp_path}/bytes of bytes .*, {tmp_path}/bpe of "):
         load_mixture(f"{tmp_path}/bytes:1,{tmp_path}/bpe:1")
+    # What the error says, and the tokenizer's file, which has another name.
+    for name, tokenizer in (("same", "bpe"), ("named", "bpe/tokenizer/tokenizer.json")):
+        prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=str(tmp_path / tokenizer))
+    assert len(load_mixture(f"{tmp_path}/bpe:1,{tmp_path}/same:1,{tmp_path}/named:1").parts) == 3
     with pytest.raises(ConfigError, match=r"'x' has no weight above 0 .* PATH:WEIGHT,PATH:WEIGHT"):
         load_mixture(f"{folder}/letters:1,x")
     with pytest.raises(ConfigError, match="letters is named twice"):

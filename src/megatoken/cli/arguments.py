@@ -191,7 +191,7 @@ def _add_prepare(add: Callable[..., Parser]) -> None:
     )
     doc = "dataset folder to write, or an address such as s3://bucket/data"
     arg("--out", required=True, type=path_or_address, help=doc)
-    arg("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N or a tokenizer.json (default gpt2); of chats: RUN")
+    arg("--tokenizer", default="gpt2", help="gpt2, bytes, bpe:N, a tokenizer.json, dataset or RUN (default gpt2)")
     arg("--workers", type=int, default=0, help="processes; does not change the result (default 0: all cores)")
     arg("--val-fraction", type=float, default=0.01, help="share of documents for validation (default 0.01)")
     arg("--shard-tokens", type=int, default=100_000_000, help="tokens per shard (default 100000000)")

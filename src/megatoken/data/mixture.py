@@ -108,8 +108,8 @@ def _parse_spec(spec: str) -> Iterator[tuple[str, float]]:
 
 def _check_same_tokenizer(first: Part, other: Part) -> None:
     ours, theirs = (part.dataset.manifest for part in (first, other))
-    facts = [(m.tokenizer["name"], m.tokenizer["fingerprint"], m.dtype) for m in (ours, theirs)]
-    if facts[0] != facts[1]:
-        names = [f"{name} ({fingerprint[:8] or dtype})" for name, fingerprint, dtype in facts]
+    facts = [(m.tokenizer["fingerprint"] or m.tokenizer["name"], m.dtype) for m in (ours, theirs)]
+    if facts[0] != facts[1]:  # one tokenizer may have two names: bpe:4096, and the file that it was saved as
+        names = [f"{m.tokenizer['name']} ({m.tokenizer['fingerprint'][:8] or m.dtype})" for m in (ours, theirs)]
         what = f"datasets of different tokenizers: {first.name} of {names[0]}, {other.name} of {names[1]}"
-        raise DataError(what, "data.path", "prepare one of them again with --tokenizer and the other's tokenizer.json")
+        raise DataError(what, "data.path", f"prepare one of them again, with --tokenizer {first.name} for {other.name}")

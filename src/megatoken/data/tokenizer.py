@@ -214,6 +214,8 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
     if path.is_dir():
         if (path / DESCRIPTION_NAME).exists():
             return load_saved_tokenizer(path)
+        if (path / "tokenizer").is_dir():  # of a dataset or a run
+            return load_tokenizer(str(path / "tokenizer"))
         if (path / "tokenizer.json").exists():
             return _load_file(path / "tokenizer.json", path.name)
         if (path / "vocab.json").exists() and (path / "merges.txt").exists():

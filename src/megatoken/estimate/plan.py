@@ -252,11 +252,11 @@ def budget_tokens(config: Config) -> float:
 
 
 def count_evaluated_tokens(config: Config, tokens: float) -> float:
-    """Tokens of all evaluations of the loss."""
+    """Tokens of all evaluations of the loss: before the first step, as often as asked, and at the end."""
     evaluate, batch_tokens, ramp = config.evaluate, config.budget.batch_tokens, config.budget.ramp
     steps = max(1, ramp.count(tokens) if ramp else round(tokens / batch_tokens))
     every = evaluate.every.steps(batch_tokens=batch_tokens, epoch_tokens=0, total_steps=steps)
-    return evaluate.tokens * (steps // every if every else 1)
+    return evaluate.tokens * (1 + math.ceil(steps / every) if every else 1)
 
 
 def optimal_tokens(model: ModelConfig) -> float:
