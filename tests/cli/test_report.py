@@ -17,6 +17,7 @@ import pytest
 
 from megatoken.cli.main import main
 from megatoken.cli.report import MOST_POINTS, build_page, read_curves, serve
+from megatoken.config.load import render, resolve
 from megatoken.console import Console
 from megatoken.errors import ExitCode
 from tests.cli.browser import Browser, find_browser
@@ -79,6 +80,26 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
     assert run["name"] == "a<b>"
     assert run["train"]["loss"][:3] == [5.0, 4.5, None]
     assert run["val"] == {"step": [40], "tokens": [20480], "elapsed_seconds": [20], "loss": [4.125]}
+
+
+def test_rewards_have_curves_and_a_column(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "grpo", steps=4)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"reward": 0.25 * row["step"], "stopped": 0.5, "kl": 0.01} if row["kind"] == "train" else {}
+        row |= {"reward": 0.75, "reward_stderr": 0.0125, "stopped": 1.0} if row["kind"] == "val" else {}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    resolved = resolve("quickstart", ["objective.name=sft"])
+    (run / "config.yaml").write_text(render(resolved.config, resolved.origins))
+    page = build_page([run, write_run(tmp_path / "base")], price=None, ladder=None)
+    tuned, base = read_data(page)["runs"]
+    assert tuned["train"]["reward"] == [0.25, 0.5, 0.75, 1.0]
+    assert (tuned["train"]["stopped"], tuned["train"]["kl"]) == ([0.5] * 4, [0.01] * 4)
+    assert (tuned["val"]["reward"], tuned["val"]["stopped"]) == ([0.75], [1.0])
+    assert "answer_tokens" not in tuned["train"]
+    assert "reward" not in base["train"]
+    assert {"objective", "sft", "reward", "1.000, held out 0.750 ± 0.013"} <= {*Elements(page).cells}
+    assert "objective" not in Elements(build_page([tmp_path / "base"], price=None, ladder=None)).cells
 
 
 def test_what_was_planned_stands_beside_what_was_spent(tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ def test_states_progress_and_losses(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert next(line for line in lines if "/failed " in line).endswith("  loss is nan")
 
 
+def test_objectives_are_shown_where_one_is_not_pretraining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "base")
+    write_run(tmp_path / "tuned", "objective.name=sft")
+    rows, table = list_runs(capsys, str(tmp_path))
+    assert [rows[name]["objective"] for name in ("base", "tuned")] == ["pretrain", "sft"]
+    lines = [line.split() for line in table.splitlines()]
+    assert [line[2] for line in lines] == ["objective", "pretrain", "sft"]
+    _, table = list_runs(capsys, str(tmp_path / "base"), str(tmp_path / "tuned"))
+    assert ["objective", "pretrain", "sft"] in [line.split() for line in table.splitlines()]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.checkpoint.save import save_state
 from megatoken.cli.main import main
-from megatoken.convert.hf.export import write_hf
+from megatoken.config.load import render, resolve
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
 from megatoken.data.exercises import list_exercises
 from megatoken.errors import DataError, ExitCode
 from megatoken.eval.answers import Question, estimate_pass_at_k, evaluate_answers, read_questions
 from megatoken.sampling.generate import generate_ids
+from megatoken.train.state import build_state
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
+from tests.tiny_model import CPU, tiny_config
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
 MODEL = draw_model(replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128))
@@ -118,7 +121,12 @@ def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_hf(tmp_path, MODEL, TEMPLATE.tokenizer, "fp32")
+    TEMPLATE.tokenizer.save(tmp_path / "tokenizer")
+    resolved = resolve("quickstart", [])
+    (tmp_path / "config.yaml").write_text(render(resolved.config, resolved.origins))
+    (tmp_path / "provenance.json").touch()
+    beside = {"config": tmp_path / "config.yaml", "tokenizer": tmp_path / "tokenizer"}
+    save_state(tmp_path / "checkpoints", build_state(MODEL, tiny_config(), CPU), **beside, meta={})
     words = ["eval", str(tmp_path), "--chat", "exercises-test", "--limit", "4", "--tokens", "5"]
     assert main([*words, "--samples", "2", "--json"]) == ExitCode.DONE
     result = json.loads(capsys.readouterr().out)["chat"]

@@ -424,7 +424,7 @@ def run_serve(options: argparse.Namespace) -> Result:
 
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: score models on tasks, or compute their loss."""
-    if not options.tasks and not options.data and (path := find_own_data(options.models)):
+    if not (options.tasks or options.data or options.chat) and (path := find_own_data(options.models)):
         options.data = path
         options.console.print(f"data: {path}, which the run trained on; --data names another")
     check_eval(options)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatoken import __version__
-from megatoken.cli.runs import list_differences, read_run
+from megatoken.cli.runs import PRETRAIN, list_differences, read_run
 from megatoken.console import Console, format_duration, format_quantity
 from megatoken.errors import ConfigError, StorageError
 from megatoken.eval.tasks import SCORES
@@ -31,6 +31,7 @@ MOST_POINTS = 1500
 MOST_SAMPLES = 12  # of each run, evenly spread, the last included
 LONG = 36  # characters of a cell, above which its lines are broken
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+ANSWERS = ("reward", "accuracy", "stopped", "answer_tokens", "kl")  # of training on preferences and rewards
 # HellaSwag as others published it: acc, acc_norm, acc_token_mean; see docs/evaluation.md for whose count is whose.
 PUBLISHED = (
     ("GPT-2 124M, lm-evaluation-harness", 0.2892, 0.3114, None),
@@ -155,9 +156,15 @@ def name_runs(runs: Sequence[Path]) -> list[str]:
 def read_curves(rows: Sequence[Row]) -> dict[str, Any]:
     """Points of a run's curves: `train` in at most MOST_POINTS spans of steps, `val` and `eval` as they are."""
     train, val = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
-    points = [columns(train, ("step", "tokens", "elapsed_seconds", *CURVES))]
+    has = {
+        kind: [name for name in ANSWERS if any(name in row for row in of)] for kind, of in (("t", train), ("v", val))
+    }
+    points = [columns(train, ("step", "tokens", "elapsed_seconds", *CURVES, *has["t"]))]
     bounds = np.linspace(0, len(train), min(len(train), MOST_POINTS) + 1).astype(int)[:-1]
-    result: dict[str, Any] = {"train": {}, "val": to_lists(columns(val, ("step", "tokens", "elapsed_seconds", "loss")))}
+    result: dict[str, Any] = {
+        "train": {},
+        "val": to_lists(columns(val, ("step", "tokens", "elapsed_seconds", "loss", *has["v"]))),
+    }
     if len(train):
         counts = np.diff([*bounds, len(train)])
         with np.errstate(invalid="ignore"):
@@ -193,10 +200,12 @@ def to_lists(values: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
 SUMMARY = (
     "run",
     "state",
+    "objective",
     "steps",
     "tokens",
     "loss",
     "validation",
+    "reward",
     "bits/byte",
     "tokens/s",
     "MFU",
@@ -226,6 +235,7 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
         cell(number(last.get("loss")), ".4f"),
         cell(number(val[-1].get("loss")) if val else math.nan, ".4f")
         + (f", best {best:.4f}" if math.isfinite(best) else ""),
+        format_reward(last, val[-1] if val else {}),
         cell(number(val[-1].get("bits_per_byte")) if val else math.nan, ".4f"),
         cell(float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan, ",.0f"),
         cell(float(mfu), ".1%"),
@@ -237,7 +247,18 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
         if price
         else "-",
     ]
-    return (name, facts["state"] + (f": {facts['message']}" if facts["message"] else ""), *cells)
+    objective = "" if facts["objective"] == PRETRAIN else facts["objective"]
+    return (name, facts["state"] + (f": {facts['message']}" if facts["message"] else ""), objective, *cells)
+
+
+def format_reward(train: Row, val: Row) -> str:
+    """The last reward, or the share of pairs in order, and that of held-out prompts with its standard error."""
+    key = "reward" if "reward" in train else "accuracy"
+    if not math.isfinite(number(train.get(key))):
+        return "-"
+    error = f" ± {number(val.get('reward_stderr')):.3f}" if math.isfinite(number(val.get("reward_stderr"))) else ""
+    held_out = f", held out {number(val[key]):.3f}{error}" if math.isfinite(number(val.get(key))) else ""
+    return f"{number(train[key]):.3f}{held_out}"
 
 
 def find_price(run: Path) -> float:

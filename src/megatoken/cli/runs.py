@@ -26,8 +26,10 @@ SORT_KEYS = {
     **{"val_loss": ("val_loss", False), "speed": ("tokens_per_second", True), "left": ("eta_seconds", False)},
     **{"size": ("bytes", True), "updated": ("updated", True)},
 }
+PRETRAIN = "pretrain"  # the objective that is not shown
 DEFAULT = Path("runs")  # where `train` puts them; it need not be there yet
 COLUMNS = ("run", "state", "step", "loss", "val loss", "tokens/s", "left", "size")
+OBJECTIVE = 2  # the column before which the objectives stand, where there is another than PRETRAIN
 Row = dict[str, Any]
 
 
@@ -48,15 +50,16 @@ def show_runs(folders: Sequence[Path], sort: str | None, console: Console) -> tu
     if not rows:
         console.print(f"no runs below {', '.join(map(str, folders))}; next: megatoken train RECIPE")
     elif not is_comparison:
-        cells = [COLUMNS, *(format_row(row) for row in rows)]
-        for row, line in zip([None, *rows], console.align(cells, left=2), strict=True):
+        cells = add_objectives([COLUMNS, *(format_row(row) for row in rows)], rows)
+        left = 2 + len(cells[0]) - len(COLUMNS)
+        for row, line in zip([None, *rows], console.align(cells, left=left), strict=True):
             lost = row is not None and row["state"] in ("dead", "failed", "broken")
             reason = f"  {row['message']}" if row and row["message"] else ""
             console.print(line + reason, WARNING if lost else "")
     differences: dict[str, list[str]] = {}
     if is_comparison:
         differences = list_differences([Path(row["run"]) for row in rows])
-        cells = list(zip(COLUMNS, *(format_row(row) for row in rows), strict=True))
+        cells = list(zip(*add_objectives([COLUMNS, *(format_row(row) for row in rows)], rows), strict=True))
         for line in console.align([*cells, *((key, *values) for key, values in differences.items())], left=1):
             console.print(line)
     return rows, differences
@@ -115,6 +118,7 @@ def read_run(run: Path) -> Row:
     return {
         "run": str(run),
         "state": state,
+        "objective": config.objective.name if config else "",
         "phase": str(status.get("phase") or ""),
         "step": _number(status.get("step", train.get("step"))),
         "total_steps": total,
@@ -190,6 +194,14 @@ def format_row(row: Row) -> tuple[str, ...]:
     left = format_duration(row["eta_seconds"]) if row["eta_seconds"] else "-"
     losses = (cell("loss", ".4f"), cell("val_loss", ".4f"), cell("tokens_per_second", ",.0f"))
     return row["run"], row["state"], step, *losses, left, format_quantity(row["bytes"], "B")
+
+
+def add_objectives(lines: list[tuple[str, ...]], rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The lines, heads first, with a column of objectives where one of the runs has another than PRETRAIN."""
+    if all(row["objective"] in ("", PRETRAIN) for row in rows):
+        return lines
+    cells = ["objective", *(row["objective"] for row in rows)]
+    return [(*line[:OBJECTIVE], cell, *line[OBJECTIVE:]) for line, cell in zip(lines, cells, strict=True)]
 
 
 def list_differences(runs: Sequence[Path]) -> dict[str, list[str]]:

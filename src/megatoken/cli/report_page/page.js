@@ -5,6 +5,11 @@ const WIDTH = innerWidth < 560 ? 360 : 560, HEIGHT = 300,  // units of a picture
    LEFT = 58, RIGHT = 14, TOP = 18, BOTTOM = 34, COLOURS = 8, MOST_DOTS = 60, REFRESH_MS = 5000;
 const SVG = "http://www.w3.org/2000/svg";
 const PANELS = [
+  {key: "reward", title: "reward"},
+  {key: "accuracy", title: "pairs in order", percent: true},
+  {key: "stopped", title: "answers that stop by themselves", zero: true, percent: true},
+  {key: "answer_tokens", title: "tokens of an answer", zero: true},
+  {key: "kl", title: "KL from the reference (nats per token)", zero: true},
   {key: "loss", title: "loss (nats per token)"},
   {key: "lr", title: "learning rate", zero: true},
   {key: "grad_norm", title: "gradient norm", zero: true},
@@ -59,7 +64,8 @@ function listCurves(panel, settings) {
       ? Object.entries(run.tasks[panel.task] || {}).filter(([key]) => key.startsWith("acc"))
         .map(([key, y]) => ({from: run.tasks[panel.task], y, name: `${run.name}, ${key}`, dots: true, label: key}))
       : [{from: run.train, y: run.train[panel.key], name: run.name}];
-    if (panel.key === "loss") sources.push({from: run.val, y: run.val.loss, name: `${run.name}, validation`, dots: true});
+    if (!panel.task && run.val[panel.key])
+      sources.push({from: run.val, y: run.val[panel.key], name: `${run.name}, validation`, dots: true});
     for (const source of sources) {
       const x = source.from[settings.x];
       if (!x || !source.y) continue;
