@@ -19,6 +19,7 @@ LIVE_SECONDS = 0.1  # between updates of the line that is
 # Of the 256 colors, whose values no theme changes; each has a contrast of 4:1 or more to black and to white.
 ACCENT, MUTED, WARNING = "color(31)", "color(243)", "color(130)"
 SEPARATOR = " | "
+SHOWN_FIRST = {"reward": "reward", "accuracy": "in order", "stopped": "stopped"}  # of a train row: what matters more
 PLAIN_WIDTH = 80  # of rules in a file or pipe
 
 
@@ -52,6 +53,7 @@ def format_step(row: Mapping[str, Any], total_steps: int, memory_bytes: int, rem
         f"{100 * step // total_steps:3d}%",
         f"left {format_duration(remaining_seconds)}",
         f"step {step:>{len(str(total_steps))}}/{total_steps}",
+        *(f"{name} {row[key]:.3f}" for key, name in SHOWN_FIRST.items() if key in row),
         f"loss {row['loss']:.4f}",
         f"{row['tokens_per_second']:,.0f} tok/s",
         f"lr {row['lr']:.2e}",

@@ -19,13 +19,13 @@ from megatoken.config.fields import Duration, parse_time
 from megatoken.config.load import Change, ResolvedConfig, from_python, render
 from megatoken.config.schema import Config
 from megatoken.console import Console, format_duration, format_step
-from megatoken.data.dataloader import Prefetcher
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.memory import choose_dims
 from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
 from megatoken.estimate.expectation import Expectation, expect
+from megatoken.eval.rewards import Reward
 from megatoken.launch.local import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
 from megatoken.plots import draw_run
@@ -33,6 +33,8 @@ from megatoken.system.device import Device, memory_errors, open_device, with_pea
 from megatoken.system.object_store import run_folder
 from megatoken.train import initial_state, setup, tuning
 from megatoken.train.actions import BEST, Action, CheckpointSaver, is_due, list_actions
+from megatoken.train.answer_scores import build_objective
+from megatoken.train.batch_source import open_batches
 from megatoken.train.extend import extend_budget, record_schedule, set_aside_decay
 from megatoken.train.live_mirror import Mirror, check_mirror, fetch_from_mirror
 from megatoken.train.metrics_log import read_metrics
@@ -79,18 +81,20 @@ class Trainer:
         explain: bool = False,
         allow_changes: bool = False,
         extend: Duration | None = None,
+        reward: str | Reward | None = None,
     ) -> None:
         """model: a GPT of `config.model`'s architecture, to start from its weights. optimizer: built over that model's
         parameters; its groups' learning rates keep their ratio to `optim.lr`. callbacks: called with every row of
         metrics; one that returns True stops the run. nproc: processes on this machine. explain: print what was measured
         for every automatic choice. allow_changes: resume with other values of guarded fields, or other data. extend:
-        by how much a run that has reached its end becomes longer. Raises ConfigError for arguments that cannot be
+        by how much a run that has reached its end becomes longer. reward: your own function of (prompt, answer, right),
+        or its module:function, for the objectives grpo and ppo. Raises ConfigError for arguments that cannot be
         combined.
         """
         if nproc < 1:
             raise ConfigError(f"nproc is {nproc}", "Trainer", "give 1 or more")
-        if nproc > 1 and (model is not None or optimizer is not None or callbacks):
-            what = "model, optimizer and callbacks cannot be passed to the processes that nproc starts"
+        if nproc > 1 and (model is not None or optimizer is not None or callbacks or callable(reward)):
+            what = "model, optimizer, reward and callbacks cannot be passed to the processes that nproc starts"
             raise ConfigError(what, "Trainer", "use nproc=1, or the config: model.init, optim.name")
         if optimizer is not None and model is None:
             raise ConfigError("an optimizer is given without its model", "Trainer", "give the model it was built over")
@@ -98,7 +102,7 @@ class Trainer:
         self.out = run_folder(out)
         self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
         self.nproc, self.console, self.explain = nproc, console or Console(), explain
-        self.allow_changes, self.extend = allow_changes, extend
+        self.allow_changes, self.extend, self.reward = allow_changes, extend, reward
 
     def fit(self) -> Summary:
         """Train to the end of the budget, or until a signal, the time limit or a callback asks to stop.
@@ -177,6 +181,8 @@ class Trainer:
             tuning.choose_micro_batch(run)
             compiled = tuning.compile_model(run)
             run.state.start_grad_reduction(comm)
+            run.state.objective = build_objective(run.config.objective)  # after what was measured with the default
+            run.batches = open_batches(run, self.reward)
             if expectation := expect(run, compiled=compiled):
                 message = expectation.describe(run)
                 run.console.print(f"plan     {message}")
@@ -196,6 +202,7 @@ class Trainer:
             recipe.write_text(render(self.resolved.config, self.resolved.origins), encoding="utf-8")
             command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
             flags = {"--explain": self.explain, "--allow-changes": self.allow_changes}
+            command += ["--reward", str(self.reward)] if self.reward else []
             command += [flag for flag in flags if flags[flag]] + (["--extend", str(self.extend)] if self.extend else [])
             code = launch(command, self.nproc, RESTARTS)
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
@@ -229,6 +236,7 @@ class TrainLoop:
         self.actions = list_actions(run, self.saver)  # validate, tasks, sample, save: each with its interval
         self.log_every = run.step_config.steps(run.config.log.every)
         self.pending: list[PendingStep] = []  # steps whose numbers are still on the device
+        self.sampled: list[dict[str, float]] = []  # what is known of the batches of these steps
         self.recovery = Recovery(run, self.saver)
         # A step is held to the limits of all steps before it, where spikes are skipped.
         self.reads_every_step = run.device.type == "cpu" or run.step_config.skip_spikes
@@ -270,7 +278,7 @@ class TrainLoop:
         run, state, total_steps = self.run, self.state, self.run.step_config.total_steps
         code = ExitCode.DONE
         try:
-            with closing(Prefetcher(run.loader, run.device.torch_device)) as batches:
+            with closing(run.batches) as batches:
                 while state.step < total_steps:
                     # All ranks read numbers after the same steps, so that they go back from a bad one together.
                     reads = run.check_stop(flag=bool(self.pending) and self.meter.elapsed_seconds > SYNC_SECONDS)
@@ -284,6 +292,7 @@ class TrainLoop:
                         self.meter.start()  # leaves the actions out of the step's time
                     with self.stragglers.data:
                         batch = batches.get(state.batch)
+                    self.sampled.append(batches.metrics)
                     self.pending.append(train_step_async(state, run.step_config, run.device, batch))
                     is_checked = self.is_checked_after(state.step)
                     if reads or is_checked or self.reads_every_step:
@@ -331,17 +340,19 @@ class TrainLoop:
         metrics, n_pending = wait_for_steps(self.state, self.pending), len(self.pending)
         tokens_before = self.run.step_config.tokens_before
         tokens = tokens_before(self.pending[-1].step) - tokens_before(self.pending[0].step - 1)
+        sampled = list(self.sampled)
         self.pending.clear()
+        self.sampled.clear()
         speed = self.meter.read(tokens, n_pending)
         now, seconds = self.run.log.elapsed_seconds, speed["seconds"] or 0.0
         self.run.preemption.observe(seconds * n_pending)
         self.report_stragglers()
-        for number, step in enumerate(metrics, start=1):
+        for number, (step, known) in enumerate(zip(metrics, sampled, strict=False), start=1):
             if step.bad:
                 self.recovery.skip(step)
             else:
                 self.recovery.accept(step)
-                self.log_step(step, speed, elapsed_seconds=now - (n_pending - number) * seconds)
+                self.log_step(step, {**known, **speed}, elapsed_seconds=now - (n_pending - number) * seconds)
 
     def report_stragglers(self) -> None:
         """Log and show the ranks that have become slower than the others."""

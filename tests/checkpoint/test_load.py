@@ -364,6 +364,7 @@ def test_the_manifest_keeps_the_field_names_of_earlier_versions(tmp_path: Path) 
         "rope_low": 1.0, "rope_high": 4.0, "rope_context": 8192, "mlp": "swiglu", "bias": False, "tied": True,
         "vocab_multiple": 128, "qk_norm": False, "embedding_norm": False, "residual_scales": False,
         "value_embeddings": False, "logit_softcap": 0.0, "window": 0, "window_pattern": "SSSL",
+        "value_head": False,
     }  # fmt: skip
     assert load_checkpoint_model(saved, manifest).config == TINY_LLAMA
 

@@ -15,7 +15,7 @@ SHORT = ("budget.steps=2", "model.n_layer=1", "model.d_model=32", "machine.micro
 
 
 def test_recipes_name_the_command_that_makes_their_dataset() -> None:
-    for recipe in {*list_recipes()} - {"finetune", "sft"}:  # whose data is the user's
+    for recipe in {*list_recipes()} - {"finetune", "sft", "dpo", "reward", "grpo", "ppo"}:  # whose data is the user's
         data = resolve(recipe).config.data.path
         command = f"# Data: megatoken {' '.join(prepare_words(data, data))}"
         assert re.split(r"\n|  +", (SHIPPED / f"{recipe}.yaml").read_text()).count(command) == 1, recipe

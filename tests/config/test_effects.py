@@ -17,7 +17,7 @@ ALWAYS_HAVE_AN_EFFECT = {
     *("seed", "model.preset", "model.n_layer", "model.n_head", "model.n_kv_head", "model.d_model", "model.d_ff"),
     *("model.vocab_size", "model.seq_len", "model.norm", "model.norm_eps", "model.pos_emb", "model.mlp", "model.bias"),
     *("model.qk_norm", "model.embedding_norm", "model.residual_scales", "model.value_embeddings"),
-    *("model.logit_softcap", "model.zero_init", "model.window"),
+    *("model.logit_softcap", "model.zero_init", "model.window", "model.value_head"),
     *("model.tie_embeddings", "model.dropout", "model.init", "data.path", "optim.name", "optim.lr"),
     *("optim.schedule", "objective.name"),
     *("optim.warmup", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.grad_clip"),

@@ -86,9 +86,9 @@ def save_llmc(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> P
     return folder / "model.bin"
 
 
-def save_run(folder: Path, model: GPT) -> Path:
-    """Write a checkpoint with the byte tokenizer, as a run would."""
-    byte_tokenizer().save(folder / "tokenizer")
+def save_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
+    """Write a checkpoint, by default with the byte tokenizer, as a run would."""
+    (tokenizer or byte_tokenizer()).save(folder / "tokenizer")
     (folder / "config.yaml").touch()
     state = build_state(model, tiny_config(), CPU)
     return save_state(

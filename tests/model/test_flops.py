@@ -82,6 +82,7 @@ OTHERS = {
     "modern": TINY_MODERN,
     "all switches of a GPT-2": replace(ODD, qk_norm=True, embedding_norm=True, value_embeddings=True),
     "no biases": replace(ODD, bias=False),
+    "a value head": replace(TINY_LLAMA, value_head=True),
     "biases of a gate": replace(ODD, mlp="swiglu", norm="rmsnorm", tie_embeddings=False),
 }
 

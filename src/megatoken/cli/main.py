@@ -56,7 +56,7 @@ from megatoken.system.object_store import is_address
 from megatoken.train.metrics_log import METRICS
 from megatoken.train.run_folder import BUDGET_KEYS, check_folder
 
-NEED_WEIGHTS = ("finetune", "sft")  # recipes that train given weights
+NEED_WEIGHTS = ("finetune", "sft", "dpo", "reward", "grpo", "ppo")  # recipes that train given weights
 Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
 
 
@@ -175,6 +175,7 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """train: train a recipe into a run folder."""
     options.overrides += [f"model.init={options.init}"] if options.init else []
     options.overrides += ["data.order=one-batch"] if options.overfit_batch else []
+    options.overrides += [f"objective.reward={options.reward}"] if options.reward else []
     refuse_without_effect(("--restarts", options.restarts is not None, options.nproc != 1, "--nproc above 1"))
     with stop_at_once(options.ending):
         resolved, named_out = find_recipe(options)
@@ -195,7 +196,7 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
             options.console.print(_render_with_notes(resolved, given_only=True))
         from megatoken.pretrain import Trainer
 
-        fields = _pick(options, "console", "explain", "allow_changes", "extend")
+        fields = _pick(options, "console", "explain", "allow_changes", "extend", "reward")
         summary = Trainer(resolved, out, **fields).fit()
         answer = dataclasses.asdict(summary) if is_main else None
         return write_stop_marker(options.ending) if summary.code == ExitCode.STOPPED else summary.code, answer

@@ -37,6 +37,19 @@ RULES = (
         "a dataset of `megatoken prepare` carries its own",
     ),
     Rule("optim.decay optim.min_lr_ratio", "optim.schedule", lambda c: c.optim.schedule != "constant", "no decay"),
+    Rule("objective.beta", "objective.name", lambda c: c.objective.name == "dpo", "it is for dpo"),
+    Rule(
+        "objective.reward objective.group objective.max_new_tokens objective.kl objective.clip",
+        "objective.name",
+        lambda c: c.objective.name in ("grpo", "ppo"),
+        "it is for grpo and ppo",
+    ),
+    Rule(
+        "objective.gamma objective.lam objective.value_clip objective.value_weight",
+        "objective.name",
+        lambda c: c.objective.name == "ppo",
+        "it is for ppo",
+    ),
     Rule("machine.tf32 machine.fused", "machine.device", lambda c: c.machine.device not in NOT_CUDA, "it is for CUDA"),
     Rule(
         "machine.compile",

@@ -42,7 +42,9 @@ OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_de
 # Setting one of these in a later layer unsets the others.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
 # A preset in a later layer unsets these. The vocabulary goes with the data.
-PRESET_FIELDS = tuple(f"model.{name}" for name in (*ModelConfig().architecture(), "zero_init") if name != "vocab_size")
+PRESET_FIELDS = tuple(
+    f"model.{name}" for name in (*ModelConfig().architecture(), "zero_init") if name not in ("vocab_size", "value_head")
+)
 
 
 @dataclass(frozen=True, slots=True)

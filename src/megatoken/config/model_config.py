@@ -67,6 +67,9 @@ class ModelConfig:
         0, "tokens that a query sees in layers with a window, itself among them; 0: all in every layer", "tokens", low=0
     )
     window_pattern: str = config_field("SSSL", "layers with a window (S) and without (L), repeated; the last has none")
+    value_head: bool = config_field(
+        False, "a number for every token: the score of a reward model, the expected reward of ppo; starts at 0"
+    )
     zero_init: bool = config_field(
         False, "projections into the residual stream, and an output layer of its own, start at 0", compare=False
     )

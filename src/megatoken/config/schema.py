@@ -41,11 +41,36 @@ class DataConfig:
 class ObjectiveConfig:
     """What training minimizes."""
 
-    name: Literal["pretrain", "sft"] = config_field(
+    name: Literal["pretrain", "sft", "dpo", "reward", "grpo", "ppo"] = config_field(
         "pretrain",
         "pretrain: the loss of every token of text; sft: of the assistant's answers in conversations "
-        "(supervised fine-tuning)",
+        "(supervised fine-tuning); dpo: of preferences; reward: a model of preferences; grpo, ppo: reinforce answers",
     )
+    beta: float = config_field(
+        0.1, "dpo: how far log-probabilities may go from the reference for a reward", low=0.0, open_low=True
+    )
+    reward: str = config_field(
+        "exact", "grpo, ppo: exact, number or gsm8k, or the run of a reward model; own code by --reward module:function"
+    )
+    group: int = config_field(8, "grpo, ppo: answers to each prompt", low=1)
+    max_new_tokens: int = config_field(64, "grpo, ppo: longest answer", "tokens", low=1)
+    kl: float = config_field(
+        0.0, "grpo, ppo: weight of the KL divergence from the model at the start; 0: none", low=0.0
+    )
+    clip: float = config_field(
+        0.2, "grpo, ppo: largest change of a token's probability that is rewarded", low=0.0, open_low=True
+    )
+    gamma: float = config_field(1.0, "ppo: discount of later rewards, a token", low=0.0, high=1.0)
+    lam: float = config_field(0.95, "ppo: of generalized advantage estimation; 1: the rewards alone", low=0.0, high=1.0)
+    value_clip: float = config_field(
+        0.2, "ppo: largest change of a value that is learnt at once", low=0.0, open_low=True
+    )
+    value_weight: float = config_field(0.1, "ppo: weight of the values' squared error", low=0.0)
+
+    @property
+    def answers(self) -> int:
+        """Sequences of the batch that a row of the dataset becomes."""
+        return self.group if self.name in ("grpo", "ppo") else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +287,7 @@ FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)
 # goes on another way; fatal, never, because weights, optimizer state or the order of the data would not fit.
 ON_RESUME: dict[str, Resume] = {
     **{"seed": "fatal", "model": "fatal", "data": "guarded", "optim": "guarded", "budget": "guarded"},
-    **{"objective": "fatal"},
+    **{"objective": "guarded", "objective.name": "fatal"},
     **{"machine": "free", "save": "free", "evaluate": "free", "sample": "free", "log": "free"},
     **{"model.preset": "free", "model.dropout": "guarded", "data.tokenizer": "fatal"},
     **{"optim.name": "fatal", "budget.batch_tokens": "fatal"},
@@ -312,7 +337,8 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     if model.preset and model.preset not in PRESETS:
         yield "model.preset", f"unknown preset {model.preset!r}", "choose one of " + ", ".join(PRESETS)
     yield from validate_model(model)
-    if not (model.init and model.architecture() == ModelConfig().architecture()):  # else its sizes are still to come
+    default = ModelConfig(value_head=model.value_head).architecture()
+    if not (model.init and model.architecture() == default):  # else its sizes are still to come
         yield from _validate_batch(config)
     chosen = [name for name in ("steps", "tokens", "epochs") if getattr(budget, name)]
     if len(chosen) != 1:
@@ -335,6 +361,7 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
             yield "data.order", "rows of conversations are shuffled", "set data.order=shuffled"
     if config.machine.sharding not in ("auto", "none") and config.machine.master_weights == "on":
         yield "machine.master_weights", "sharded weights are fp32 masters already", "use auto"
+    yield from _validate_objective(config)
     if config.evaluate.patience and not config.evaluate.every.value:
         yield "evaluate.patience", "has no effect with evaluate.every=0", "set evaluate.every, or evaluate.patience=0"
     for name in split_sinks(config.log.sinks):
@@ -347,6 +374,16 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         parse_time(config.save.time_limit)
     except ValueError as wrong:
         yield "save.time_limit", str(wrong), "write it as 45s, 90m, 11h30m or 2d"
+
+
+def _validate_objective(config: Config) -> Iterator[tuple[str, str, str]]:
+    objective, has_head = config.objective, config.model.value_head
+    if objective.name == "grpo" and objective.group < 2:
+        what = f"a group of {objective.group} has no difference to learn from"
+        yield "objective.group", what, "set it to 2 or more, or use ppo"
+    if has_head != (objective.name in ("reward", "ppo")):
+        what = f"objective {objective.name} {'has no use for' if has_head else 'needs'} a value head"
+        yield "model.value_head", what, f"set model.value_head={str(not has_head).lower()}"
 
 
 def _validate_batch(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -25,7 +25,8 @@ from megatoken.errors import DataError
 
 TRAINED, START, PADDING = 1, 2, 4  # bits of a token's byte: trained; a conversation starts here; fills up the row
 KINDS = {"text": "text", "chat": "conversations", "preference": "preferences", "prompt": "prompts with answers"}
-OBJECTIVE_DATA = {"pretrain": "text", "sft": "chat"}  # the kind that each objective trains on
+OBJECTIVE_DATA = {"pretrain": "text", "sft": "chat", "dpo": "preference", "reward": "preference"}
+OBJECTIVE_DATA |= {"grpo": "prompt", "ppo": "prompt"}  # the kind that each objective trains on
 # What makes each kind, for errors.
 _MADE_FROM = {
     "text": "text",

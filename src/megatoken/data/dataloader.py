@@ -288,6 +288,7 @@ class Prefetcher:
         self._loader, self._device = loader, device
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
         self._next: tuple[int, Future[Batch | Tensor]] | None = None
+        self.metrics: dict[str, float] = {}  # nothing is known of a batch of text
 
     def get(self, step: int) -> Batch:
         """`loader.batch(step)` on the device, for any step; starts on the next one. Raises DataError as the loader."""

@@ -235,6 +235,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(config)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.padded_vocab_size, bias=False)
+        self.value_head = Linear(config.d_model, 1) if config.value_head else None
         if seed is not None and not self.tokens.weight.is_meta:
             for name, values in init_weights(self, seed):
                 self.get_parameter(name).data.copy_(values)
@@ -305,6 +306,11 @@ class GPT(nn.Module):
         logits = self.norm.kernels.linear(hidden, self.lm_head_weight, None)[..., : self.config.vocab_size]
         return cap_logits(logits, self.config.logit_softcap)
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """A number (...), fp32, for every hidden state (..., C) of a model with a value head."""
+        assert self.value_head is not None
+        return (hidden.float() * self.value_head.weight[0].float()).sum(-1) + self.value_head.bias.float()
+
     def logits(self, ids_BT: Tensor) -> Tensor:
         """Logits (B, T, real vocabulary) of the token after each of `ids_BT`."""
         return self.lm_head(self(ids_BT))
@@ -358,19 +364,20 @@ def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
 
     Normal(0, 0.02) for matrices and embeddings, divided by sqrt(2 n_layer) for the two projections that write
     into the residual stream; biases 0, norms 1, padding rows of the vocabulary 0: GPT-2's rule. LLaMA's papers publish
-    none; the same rule for both lets a comparison of the two compare nothing else. Gates of value embeddings and what
-    `zero_init` names are 0; scales make each block's input the residual stream alone.
+    none; the same rule for both lets a comparison of the two compare nothing else. Gates of value embeddings, the value
+    head and what `zero_init` names are 0; scales make each block's input the residual stream alone.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)
     into_stream, tables = ("attention.out.weight", "mlp.down.weight"), ("tokens.weight", "head.weight")
-    zero = ("value_gate.weight", *((*into_stream, "head.weight") if model.config.zero_init else ()))
+    zero = ["value_gate.weight", "value_head.weight"]
+    zero += [*into_stream, "head.weight"] if model.config.zero_init else []
     for name, parameter in model.named_parameters():
         values = torch.zeros(parameter.shape, device="cpu")
         if parameter.dim() < 2:
             is_one = ("norm" in name and name.endswith("weight")) or name == "residual_scales"
             values.fill_(1.0 if is_one else 0.0)
-        elif not name.endswith(zero):
+        elif not name.endswith(tuple(zero)):
             std = residual_std if name.endswith(into_stream) else INIT_STD
             values.normal_(0.0, std, generator=generator)
         if name.endswith(tables):

@@ -93,6 +93,13 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
     if not parts or not run.config.evaluate.tokens or ("val", state.step) in run.logged:
         return
     run.begin("validate")
+    if run.validation is not None:
+        measured = run.validation(poll)
+        run.val_losses[state.step] = measured["loss"]
+        run.write("val", **measured)
+        values = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items()]
+        run.console.print(f"step {state.step}: held out: {', '.join(values)}")
+        return
     found = {part.name: _measure_loss(run, part.dataset, poll) for part in parts}
     if len(parts) == 1:
         (row,) = found.values()
@@ -173,7 +180,7 @@ def sample(run: RunContext) -> None:
         return
     prompt_ids = run.tokenizer.encode(config.prompt).tolist()
     prompt, stop_id, before = run.tokenizer.start_ids(prompt_ids), run.tokenizer.eot, config.prompt
-    if run.loader.has_marks:
+    if run.config.objective.name != "pretrain":
         template, question = find_template(run.tokenizer), config.prompt or DEFAULT_QUESTION
         prompt = prompt_ids = template.encode([Message("user", question)], reply=True)[0]
         stop_id, before = template.stop_ids[0], f"user: {question}\nassistant: "

@@ -49,16 +49,16 @@ def build_train_state(
 
 
 def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
-    """The config with the sizes and switches of `model.init`, where it gives none but a context of its own.
+    """The config with the sizes and switches of `model.init`, where it gives none but a context and a value head.
 
     They are those of a run in `out` once it has a checkpoint: `model.init` may be gone. Raises as `load_pretrained`.
     """
     model, origins = resolved.config.model, resolved.origins
     own = {name for name in model.architecture() if origins.get(f"model.{name}", "default") != "default"}
-    if not model.init or own - {"seq_len"}:
+    if not model.init or own - {"seq_len", "value_head"}:
         return resolved
     given = load_pretrained(out if list_steps(out / CHECKPOINTS) else model.init).model.config
-    sizes = {name: value for name, value in given.architecture().items() if name not in own}
+    sizes = {name: value for name, value in given.architecture().items() if name not in {*own, "value_head"}}
     if resolved.config.objective.name != "pretrain":  # the dataset's tokenizer may have control tokens more
         dataset = load_mixture(resolved.config.data.path, external_tokenizer=resolved.config.data.tokenizer)
         require_data_for(resolved.config.objective.name, dataset.parts[0].dataset)
@@ -126,11 +126,14 @@ def _pretrained_weights(run: RunContext) -> Iterator[tuple[str, Tensor]]:
         what = f"model.init was trained with tokenizer {theirs}, the dataset is made by {ours}"
         raise DataError(what, name, f"prepare the dataset with the model's tokenizer: --tokenizer {name}")
     vocab_size = max(given.vocab_size, run.tokenizer.vocab_size) if grows else given.vocab_size
-    differs = _list_differences(replace(given, seq_len=model_config.seq_len, vocab_size=vocab_size), model_config)
+    alike = replace(given, seq_len=model_config.seq_len, vocab_size=vocab_size, value_head=model_config.value_head)
+    differs = _list_differences(alike, model_config)
     if model_config.pos_emb == "learned" and given.seq_len < model_config.seq_len:
         differs.append(f"model.seq_len={given.seq_len}")
     if differs:
         raise ConfigError("model.init has a different architecture", name, f"set {' '.join(differs)}")
+    if model_config.value_head and not given.value_head:
+        yield from (("value_head.weight", torch.zeros(1, model_config.d_model)), ("value_head.bias", torch.zeros(1)))
     for weight, values in loaded.model.state_dict().items():
         if grows and weight.endswith(VOCABULARY_TABLES):
             values = add_mean_rows(values, loaded.tokenizer.vocab_size, run.tokenizer.vocab_size, model_config)

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatoken.checkpoint.manifest import FileEntry
 from megatoken.config.load import Change
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config
 from megatoken.console import Console
-from megatoken.data.dataloader import DataLoader
+from megatoken.data.dataloader import Batch, DataLoader
 from megatoken.data.mixture import Mixture
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
@@ -24,6 +24,18 @@ from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.state import StepConfig, TrainState
 
 Callback = Callable[[dict[str, Any]], bool | None]
+
+
+class BatchSource(Protocol):
+    """Gives this process's share of the batch of a number. metrics: what is to be logged of the last one."""
+
+    metrics: dict[str, float]
+
+    def get(self, step: int) -> Batch:
+        """The batch, on the device."""
+
+    def close(self) -> None:
+        """End what works in the background."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +66,8 @@ class RunContext:
     model_config: ModelConfig = field(init=False)
     tasks: dict[str, list[EncodedExample]] = field(init=False)
     loader: DataLoader = field(init=False)
+    batches: BatchSource = field(init=False)
+    validation: Callable[[Callable[[], None]], dict[str, Any]] | None = None  # where it is not that of text
     log: MetricsLogger = field(init=False)
     preemption: PreemptionHandler = field(init=False)
     state: TrainState = field(init=False)

@@ -41,6 +41,7 @@ from megatoken.optim.costs import count_optimizer_bytes, count_saved_bytes
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.environment import find_commit
+from megatoken.train.batch_source import ROW_OBJECTIVES, count_rows
 from megatoken.train.metrics_log import STATUS, MetricsLogger
 from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER
@@ -87,6 +88,10 @@ def open_data(run: RunContext) -> None:
     order, parts = config.data.order, run.dataset.parts
     if order == "sequential" and len(parts) > 1:
         raise ConfigError("a mixture is shuffled", "data.order", "set data.order=shuffled, or one dataset in data.path")
+    if config.objective.name in ROW_OBJECTIVES:
+        epoch_tokens = count_rows(run.dataset, config.objective.name) * config.objective.answers * seq_len
+        run.step_config = build_step_config(config, epoch_tokens=epoch_tokens, device_type=run.device.type)
+        return
     run.loader = DataLoader(
         run.dataset.train,
         seq_len=seq_len,
@@ -202,7 +207,7 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
 
 def _describe_parts(run: RunContext, tokens: int) -> list[str]:
     """A line about each dataset of a mixture."""
-    parts, seq_len = run.dataset.parts, run.loader.seq_len
+    parts, seq_len = run.dataset.parts, run.model_config.seq_len
     if len(parts) == 1:
         return []
     whole = [(len(part.dataset.train) - 1) // seq_len * seq_len for part in parts]

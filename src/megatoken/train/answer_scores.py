@@ -1,0 +1,142 @@
+"""Log-probabilities of answers, and the losses of GRPO, PPO, DPO and reward models over them.
+
+A row of a batch is a prompt with an answer, whose tokens are the targets; the inputs hold its last token, too. A pair
+of preferences is two rows, (B, 2, T). `Batch.values` holds what was measured before the step, in the shape of the
+targets or (B, 2).
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatoken.config.schema import ObjectiveConfig
+from megatoken.data.dataloader import Batch
+from megatoken.model.gpt import GPT
+from megatoken.model.loss import token_log_probs
+from megatoken.model.policy_loss import clipped_loss, clipped_value_loss, kl_k3
+from megatoken.model.preference_loss import dpo_loss, pairwise_loss
+from megatoken.system.device import Device
+from megatoken.train.state import Objective, StepConfig, TrainState
+from megatoken.train.step import forward_hidden
+
+KEPT_LOGITS = 1 << 24  # of a micro-batch; where there are more, the backward computes them again, chunk by chunk
+
+
+def build_objective(config: ObjectiveConfig) -> Objective | None:
+    """What a step minimizes; None for the cross-entropy of the targets."""
+    if config.name in ("grpo", "ppo"):
+        return Objective(count=_count_tokens, sums=partial(_policy_sums, config))
+    if config.name in ("dpo", "reward"):
+        return Objective(count=_count_pairs, sums=partial(_preference_sums, config))
+    return None
+
+
+def _count_tokens(state: TrainState, batch: Batch) -> Tensor:
+    return (batch.targets_BT >= 0).sum()
+
+
+def _count_pairs(state: TrainState, batch: Batch) -> Tensor:
+    return torch.tensor(len(batch), device=batch.inputs_BT.device)
+
+
+def _policy_sums(
+    config: ObjectiveConfig,
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    batch: Batch,
+    dropout_keys_B: Tensor | None,
+) -> dict[str, Tensor]:
+    """GRPO's and PPO's loss of a micro-batch, the KL from the reference, and how many tokens were clipped."""
+    log_probs, values = _forward(state, step_config, device, batch, dropout_keys_B)
+    given, mask = batch.values, batch.targets_BT >= 0
+    losses, clipped = clipped_loss(log_probs, given["log_probs"], given["advantages"], clip=config.clip)
+    sums = {"clip_share": (clipped & mask).sum()}
+    if "reference" in given:
+        kl = kl_k3(log_probs, given["reference"])
+        sums["kl"] = (kl * mask).sum().detach()
+        if config.name == "grpo":  # PPO's is part of the rewards
+            losses = losses + config.kl * kl
+    if config.name == "ppo":
+        errors = clipped_value_loss(values, given["values"], given["returns"], clip=config.value_clip)
+        sums["value_loss"] = (errors * mask).sum().detach()
+        losses = losses + config.value_weight * errors
+    return {"loss": (losses * mask).sum(), **sums}
+
+
+def _preference_sums(
+    config: ObjectiveConfig,
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    batch: Batch,
+    dropout_keys_B: Tensor | None,
+) -> dict[str, Tensor]:
+    """The loss of DPO or of a reward model over a micro-batch of pairs, both rewards, and how many are in order."""
+    shape = batch.targets_BT.shape[:2]
+    keys = None if dropout_keys_B is None else dropout_keys_B.repeat_interleave(2)  # the same masks for both
+    rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
+    log_probs, values = _forward(state, step_config, device, rows, keys)
+    if config.name == "dpo":
+        scores = log_probs.sum(1).view(shape)
+        reference = batch.values["reference"]
+        losses, chosen, rejected = dpo_loss(*scores.unbind(1), *reference.unbind(1), beta=config.beta)
+    else:
+        chosen, rejected = take_last(values, rows.targets_BT).view(shape).unbind(1)
+        losses = pairwise_loss(chosen, rejected)
+    sums = {"accuracy": (chosen > rejected).sum(), "reward_chosen": chosen.sum(), "reward_rejected": rejected.sum()}
+    return {"loss": losses.sum(), **{name: value.detach() for name, value in sums.items()}}
+
+
+def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """The value (B,) of each row where its last target has been read, if the context has room for that."""
+    places = torch.arange(targets_BT.shape[1], device=targets_BT.device)
+    ends = torch.where(targets_BT >= 0, places, -1).amax(1) + 1
+    return values_BT.gather(1, ends.clamp(max=targets_BT.shape[1] - 1)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def measure_answers(
+    model: GPT, step_config: StepConfig, device: Device, batch: Batch, *, in_low_precision: bool
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, values) (B, T) of the rows' targets, in micro-batches, without dropout.
+
+    in_low_precision: the weights are, so that autocast is not needed.
+    """
+    was_training = model.training
+    model.eval()
+    parts = []
+    try:
+        for part in batch.split(step_config.micro_batch):
+            with nullcontext() if in_low_precision else device.autocast():
+                parts.append(_score(model, model(part.inputs_BT), part, step_config.loss_chunk))
+    finally:
+        model.train(was_training)
+    log_probs, values = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(values)
+
+
+def _forward(
+    state: TrainState, step_config: StepConfig, device: Device, batch: Batch, dropout_keys_B: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, values) (B, T) of a micro-batch's targets, differentiable, through the compute model."""
+    with nullcontext() if state.uses_master_weights else device.autocast():
+        hidden = forward_hidden(state, batch, dropout_keys_B)
+        return _score(state.compute_model, hidden, batch, step_config.loss_chunk)
+
+
+def _score(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets and, with a value head, values, else zeros: (B, T) each."""
+    config, targets = model.config, batch.targets_BT
+    kept = targets.numel() * config.padded_vocab_size <= KEPT_LOGITS
+    log_probs = token_log_probs(
+        hidden_BTC,
+        model.lm_head_weight,
+        targets,
+        vocab_size=config.vocab_size,
+        softcap=config.logit_softcap,
+        chunk=0 if kept else chunk,
+    )
+    return log_probs, model.values(hidden_BTC) if config.value_head else torch.zeros_like(log_probs)

@@ -1,0 +1,199 @@
+"""Sampled batches: what is trained, that nothing depends on the split, and the losses' gradients by other formulas."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.console import Console
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.errors import ConfigError
+from megatoken.model.policy_loss import group_advantages
+from megatoken.sampling.batch import Completion
+from megatoken.system.device import Device
+from megatoken.train.answer_scores import build_objective, measure_answers
+from megatoken.train.metrics_log import MetricsLogger
+from megatoken.train.rollouts import (
+    QUIET_STEPS,
+    Prompt,
+    RolloutBatches,
+    Score,
+    build_rows,
+    check_prompts,
+    sequence_seed,
+)
+from megatoken.train.run_context import RunContext
+from megatoken.train.step import train_step
+from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_config, tiny_state, tiny_step_config
+
+STOPS = (3, 5)
+PROMPTS = [Prompt([7 + i, 20 + i, 40][: 2 + i % 2], f"p{i}", str(i)) for i in range(12)]
+
+
+def pay_for_low_ids(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+    return [sum(id < 30 for id in each.ids) / 4 for each in completions]
+
+
+def open_run(
+    out: Path, name: str = "grpo", *, model: ModelConfig = TINY_GPT, device: Device = CPU, rank: int = 0,
+    ranks: int = 1, **settings: object,
+) -> RunContext:  # fmt: skip
+    values = {"group": 4, "max_new_tokens": 6, "kl": 0.0, **settings}
+    objective = {f"objective__{key}": value for key, value in values.items()}
+    config = tiny_config(objective__name=name, optim__lr=3e-3, optim__weight_decay=0.0, **objective)
+    model = replace(model, value_head=name == "ppo")
+    run = RunContext(
+        config=config, out=out, console=Console(quiet=True), device=device, comm=Comm(DistEnv()), is_main=True
+    )
+    run.state, run.model_config = tiny_state(model_config=model), model
+    run.state.sharded = replace(run.state.sharded, dims=ParallelDims(dp_replicate=ranks, rank=rank))
+    run.step_config, run.log = tiny_step_config(4), MetricsLogger(out)
+    run.state.objective = build_objective(config.objective)
+    return run
+
+
+def open_batches(run: RunContext, score: Score = pay_for_low_ids) -> RolloutBatches:
+    return RolloutBatches(run, PROMPTS, PROMPTS[:5], STOPS, score)
+
+
+def test_rows_train_the_answer_and_its_stop_token():
+    prompts = [Prompt([7, 8], "", ""), Prompt([9], "", "")]
+    completions = [Completion([11, 12], [-0.1, -0.2, -0.3], "stop", 3), Completion([13, 14], [-0.4, -0.5], "length")]
+    batch, log_probs = build_rows(prompts, completions, 6)
+    assert batch.inputs_BT.tolist() == [[7, 8, 11, 12, 3, 0], [9, 13, 14, 0, 0, 0]]
+    assert batch.targets_BT.tolist() == [[-1, 11, 12, 3, -1, -1], [13, 14, -1, -1, -1, -1]]
+    assert log_probs[0].tolist() == pytest.approx([0, -0.1, -0.2, -0.3, 0, 0])
+    assert log_probs[1].tolist() == pytest.approx([-0.4, -0.5, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("model", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
+def test_log_probabilities_are_of_the_distribution_sampled_from(tmp_path: Path, model: ModelConfig):
+    run = open_run(tmp_path, model=model)
+    batch = open_batches(run).get(0)
+    again, _ = measure_answers(run.state.model, run.step_config, CPU, batch, in_low_precision=False)
+    torch.testing.assert_close(batch.values["log_probs"], again, rtol=0, atol=2e-6)
+    assert (again < 0).sum() == (batch.targets_BT >= 0).sum()
+
+
+def test_a_batch_follows_from_weights_and_number(tmp_path: Path):
+    run = open_run(tmp_path)
+    first, again, other = open_batches(run).get(3), open_batches(run).get(3), open_batches(run).get(4)
+    assert torch.equal(first.inputs_BT, again.inputs_BT)
+    assert first.values.keys() == {"log_probs", "advantages"}
+    assert all(torch.equal(first.values[name], again.values[name]) for name in first.values)
+    assert not torch.equal(first.inputs_BT[:, :1], other.inputs_BT[:, :1])
+    assert len({sequence_seed(s, b, i) for s in range(9) for b in range(9) for i in range(9)}) == 729
+
+
+def test_two_processes_sample_what_one_does(tmp_path: Path):
+    whole = open_batches(open_run(tmp_path)).get(5)
+    halves = [open_batches(open_run(tmp_path, rank=rank, ranks=2)).get(5) for rank in range(2)]
+    for rank, half in enumerate(halves):
+        rows, width = slice(4 * rank, 4 * rank + 4), half.inputs_BT.shape[1]
+        assert torch.equal(half.inputs_BT, whole.inputs_BT[rows, :width])
+        assert (whole.targets_BT[rows, width:] == -1).all()
+        torch.testing.assert_close(half.values["advantages"], whole.values["advantages"][rows, :width])
+
+
+def test_advantages_are_those_of_each_prompts_answers(tmp_path: Path):
+    batches = open_batches(open_run(tmp_path))
+    batch = batches.get(0)
+    answers = [[id for id in row if id >= 0] for row in batch.targets_BT.tolist()]
+    rewards = torch.tensor([sum(id < 30 and id not in STOPS for id in ids) / 4 for ids in answers]).double()
+    expected = group_advantages(rewards.view(2, 4)).flatten()
+    for row in range(8):
+        values = batch.values["advantages"][row][batch.targets_BT[row] >= 0]
+        assert values.tolist() == pytest.approx([expected[row].item()] * len(answers[row]), abs=1e-6)
+    assert batches.metrics["reward"] == pytest.approx(rewards.mean().item())
+    assert batches.metrics["answer_tokens"] == sum(map(len, answers)) / 8
+    assert batches.metrics["stopped"] == sum(ids[-1] in STOPS for ids in answers) / 8
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_the_first_gradient_is_the_policy_gradient(tmp_path: Path, micro_batch: int):
+    """Where the model is the one that sampled, the clipped objective's gradient is that of -A log p over the tokens."""
+    run = open_run(tmp_path)
+    run.step_config = tiny_step_config(micro_batch)
+    batch = open_batches(run).get(0)
+    model = run.state.model
+    logits = model.logits(batch.inputs_BT)
+    log_probs = logits.log_softmax(-1).gather(-1, batch.targets_BT.clamp(min=0)[..., None])[..., 0]
+    (-(batch.values["advantages"] * log_probs).sum() / (batch.targets_BT >= 0).sum()).backward()
+    expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm().item()
+    model.zero_grad()
+    metrics = train_step(run.state, run.step_config, CPU, batch)
+    assert metrics.grad_norm == pytest.approx(expected, rel=1e-4)
+    assert metrics.values == {"clip_share": 0.0}
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_rewards_rise(tmp_path: Path, name: str, device: Device):
+    run = open_run(tmp_path, name, device=device, group=8)
+    batches, rewards = open_batches(run), []
+    run.step_config = replace(tiny_step_config(8, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=8 * 16)
+    for number in range(40):
+        metrics = train_step(run.state, run.step_config, run.device, batches.get(number))
+        rewards.append(batches.metrics["reward"])
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert ("value_loss" in metrics.values) is (name == "ppo")
+
+
+def test_ppo_returns_are_the_rewards(tmp_path: Path):
+    """With the values at 0 and lambda 1 every token's return is its answer's reward; advantages are whitened."""
+    batch = open_batches(open_run(tmp_path, "ppo", lam=1.0)).get(0)
+    mask = batch.targets_BT >= 0
+    for row in range(8):
+        ids = batch.targets_BT[row][mask[row]].tolist()
+        reward = sum(id < 30 and id not in STOPS for id in ids) / 4
+        assert batch.values["returns"][row][mask[row]].tolist() == pytest.approx([reward] * len(ids))
+    advantages = batch.values["advantages"][mask]
+    assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
+    assert advantages.std().item() == pytest.approx(1, abs=1e-4)
+    assert batch.values["values"].abs().max() == 0
+
+
+def test_steps_without_a_difference_are_said(tmp_path: Path):
+    rows = []
+    run = open_run(tmp_path)
+    run.callbacks = [rows.append]
+    batches = open_batches(run, lambda prompts, completions: [0.0] * len(completions))
+    for number in range(QUIET_STEPS - 1):
+        metrics = train_step(run.state, run.step_config, CPU, batches.get(number))
+        assert (metrics.loss, metrics.grad_norm) == (0.0, 0.0)
+    assert rows == []
+    batches.get(QUIET_STEPS)
+    batches.get(QUIET_STEPS + 1)
+    assert [row["message"] for row in rows] == [
+        f"all answers to each prompt got the same reward for {QUIET_STEPS} steps, 0 at last"
+    ]
+    assert batches.metrics["groups_without_difference"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "text"),
+    [
+        ([], "no prompts"),
+        ([Prompt([1] * 11, "", "")], "a prompt has 11 tokens, with 6 of an answer more than .* of 16"),
+    ],
+)
+def test_prompts_that_do_not_fit(prompts: list[Prompt], text: str):
+    with pytest.raises(ConfigError, match=text):
+        check_prompts(prompts, 6, 16)
+
+
+def test_groups_are_whole(tmp_path: Path):
+    with pytest.raises(ConfigError, match="8 sequences a process are not whole groups of 3 answers"):
+        open_batches(open_run(tmp_path, group=3))
+
+
+def test_every_process_raises_what_a_reward_raises(tmp_path: Path):
+    def fail(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        raise ConfigError("reward m:f raised")
+
+    with pytest.raises(ConfigError, match="reward m:f raised"):
+        open_batches(open_run(tmp_path), fail).get(0)
