@@ -199,6 +199,7 @@ def test_contenders_of_different_tokenizers_race_in_bits_per_byte(
         (["RECIPE", "RECIPE 'optim.lr=1", "--tokens", "1024"], 2, "No closing quotation"),
         (["RECIPE", "RECIPE optim.lr=1", "--tokens", "many"], 2, "budget.tokens: expected a whole number"),
         (["RECIPE", "RECIPE optim.lr=1", "--target-loss", "-1"], 2, "a loss of -1"),
+        (["RECIPE", "RECIPE optim.lr=1", "--tokens", "0"], 2, "no tokens to train on — --tokens — give a number such"),
         (["RECIPE", "RECIPE optim.lr=1", "--tokens", "1024", "--seeds", "0"], 2, "--seeds is 0"),
         (["RECIPE", "RECIPE optim.lr=1", "--tokens", "1024", "--turn", "soon"], 2, "write it as 45s, 5m or 1h"),
         (["RECIPE", "RECIPE data.path=nowhere", "--tokens", "1024"], 3, "nowhere"),

@@ -260,6 +260,7 @@ def other_tools() -> Iterator[BadConfig]:
         "model.intermediate_size": "model.d_ff",
         "model.n_inner": "model.d_ff",
         "model.padded_vocab_size": "model.vocab_size",
+        "model.vocab": "model.vocab_size",
         "model.attn_pdrop": "model.dropout",
         "model.activation_function": "model.mlp",
         "model.tie_word_embeddings": "model.tie_embeddings",
@@ -296,6 +297,8 @@ def conflicts() -> Iterator[BadConfig]:
     yield override("budget.batch_tokens=1000", "is not a multiple of seq_len 1024", "nearest that are: 1024")
     yield override("machine.micro_batch=5", "does not divide the batch of 1 sequences", "nearest that do: 1")
     yield override("model.preset=gpt5", "unknown preset 'gpt5'", "choose one of")
+    yield override("model.preset=gpt2-xl", "unknown preset 'gpt2-xl'", "did you mean gpt2-1558m? choose one of")
+    yield override("model.preset=lama-5m", "unknown preset 'lama-5m'", "did you mean llama-5m? choose one of")
     yield override("machine.device=tpu", "unknown device 'tpu'", "use auto, cpu")
     yield override("optim.warmup=2dur", "optim.warmup", "at most 1dur")
     yield override("optim.decay=1.5dur", "optim.decay", "at most 1dur")

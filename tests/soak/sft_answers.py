@@ -1,4 +1,4 @@
-"""Minutes of supervised fine-tuning: exact match on held-out exercises before and after, and which answers end themselves.
+"""Minutes of supervised fine-tuning: exact match on held-out exercises before and after; answers that end themselves.
 
     python tests/soak/sft_answers.py --base RUN --state FOLDER --seconds 180
 

@@ -11,6 +11,7 @@ import shlex
 import threading
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from megatoken.checkpoint.commit import list_steps
 from megatoken.cli.child_runs import find_log, hold_folder, stop_on_signal, train
 from megatoken.cli.race_report import report
 from megatoken.cli.runs import read_config
-from megatoken.config.fields import parse_time
+from megatoken.config.fields import parse_time, parse_value
 from megatoken.config.load import ALTERNATIVES, RUN_CONFIG, list_changes, resolve
-from megatoken.config.schema import Config
+from megatoken.config.schema import FIELDS, Config
 from megatoken.console import Console, format_count
 from megatoken.data.mixture import Mixture, load_mixture
 from megatoken.errors import ConfigError, DataError, ExitCode, error_from_code
@@ -128,6 +129,9 @@ def check_options(options: Namespace) -> int:
         raise ConfigError("no target", "megatoken race", fix)
     if options.target_loss is not None and not 0 < options.target_loss < float("inf"):
         raise ConfigError(f"a loss of {options.target_loss:g}", "--target-loss", "give a number above 0")
+    with suppress(ValueError):  # of a text that is no number: the recipes' error names it
+        if options.tokens is not None and not parse_value(FIELDS["budget.tokens"], options.tokens):
+            raise ConfigError("no tokens to train on", "--tokens", "give a number such as 512k or 10e6")
     if options.seeds < 1:
         raise ConfigError(f"--seeds is {options.seeds}", "--seeds", "give 1 or more; a p-value takes 2")
     if len(options.contenders) < 2:

@@ -4,6 +4,7 @@
 settings and must not change it. A derived value is a property, never an assignment.
 """
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import ConfigField, Duration, config_field, list_fields, parse_time
 from megatoken.config.model_config import ModelConfig, default_d_ff, nearest_divisors, validate_model
-from megatoken.config.presets import PRESETS
+from megatoken.config.presets import PRESETS, PUBLISHED
 
 Resume = Literal["free", "guarded", "fatal"]
 DataOrder = Literal["shuffled", "sequential", "one-batch"]
@@ -335,7 +336,10 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield (key, what is wrong, what to do) for each rule between fields that is broken."""
     model, budget, optim = config.model, config.budget, config.optim
     if model.preset and model.preset not in PRESETS:
-        yield "model.preset", f"unknown preset {model.preset!r}", "choose one of " + ", ".join(PRESETS)
+        name = model.preset.lower()
+        near = PUBLISHED.get(name) or next(iter(difflib.get_close_matches(name, PRESETS, n=1)), "")
+        fix = f"{f'did you mean {near}? ' if near else ''}choose one of {', '.join(PRESETS)}"
+        yield "model.preset", f"unknown preset {model.preset!r}", fix
     yield from validate_model(model)
     default = ModelConfig(value_head=model.value_head).architecture()
     if not (model.init and model.architecture() == default):  # else its sizes are still to come

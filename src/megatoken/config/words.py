@@ -30,7 +30,7 @@ KEYS = _invert(
         "model.n_kv_head": "num_key_value_heads n_query_groups num_query_groups n_kv_heads kv_heads",
         "model.d_model": "n_embd hidden_size dim embed_dim d_embed model_dim width",
         "model.d_ff": "intermediate_size n_inner ffn_hidden_size ffn_dim",
-        "model.vocab_size": "padded_vocab_size n_vocab",
+        "model.vocab_size": "padded_vocab_size n_vocab vocab",
         "model.seq_len": "block_size context_length n_positions max_seq_len n_ctx seq_length sequence_length"
         " train_seq_len max_position_embeddings max_seq_length context",
         "model.mlp": "activation_function hidden_act activation",
