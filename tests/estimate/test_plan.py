@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megatoken.cli.main import main
 from megatoken.cli.plan import read_recipe
 from megatoken.config.load import load_config
 from megatoken.config.presets import PRESETS
+from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
 from megatoken.estimate.plan import (
     Plan,
@@ -25,6 +27,7 @@ from megatoken.estimate.plan import (
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.gpus import GPUS
+from tests.convert.models import TINY_GPT, draw_model, save_run
 
 A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
 
@@ -299,3 +302,21 @@ def test_picture(tmp_path: Path) -> None:
     assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(target)]) == ExitCode.DONE
     assert target.read_bytes().startswith(b"\x89PNG")
     assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.foo")]) == ExitCode.CONFIG
+
+
+def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(tmp_path / "run", draw_model())
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(400)))
+    words = ["prepare", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "data"), "--val-fraction", "0.1"]
+    assert main([*words, "--tokenizer", "bytes", "--context", "24"]) == ExitCode.DONE
+    start = [f"model.init={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}", "budget.batch_tokens=240"]
+    capsys.readouterr()
+    assert main(["plan", "sft", "--gpus", "1xA100-80GB", *start]) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    parameters = count_parameters(replace(TINY_GPT, vocab_size=259))
+    assert f"model   sft: {parameters:,} parameters, context 24" in printed
+    rows = load_dataset(tmp_path / "data").manifest.tokens("train") // 25
+    assert main(["plan", "sft", "--gpus", "1xA100-80GB", "--json", *start]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["tokens"] == 3 * 24 * rows

@@ -38,6 +38,7 @@ from megatoken.system.atomic_write import read_object
 from megatoken.system.gpus import PRICES_FROM, parse_gpus
 
 MOST_DOLLARS = 1e12
+PAIRS = ("dpo", "reward")  # objectives that train on preferences
 CALIBRATE_SECONDS = 30.0
 
 
@@ -48,6 +49,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     price, budget = read_dollars(options.price, "--price"), read_dollars(options.budget, "--budget")
     hours = read_hours(options.deadline)
     tokens = read_tokens(options.tokens, model, is_recipe)
+    if is_recipe and options.tokens is None and config.budget.epochs:
+        tokens = config.budget.epochs * count_epoch_tokens(config, model.seq_len)
+    if config.objective.name not in ("pretrain", "sft"):
+        left_out = "the second answer of each pair" if config.objective.name in PAIRS else "sampling of answers"
+        options.console.print(f"note: {left_out} and the reference model are not counted")
     if options.calibrate:
         for name in ("gpus", "deadline", "budget", "plot"):
             if getattr(options, name) is not None:
@@ -171,7 +177,21 @@ def read_recipe(name: str, overrides: Sequence[str]) -> tuple[ResolvedConfig, Mo
     """A recipe's config, else a preset's, with origins; its model with a vocabulary; whether it is a recipe."""
     is_recipe = name in list_recipes() or name not in PRESETS
     resolved = resolve(name, overrides) if is_recipe else resolve_preset(name, overrides)
+    if resolved.config.model.init:
+        from megatoken.train.initial_state import take_architecture
+
+        resolved = take_architecture(resolved, Path(name))
     return resolved, resolved.config.model.resolve(find_vocabulary(resolved.config)[0]), is_recipe
+
+
+def count_epoch_tokens(config: Config, seq_len: int) -> int:
+    """Tokens that one pass over the dataset trains on; 0 where it is not on this machine."""
+    manifest = read_object(Path(config.data.path) / "manifest.json")
+    counts, source = manifest.get("tokens"), manifest.get("source")
+    if not isinstance(counts, dict) or not isinstance(counts.get("train"), int):
+        return 0
+    is_rows = isinstance(source, dict) and source.get("kind", "text") != "text"  # of one token more than the context
+    return int(counts["train"] // (seq_len + is_rows) * seq_len)
 
 
 def find_vocabulary(config: Config) -> tuple[int, str]:
