@@ -36,8 +36,9 @@ void multiply(const int16_t* x, const float* x_scales, const int8_t* values, con
         const int8_t* w = values + o * K;
         float sums[ROWS] = {};
         for (Index first = 0; first < K; first += CHUNK) {
+            const Index end = std::min(K, first + CHUNK);
             int32_t s0 = 0, s1 = 0, s2 = 0, s3 = 0;  // of integers: the compiler adds in any order
-            for (Index p = first; p < std::min(K, first + CHUNK); p++) {
+            for (Index p = first; p < end; p++) {
                 const int16_t value = w[p];
                 s0 += value * x[p];
                 if (M > 1) s1 += value * x1[p];
