@@ -75,6 +75,7 @@ soak: $(VENV)/.dev
 	$(RECORD) sweep -- $(BIN)python -m tests.soak.sweep_soak
 	$(RECORD) scaling -- $(BIN)python -m tests.soak.scaling_soak --work runs/scaling --plot records/scaling.png
 	$(RECORD) report -- $(BIN)python -m tests.soak.report_soak
+	$(RECORD) serve -- $(BIN)python -m tests.soak.serve_soak
 	$(if $(SINKS),$(RECORD) sink-soak -- $(SINKS) -m tests.soak.sink_soak)
 	$(RECORD) guard-soak -- $(BIN)python -m tests.soak.guard_soak
 	$(RECORD) prepare-memory -- $(BIN)python -m tests.soak.prepare_soak memory

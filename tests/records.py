@@ -40,6 +40,7 @@ CODE = {  # record: the packages whose code decides its figures; others: all
         "attention": ("model",),
         "gemm": ("bench",),
         "generate": ("native", "model", "sampling"),
+        "serve": ("native", "model", "sampling", "serving"),
         "harness": ("model", "eval"),
     },
     **{"config-soak": ("config",), "dryrun": ("model", "distributed", "estimate")},

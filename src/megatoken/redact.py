@@ -15,7 +15,10 @@ RULES = (
     # https://user:password@host and https://token@host, also where a Path has lost the second slash; not host:8080/a@b
     (re.compile(r"""(\w\w:/{1,2})(?:[^\s/:@'"]*:(?!\d{1,5}/)[^\s@'"]+|[^\s/@'"]+)@"""), r"\1***@"),
     (re.compile(r"""([?&][\w-]*(?:token|key|sig|signature|secret|password|credential)=)[^&\s'"]+""", re.I), r"\1***"),
-    (re.compile(r"""(--[\w-]*(?:token|secret|password|api[-_]?key)['"]?[ =,]\s*['"]?)[^\s,'"]+""", re.I), r"\1***"),
+    (
+        re.compile(r"""(--[\w-]*(?:token|secret|password|api[-_]?key)['"]?[ =,]\s*['"]?)(?!KEY\b)[^\s,'"]+""", re.I),
+        r"\1***",
+    ),
     (re.compile(r"(\bbearer\s+)[\w.~+/-]{8,}", re.I), r"\1***"),
     (re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AIza)[\w-]{16,}"), "***"),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), "***"),
