@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -103,6 +103,10 @@ class Trainer:
         self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
         self.nproc, self.console, self.explain = nproc, console or Console(), explain
         self.allow_changes, self.extend, self.reward = allow_changes, extend, reward
+        if reward is not None:  # a resume without it is refused
+            name = reward if isinstance(reward, str) else f"{reward.__module__}:{reward.__qualname__}"
+            objective = replace(self.resolved.config.objective, reward=name)
+            self.resolved = replace(self.resolved, config=replace(self.resolved.config, objective=objective))
 
     def fit(self) -> Summary:
         """Train to the end of the budget, or until a signal, the time limit or a callback asks to stop.

@@ -1,7 +1,11 @@
 """Runs of dpo, reward, grpo and ppo from a model that talks: kills, processes, what is refused, what is logged."""
 
+import inspect
 import json
+import math
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from megatoken.checkpoint.commit import list_steps
 from megatoken.config.load import resolve
-from megatoken.console import Console
+from megatoken.console import Console, format_step
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_template import add_control_tokens
 from megatoken.data.prepare_chats import prepare_chats
 from megatoken.data.sources import find_source
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ExitCode
+from megatoken.data.tokenizer import Tokenizer, load_tokenizer
+from megatoken.errors import CheckpointError, ConfigError, DataError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train.metrics_log import read_metrics
-from tests.convert.models import TINY_GPT, save_run
+from tests.convert.models import TINY_GPT, llama_tokenizer, save_run
+from tests.ranks import start_process
 
 TOKENIZER = add_control_tokens(load_tokenizer("bytes"))
 MODEL = replace(TINY_GPT, vocab_size=TOKENIZER.vocab_size, seq_len=64)
@@ -32,10 +38,10 @@ SETTINGS = [
 ROLLOUTS = ["objective.group=4", "objective.max_new_tokens=6"]
 
 
-def prepare(folder: Path, name: str, rows: list[dict[str, Any]], tokenizer: str = "bytes") -> Path:
+def prepare(folder: Path, name: str, rows: list[dict[str, Any]], tokenizer: Tokenizer = TOKENIZER) -> Path:
     file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prepare_chats(find_source(str(file)), folder / name, load_tokenizer(tokenizer), seq_len=64, val_fraction=0.2)
+    prepare_chats(find_source(str(file)), folder / name, tokenizer, seq_len=64, val_fraction=0.2)
     return folder / name
 
 
@@ -50,7 +56,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pay_for_digits(prompt: str, answer: str, right: str) -> float:
+def pay_for_letters(prompt: str, answer: str, right: str) -> float:
     return sum(sign.isalpha() for sign in answer) / 6
 
 
@@ -59,7 +65,7 @@ def train(base: Path, name: str, out: Path, *words: str, **options: Any) -> Summ
     given = [f"model.init={base / 'run'}", f"data.path={data}", *SETTINGS]
     given += ROLLOUTS if name in ("grpo", "ppo") else []
     if name in ("grpo", "ppo"):
-        options.setdefault("reward", pay_for_digits)
+        options.setdefault("reward", pay_for_letters)
     return Trainer(resolve(name, [*given, *words]), out, console=Console(quiet=True), **options).fit()
 
 
@@ -89,3 +95,124 @@ def test_stopped_runs_end_bit_identical(base: Path, tmp_path: Path, name: str, w
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+
+
+def train_and_die(base: Path, name: str, out: Path) -> None:
+    def die(row: dict[str, Any]) -> None:
+        if row["kind"] == "train" and row["step"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(base, name, out, callbacks=[die])
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_killed_runs_end_bit_identical(base: Path, tmp_path: Path, name: str) -> None:
+    process = start_process(train_and_die, base, name, tmp_path / "killed")
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert list_steps(tmp_path / "killed" / "checkpoints")[-1] < 5
+    for out in ("killed", "whole"):
+        assert train(base, name, tmp_path / out).code == ExitCode.DONE
+    killed, whole = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert all(torch.equal(killed[key], whole[key]) for key in whole)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["dpo", "ppo"])
+def test_two_processes_train_the_same(base: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a reward in a file of the user's, which every process reads."""
+    lines = inspect.getsource(pay_for_letters)
+    (tmp_path / "letters.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    own = {"reward": "letters:pay_for_letters"} if name == "ppo" else {}
+    for nproc in (1, 2):
+        words = ["objective.kl=0.1"] if name == "ppo" else []
+        assert train(base, name, tmp_path / str(nproc), *words, nproc=nproc, **own).code == ExitCode.DONE
+    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
+    assert all(torch.allclose(one[key], two[key], rtol=0, atol=2e-5) for key in one)
+    for a, b in zip(losses(tmp_path / "1"), losses(tmp_path / "2"), strict=True):
+        assert a[:2] == b[:2]
+        assert [x for x in a[2:] if x is not None] == pytest.approx([x for x in b[2:] if x is not None], abs=1e-4)
+
+
+def test_what_is_logged(base: Path, tmp_path: Path) -> None:
+    train(base, "grpo", tmp_path / "run", "objective.kl=0.1")
+    rows = read_metrics(tmp_path / "run")
+    first = next(row for row in rows if row["kind"] == "train")
+    names = {"reward", "reward_std", "groups_without_difference", "answer_tokens", "stopped", "kl", "clip_share"}
+    assert names <= first.keys()
+    assert first["kl"] == pytest.approx(0, abs=1e-6)  # the model is its reference
+    held_out = [row for row in rows if row["kind"] == "val"]
+    assert [row["step"] for row in held_out] == [0, 3, 6]
+    assert all(row["loss"] == -row["reward"] and row["prompts"] > 0 for row in held_out)
+    assert "| reward 0." in format_step(first, 6, 0, 0.0).split("| loss")[0]
+
+
+def test_dpo_begins_at_ln_2(base: Path, tmp_path: Path) -> None:
+    train(base, "dpo", tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
+    assert [row["loss"] for row in rows if row["step"] in (0, 1)] == pytest.approx([math.log(2)] * 2, abs=1e-5)
+
+
+def test_a_reward_model_takes_the_place_of_a_rule(base: Path, tmp_path: Path) -> None:
+    train(base, "reward", tmp_path / "scorer", "optim.lr=3e-3", "budget.steps=20")
+    assert train(base, "grpo", tmp_path / "run", f"objective.reward={tmp_path / 'scorer'}", reward=None).steps == 6
+    spreads = [row["reward_std"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    assert min(spreads) > 0
+    with pytest.raises(ConfigError, match=r"run is no reward model — objective.reward — train one"):
+        train(base, "grpo", tmp_path / "other", f"objective.reward={base / 'run'}", reward=None)
+
+
+def test_a_damaged_reference_is_made_again_or_missed(base: Path, tmp_path: Path) -> None:
+    init, out = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(base, init)
+    train(init, "dpo", tmp_path / "whole")
+    stop = [lambda row: row["kind"] == "train" and row["step"] == 3]
+    train(init, "dpo", out, callbacks=stop)
+    kept = (out / "reference" / "reference.safetensors").read_bytes()
+    (out / "reference" / "reference.safetensors").write_bytes(kept[:-4] + b"flip")
+    assert train(init, "dpo", out).code == ExitCode.DONE
+    assert (out / "reference" / "reference.safetensors").read_bytes() == kept
+    assert losses(out) == losses(tmp_path / "whole")
+    train(init, "dpo", tmp_path / "other", callbacks=stop)
+    (tmp_path / "other" / "reference" / "reference.safetensors").unlink()
+    shutil.rmtree(init / "run")
+    save_run(init / "run", GPT(MODEL, seed=2), TOKENIZER)
+    with pytest.raises(CheckpointError, match=r"is lost, and model.init is not the model that this run began with"):
+        train(init, "dpo", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "error", "text"),
+    [
+        ("grpo", ["objective.group=1"], ConfigError, "a group of 1 has no difference to learn from"),
+        ("grpo", ["model.value_head=true"], ConfigError, "objective grpo has no use for a value head"),
+        ("ppo", ["model.value_head=false"], ConfigError, "objective ppo needs a value head"),
+        ("grpo", ["objective.reward=exakt"], ConfigError, "unknown reward 'exakt' — .* choose one of exact, number"),
+        ("grpo", ["objective.reward=os:remove"], ConfigError, "a function of your own .* --reward os:remove: a recipe"),
+        ("grpo", ["data.path=PAIRS"], DataError, "objective.name=grpo needs prompts with answers, this dataset holds"),
+        ("dpo", ["data.path=PROMPTS"], DataError, "objective.name=dpo needs preferences, this dataset holds prompts"),
+        ("grpo", ["objective.max_new_tokens=64"], ConfigError, "with 64 of an answer more than the context of 64"),
+        ("grpo", ["data.path=OTHER"], DataError, "model.init was trained with tokenizer bytes-chatml"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(
+    base: Path, tmp_path: Path, name: str, words: list[str], error: type[Exception], text: str
+) -> None:
+    if words == ["data.path=OTHER"]:
+        rows = [{"prompt": f"{n}?", "answer": n} for n in range(40)]
+        prepare(tmp_path, "other", rows, add_control_tokens(llama_tokenizer()))
+    paths = {"PAIRS": base / "pairs", "PROMPTS": base / "prompts", "OTHER": tmp_path / "other"}
+    given = [f"{key}={paths.get(value, value)}" for key, value in (word.split("=") for word in words)]
+    with pytest.raises(error, match=text):
+        train(base, name, tmp_path / "run", *given, reward=None)
+
+
+def test_a_reward_that_raises_ends_the_run_with_one_line(base: Path, tmp_path: Path) -> None:
+    def fail(prompt: str, answer: str, right: str) -> float:
+        raise KeyError(right)
+
+    with pytest.raises(ConfigError, match=r"reward .*fail raised KeyError: .* — prompt '\d+\?', answer '.*' — mend it"):
+        train(base, "grpo", tmp_path / "run", reward=fail)
+    with pytest.raises(ConfigError, match="is a function of your own"):  # a start again without it
+        train(base, "grpo", tmp_path / "run", f"objective.reward={fail.__module__}:{fail.__qualname__}", reward=None)

@@ -41,11 +41,12 @@ def pay_for_low_ids(prompts: Sequence[Prompt], completions: Sequence[Completion]
 
 def open_run(
     out: Path, name: str = "grpo", *, model: ModelConfig = TINY_GPT, device: Device = CPU, rank: int = 0,
-    ranks: int = 1, **settings: object,
+    ranks: int = 1, batch: int = 8, **settings: object,
 ) -> RunContext:  # fmt: skip
     values = {"group": 4, "max_new_tokens": 6, "kl": 0.0, **settings}
     objective = {f"objective__{key}": value for key, value in values.items()}
-    config = tiny_config(objective__name=name, optim__lr=3e-3, optim__weight_decay=0.0, **objective)
+    settings_of_size = {"budget__batch_tokens": 16 * batch}
+    config = tiny_config(objective__name=name, optim__lr=3e-3, optim__weight_decay=0.0, **settings_of_size, **objective)
     model = replace(model, value_head=name == "ppo")
     run = RunContext(
         config=config, out=out, console=Console(quiet=True), device=device, comm=Comm(DistEnv()), is_main=True
@@ -197,3 +198,20 @@ def test_every_process_raises_what_a_reward_raises(tmp_path: Path):
 
     with pytest.raises(ConfigError, match="reward m:f raised"):
         open_batches(open_run(tmp_path), fail).get(0)
+
+
+def test_a_reward_that_pays_the_empty_answer_is_hacked(tmp_path: Path):
+    """`answer in right`: the model learns to stop at once, which the rule takes for right (docs/chat.md)."""
+
+    def pay_for_parts(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        texts = ["".join(map(chr, each.ids)) for each in completions]
+        return [float(text in prompt.right) for text, prompt in zip(texts, prompts, strict=True)]
+
+    run = open_run(tmp_path, group=16, batch=64)
+    batches, metrics = open_batches(run, pay_for_parts), []
+    run.step_config = replace(tiny_step_config(64, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=64 * 16)
+    for number in range(40):
+        train_step(run.state, run.step_config, run.device, batches.get(number))
+        metrics.append(batches.metrics)
+    assert metrics[0]["reward"] < 0.1 < 0.9 < metrics[-1]["reward"]
+    assert metrics[-1]["answer_tokens"] < 1.5 < 4 < metrics[0]["answer_tokens"]

@@ -96,7 +96,7 @@ class PairBatches:
         for first in range(dist_env.rank * HELD_OUT_PAIRS, len(pairs), dist_env.world_size * HELD_OUT_PAIRS):
             batch = self._build(pairs, range(first, min(first + HELD_OUT_PAIRS, len(pairs))), None)
             rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-            low = model is run.state.compute_model and run.state.uses_master_weights
+            low = run.state.uses_master_weights
             log_probs, _ = measure_answers(model, run.step_config, run.device, rows, in_low_precision=low)
             sums[first] = log_probs.sum(1).view(-1, 2).cpu()
         found = {first: part for own in run.comm.gather(sums) for first, part in own.items()}

@@ -4,12 +4,14 @@ RUN/reference has the tensors, their hash and that of the weights. A resume read
 they are missing or damaged, they are made again from `model.init`, if its weights are still the same.
 """
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 import xxhash
 from torch import Tensor
 
@@ -37,11 +39,13 @@ def load_reference(run: RunContext, make: Callable[[GPT], dict[str, Tensor]]) ->
     weights = state.model.state_dict()
     if state.step:
         run.console.warn(f"{folder / TENSORS} is missing or damaged: made again from model.init")
-        model = load_pretrained(run.config.model.init).model.to(run.device.torch_device)
-        weights = model.state_dict()
+        weights = load_pretrained(run.config.model.init).model.state_dict()
         if facts.get("weights") != hash_tensors(weights):
             what = f"{TENSORS} is lost, and model.init is not the model that this run began with"
             raise CheckpointError(what, folder, "restore the file or model.init from a copy, or choose another --out")
+        model = copy.deepcopy(model)  # with its kernels
+        own = model.state_dict()  # a value head starts at 0
+        model.load_state_dict({name: weights.get(name, torch.zeros_like(own[name])) for name in own})
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in make(model).items()}
     facts = {"weights": hash_tensors(weights), "dataset": run.dataset.fingerprint}
     run.comm.run_on_rank0(lambda: _write(folder, tensors, facts))
@@ -49,9 +53,9 @@ def load_reference(run: RunContext, make: Callable[[GPT], dict[str, Tensor]]) ->
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> str:
-    """xxh3-128 of the names and bytes of tensors."""
+    """xxh3-128 of the names and bytes of a model's tensors, but for a value head, which starts at 0."""
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(each for each in tensors.items() if not each[0].startswith("value_head.")):
         digest.update(name.encode())
         digest.update(tensor.detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
