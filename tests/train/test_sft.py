@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatoken.checkpoint.commit import find_checkpoint
+from megatoken.cli.main import main
 from megatoken.config.load import resolve
 from megatoken.config.model_config import ModelConfig
 from megatoken.console import Console
@@ -111,6 +112,16 @@ def test_killed_and_resumed_is_the_same_run(base: Path, tuned: Path, tmp_path: P
     expected, found = weights(tuned), weights(tmp_path / "run")
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_the_same_command_goes_on(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--init", str(base / "run"), "--out", str(tmp_path / "run"), f"data.path={base / 'chats'}", *SFT]
+    for every, code in (("2steps", ExitCode.DONE), ("3steps", ExitCode.DONE)):
+        assert main(["train", "sft", *words, f"evaluate.every={every}"]) == code, capsys.readouterr().err
+    assert "this run is finished" in capsys.readouterr().out
+    other = ["model.n_layer=3", *MODEL[1:]]
+    assert main(["train", "sft", *words, *other]) == ExitCode.CONFIG
+    assert "model.n_layer: 2 -> 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

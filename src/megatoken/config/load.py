@@ -370,6 +370,10 @@ def list_changes(old: Config, new: Config) -> list[Change]:
     """
     before, after = flatten(old), flatten(new)
     after["model.init"] = after["model.init"] or before["model.init"]
+    default, given = ModelConfig().architecture(), new.model.architecture()
+    if new.model.init and all(given[name] == default[name] for name in given if name != "seq_len"):
+        sizes = [f"model.{name}" for name in given if given[name] == default[name]]  # still to be taken from model.init
+        after |= {key: before[key] for key in sizes if key in before}
     before["optim.decay"], after["optim.decay"] = old.optim.decay_length or "auto", new.optim.decay_length or "auto"
     changes = []
     for key, spec in FIELDS.items():
