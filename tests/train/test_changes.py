@@ -24,7 +24,8 @@ OLD = build_config({"budget.steps": 10, "data.path": "data"})
 # Weights, the optimizer's state or the order of the data would not fit.
 FATAL = {"seed", "data.tokenizer", "optim.name", "budget.batch_tokens", "budget.batch_start", "budget.batch_ramp"}
 FATAL |= {key for key in FIELDS if key.startswith("model.")} - {"model.preset", "model.dropout"}
-GUARDED = {key for key in FIELDS if key.startswith(("optim.", "budget."))} - FATAL
+FATAL.add("objective.name")
+GUARDED = {key for key in FIELDS if key.startswith(("optim.", "budget.", "objective."))} - FATAL
 GUARDED |= {"model.dropout", "data.path", "data.order"}
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 16}
