@@ -685,7 +685,17 @@ def test_tensors_of_a_pickle_take_no_more_memory_than_its_file(tmp_path: Path, p
 
 
 HOSTILE_PATHS = (
-    *("nothing://bucket/run", "file:///etc", "gsx://a", "httpx://host/x", "a\0b", "x" * 300, "", "file", "file/below"),
+    *(
+        "nothing://bucket/run",
+        "file:///dev/null/x",
+        "gsx://a",
+        "httpx://host/x",
+        "a\0b",
+        "x" * 300,
+        "",
+        "file",
+        "file/below",
+    ),
 )
 CONTAINED = ("~", "$HOME", "[/red]", "a\nb", "\x1b[2J", "caf\u00e9\u202e", "-x", "\udcff", " ", "..x")
 

@@ -3,10 +3,13 @@
 import json
 import os
 import select
+import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -82,15 +85,24 @@ def test_a_model_without_a_template(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 class Terminal:
-    """A process in a terminal of its own."""
+    """A process in a terminal of its own, killed at the end of `with` if it has not ended; Ctrl-C reaches it."""
 
     def __init__(self, words: list[str]) -> None:
         import pty
 
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background begins with it ignored
             os.environ |= {"TERM": "xterm", "NO_COLOR": "1"}
             os.execv(COMMAND[0], [*COMMAND, *words])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
     def read(self, until: str, seconds: float = 120) -> str:
         """What it prints, up to and with `until`."""
@@ -103,27 +115,31 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C, by someone who has seen the prompt: between it and its wait for a key readline misses a signal."""
+        time.sleep(0.5)
+        self.type("\x03")
+
 
 @LINUX
 def test_a_conversation_in_a_terminal(folder: str) -> None:
     pytest.importorskip("readline")
-    terminal = Terminal(["chat", folder, "--tokens", "4000", "--temperature", "0"])
-    assert "a context of 4,096 tokens, chatml" in terminal.read("> ")
-    terminal.type("/help\n")
-    assert "/clear  forget what was said" in terminal.read("> ")
-    terminal.type("/nothing\n")
-    assert "no command /nothing" in terminal.read("> ")
-    terminal.type("\x1b[200~one\ntwo\x1b[201~\n")  # pasted
-    terminal.read("two")
-    time.sleep(0.5)  # of 4,000 tokens
-    terminal.type("\x03")
-    assert "> " not in terminal.read("^C")
-    terminal.read("> ")  # the pasted lines were one message: no answer to the second one comes
-    terminal.type("/clear\n")
-    assert terminal.read("/clear") == "/clear"
-    terminal.read("> ")
-    terminal.type("\x03")
-    terminal.read("Ctrl-C once more leaves")
-    terminal.read("> ")
-    terminal.type("\x03")
-    assert os.waitpid(terminal.pid, 0)[1] == 0
+    with Terminal(["chat", folder, "--tokens", "4000", "--temperature", "0"]) as terminal:
+        assert "a context of 4,096 tokens, chatml" in terminal.read("> ")
+        terminal.type("/help\n")
+        assert "/clear  forget what was said" in terminal.read("> ")
+        terminal.type("/nothing\n")
+        assert "no command /nothing" in terminal.read("> ")
+        terminal.type("\x1b[200~one\ntwo\x1b[201~\n")  # pasted
+        terminal.read("two")
+        terminal.interrupt()  # within 4,000 tokens
+        assert "> " not in terminal.read("^C")
+        terminal.read("> ")  # the pasted lines were one message: no answer to the second one comes
+        terminal.type("/clear\n")
+        assert terminal.read("/clear") == "/clear"
+        terminal.read("> ")
+        terminal.interrupt()
+        terminal.read("Ctrl-C once more leaves")
+        terminal.read("> ")
+        terminal.interrupt()
+        assert os.waitpid(terminal.pid, 0)[1] == 0

@@ -58,12 +58,16 @@ def test_it_stops_in_this_process_with_an_object(model: Path, capsys: pytest.Cap
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    default = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    assert main(["serve", str(model), "--port", "0", "--json"]) == 0
-    thread.join()
-    assert signal.getsignal(signal.SIGINT) is default
+    default = signal.default_int_handler  # a job in the background begins with the signal ignored
+    before = signal.signal(signal.SIGINT, default)
+    try:
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
+        assert main(["serve", str(model), "--port", "0", "--json"]) == 0
+        thread.join()
+        assert signal.getsignal(signal.SIGINT) is default
+    finally:
+        signal.signal(signal.SIGINT, before)
     answer = json.loads(capsys.readouterr().out)
     assert answer["model"] == str(model)
     assert answer["address"].startswith("http://127.0.0.1:")
