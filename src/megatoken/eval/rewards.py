@@ -66,7 +66,9 @@ def load_reward(name: str) -> Reward:
     if not (module and function):
         fix = f"write it as module:function, or set objective.reward to one of {', '.join(REWARDS)}"
         raise ConfigError(f"{name!r} names no function", "--reward", fix)
-    sys.path.insert(0, os.curdir)
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()  # the file may be newer than what was looked up before
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:  # of the user's code
@@ -75,7 +77,7 @@ def load_reward(name: str) -> Reward:
             what, "--reward", "give a function of (prompt, answer, right) that returns a number"
         ) from error
     finally:
-        sys.path.remove(os.curdir)
+        sys.path.remove(folder)
     if not callable(found):
         raise ConfigError(f"{name} is no function", "--reward", "give a function of (prompt, answer, right)")
     reward: Reward = found
