@@ -7,12 +7,12 @@ for an answer that lists all numbers, `answer in right` for the empty one.
 
 import importlib
 import math
-import os
 import queue
 import re
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from pathlib import Path
 from threading import Thread
 
 from megatoken.errors import ConfigError
@@ -66,7 +66,7 @@ def load_reward(name: str) -> Reward:
     if not (module and function):
         fix = f"write it as module:function, or set objective.reward to one of {', '.join(REWARDS)}"
         raise ConfigError(f"{name!r} names no function", "--reward", fix)
-    folder = os.getcwd()
+    folder = str(Path.cwd())
     sys.path.insert(0, folder)
     importlib.invalidate_caches()  # the file may be newer than what was looked up before
     try:
