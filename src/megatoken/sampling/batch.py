@@ -1,7 +1,7 @@
 """Decoding of several sequences at once, of different prompts and settings, that join and leave while others go on.
 
-What a sequence draws depends on its own seed and position alone, and so does its text, wherever the products of its
-row do not depend on how many rows there are: to rounding on most processors, which decides rarely in fp32.
+What a sequence draws depends on its own seed and position alone. So does its text where a row of a matrix product has
+the same bits however many rows there are; elsewhere rounding differs, which in fp32 rarely changes a token.
 
 The last new token is not fed to the model, so the prompt may fill the context. Beyond it the window slides: the model
 sees the newest tokens alone, of a prompt its end. When the context is full, the oldest quarter is dropped, and keys and

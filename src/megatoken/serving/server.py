@@ -1,7 +1,8 @@
 """HTTP in front of an engine: OpenAI's paths, a page to talk on, and who may ask.
 
-Browsers send a page's requests wherever it tells them to. So the Host must be one of this server's own names, which no
-foreign site has (DNS rebinding), an Origin the page's own, and a body JSON, which another site cannot send unasked.
+Any web page can make its visitor's browser send requests here. So the Host header must be one of this server's names,
+which a foreign domain that resolves to this address is not (DNS rebinding), an Origin header must be that of the page
+served here, and a body must be JSON, for which a browser asks a server first when the page is another site's (CORS).
 Nothing of a request or an answer is logged or kept.
 """
 
