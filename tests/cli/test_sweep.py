@@ -96,6 +96,38 @@ def test_a_search_keeps_the_best_rate_and_goes_on_with_more_trials(
     assert "the sweep in this folder has another ranges" in capsys.readouterr().err
 
 
+def test_a_damaged_search_is_one_line(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "journal.log").write_bytes(b'\0\0\0\n{"op_code": 0}\n')
+    assert main(["sweep", recipe, "--out", str(tmp_path), "optim.lr=1e-3..2e-3"]) == ExitCode.DATA
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "journal.log" in line
+    assert "delete it, or name another --out" in line
+
+
+def test_lists_of_values_are_tried_each_once(recipe: str, tmp_path: Path) -> None:
+    words = ["optim.lr=1e-3|2e-3|4e-3", "model.n_head=1|2"]
+    ranges, _ = parse_space(recipe, words)
+
+    def draw(out: str, trials: int, starts: int) -> list[tuple[str, str]]:
+        (tmp_path / out).mkdir()
+        options = Namespace(seed=0, jobs=1, out=tmp_path / out, recipe=recipe, trials=trials, console=Console())
+        drawn = []
+        for _ in range(starts):
+            study = sweep._open_study(optuna, options, ranges, [])  # one that was killed goes on
+            while trial := (search := sweep.Sweep(options, study, ranges, []))._ask():
+                drawn.append(tuple(search._suggest(trial)))
+                if starts > 1 and len(drawn) in (2, 5):
+                    break
+                study.tell(trial, float(len(drawn)))
+        return [(rate.partition("=")[2], heads.partition("=")[2]) for rate, heads in drawn]
+
+    every = [(rate, heads) for rate in ("1e-3", "2e-3", "4e-3") for heads in "12"]
+    assert draw("once", 6, 1) == every
+    assert draw("more", 20, 1) == every
+    assert draw("killed", 6, 3) == [*every[:2], every[1], *every[2:4], every[3], *every[4:]]
+    assert len(draw("fewer", 5, 1)) == 5  # drawn at random
+
+
 def test_a_search_draws_the_same_values_however_often_it_is_begun_again(recipe: str, tmp_path: Path) -> None:
     ranges, _ = parse_space(recipe, ["optim.lr=log:1e-4..1e-1"])
 

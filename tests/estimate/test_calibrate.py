@@ -35,12 +35,16 @@ def test_layers_and_micro_batches_add_up() -> None:
         micro_batch=4,
         backward_seconds=[2.0, 5.0],
         update_seconds=[1.0, 2.5],
+        validation_seconds=[0.5, 2.0],
         step_bytes=[100, 400],
         base_bytes=50,
     )
     assert known.step_seconds(12, 1) == 2 + 11 + 1 + 11 * 0.5
     assert known.step_seconds(12, 3) == 3 * 13 + 6.5
     assert known.memory_bytes(12) == 50 + 1200
+    config = load_config("quickstart", *WORDS, "evaluate.every=3", "evaluate.tokens=96")
+    # 6 steps of 2 micro-batches; before the first, after the third and after the last 96 tokens of 1.5 micro-batches.
+    assert known.run_seconds(config, config.model, 6 * 128) == 6 * (2 * 7 + 3.5) + 3 * 1.5 * 3.0
     one = replace(known, layers=[2], backward_seconds=[2.0], update_seconds=[1.0], step_bytes=[100])
     assert (one.step_seconds(2, 2), one.memory_bytes(2)) == (5.0, 150)
 
@@ -90,7 +94,13 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
 @pytest.mark.parametrize("fits", [True, False])
 def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     known = Calibration(
-        layers=[6], micro_batch=4, backward_seconds=[1.0], update_seconds=[2.0], step_bytes=[10**9], base_bytes=10**9
+        layers=[6],
+        micro_batch=4,
+        backward_seconds=[1.0],
+        update_seconds=[2.0],
+        validation_seconds=[0.5],
+        step_bytes=[10**9],
+        base_bytes=10**9,
     )
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
     monkeypatch.setattr("megatoken.estimate.calibrate.calibrate", lambda *_: (here, known))
@@ -100,14 +110,20 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
     answer = plan.plan_here(options, config, config.model, 2 * 3600 * 32.0, 3.0)
     assert answer["tokens_per_second"] == 128 / (2 * 1.0 + 2.0)
     assert answer["fits"] == fits
-    hours = 2 + 32_768 / 3 / 32 / 3600  # with one evaluation
+    hours = 2 + 32_768 / 64 * 0.5 / 3600  # with one evaluation, in micro-batches of 64 tokens
     costs = [answer[key] for key in ("hours", "dollars")]
     assert costs == ([pytest.approx(hours), pytest.approx(3 * hours)] if fits else [None, None])
 
 
 def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Calibration(
-        layers=[6], micro_batch=4, backward_seconds=[1.0], update_seconds=[2.0], step_bytes=[1], base_bytes=1
+        layers=[6],
+        micro_batch=4,
+        backward_seconds=[1.0],
+        update_seconds=[2.0],
+        validation_seconds=[0.5],
+        step_bytes=[1],
+        base_bytes=1,
     )
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
     monkeypatch.setattr("megatoken.estimate.calibrate.calibrate", lambda *_: (here, known))

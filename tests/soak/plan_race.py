@@ -28,7 +28,7 @@ from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.data.dataset import load_dataset
 from megatoken.estimate.calibrate import StepTimer
-from megatoken.estimate.plan import budget_tokens, count_evaluated_tokens
+from megatoken.estimate.plan import budget_tokens
 from megatoken.pretrain import Trainer
 from megatoken.system.atomic_write import read_object, replace_file
 from megatoken.system.device import open_device
@@ -77,9 +77,7 @@ def train_beside(config: Config, out: Path) -> float:
     beside = Beside(timer)
     Trainer(config, out, callbacks=[beside], console=Console(quiet=True)).fit()
     seconds = max(row["elapsed_seconds"] for row in read_metrics(out)) - beside.seconds
-    step = timer.result(0).step_seconds(model.n_layer, config.batch_seqs // timer.micro_batch)
-    tokens = budget_tokens(config)
-    return (tokens + count_evaluated_tokens(config, tokens) / 3) / config.budget.batch_tokens * step / seconds
+    return timer.result(0).run_seconds(config, model, budget_tokens(config)) / seconds
 
 
 def race(folder: Path, name: str) -> dict[str, Any]:

@@ -282,7 +282,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
 def _add_searches(add: Callable[..., Parser]) -> None:
     """sweep, race: commands that train many runs."""
     recipe_doc = f"a .yaml file, the folder of a run, or a built-in recipe: {', '.join(list_recipes())}"
-    doc = "search settings by short runs: optim.lr=log:1e-4..1e-2, or A..B or A|B|C"
+    doc = "search settings by short runs: optim.lr=log:1e-4..1e-2, or A..B, or A|B|C (each once)"
     arg = add("sweep", doc, usage="RECIPE [--trials N] [--jobs N] [--out DIR] section.field=RANGE ...").add_argument
     arg("recipe", metavar="RECIPE", help=recipe_doc)
     arg(

@@ -23,7 +23,6 @@ from megatoken.estimate.plan import (
     Optimum,
     Plan,
     budget_tokens,
-    count_evaluated_tokens,
     find_deadline,
     list_settings,
     measured_factor,
@@ -125,11 +124,7 @@ def plan_here(
     console.print(f"measuring the training step for {CALIBRATE_SECONDS:.0f} s")
     device, measured = calibrate(config, model, CALIBRATE_SECONDS)
     rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, config.batch_seqs // measured.micro_batch)
-    seconds = (tokens + count_evaluated_tokens(config, tokens) / 3) / rate
-    for size, trained in config.budget.ramp.smaller(tokens) if config.budget.ramp else ():
-        smaller = measured.step_seconds(model.n_layer, size / model.seq_len / measured.micro_batch)
-        seconds += trained / size * smaller - trained / rate
-    hours = seconds / 3600
+    hours = measured.run_seconds(config, model, tokens) / 3600
     memory_bytes, free_bytes = count_run_bytes(measured, config, model, device), device.memory_bytes(1)
     fits = not free_bytes or memory_bytes <= free_bytes
     answer = {

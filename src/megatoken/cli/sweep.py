@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ class SearchRange:
     def format(self, value: Any) -> str:
         """A value as an override's text; numbers are rounded."""
         return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
+
+
+def list_combinations(ranges: Sequence[SearchRange]) -> list[dict[str, str]]:
+    """Every combination of the choices, the last setting's changing fastest; none where a range is one of numbers."""
+    keys = [space.key for space in ranges]
+    return [dict(zip(keys, values, strict=True)) for values in product(*(space.choices for space in ranges))]
 
 
 def parse_space(recipe: str, words: Sequence[str]) -> tuple[list[SearchRange], list[str]]:
@@ -108,11 +115,14 @@ class Sweep:
     def __init__(self, options: Namespace, study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str]) -> None:
         self.options, self.study, self.ranges, self.fixed = options, study, ranges, fixed
         self.console: Console = options.console
+        self.grid = list_combinations(ranges)
+        if not 0 < len(self.grid) <= options.trials:
+            self.grid = []  # too many for the trials, or ranges of numbers: Optuna proposes
         self.stopping = threading.Event()
         self._asking = threading.Lock()
 
     def run(self) -> None:
-        """Run trials until there are as many as asked, in the order in which Optuna proposes them."""
+        """Run trials until there are as many as asked: Optuna's proposals, or where they fit every combination once."""
         with ThreadPoolExecutor(self.options.jobs) as pool, stop_on_signal(self.stopping):
             for worker in [pool.submit(self._work) for _ in range(self.options.jobs)]:
                 worker.result()
@@ -135,20 +145,30 @@ class Sweep:
             if failures >= MOST_FAILURES and not {TrialState.COMPLETE, TrialState.PRUNED} & {*states}:
                 fix = "read the .log of one, then name another --out"
                 raise DataError(f"the first {failures} trials failed", str(self.options.out), fix)
-            if self.stopping.is_set() or len(states) - states.count(TrialState.WAITING) >= self.options.trials:
+            waiting = states.count(TrialState.WAITING)
+            tried = [trial.params for trial in trials]
+            left = [values for values in self.grid if values not in tried]
+            enough = not left and not waiting if self.grid else len(states) - waiting >= self.options.trials
+            if self.stopping.is_set() or enough:
                 return None
+            if left and not waiting:
+                self.study.enqueue_trial(left[0])
             index = 1 + max((int(trial.user_attrs["folder"][len(FOLDER) :]) for trial in trials), default=-1)
             self.study.sampler = make_sampler(self.options.seed + index, self.options.jobs)
             trial = self.study.ask()
             if "folder" not in trial.user_attrs:
                 trial.set_user_attr("folder", f"{FOLDER}{index:03d}")
+            self._suggest(trial)  # kept with the trial before the next is asked for
             return trial
+
+    def _suggest(self, trial: Any) -> list[str]:
+        return [f"{space.key}={space.suggest(trial)}" for space in self.ranges]
 
     def _run_trial(self, trial: Any) -> None:
         """Train with the values of a trial and report its loss and state to Optuna."""
         from optuna.trial import TrialState
 
-        values = [f"{space.key}={space.suggest(trial)}" for space in self.ranges]
+        values = self._suggest(trial)
         name = trial.user_attrs["folder"]
         folder = self.options.out / name
         threads = max(1, cpu_count() // self.options.jobs)
@@ -245,8 +265,11 @@ def _open_study(optuna: Any, options: Namespace, ranges: Sequence[SearchRange], 
     from optuna.storages.journal import JournalFileBackend
 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS)
-    storage = JournalStorage(JournalFileBackend(str(options.out / JOURNAL)))
-    study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", load_if_exists=True)
+    try:
+        storage = JournalStorage(JournalFileBackend(str(options.out / JOURNAL)))
+        study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", load_if_exists=True)
+    except (ValueError, KeyError) as error:
+        raise DataError(f"damaged: {error}", str(options.out / JOURNAL), "delete it, or name another --out") from None
     search = {"recipe": options.recipe, "ranges": [repr(space) for space in ranges], "fixed": list(fixed)}
     if (before := study.user_attrs.get("search", search)) != search:
         changed = ", ".join(name for name in search if before[name] != search[name])

@@ -9,12 +9,17 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config, MachineConfig
 from megatoken.data.dataloader import Batch
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError
+from megatoken.estimate.plan import count_evaluated_tokens
+from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import GPT
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.system.device import Device, open_device, with_peak
@@ -31,19 +36,34 @@ FEWEST_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured for each number of `layers`: seconds of forward and backward of a micro-batch, of an update;
-    bytes of a step of several micro-batches beside `base_bytes`, which the process had before."""
+    """What was measured for each number of `layers`.
+
+    Seconds of forward and backward of a micro-batch, of an update, of a micro-batch's validation loss; bytes of a step
+    of several micro-batches beside `base_bytes`, which the process had before.
+    """
 
     layers: list[int]
     micro_batch: int
     backward_seconds: list[float]
     update_seconds: list[float]
+    validation_seconds: list[float]
     step_bytes: list[int]
     base_bytes: int
 
     def step_seconds(self, n_layer: int, micro_steps: float) -> float:
         """One step of a model of that many layers; micro_steps: micro-batches, or the share of one."""
         return micro_steps * self._extend(self.backward_seconds, n_layer) + self._extend(self.update_seconds, n_layer)
+
+    def run_seconds(self, config: Config, model: ModelConfig, tokens: float) -> float:
+        """Training on so many tokens, with the smaller first batches and the evaluations of the config."""
+        sizes = [*config.budget.ramp.smaller(tokens)] if config.budget.ramp else []
+        sizes.append((config.budget.batch_tokens, tokens - sum(trained for _, trained in sizes)))
+        steps = [
+            trained / size * self.step_seconds(model.n_layer, size / model.seq_len / self.micro_batch)
+            for size, trained in sizes
+        ]
+        evaluated = count_evaluated_tokens(config, tokens) / model.seq_len / self.micro_batch
+        return sum(steps) + evaluated * self._extend(self.validation_seconds, model.n_layer)
 
     def memory_bytes(self, n_layer: int) -> int:
         """Peak memory of the process in a step."""
@@ -70,7 +90,7 @@ def find_calibration(
 ) -> Calibration | None:
     """The kept one for a model's width on this device; None if there is none for that micro-batch."""
     kept: Any = cache_get(CALIBRATIONS).get(calibration_key(model, machine, device))
-    if not isinstance(kept, dict) or kept.get("micro_batch") != micro_batch:
+    if not isinstance(kept, dict) or kept.get("micro_batch") != micro_batch or "validation_seconds" not in kept:
         return None
     return Calibration(**kept)
 
@@ -106,6 +126,7 @@ class StepTimer:
         self._runs, self._peaks = [], []
         self._backward: list[list[float]] = [[] for _ in self.layers]
         self._update: list[list[float]] = [[] for _ in self.layers]
+        self._validation: list[list[float]] = [[] for _ in self.layers]
         choice = autotune(model, machine, device, micro_batch=self.micro_batch, dropout=model.dropout)
         for n_layer in self.layers:
             with MemoryTracker() as tracker:
@@ -121,10 +142,11 @@ class StepTimer:
 
     def take_turns(self) -> None:
         """One round: a step of each model."""
-        for run, backwards, updates in zip(self._runs, self._backward, self._update, strict=True):
+        for index, run in enumerate(self._runs):
             backward, whole = take_steps(*run, self.device)
-            backwards.append(backward)
-            updates.append(max(0.0, whole - backward))
+            self._backward[index].append(backward)
+            self._update[index].append(max(0.0, whole - backward))
+            self._validation[index].append(time_validation(*run, self.device))
 
     def result(self, base_bytes: int) -> Calibration:
         """The medians. base_bytes: memory of the process before."""
@@ -133,6 +155,7 @@ class StepTimer:
             micro_batch=self.micro_batch,
             backward_seconds=[statistics.median(each) for each in self._backward],
             update_seconds=[statistics.median(each) for each in self._update],
+            validation_seconds=[statistics.median(each) for each in self._validation],
             step_bytes=self._peaks,
             base_bytes=base_bytes,
         )
@@ -175,3 +198,22 @@ def take_steps(state: TrainState, step_config: StepConfig, device: Device) -> tu
     train_step(state, step_config, device, Batch(ids, ids))
     device.synchronize()
     return middle - start, time.perf_counter() - middle - (middle - start)
+
+
+def time_validation(state: TrainState, step_config: StepConfig, device: Device) -> float:
+    """Seconds of the validation loss of one micro-batch."""
+    model = state.model.config
+    ids = np.random.default_rng(0).integers(model.vocab_size, size=(step_config.micro_batch, model.seq_len + 1))
+    device.synchronize()
+    start = time.perf_counter()
+    validation_loss(
+        state.model,
+        [ids],
+        device,
+        chunk=step_config.loss_chunk,
+        comm=Comm(DistEnv()),
+        byte_lengths=np.ones(model.vocab_size, dtype=np.int64),
+        softmax_cross_entropy=state.cross_entropy_fn,
+    )
+    device.synchronize()
+    return time.perf_counter() - start

@@ -14,6 +14,7 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.tensor_parallel import gather_lm_head, slice_sequence
 from megatoken.model.gpt import GPT, separate_conversations
+from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.loss import cross_entropy
 from megatoken.system.device import Device
 
@@ -28,11 +29,13 @@ def validation_loss(
     comm: Comm,
     byte_lengths: NDArray[np.int64],
     dims: ParallelDims | None = None,
+    softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> dict[str, Any]:
     """`loss_metrics` over the windows of all ranks. The model's mode is left as it was.
 
     windows: this rank's arrays (B, T+1) of token ids, or batches, perhaps none; ranks that share a model (`dims`) must
     have the same number of them, of which some may be empty. byte_lengths (vocab_size,): tokenizer.byte_lengths.
+    chunk, softmax_cross_entropy: of `cross_entropy`.
     """
     dims = dims or ParallelDims()
     was_training = model.training
@@ -56,7 +59,15 @@ def validation_loss(
             weight = gather_lm_head(model.lm_head_weight)
             own = slice_sequence(dims, padded).to(device.torch_device)
             vocab_size, softcap = model.config.vocab_size, model.config.logit_softcap
-            loss_sum, n = cross_entropy(hidden, weight, own, vocab_size=vocab_size, softcap=softcap, chunk=chunk)
+            loss_sum, n = cross_entropy(
+                hidden,
+                weight,
+                own,
+                vocab_size=vocab_size,
+                softcap=softcap,
+                chunk=chunk,
+                softmax_cross_entropy=softmax_cross_entropy,
+            )
         total += float(loss_sum)
         count += int(n)
         if dims.tp_rank == 0:  # tensor-parallel ranks have the same windows

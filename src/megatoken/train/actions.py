@@ -141,6 +141,7 @@ def _measure_loss(run: RunContext, dataset: Dataset, poll: Callable[[], None]) -
         comm=run.comm,
         byte_lengths=run.tokenizer.byte_lengths,
         dims=dims,
+        softmax_cross_entropy=state.cross_entropy_fn,
     )
     return {key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")}
 
