@@ -23,7 +23,7 @@ test: check
 	$(BIN)pytest -n 2
 
 # While you edit: configuration, model, loss, optimizer, step, data order, commit protocol, API, house rules: under 90 s.
-FAST = tests/config tests/model tests/optim tests/train tests/checkpoint tests/data/test_permutation.py \
+FAST = tests/config tests/model tests/optim tests/train tests/objectives tests/checkpoint tests/data/test_permutation.py \
 	tests/data/test_dataloader.py \
 	$(filter-out tests/test_packaging.py tests/test_docs.py,$(wildcard tests/test_*.py)) \
 	--ignore tests/train/test_pretrain.py

@@ -8,7 +8,9 @@ import pytest
 from megatoken.bench import report
 from tests.records import CODE, ROOT, list_changed, mark
 
-SOURCE = "import os  # why\n\n# a comment\nx = 1\n"
+SOURCE = (
+    '"""What."""\nimport os  # why\n\n# a comment\nx = 1\n\n\ndef f():\n    """What it does."""\n    return 7 // x\n'
+)
 
 
 @pytest.fixture
@@ -23,10 +25,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_only_code_that_decides_the_figures_makes_a_record_old(source: Path, tmp_path: Path) -> None:
     record = tmp_path / "loader.json"
     record.write_text(json.dumps({"code": report.hash_code()}))
-    source.write_text(SOURCE + "\n    # another comment\n")
+    source.write_text(SOURCE.replace("What it does.", "What\n\n    it does.") + "\n    # another comment\n")
     (source.parents[1] / "plots.py").write_text("y = 1\n")
     assert list_changed(record) == []
-    source.write_text(SOURCE.replace("1", "2"))
+    source.write_text(SOURCE.replace("7", "8"))
     assert list_changed(record) == ["data"]
     record.write_text("{}")  # made before records kept hashes
     assert list_changed(record) == ["data"]

@@ -84,6 +84,7 @@ LAYERS = (
     "serving",  # a model behind HTTP
     "eval",  # validation loss, multiple-choice tasks
     "train",  # state, step, autotune, metrics, preemption, setup, periodic actions
+    "objectives",  # what training minimizes beside the cross-entropy: preferences, rewards of sampled answers
     "plots",  # curves and weight pictures
     "estimate",  # time, cost, memory and traffic of a run before it starts
     "pretrain",  # the training program: read it first

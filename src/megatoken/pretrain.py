@@ -28,13 +28,13 @@ from megatoken.estimate.expectation import Expectation, expect
 from megatoken.eval.rewards import Reward
 from megatoken.launch.local import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
+from megatoken.objectives.answer_scores import build_objective
+from megatoken.objectives.batch_source import open_batches
 from megatoken.plots import draw_run
 from megatoken.system.device import Device, memory_errors, open_device, with_peak
 from megatoken.system.object_store import run_folder
 from megatoken.train import initial_state, setup, tuning
 from megatoken.train.actions import BEST, Action, CheckpointSaver, is_due, list_actions
-from megatoken.train.answer_scores import build_objective
-from megatoken.train.batch_source import open_batches
 from megatoken.train.extend import extend_budget, record_schedule, set_aside_decay
 from megatoken.train.live_mirror import Mirror, check_mirror, fetch_from_mirror
 from megatoken.train.metrics_log import read_metrics

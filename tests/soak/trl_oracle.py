@@ -20,8 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatoken.model.policy_loss import clipped_loss, clipped_value_loss, gae, group_advantages, kl_k3, moments, whiten
-from megatoken.model.preference_loss import dpo_loss
+from megatoken.objectives.policy_loss import (
+    clipped_loss,
+    clipped_value_loss,
+    gae,
+    group_advantages,
+    kl_k3,
+    moments,
+    whiten,
+)
+from megatoken.objectives.preference_loss import dpo_loss
 
 B, T, GROUP, ROUNDS = 16, 12, 4, 50
 ACCELERATOR = SimpleNamespace(

@@ -5,6 +5,7 @@ A figure is an object with median, low, high and repeats anywhere in an answer; 
 """
 
 import argparse
+import ast
 import datetime
 import json
 import platform
@@ -62,14 +63,28 @@ def write_record(folder: Path, name: str, answer: dict[str, Any], device: str, c
 
 
 def hash_code() -> dict[str, str]:
-    """A hash of every package of LAYERS, blind to comment lines and empty ones: which code a record measured."""
+    """A hash of each package of LAYERS without comments, docstrings, empty lines: which code a record measured."""
     hashes = {}
     for name in LAYERS:
         files = sorted([SOURCE / f"{name}.py", *(path for end in CODE_FILES for path in (SOURCE / name).rglob(end))])
-        lines = (line.rstrip() for file in files if file.is_file() for line in file.read_text("utf-8").splitlines())
-        code = "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+        code = "\n".join(line for file in files if file.is_file() for line in list_code_lines(file))
         hashes[name] = xxhash.xxh3_64_hexdigest(code.encode())
     return hashes
+
+
+def list_code_lines(file: Path) -> list[str]:
+    """The lines of a source file but for empty ones, those that are comments alone and, in Python, docstrings."""
+    text = file.read_text("utf-8")
+    lines = [line.rstrip() for line in text.splitlines()]
+    if file.suffix == ".py":
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                match node.body:
+                    case [ast.Expr(value=ast.Constant(value=str())) as text_node, *_]:
+                        span = slice(text_node.lineno - 1, text_node.end_lineno)
+                        lines[span] = [""] * len(lines[span])
+    comment = "#" if file.suffix == ".py" else "//"
+    return [line for line in lines if line and not line.lstrip().startswith(comment)]
 
 
 def format_cell(key: str, value: Any) -> str:

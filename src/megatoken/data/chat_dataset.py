@@ -27,6 +27,7 @@ TRAINED, START, PADDING = 1, 2, 4  # bits of a token's byte: trained; a conversa
 KINDS = {"text": "text", "chat": "conversations", "preference": "preferences", "prompt": "prompts with answers"}
 OBJECTIVE_DATA = {"pretrain": "text", "sft": "chat", "dpo": "preference", "reward": "preference"}
 OBJECTIVE_DATA |= {"grpo": "prompt", "ppo": "prompt"}  # the kind that each objective trains on
+ROW_OBJECTIVES = ("dpo", "reward", "grpo", "ppo")  # whose batches are made of single rows
 # What makes each kind, for errors.
 _MADE_FROM = {
     "text": "text",

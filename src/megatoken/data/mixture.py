@@ -7,6 +7,7 @@ from pathlib import Path
 
 import xxhash
 
+from megatoken.data.chat_dataset import OBJECTIVE_DATA
 from megatoken.data.dataset import Dataset, Tokens, load_dataset
 from megatoken.data.remote import Report, no_report
 from megatoken.data.tokenizer import Tokenizer
@@ -113,3 +114,12 @@ def _check_same_tokenizer(first: Part, other: Part) -> None:
         names = [f"{m.tokenizer['name']} ({m.tokenizer['fingerprint'][:8] or m.dtype})" for m in (ours, theirs)]
         what = f"datasets of different tokenizers: {first.name} of {names[0]}, {other.name} of {names[1]}"
         raise DataError(what, "data.path", f"prepare one of them again, with --tokenizer {first.name} for {other.name}")
+
+
+def count_rows(dataset: Mixture, objective: str) -> int:
+    """Pairs or prompts to train on, of a dataset of the objective's kind. Raises ConfigError for several."""
+    if len(dataset.parts) > 1:
+        raise ConfigError(f"objective.name={objective} reads one dataset", "data.path", "prepare the rows together")
+    (part,) = dataset.parts
+    n_rows = len(part.dataset.train) // (int(part.dataset.manifest.source["seq_len"]) + 1)
+    return n_rows // 2 if OBJECTIVE_DATA[objective] == "preference" else n_rows

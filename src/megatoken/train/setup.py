@@ -18,9 +18,9 @@ from megatoken.checkpoint.commit import list_steps, list_surplus
 from megatoken.config.load import ResolvedConfig, render
 from megatoken.config.model_config import describe_heads
 from megatoken.console import format_quantity
-from megatoken.data.chat_dataset import OBJECTIVE_DATA, Marks, open_rows, require_data_for
+from megatoken.data.chat_dataset import OBJECTIVE_DATA, ROW_OBJECTIVES, Marks, open_rows, require_data_for
 from megatoken.data.dataloader import DataLoader
-from megatoken.data.mixture import load_mixture
+from megatoken.data.mixture import count_rows, load_mixture
 from megatoken.distributed.parallel_dims import (
     ParallelDims,
     build_dims,
@@ -41,7 +41,6 @@ from megatoken.optim.costs import count_optimizer_bytes, count_saved_bytes
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.environment import find_commit
-from megatoken.train.batch_source import ROW_OBJECTIVES, count_rows
 from megatoken.train.metrics_log import STATUS, MetricsLogger
 from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER

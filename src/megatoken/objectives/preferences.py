@@ -16,8 +16,8 @@ from megatoken.data.dataloader import Batch
 from megatoken.data.window_order import CachedOrder, ShuffledOrder
 from megatoken.errors import DataError
 from megatoken.model.gpt import GPT
-from megatoken.train.answer_scores import build_objective, measure_answers
-from megatoken.train.reference import load_reference
+from megatoken.objectives.answer_scores import build_objective, measure_answers
+from megatoken.objectives.reference import load_reference
 from megatoken.train.run_context import RunContext
 
 HELD_OUT_PAIRS = 32  # that a process measures at once

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatoken.model.preference_loss import dpo_loss, pairwise_loss
+from megatoken.objectives.preference_loss import dpo_loss, pairwise_loss
 
 
 def test_the_loss_of_a_model_that_is_its_reference_is_ln_2():

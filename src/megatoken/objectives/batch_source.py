@@ -5,19 +5,16 @@ from functools import partial
 from pathlib import Path
 
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_dataset import OBJECTIVE_DATA, open_rows, read_answers
+from megatoken.data.chat_dataset import ROW_OBJECTIVES, open_rows, read_answers
 from megatoken.data.chat_template import find_template
 from megatoken.data.dataloader import Batch, Prefetcher
-from megatoken.data.mixture import Mixture
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS, Reward, load_reward, score_answers
+from megatoken.objectives.answer_scores import measure_answers, take_last
+from megatoken.objectives.preferences import PairBatches, Row
+from megatoken.objectives.rollouts import Prompt, RolloutBatches, Score, build_rows
 from megatoken.sampling.batch import Completion
-from megatoken.train.answer_scores import measure_answers, take_last
-from megatoken.train.preferences import PairBatches, Row
-from megatoken.train.rollouts import Prompt, RolloutBatches, Score, build_rows
 from megatoken.train.run_context import BatchSource, RunContext
-
-ROW_OBJECTIVES = ("dpo", "reward", "grpo", "ppo")  # whose batches are made of single rows
 
 
 def open_batches(run: RunContext, reward: str | Reward | None) -> BatchSource:
@@ -41,15 +38,6 @@ def open_batches(run: RunContext, reward: str | Reward | None) -> BatchSource:
         source = RolloutBatches(run, train, held_out, find_template(run.tokenizer).stop_ids, score)
     run.validation = source.validate
     return source
-
-
-def count_rows(dataset: Mixture, objective: str) -> int:
-    """Pairs or prompts to train on, of a dataset of the objective's kind. Raises ConfigError for several."""
-    if len(dataset.parts) > 1:
-        raise ConfigError(f"objective.name={objective} reads one dataset", "data.path", "prepare the rows together")
-    (part,) = dataset.parts
-    n_rows = len(part.dataset.train) // (int(part.dataset.manifest.source["seq_len"]) + 1)
-    return n_rows // 2 if OBJECTIVE_DATA[objective] == "preference" else n_rows
 
 
 def read_pairs(run: RunContext, split: str) -> list[tuple[Row, Row]]:

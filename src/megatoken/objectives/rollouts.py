@@ -21,11 +21,11 @@ from megatoken.data.dataloader import Batch
 from megatoken.data.window_order import CachedOrder, ShuffledOrder
 from megatoken.errors import ConfigError, MegatokenError
 from megatoken.model.gpt import GPT
-from megatoken.model.policy_loss import gae, group_advantages, has_difference, moments, whiten
+from megatoken.objectives.answer_scores import measure_answers
+from megatoken.objectives.policy_loss import gae, group_advantages, has_difference, moments, whiten
+from megatoken.objectives.reference import load_reference
 from megatoken.sampling.batch import Completion, Request, generate_batch
 from megatoken.system.device import Device
-from megatoken.train.answer_scores import measure_answers
-from megatoken.train.reference import load_reference
 from megatoken.train.run_context import RunContext
 
 DECODED_ROWS = 512  # at once
@@ -90,7 +90,7 @@ class RolloutBatches:
     def _build(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], rewards: Tensor, width: int
     ) -> Batch:
-        """Rows with what the objective needs of them: see train/answer_scores.py."""
+        """Rows with what the objective needs of them: see objectives/answer_scores.py."""
         run, objective = self._run, self._run.config.objective
         batch, old_log_probs = build_rows(prompts, completions, width)
         mask, values = (batch.targets_BT >= 0).float(), {"log_probs": old_log_probs}

@@ -9,9 +9,9 @@ import torch
 from megatoken.config.schema import ObjectiveConfig
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
+from megatoken.objectives.answer_scores import build_objective, measure_answers, take_last
+from megatoken.objectives.preferences import Row, build_pairs
 from megatoken.system.device import Device
-from megatoken.train.answer_scores import build_objective, measure_answers, take_last
-from megatoken.train.preferences import Row, build_pairs
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, tiny_state, tiny_step_config
 

@@ -13,12 +13,9 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
-from megatoken.model.policy_loss import group_advantages
-from megatoken.sampling.batch import Completion
-from megatoken.system.device import Device
-from megatoken.train.answer_scores import build_objective, measure_answers
-from megatoken.train.metrics_log import MetricsLogger
-from megatoken.train.rollouts import (
+from megatoken.objectives.answer_scores import build_objective, measure_answers
+from megatoken.objectives.policy_loss import group_advantages
+from megatoken.objectives.rollouts import (
     QUIET_STEPS,
     Prompt,
     RolloutBatches,
@@ -27,6 +24,9 @@ from megatoken.train.rollouts import (
     check_prompts,
     sequence_seed,
 )
+from megatoken.sampling.batch import Completion
+from megatoken.system.device import Device
+from megatoken.train.metrics_log import MetricsLogger
 from megatoken.train.run_context import RunContext
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_config, tiny_state, tiny_step_config

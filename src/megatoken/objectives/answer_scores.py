@@ -15,8 +15,8 @@ from megatoken.config.schema import ObjectiveConfig
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import token_log_probs
-from megatoken.model.policy_loss import clipped_loss, clipped_value_loss, kl_k3
-from megatoken.model.preference_loss import dpo_loss, pairwise_loss
+from megatoken.objectives.policy_loss import clipped_loss, clipped_value_loss, kl_k3
+from megatoken.objectives.preference_loss import dpo_loss, pairwise_loss
 from megatoken.system.device import Device
 from megatoken.train.state import Objective, StepConfig, TrainState
 from megatoken.train.step import forward_hidden

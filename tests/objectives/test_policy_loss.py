@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from megatoken.model.policy_loss import (
+from megatoken.objectives.policy_loss import (
     clipped_loss,
     clipped_value_loss,
     gae,
