@@ -84,6 +84,19 @@ def score(model: GPT, tokenizer: Tokenizer, exercises: list[Exercise], temperatu
     }
 
 
+def train_for(seconds: int, recipe: str, base: str, out: Path, words: list[str]) -> dict[str, Any]:
+    """Train from `base` for so many seconds of the run's own time, or on until it has; what it took."""
+    before = max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0) if out.exists() else 0.0
+    if before < seconds:
+        limit = f"save.time_limit={max(5, round(seconds - before))}s"
+        code = main(["train", recipe, "--init", base, "--out", str(out), *words, limit])
+        assert code in (ExitCode.DONE, ExitCode.STOPPED)
+    rows = read_metrics(out)
+    last = [row for row in rows if row["kind"] == "train"][-1]
+    elapsed = max(row["elapsed_seconds"] for row in rows)
+    return {"steps": last["step"], "tokens": last["tokens"], "seconds": elapsed}
+
+
 def run() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--base", required=True)
@@ -94,23 +107,15 @@ def run() -> dict[str, Any]:
     options = parser.parse_args()
     data, out = options.state / "chats", options.state / "run"
     assert main(["prepare", "exercises", "--out", str(data), "--tokenizer", options.base]) == ExitCode.DONE
-    words = ["train", "sft", "--init", options.base, "--out", str(out), f"data.path={data}", *options.words]
-    seconds = max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0) if out.exists() else 0.0
-    if seconds < options.seconds:
-        code = main([*words, f"save.time_limit={max(5, round(options.seconds - seconds))}s"])
-        assert code in (ExitCode.DONE, ExitCode.STOPPED)
+    trained = train_for(options.seconds, "sft", options.base, out, [f"data.path={data}", *options.words])
     exercises = list_exercises(held_out=True)[: options.prompts]
     base, tuned = load_pretrained(options.base), load_pretrained(out)
-    rows = read_metrics(out)
-    steps = [row for row in rows if row["kind"] == "train"]
     control = add_control_tokens(base.tokenizer)
     return {
         "parameters": sum(p.numel() for p in tuned.model.parameters()),
-        "steps": steps[-1]["step"],
-        "tokens": steps[-1]["tokens"],
-        "seconds": max(row["elapsed_seconds"] for row in rows),
+        **trained,
         "threads": torch.get_num_threads(),
-        "val_losses": [row["loss"] for row in rows if row["kind"] == "val"],
+        "val_losses": [row["loss"] for row in read_metrics(out) if row["kind"] == "val"],
         "before": score(grow(base.model, base.tokenizer, control), control, exercises, 0.0),
         "after": score(tuned.model.eval(), tuned.tokenizer, exercises, 0.0),
         "after_sampled": score(tuned.model.eval(), tuned.tokenizer, exercises, 1.0),
