@@ -1,15 +1,13 @@
-"""Losses by the native kernels in bf16 beside PyTorch's in fp32: `python -m tests.soak.native_loss --data data/python`.
+"""Losses by the native kernels in bf16 beside PyTorch's in fp32: `python -m tests.soak.native_loss`.
 
 20 steps of GPT-2 124M on the same ids from the same weights, one sequence of 1,024 tokens each; and the quickstart's
-recipe cut to 200 steps on a prepared corpus, from several seeds, with the loss of held-out text at its end. Ends in one
+recipe cut to 200 steps on its corpus, from several seeds, with the loss of held-out text at its end. Ends in one
 JSON line.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from megatoken.bench.runner import Worker
 from megatoken.bench.spec import OURS, WorkerSpec
 from megatoken.config.presets import PRESETS
 from megatoken.train.metrics_log import read_metrics
+from tests.soak.quickstart_race import prepare_corpus, run
 
 FORMS = {
     "fp32": {"precision": "fp32", "gemm_backend": "torch", "attention": "flash", "adamw": "fused", "fused": "off"},
@@ -51,21 +50,20 @@ def train_124m(form: str, steps: int) -> list[float]:
     return losses
 
 
-def train_quickstart(form: str, data: Path, folder: Path, seed: int, steps: int) -> dict[str, float]:
+def train_quickstart(form: str, folder: Path, seed: int, steps: int) -> dict[str, float]:
     """Means over the last tenth of the steps' losses, and the held-out loss at the end."""
     words = [f"machine.{name}={value}" for name, value in (FORMS[form] | PLAIN).items()]
-    words += [f"data.path={data}", f"budget.steps={steps}", f"seed={seed}", "log.every=1step", "sample.every=0"]
-    command = [sys.executable, "-P", "-m", "megatoken", "train", "quickstart", "--out", str(folder), *words, "--json"]
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    rows = read_metrics(folder)
-    losses = [row["loss"] for row in rows if row["kind"] == "step"]
+    words += [f"budget.steps={steps}", f"seed={seed}", "log.every=1step", "sample.every=0"]
+    out = f"{form}-{seed}".replace(" ", "-")
+    run(folder, "train", "quickstart", "--out", out, *words)
+    rows = read_metrics(folder / out)
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
     held_out = [row["loss"] for row in rows if row["kind"] == "val"]
     return {"train": statistics.fmean(losses[-steps // 10 :]), "held_out": held_out[-1]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--quickstart-steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
@@ -77,11 +75,10 @@ def main() -> None:
     print(json.dumps(last), flush=True)
     ends: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
     with tempfile.TemporaryDirectory() as temporary:
+        prepare_corpus(Path(temporary))
         for seed in range(1337, 1337 + options.seeds):
             for form in FORMS:
-                folder = Path(temporary) / f"{form}-{seed}".replace(" ", "-")
-                arguments = options.data.resolve(), folder, seed, options.quickstart_steps
-                ends[form].append(train_quickstart(form, *arguments))
+                ends[form].append(train_quickstart(form, Path(temporary), seed, options.quickstart_steps))
                 print(form, seed, ends[form][-1], flush=True)
     held_out = {form: [end["held_out"] for end in each] for form, each in ends.items()}
     differences = [low - high for low, high in zip(held_out["bf16 native"], held_out["fp32"], strict=True)]
