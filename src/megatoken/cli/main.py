@@ -25,7 +25,6 @@ from megatoken.cli.completion import write_completion
 from megatoken.cli.plan import find_vocabulary, plan
 from megatoken.cli.quickstart import quickstart
 from megatoken.cli.runs import find_own_data, show_runs
-from megatoken.cli.sync import sync
 from megatoken.config.load import (
     RUN_CONFIG,
     ResolvedConfig,
@@ -521,6 +520,8 @@ def run_race(options: argparse.Namespace) -> Result:
 
 def run_sync(options: argparse.Namespace) -> Result:
     """sync: send the metrics of a run elsewhere."""
+    from megatoken.cli.sync import sync
+
     return ExitCode.DONE, sync(options)
 
 

@@ -5,10 +5,10 @@ config leaves it open. distributed/memory.py has the memory, estimate/speed.py t
 """
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ CHECKPOINTING = ("none", "gelu", "block")
 LOW_PRECISION = {"turing": "fp16", "volta": "fp16"}  # elsewhere bf16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, where a cached property has no place
 class Plan:
     """One model on a number of GPUs. speed_factor: measured tokens/s over predicted ones, 1 where nothing was measured.
 
@@ -70,7 +70,7 @@ class Plan:
         peak = self.gpu.peak_flops(self.layout.precision) * self.layout.gpus
         return self.tokens_per_second * flops_per_token(self.model, causal=False) / peak
 
-    @property
+    @cached_property  # a batch that grows takes an estimate for each of its sizes
     def hours(self) -> float:
         seconds = (self.tokens + self.evaluated_tokens / 3) / self.tokens_per_second
         return (seconds + self._ramp_seconds / self.speed_factor) / 3600
@@ -144,7 +144,7 @@ def plan_run(
 def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
     """(measured over planned tokens/s, number of measurements) of `megatoken bench batch` records of this GPU in a
     folder; their median, 1 where there is none. Raises ConfigError for a record whose numbers are none."""
-    ratios = []
+    ratios = list[float]()
     for path in sorted(folder.glob("*.json")):
         record = read_object(path)
         answer, hardware = record.get("answer"), record.get("hardware")
@@ -162,7 +162,11 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
         except (KeyError, TypeError, ZeroDivisionError) as error:
             what = f"not a record of `megatoken bench batch`: {type(error).__name__} {error}"
             raise ConfigError(what, str(path), "remove it, or choose another folder") from None
-    return (statistics.median(ratios) if ratios else 1.0), len(ratios)
+    if not ratios:
+        return 1.0, 0
+    import statistics  # slow to import
+
+    return statistics.median(ratios), len(ratios)
 
 
 def list_layouts(

@@ -17,13 +17,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any, Self
 
 from megatoken.errors import DataError, StorageError
 from megatoken.redact import redact
 from megatoken.system.atomic_write import MALFORMED, read_json, replace_file
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
@@ -39,7 +40,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class MetricsLogger:
     """One run folder, held by this process until `close`. Not thread-safe."""
 
-    def __init__(self, folder: Path, lock: FileLock | None = None) -> None:
+    def __init__(self, folder: Path, lock: "FileLock | None" = None) -> None:
         """Use `open`. Without a lock it writes nothing, for processes other than rank 0."""
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that a full or failing disk did not take
@@ -58,6 +59,8 @@ class MetricsLogger:
         Raises StorageError when another process holds the folder (naming its pid, host and start time) or when the
         folder cannot be written. The kernel frees the lock of a process however it dies.
         """
+        from filelock import FileLock, Timeout  # which commands that only read metrics do without
+
         lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
         log = cls(folder, lock)
         try:
