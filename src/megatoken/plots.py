@@ -253,7 +253,11 @@ def draw_weights(run: Path, folder: Path) -> list[Path]:
 
 
 def save_figure(pyplot: Any, figure: Any, target: Path) -> Path:
-    """Write a figure in the format of the target's ending and close it. Raises StorageError or ConfigError."""
+    """Write a figure in the format of the target's ending, PNG where it has none, and close it; the file's path.
+
+    Raises StorageError or ConfigError.
+    """
+    target = target if target.suffix else target.with_name(f"{target.name}.png")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, dpi=120)

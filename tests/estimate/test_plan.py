@@ -217,6 +217,20 @@ def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     spent = 6 * answer["budget"]["parameters"] * answer["budget"]["tokens"]
     assert spent == pytest.approx(500 / 2 * 3600 * 312e12 * answer["mfu"], rel=0.15)
     assert "does not fit" in printed.err  # 175B
+    assert "left out: 1,024, among which 512 sequences do not divide" in printed.err
+
+
+def test_the_least_budget_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt2-124m", "--gpus", "8xH100", "--law", "fitted", "--budget"]
+    assert main([*words, "0.01"]) == ExitCode.CONFIG
+    least = capsys.readouterr().err.partition("give $")[2].split()[0]
+    assert main([*words, least]) == ExitCode.DONE
+
+
+def test_numbers_of_gpus_that_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt3-6.7b", "--gpus", "8xH100"]) == ExitCode.DONE
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(row for row in rows if row[:1] == ["1"])[1:4] == ["does", "not", "fit:"]
 
 
 def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +254,8 @@ def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpus", "8xH100", "--price", "nan"], "--price is nan"),
         (["gpt2-124m", "--gpus", "8xH100", "--price", "free"], "invalid float value: 'free'"),
         (["gpt2-124m", "--gpus", "8xH100", "--budget", "0"], "--budget is 0"),
+        (["gpt2-124m", "--gpus", "8xH100", "--budget", "0.01"], "fewer than the law holds for — --budget — give $0."),
+        (["gpt2-124m", "--gpus", "8xH100", "--law", "fitted", "--budget", "1e-9"], "$1e-09 is compute-optimal for"),
         (["gpt2-124m", "--gpus", "8xT4", "--budget", "5"], "no price of T4 is known"),
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", "soon"], "write it as 90m, 24h or 2d12h"),
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", "0h"], "a deadline of 0h"),
@@ -297,11 +313,13 @@ def test_nothing_slow_is_imported() -> None:
     assert subprocess.run(words, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
-def test_picture(tmp_path: Path) -> None:
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "plan.png"
-    assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(target)]) == ExitCode.DONE
+    words = ["plan", "gpt2-124m", "--gpus", "8xH100", "--json", "--plot"]
+    assert main([*words, str(target.with_suffix(""))]) == ExitCode.DONE
     assert target.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(capsys.readouterr().out)["picture"] == str(target)
     assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.foo")]) == ExitCode.CONFIG
 
 

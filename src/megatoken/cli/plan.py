@@ -73,8 +73,9 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     chosen = plan_run(config, model, gpu, gpus, **known)
     met = find_deadline(config, model, gpu, hours, **known) if hours else None
     optimum = spend_budget(config, budget, gpu, gpus, price, options.law, modes) if budget else None
-    scaled = scale_gpus(config, model, gpu, sorted({*GPU_COUNTS, gpus}), **known)
-    scaled = [each for each in scaled if each.fits]
+    counts = sorted({*GPU_COUNTS, gpus})
+    divided = scale_gpus(config, model, gpu, counts, **known)
+    scaled = [each for each in divided if each.fits]
     family = plan_family(config, model.preset, gpu, [gpus], **known) if model.preset else {}
     answer = plan_answer(chosen) | {"scaling": [plan_answer(each) for each in scaled]}
     answer |= {"family": {name: plan_answer(each) for name, (each,) in family.items()}}
@@ -95,7 +96,10 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         console.print(f"{n_measured} measurements of this GPU: {measured:.2f} times the speed of the formula")
     if scaled:
         console.print(f"\nthe same batch of {config.budget.batch_tokens:,} tokens on other numbers of {gpu.name}")
-        print_rows(console, SCALING, [scaling_row(each, scaled[0]) for each in scaled])
+        print_rows(console, SCALING, [scaling_row(each, scaled[0]) for each in divided])
+        if undivided := set(counts) - {each.layout.gpus for each in divided}:
+            numbers = ", ".join(f"{count:,}" for count in sorted(undivided))
+            console.print(f"left out: {numbers}, among which {config.batch_seqs:,} sequences do not divide")
     if family:
         console.print(f"\nthe family at 20 tokens a parameter on {gpus} x {gpu.name}")
         print_rows(console, FAMILY, [family_row(name, each) for name, (each,) in family.items()])
@@ -109,8 +113,9 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         from megatoken.estimate.plan_plot import draw_plan
 
         drawn = plan_family(config, model.preset, gpu, GPU_COUNTS, **known) if model.preset else {}
-        console.print(f"\npicture   {draw_plan(options.recipe, scaled, drawn, options.plot)}")
-        answer["picture"] = str(options.plot)
+        picture = draw_plan(options.recipe, scaled, drawn, options.plot)
+        console.print(f"\npicture   {picture}")
+        answer["picture"] = str(picture)
     return answer
 
 
@@ -265,14 +270,18 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     ]
     if not plan.fits:
         return rows
-    hours = [plan.hours / share for share in reversed(plan.spread)]
-    span = " to ".join(format_duration(3600 * each) for each in hours)
     return [
         *rows,
-        ("time", f"{format_duration(3600 * plan.hours)} ({span}), {plan.gpu_hours:,.1f} GPU-hours"),
+        ("time", f"{describe_time(plan)}, {plan.gpu_hours:,.1f} GPU-hours"),
         ("price", describe_price(plan)),
         ("energy", f"{plan.energy_kwh:,.1f} kWh, estimated: the GPUs alone, at their full {gpu.watts:.0f} W"),
     ]
+
+
+def describe_time(plan: Plan) -> str:
+    """The time that is expected, and its range."""
+    span = " to ".join(format_duration(3600 * plan.hours / share) for share in reversed(plan.spread))
+    return f"{format_duration(3600 * plan.hours)} ({span})"
 
 
 def describe_ramp(plan: Plan) -> str:
@@ -296,6 +305,8 @@ FAMILY = ("model", "tokens", "tokens/s", "MFU", "hours", "GPU-hours", "dollars",
 
 def scaling_row(plan: Plan, first: Plan) -> list[str]:
     """Cells of SCALING. first: the fewest GPUs, to which the speed-up refers."""
+    if not plan.fits:
+        return [f"{plan.layout.gpus:,}", *[""] * 6, describe_excess(plan)]
     speedup = plan.tokens_per_second / first.tokens_per_second * first.layout.gpus
     return [f"{plan.layout.gpus:,}", f"{plan.tokens_per_second:,.0f}", f"{speedup:,.1f}", *_cost_cells(plan)]
 
@@ -303,9 +314,13 @@ def scaling_row(plan: Plan, first: Plan) -> list[str]:
 def family_row(name: str, plan: Plan) -> list[str]:
     """Cells of FAMILY."""
     if not plan.fits:
-        need = f"does not fit: {format_quantity(plan.memory.total_bytes, 'B')}"
-        return [name, format_quantity(plan.tokens), *[""] * 5, need]
+        return [name, format_quantity(plan.tokens), *[""] * 5, describe_excess(plan)]
     return [name, format_quantity(plan.tokens), f"{plan.tokens_per_second:,.0f}", *_cost_cells(plan)]
+
+
+def describe_excess(plan: Plan) -> str:
+    """What a plan that does not fit needs on each GPU."""
+    return f"does not fit: {format_quantity(plan.memory.total_bytes, 'B')}"
 
 
 def _cost_cells(plan: Plan) -> list[str]:
@@ -331,7 +346,7 @@ def describe_deadline(plan: Plan | None, deadline: str, gpu: str) -> str:
     if plan is None:
         return f"{deadline}: no number of {gpu} among which the batch divides is fast enough; raise budget.batch_tokens"
     cost = "" if plan.dollars is None else f", ${plan.dollars:,.2f}"
-    return f"{deadline}: {plan.layout.gpus:,} x {gpu}, {format_duration(3600 * plan.hours)}{cost}"
+    return f"{deadline}: {plan.layout.gpus:,} x {gpu}, {describe_time(plan)}{cost}"
 
 
 def describe_optimum(optimum: Optimum, dollars: float) -> str:

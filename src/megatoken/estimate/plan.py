@@ -312,6 +312,7 @@ class Optimum:
 
 # Approach 3 of Hoffmann et al. 2022: loss = E + A / parameters^ALPHA + B / tokens^BETA.
 E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
+SMALLEST_FITTED = 44e6  # parameters of their smallest model (table A9)
 
 
 def fitted_loss(parameters: float, tokens: float) -> float:
@@ -337,7 +338,7 @@ def spend_budget(
 ) -> Optimum:
     """The compute-optimal model and length for `dollars`, at the speed of the nearest GPT-3 that fits.
 
-    Raises ConfigError when no price is known, or none of them fits.
+    Raises ConfigError when no price is known, none of them fits, or the model is smaller than those of the law.
     """
     price = price or gpu.price
     if not price:
@@ -355,6 +356,12 @@ def spend_budget(
         fitting = next(name for name in nearest if plans[name].fits)
         flops = 6 * count_parameters(family[fitting]) * plans[fitting].tokens_per_second / gpus * seconds
     parameters, tokens = split_compute(flops, law)
+    if parameters < SMALLEST_FITTED:
+        exponent = 0.5 if law == "chinchilla" else BETA / (ALPHA + BETA)  # of compute, in parameters
+        least = dollars * math.pow(SMALLEST_FITTED / parameters, 1 / exponent)
+        what = f"${dollars:g} is compute-optimal for {parameters:,.0f} parameters, fewer than the law holds for"
+        fix = f"give ${math.ceil(100 * least) / 100:.2f} or more, for {SMALLEST_FITTED:,.0f} parameters and up"
+        raise ConfigError(what, "--budget", fix)
     return Optimum(
         parameters=parameters,
         tokens=tokens,

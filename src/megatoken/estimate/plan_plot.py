@@ -14,7 +14,7 @@ def draw_plan(name: str, scaled: Sequence[Plan], families: Mapping[str, Sequence
     Raises ConfigError without matplotlib or for another ending, StorageError where the file cannot be written.
     """
     pyplot = load_pyplot()
-    figure, (speed, hours) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    figure, (speed, hours) = pyplot.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
     _draw_speed(speed, scaled)
     speed.set_title(f"{name}: {scaled[0].step.tokens:,} tokens a step" if scaled else f"{name}: does not fit")
     for model, plans in families.items():
@@ -22,7 +22,8 @@ def draw_plan(name: str, scaled: Sequence[Plan], families: Mapping[str, Sequence
         counts, times = [plan.layout.gpus for plan in fitting], [plan.hours for plan in fitting]
         hours.plot(counts, times, marker="o", markersize=3, label=model)
     hours.set(xlabel="GPUs", ylabel="hours", title="hours to 20 tokens a parameter")
-    hours.legend(fontsize=8)
+    if families:
+        hours.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))  # beside lines that fill the axes
     for axes in (speed, hours):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -39,6 +40,7 @@ def _draw_speed(axes: Any, plans: Sequence[Plan]) -> None:
     axes.fill_between(counts, low, high, alpha=0.2)
     for plan, rate in zip(plans, rates, strict=True):
         label = f"{plan.mfu:.0%}"
-        axes.annotate(label, (plan.layout.gpus, rate), textcoords="offset points", xytext=(4, -11), fontsize=7)
+        place: dict[str, Any] = {"xytext": (0, -13), "ha": "center"}
+        axes.annotate(label, (plan.layout.gpus, rate), textcoords="offset points", fontsize=7, **place)
     axes.set(xlabel="GPUs", ylabel="tokens a second (at each point: MFU)")
     axes.legend(fontsize=8)
