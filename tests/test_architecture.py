@@ -38,7 +38,8 @@ STARTERS = {
 }
 # A process alone splits no model: torch's code for it is a quarter of what a run loads.
 STARTERS |= {"distributed/parallelize.py", "distributed/tensor_parallel.py", "estimate/calibrate.py"}
-HEAVY = {"torch", "numpy", "tokenizers", "rich", "yaml", "safetensors", "xxhash"}
+STARTERS |= {"train/metrics_log.py"}  # whose lock is for the one who writes
+HEAVY = {"torch", "numpy", "tokenizers", "rich", "yaml", "safetensors", "xxhash", "filelock"}
 # Quick to start, and testable without torch: the package, the commit protocol, the data order, the command line.
 WITHOUT_TORCH = (
     *("megatoken", "megatoken.cli.main", "megatoken.__main__", "megatoken.config.load", "megatoken.system.environment"),

@@ -164,9 +164,8 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
             raise ConfigError(what, str(path), "remove it, or choose another folder") from None
     if not ratios:
         return 1.0, 0
-    import statistics  # slow to import
-
-    return statistics.median(ratios), len(ratios)
+    ordered, middle = sorted(ratios), len(ratios) // 2
+    return (ordered[middle] + ordered[~middle]) / 2, len(ratios)
 
 
 def list_layouts(
