@@ -93,7 +93,7 @@ def test_a_search_keeps_the_best_rate_and_goes_on_with_more_trials(
     assert load_config(answer["recipe"]).optim.lr == best
     assert not (tmp_path / "copies").exists()
     assert main(["sweep", recipe, "--out", str(tmp_path / "out"), "optim.lr=1e-5|3e-3", mirror]) == ExitCode.CONFIG
-    assert "the sweep in this folder has another ranges" in capsys.readouterr().err
+    assert "the sweep in this folder has other ranges" in capsys.readouterr().err
 
 
 def test_a_damaged_search_is_one_line(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +102,16 @@ def test_a_damaged_search_is_one_line(recipe: str, tmp_path: Path, capsys: pytes
     (line,) = capsys.readouterr().err.splitlines()
     assert "journal.log" in line
     assert "delete it, or name another --out" in line
+
+
+def test_what_every_trial_failed_of_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = f"data.path={tmp_path / 'missing'}"
+    words = ["sweep", "quickstart", missing, "optim.lr=1e-3|2e-3|3e-3|4e-3", "--trials", "4", "--jobs", "3"]
+    assert main([*words, "--out", str(tmp_path / "sweep")]) == ExitCode.DATA
+    assert "the first 3 trials failed: " in (error := capsys.readouterr().err)
+    assert str(tmp_path / "missing") in error
+    assert main([*words, "seed=2", "--out", str(tmp_path / "sweep")]) == ExitCode.CONFIG
+    assert "has other fixed settings" in capsys.readouterr().err
 
 
 def test_lists_of_values_are_tried_each_once(recipe: str, tmp_path: Path) -> None:

@@ -68,6 +68,14 @@ def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -
     return process.returncode
 
 
+def find_error(folder: Path) -> str:
+    """The last error in the log of a run; nothing where there is none."""
+    with suppress(OSError):
+        lines = find_log(folder).read_text(errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.startswith("error: ")), "")
+    return ""
+
+
 def find_log(folder: Path) -> Path:
     """Where the output of a run goes."""
     return folder.with_name(f"{folder.name}.log")

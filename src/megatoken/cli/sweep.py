@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.bench.report import save_picture, show_rows
-from megatoken.cli.child_runs import find_log, hold_folder, stop_on_signal, train
+from megatoken.cli.child_runs import find_error, find_log, hold_folder, stop_on_signal, train
 from megatoken.config.load import render, resolve
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
@@ -144,7 +144,9 @@ class Sweep:
             failures = states.count(TrialState.FAIL)
             if failures >= MOST_FAILURES and not {TrialState.COMPLETE, TrialState.PRUNED} & {*states}:
                 fix = "read the .log of one, then name another --out"
-                raise DataError(f"the first {failures} trials failed", str(self.options.out), fix)
+                last = [trial.user_attrs["folder"] for trial in trials if trial.state == TrialState.FAIL][-1]
+                reason = find_error(self.options.out / last).replace("error: ", ": ", 1)
+                raise DataError(f"the first {failures} trials failed{reason}", str(self.options.out), fix)
             waiting = states.count(TrialState.WAITING)
             tried = [trial.params for trial in trials]
             left = [values for values in self.grid if values not in tried]
@@ -272,9 +274,10 @@ def _open_study(optuna: Any, options: Namespace, ranges: Sequence[SearchRange], 
         raise DataError(f"damaged: {error}", str(options.out / JOURNAL), "delete it, or name another --out") from None
     search = {"recipe": options.recipe, "ranges": [repr(space) for space in ranges], "fixed": list(fixed)}
     if (before := study.user_attrs.get("search", search)) != search:
-        changed = ", ".join(name for name in search if before[name] != search[name])
+        words = {"recipe": "another recipe", "ranges": "other ranges", "fixed": "other fixed settings"}
+        changed = ", ".join(words[name] for name in search if before[name] != search[name])
         fix = "give the same, or name another --out"
-        raise ConfigError(f"the sweep in this folder has another {changed}", str(options.out), fix)
+        raise ConfigError(f"the sweep in this folder has {changed}", str(options.out), fix)
     study.set_user_attr("search", search)
     for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
         if "folder" in trial.user_attrs:
