@@ -401,4 +401,6 @@ class TrainLoop:
         best = self.saver.find_best()
         if best not in (None, step):
             run.console.print(f"best: {run.out / BEST} of step {best:,}, validation loss {run.val_losses[best]:.4f}")
-        run.console.print(f'done: {run.out}; next: megatoken sample {shlex.quote(str(run.out))} "your prompt"')
+        out = shlex.quote(str(run.out))
+        use = {"pretrain": f'sample {out} "your prompt"', "reward": f"train ppo --init RUN objective.reward={out}"}
+        run.console.print(f"done: {run.out}; next: megatoken {use.get(run.config.objective.name, f'chat {out}')}")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatoken.data.chat_dataset import find_kind, open_rows, read_answers, require_kind
-from megatoken.data.chat_formats import read_examples
+from megatoken.data.chat_formats import peek_format, read_examples
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare_chats import _pack, prepare_chats
@@ -216,4 +216,22 @@ def test_what_is_no_json(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n{broken\n")
     with pytest.raises(MegatokenError, match=r"not a line of JSON: .* — .*rows.jsonl:3 — mend it"):
+        list(read_examples(find_source(str(path))))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_of_conversations_is_not_text(name: str, indent: int | None, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(json.dumps([GOOD, GOOD], indent=indent))
+    with pytest.raises(MegatokenError, match=r"an array of messages, not a line of JSON .* — write a row a line"):
+        peek_format(find_source(str(tmp_path / name)), "text")
+    (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=indent))
+    assert peek_format(find_source(str(tmp_path / name)), "text") is None
+
+
+def test_conversations_that_are_no_utf_8_are_conversations(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(json.dumps(GOOD, ensure_ascii=False).encode().replace(b'"user"', b'"user\xe9"') + b"\n")
+    assert peek_format(find_source(str(path)), "text")
+    with pytest.raises(MegatokenError, match=r"not a line of JSON: 'utf-8' codec .* — .*rows.jsonl:1"):
         list(read_examples(find_source(str(path))))

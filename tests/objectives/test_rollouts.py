@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,15 @@ def test_rows_train_the_answer_and_its_stop_token():
     assert log_probs[1].tolist() == pytest.approx([-0.4, -0.5, 0, 0, 0, 0])
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 @pytest.mark.parametrize("model", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-def test_log_probabilities_are_of_the_distribution_sampled_from(tmp_path: Path, model: ModelConfig):
-    run = open_run(tmp_path, model=model)
+def test_log_probabilities_are_of_the_distribution_sampled_from(tmp_path: Path, model: ModelConfig, temperature: float):
+    run = open_run(tmp_path, model=model, temperature=temperature)
     batch = open_batches(run).get(0)
-    again, _ = measure_answers(run.state.model, run.step_config, CPU, batch, in_low_precision=False)
+    measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch, in_low_precision=False)
+    again, _ = measure(temperature=temperature)
+    at_one, _ = measure()
+    assert torch.allclose(again, at_one) is (temperature == 1.0)
     torch.testing.assert_close(batch.values["log_probs"], again, rtol=0, atol=2e-6)
     assert (again < 0).sum() == (batch.targets_BT >= 0).sum()
 
@@ -115,15 +120,25 @@ def test_advantages_are_those_of_each_prompts_answers(tmp_path: Path):
     assert batches.metrics["stopped"] == sum(ids[-1] in STOPS for ids in answers) / 8
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 8])
-def test_the_first_gradient_is_the_policy_gradient(tmp_path: Path, micro_batch: int):
+def test_a_low_temperature_draws_likelier_answers(tmp_path: Path):
+    def mean_log_prob(temperature: float) -> float:
+        run = open_run(tmp_path, temperature=temperature, batch=64)
+        batch = open_batches(run).get(0)
+        scores, _ = measure_answers(run.state.model, run.step_config, CPU, batch, in_low_precision=False)
+        return (scores.sum() / (batch.targets_BT >= 0).sum()).item()
+
+    assert mean_log_prob(0.05) > mean_log_prob(1.0) + 0.05
+
+
+@pytest.mark.parametrize(("micro_batch", "temperature"), [(1, 1.0), (3, 1.0), (8, 1.0), (3, 0.6)])
+def test_the_first_gradient_is_the_policy_gradient(tmp_path: Path, micro_batch: int, temperature: float):
     """Where the model is the one that sampled, the clipped objective's gradient is that of -A log p over the tokens."""
-    run = open_run(tmp_path)
+    run = open_run(tmp_path, temperature=temperature)
     run.step_config = tiny_step_config(micro_batch)
     batch = open_batches(run).get(0)
     model = run.state.model
     logits = model.logits(batch.inputs_BT)
-    log_probs = logits.log_softmax(-1).gather(-1, batch.targets_BT.clamp(min=0)[..., None])[..., 0]
+    log_probs = (logits / temperature).log_softmax(-1).gather(-1, batch.targets_BT.clamp(min=0)[..., None])[..., 0]
     (-(batch.values["advantages"] * log_probs).sum() / (batch.targets_BT >= 0).sum()).backward()
     expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm().item()
     model.zero_grad()

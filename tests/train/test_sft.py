@@ -118,7 +118,9 @@ def test_the_same_command_goes_on(base: Path, tmp_path: Path, capsys: pytest.Cap
     words = ["--init", str(base / "run"), "--out", str(tmp_path / "run"), f"data.path={base / 'chats'}", *SFT]
     for every, code in (("2steps", ExitCode.DONE), ("3steps", ExitCode.DONE)):
         assert main(["train", "sft", *words, f"evaluate.every={every}"]) == code, capsys.readouterr().err
-    assert "this run is finished" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "this run is finished" in said
+    assert f"next: megatoken chat {tmp_path / 'run'}" in said
     other = ["model.n_layer=3", *MODEL[1:]]
     assert main(["train", "sft", *words, *other]) == ExitCode.CONFIG
     assert "model.n_layer: 2 -> 3" in capsys.readouterr().err
@@ -138,6 +140,15 @@ def test_two_processes_train_as_one(base: Path, tuned: Path, tmp_path: Path) -> 
     assert tune(base, tmp_path / "run", nproc=2) == ExitCode.DONE
     assert rows_of(tmp_path / "run", "train") == pytest.approx(rows_of(tuned, "train"), rel=2e-5)
     assert rows_of(tmp_path / "run", "val") == pytest.approx(rows_of(tuned, "val"), rel=2e-5)
+
+
+def test_four_processes_train_as_one(base: Path, tuned: Path, tmp_path: Path) -> None:
+    """Without the validation and samples, which two processes share above, so that it takes seconds."""
+    words = ["evaluate.tokens=0", "sample.every=0", "sample.at_start=false"]
+    assert tune(base, tmp_path / "run", *words, nproc=4) == ExitCode.DONE
+    for key, tolerance in (("loss", 2e-5), ("grad_norm", 2e-4)):
+        expected = rows_of(tuned, "train", key)
+        assert rows_of(tmp_path / "run", "train", key) == pytest.approx(expected, rel=tolerance)
 
 
 def test_batches_do_not_depend_on_the_processes(base: Path) -> None:

@@ -54,6 +54,9 @@ class ObjectiveConfig:
         "exact", "grpo, ppo: exact, number or gsm8k, or the run of a reward model; own code by --reward module:function"
     )
     group: int = config_field(8, "grpo, ppo: answers to each prompt", low=1)
+    temperature: float = config_field(
+        1.0, "grpo, ppo: answers are sampled from softmax(logits / temperature), and trained as such", low=0.01
+    )
     max_new_tokens: int = config_field(64, "grpo, ppo: longest answer", "tokens", low=1)
     kl: float = config_field(
         0.0, "grpo, ppo: weight of the KL divergence from the model at the start; 0: none", low=0.0

@@ -13,8 +13,10 @@ A prompt or an answer of these is text, or a list of messages.
 """
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +26,7 @@ from megatoken.data.sources import Source
 from megatoken.errors import DataError
 
 Kind = Literal["chat", "preference", "prompt"]
+ARRAY_HEAD_BYTES = 1 << 20  # of a file, in which its first row ends
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -57,15 +60,35 @@ def detect_format(row: Any) -> Format | None:
 
 def peek_format(source: Source, text_key: str) -> Format | None:
     """The format of the first row of a corpus of JSON lines; None for text, which stands below `text_key`."""
+    _refuse_array(source)
     if not source.files or not all(file.format == "lines" for file in source.files):
         return None
     for _, line in _read_lines(source):
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode(errors="replace"))  # what is no UTF-8 is an error of its row
         except (ValueError, RecursionError):
             return None
         return None if isinstance(row, dict) and text_key in row else detect_format(row)
     return None
+
+
+def _refuse_array(source: Source) -> None:
+    """Raise DataError for one file that is an array of conversations: as text its punctuation would be trained."""
+    if len(source.files) != 1 or not re.search(r"\.(json|jsonl|ndjson)(\.|$)", (file := source.files[0]).name):
+        return
+    head = ""
+    with source.open(file) as raw, suppress(OSError, EOFError, zlib.error):  # said by whoever reads on
+        head = decompress(raw, file).read(ARRAY_HEAD_BYTES).decode("utf-8-sig", errors="replace")
+    start = re.match(r"\s*\[\s*(?=\{)", head)
+    if start is None:
+        return
+    try:
+        row, _ = json.JSONDecoder().raw_decode(head, start.end())
+    except (ValueError, RecursionError):
+        return
+    if found := detect_format(row):
+        fix = "write a row a line, such as by: jq -c '.[]' FILE.json > FILE.jsonl"
+        raise DataError(f"an array of {found.name}, not a line of JSON for each row", file.path, fix)
 
 
 def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:

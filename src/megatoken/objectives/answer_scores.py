@@ -50,7 +50,7 @@ def _policy_sums(
     dropout_keys_B: Tensor | None,
 ) -> dict[str, Tensor]:
     """GRPO's and PPO's loss of a micro-batch, the KL from the reference, and how many tokens were clipped."""
-    log_probs, values = _forward(state, step_config, device, batch, dropout_keys_B)
+    log_probs, values = _forward(state, step_config, device, batch, dropout_keys_B, config.temperature)
     given, mask = batch.values, batch.targets_BT >= 0
     losses, clipped = clipped_loss(log_probs, given["log_probs"], given["advantages"], clip=config.clip)
     sums = {"clip_share": (clipped & mask).sum()}
@@ -99,11 +99,17 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure_answers(
-    model: GPT, step_config: StepConfig, device: Device, batch: Batch, *, in_low_precision: bool
+    model: GPT,
+    step_config: StepConfig,
+    device: Device,
+    batch: Batch,
+    *,
+    in_low_precision: bool,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, values) (B, T) of the rows' targets, in micro-batches, without dropout.
 
-    in_low_precision: the weights are, so that autocast is not needed.
+    in_low_precision: the weights are, so that autocast is not needed. temperature: of the distribution.
     """
     was_training = model.training
     model.eval()
@@ -111,7 +117,7 @@ def measure_answers(
     try:
         for part in batch.split(step_config.micro_batch):
             with nullcontext() if in_low_precision else device.autocast():
-                parts.append(_score(model, model(part.inputs_BT), part, step_config.loss_chunk))
+                parts.append(_score(model, model(part.inputs_BT), part, step_config.loss_chunk, temperature))
     finally:
         model.train(was_training)
     log_probs, values = zip(*parts, strict=True)
@@ -119,15 +125,20 @@ def measure_answers(
 
 
 def _forward(
-    state: TrainState, step_config: StepConfig, device: Device, batch: Batch, dropout_keys_B: Tensor | None
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    batch: Batch,
+    dropout_keys_B: Tensor | None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, values) (B, T) of a micro-batch's targets, differentiable, through the compute model."""
     with nullcontext() if state.uses_master_weights else device.autocast():
         hidden = forward_hidden(state, batch, dropout_keys_B)
-        return _score(state.compute_model, hidden, batch, step_config.loss_chunk)
+        return _score(state.compute_model, hidden, batch, step_config.loss_chunk, temperature)
 
 
-def _score(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int) -> tuple[Tensor, Tensor]:
+def _score(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and, with a value head, values, else zeros: (B, T) each."""
     config, targets = model.config, batch.targets_BT
     kept = targets.numel() * config.padded_vocab_size <= KEPT_LOGITS
@@ -137,6 +148,7 @@ def _score(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int) -> tuple[Te
         targets,
         vocab_size=config.vocab_size,
         softcap=config.logit_softcap,
+        temperature=temperature,
         chunk=0 if kept else chunk,
     )
     return log_probs, model.values(hidden_BTC) if config.value_head else torch.zeros_like(log_probs)

@@ -79,13 +79,23 @@ class RolloutBatches:
         windows = self._order.windows((number * batch_seqs + first) // objective.group, own // objective.group)
         prompts = [self._prompts[window] for window in windows.tolist() for _ in range(objective.group)]
         seeds = [sequence_seed(run.config.seed, number, first + row) for row in range(own)]
-        completions = answer_prompts(
-            run.state.compute_model, prompts, seeds, self._stop_ids, run.device, objective.max_new_tokens
-        )
+        completions = self._answer(prompts, seeds)
         rewards = torch.tensor(score_on_all(run, self._score, prompts, completions), dtype=torch.float64)
         self._measure(rewards.view(-1, objective.group), completions)
         widths = (len(prompt.ids) + count_tokens(each) for prompt, each in zip(prompts, completions, strict=True))
         return self._build(prompts, completions, rewards, max(run.comm.gather(max(widths))))
+
+    def _answer(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
+        run, objective = self._run, self._run.config.objective
+        return answer_prompts(
+            run.state.compute_model,
+            prompts,
+            seeds,
+            self._stop_ids,
+            run.device,
+            objective.max_new_tokens,
+            temperature=objective.temperature,
+        )
 
     def _build(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], rewards: Tensor, width: int
@@ -102,6 +112,7 @@ class RolloutBatches:
             device=run.device,
             batch=batch,
             in_low_precision=run.state.uses_master_weights,
+            temperature=objective.temperature,
         )
         if self._reference is not None:
             values["reference"] = measure(self._reference)[0].cpu()
@@ -152,9 +163,7 @@ class RolloutBatches:
         prompts = [self._held_out[number] for number in own]
         seeds = [sequence_seed(run.config.seed, -1, number) for number in own]
         poll()
-        completions = answer_prompts(
-            run.state.compute_model, prompts, seeds, self._stop_ids, run.device, run.config.objective.max_new_tokens
-        )
+        completions = self._answer(prompts, seeds)
         rewards = score_on_all(run, self._score, prompts, completions)
         stops = [float(each.finish_reason == "stop") for each in completions]
         lengths = [float(count_tokens(each)) for each in completions]
@@ -163,7 +172,7 @@ class RolloutBatches:
         mean, n = all_rewards.double().mean().item(), len(all_rewards)
         spread = all_rewards.double().std().item() if n > 1 else 0.0
         return {
-            "loss": -mean,
+            "loss": 0.0 - mean,  # not -0.0
             "reward": mean,
             "reward_stderr": spread / math.sqrt(n),
             "stopped": all_stops.mean().item(),
@@ -197,10 +206,17 @@ def answer_prompts(
     stop_ids: Sequence[int],
     device: Device,
     max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
 ) -> list[Completion]:
-    """An answer to each prompt with the seed beside it, at temperature 1 from all ids; equal neighbours share work."""
+    """An answer to each prompt with the seed beside it, from all ids; equal neighbours share work.
+
+    The log-probabilities are those of the distribution at that temperature.
+    """
     requests = [
-        Request(prompt.ids, max_new_tokens, seed=seed, stop_ids=stop_ids, logprobs=True)
+        Request(
+            prompt.ids, max_new_tokens, temperature, seed=seed, stop_ids=stop_ids, logprobs=True, drawn_logprobs=True
+        )
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     return generate_batch(model, requests, rows=DECODED_ROWS, device=device)

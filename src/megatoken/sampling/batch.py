@@ -37,7 +37,8 @@ class Request:
     """A sequence to decode. prompt_ids: an empty prompt is given as the end-of-text id; stop_ids end the sequence.
 
     temperature 0 takes the likeliest id; top_k and top_p draw from the k likeliest ids (0: all), or from the fewest
-    whose probabilities sum to p (Holtzman et al. 2020). logprobs: report log-probabilities.
+    whose probabilities sum to p (Holtzman et al. 2020). logprobs: report log-probabilities; drawn_logprobs: those of
+    the distribution at this temperature instead of 1, as reinforcement needs them.
     """
 
     prompt_ids: Sequence[int]
@@ -48,6 +49,7 @@ class Request:
     seed: int = 0
     stop_ids: Sequence[int] = ()
     logprobs: bool = False
+    drawn_logprobs: bool = False
 
     @property
     def capacity(self) -> int:
@@ -69,7 +71,8 @@ class Request:
 class Token(NamedTuple):
     """A new id of a row; finish_reason, of its last one: `stop` where the id is one of stop_ids, or `length`.
 
-    logprob: natural logarithm of the model's probability of the id, before temperature, top_k and top_p.
+    logprob: natural logarithm of the model's probability of the id, before temperature (unless `drawn_logprobs`), top_k
+    and top_p.
     """
 
     row: int
@@ -208,6 +211,9 @@ class BatchDecoder:
                 raise NumericsError("the model's logits are not finite numbers", position, fix)
         logprobs: list[float | None] = [None] * len(self._rows)
         if any(row.request.logprobs for row in self._rows):
+            scales = [row.request.temperature if row.request.drawn_logprobs else 1.0 for row in self._rows]
+            if any(scale != 1 for scale in scales):
+                logits_NV = logits_NV / torch.tensor(scales, device=logits_NV.device)[:, None]
             logprobs = logits_NV.log_softmax(-1).gather(1, ids_N[:, None])[:, 0].tolist()
         tokens = []
         for row, id, logprob in zip(self._rows, ids_N.tolist(), logprobs, strict=True):
