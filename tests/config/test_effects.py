@@ -56,6 +56,7 @@ def test_every_setting_has_a_rule_or_always_an_effect() -> None:
         ("model.window=0 model.window_pattern=SL", "model.window=0"),
         ("optim.schedule=constant optim.decay=0.5dur", "optim.schedule=constant"),
         ("optim.schedule=constant optim.min_lr_ratio=0.2", "optim.schedule=constant"),
+        ("objective.name=sft data.document_mask=true", "objective.name=sft"),
         ("optim.name=adamw optim.matrix_lr=0.03", "optim.name=adamw"),
         ("optim.name=adamw optim.momentum=0.9", "optim.name=adamw"),
         ("optim.name=adamw optim.momentum_warmup=300steps", "optim.name=adamw"),

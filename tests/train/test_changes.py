@@ -26,7 +26,7 @@ FATAL = {"seed", "data.tokenizer", "optim.name", "budget.batch_tokens", "budget.
 FATAL |= {key for key in FIELDS if key.startswith("model.")} - {"model.preset", "model.dropout"}
 FATAL.add("objective.name")
 GUARDED = {key for key in FIELDS if key.startswith(("optim.", "budget.", "objective."))} - FATAL
-GUARDED |= {"model.dropout", "data.path", "data.order"}
+GUARDED |= {"model.dropout", "data.path", "data.order", "data.document_mask"}
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 16}
 data: {path: DATA, tokenizer: bytes}

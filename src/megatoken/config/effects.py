@@ -36,6 +36,7 @@ RULES = (
         lambda c: not (Path(c.data.path) / MANIFEST).is_file(),
         "a dataset of `megatoken prepare` carries its own",
     ),
+    Rule("data.document_mask", "objective.name", lambda c: c.objective.name == "pretrain", "it is for text"),
     Rule("optim.decay optim.min_lr_ratio", "optim.schedule", lambda c: c.optim.schedule != "constant", "no decay"),
     Rule("objective.beta", "objective.name", lambda c: c.objective.name == "dpo", "it is for dpo"),
     Rule(

@@ -35,6 +35,9 @@ class DataConfig:
         "of the batches; sequential: in a row through each shard, as build-nanogpt; one-batch: the first, always, "
         "to check that a model can learn it",
     )
+    document_mask: bool = config_field(
+        False, "tokens do not attend to earlier documents: one begins at each end-of-text token, with position 0"
+    )
     tokenizer: str = config_field("gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own")
 
 
@@ -366,6 +369,13 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
             yield "machine.tensor_parallel", what, "use machine.sharding"
         if config.data.order == "sequential":
             yield "data.order", "rows of conversations are shuffled", "set data.order=shuffled"
+    if config.data.document_mask and config.objective.name == "pretrain":
+        if config.machine.tensor_parallel > 1:
+            what = "windows with data.document_mask are not split over tensor-parallel processes"
+            yield "machine.tensor_parallel", what, "use machine.sharding, or data.document_mask=false"
+        if config.machine.attention in ("cudnn", "fa2"):
+            what = f"attention {config.machine.attention!r} takes no mask, which data.document_mask needs"
+            yield "machine.attention", what, "use auto or flash, or data.document_mask=false"
     if config.machine.sharding not in ("auto", "none") and config.machine.master_weights == "on":
         yield "machine.master_weights", "sharded weights are fp32 masters already", "use auto"
     yield from _validate_objective(config)

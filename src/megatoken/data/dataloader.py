@@ -9,7 +9,7 @@ micro-batch or gradient accumulation.
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -77,13 +77,15 @@ class DataLoader:
         order: DataOrder = "shuffled",
         sources: Sequence[tuple[int, float]] = (),
         marks: Marks | None = None,
+        document_start: int | None = None,
     ) -> None:
         """Windows of seq_len + 1 tokens at stride seq_len, batch_size of them a step over all ranks.
 
         ramp: the batches grow to batch_size as it says. order: sequential cuts each shard into batches from its start
         and leaves out what is shorter than a batch, as build-nanogpt and llm.c's train_gpt2.py; one-batch repeats the
         first one. sources: (tokens, weight) of each source in `tokens`, which are shuffled each on its own. marks: of
-        rows of conversations (data/chat_dataset.py), which share no token; they are not read sequentially. Raises
+        rows of conversations (data/chat_dataset.py), which share no token; they are not read sequentially.
+        document_start: the id that begins each document of a text, none of which then sees another. Raises
         ConfigError when a batch does not divide by dp_size, DataError when the split holds fewer windows than one
         batch, or a source not one.
         """
@@ -97,8 +99,8 @@ class DataLoader:
         unit = 1  # windows that are not divided
         if order == "sequential":
             lengths, unit = tokens.shard_tokens, batch_size
-        assert marks is None or order != "sequential"
-        self._marks = marks
+        assert marks is None or (order != "sequential" and document_start is None)
+        self._marks, self.document_start = marks, document_start
         self._stride, shared = (seq_len, 1) if marks is None else (seq_len + 1, 0)  # tokens of two windows
         counts = [max(0, length - shared) // (unit * self._stride) * unit for length in lengths]
         # Windows are numbered through all sources, or shards; these are the first of each, and its first token.
@@ -156,7 +158,8 @@ class DataLoader:
     def full_batch(self, step: int) -> Batch:
         """What a training step reads, on the CPU; of conversations what is trained is counted. Raises as `rows`."""
         if self._marks is None:
-            return Batch(*self.batch(step))
+            batch = Batch(*self.batch(step))
+            return batch if self.document_start is None else separate_documents(batch, self.document_start)
         marks = self._marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
         return make_batch(self.rows(step), marks)
 
@@ -191,6 +194,16 @@ def make_batch(rows: Ids, marks: Marks) -> Batch:
     starts = np.maximum.accumulate(np.where(marks[:, :-1] & START, np.arange(ids.shape[1] - 1), 0), axis=1)
     inputs = torch.from_numpy(np.ascontiguousarray(ids[:, :-1]))
     return Batch(inputs, torch.from_numpy(targets), torch.from_numpy(starts) if starts.any() else None)
+
+
+def separate_documents(batch: Batch, document_start: int) -> Batch:
+    """The batch, on the CPU, with the place at which each token's document begins: at the id `document_start`.
+
+    The id belongs to the document after it, as where sampling begins one. What a row begins with counts as a document.
+    """
+    ids = batch.inputs_BT.numpy()
+    starts = np.maximum.accumulate(np.where(ids == document_start, np.arange(ids.shape[1]), 0), axis=1)
+    return replace(batch, starts_BT=torch.from_numpy(starts))
 
 
 def batch_of_step(step: int, skipped: Sequence[int]) -> int:
@@ -312,7 +325,7 @@ class Prefetcher:
 
     def _make(self, step: int) -> Batch | Tensor:
         """The batch for a CPU; of text for a device one tensor of narrow rows: a quarter of the bytes to copy."""
-        if self._device.type == "cpu" or self._loader.has_marks:
+        if self._device.type == "cpu" or self._loader.has_marks or self._loader.document_start is not None:
             return self._loader.full_batch(step)
         rows = self._loader.rows(step)
         narrow = torch.from_numpy(rows.view(np.int16 if rows.itemsize == 2 else np.int32))

@@ -44,7 +44,7 @@ def validation_loss(
     for window in windows:
         if dims.is_unsharded and not len(window):
             continue
-        batch = window if isinstance(window, Batch) else _to_batch(window)
+        batch = window if isinstance(window, Batch) else to_batch(window)
         inputs, targets, starts = batch.inputs_BT, batch.targets_BT, batch.starts_BT
         # A split model computes at least one row, of a length that divides among its ranks; padding has no target.
         if not dims.is_unsharded:
@@ -78,7 +78,8 @@ def validation_loss(
     return loss_metrics(*comm.sum(sums).tolist())
 
 
-def _to_batch(window: np.ndarray) -> Batch:
+def to_batch(window: np.ndarray) -> Batch:
+    """Windows (B, T+1) of token ids as a batch on the CPU."""
     ids = torch.from_numpy(window.astype(np.int64))
     return Batch(ids[:, :-1], ids[:, 1:])
 

@@ -14,13 +14,13 @@ from megatoken.checkpoint.commit import list_steps, prune, step_folder
 from megatoken.checkpoint.save import AsyncSave
 from megatoken.data.chat_dataset import open_rows
 from megatoken.data.chat_template import Message, find_template
-from megatoken.data.dataloader import Batch, evaluation_rows, evaluation_windows
+from megatoken.data.dataloader import Batch, evaluation_rows, evaluation_windows, separate_documents
 from megatoken.data.dataset import Dataset
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import CheckpointError, MegatokenError, NumericsError, StorageError
 from megatoken.eval.multiple_choice import compute_metrics, format_metrics, score_examples
-from megatoken.eval.val_loss import validation_loss
+from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.redact import redact
 from megatoken.sampling.generate import generate_ids
 from megatoken.system.device import is_out_of_memory
@@ -119,7 +119,7 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
 
 def _measure_loss(run: RunContext, dataset: Dataset, poll: Callable[[], None]) -> dict[str, Any]:
     """loss (nats), target_tokens and bits_per_byte of a held-out split, over at most `evaluate.tokens`."""
-    state, limit_tokens = run.state, run.config.evaluate.tokens
+    state, limit_tokens, documents = run.state, run.config.evaluate.tokens, run.loader.document_start
     if run.loader.has_marks:
         windows: Any = evaluation_rows(open_rows(dataset, "val"), limit_tokens=limit_tokens)
     else:
@@ -131,7 +131,8 @@ def _measure_loss(run: RunContext, dataset: Dataset, poll: Callable[[], None]) -
     def batches() -> Iterator[np.ndarray | Batch]:
         for start in starts:
             poll()
-            yield windows.rows(start, size)
+            rows = windows.rows(start, size)
+            yield rows if documents is None else separate_documents(to_batch(rows), documents)
 
     metrics = validation_loss(
         state.model,

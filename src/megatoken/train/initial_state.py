@@ -87,6 +87,9 @@ def check_own_model(run: RunContext, model: GPT, optimizer: torch.optim.Optimize
     if model.config.dropout and "dropout_keys_B" not in inspect.signature(model.forward).parameters:
         what = f"{type(model).__name__}.forward takes no dropout_keys_B"
         raise ConfigError(what, "model", "pass it on to GPT.forward, or set model.dropout=0")
+    if run.config.data.document_mask and "tree_mask" not in inspect.signature(model.forward).parameters:
+        what = f"{type(model).__name__}.forward takes no tree_mask"
+        raise ConfigError(what, "model", "pass it on to GPT.forward, or set data.document_mask=false")
     if optimizer is not None:
         updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
         own = {id(param) for param in model.parameters()}

@@ -46,6 +46,7 @@ from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER
 from megatoken.train.state import build_step_config
 
+SCANNED_TOKENS = 1 << 24  # for a token between documents
 MEMORY_MARGIN = 2  # of what is free: other programs may end, and some of it may be swapped
 
 
@@ -102,6 +103,7 @@ def open_data(run: RunContext) -> None:
         order=order,
         sources=[(len(part.dataset.train), part.share) for part in parts],
         marks=marks,
+        document_start=find_document_start(run) if config.data.document_mask and marks is None else None,
     )
     epoch_tokens = run.loader.n_windows * seq_len
     run.step_config = build_step_config(config, epoch_tokens=epoch_tokens, device_type=run.device.type)
@@ -124,6 +126,23 @@ def open_marks(run: RunContext) -> Marks | None:
     if kind == "text":
         return None
     return np.concatenate([open_rows(part.dataset, "train").marks for part in run.dataset.parts])
+
+
+def find_document_start(run: RunContext) -> int:
+    """The id between documents. Raises ConfigError where the training split is one document, or seems to be.
+
+    Shards of other programs do not record their documents, and may separate them by another id.
+    """
+    id, sizes = run.tokenizer.eot, [part.dataset.manifest.documents.get("train", 0) for part in run.dataset.parts]
+    what = "" if max(sizes) != 1 or 0 in sizes else "the training split is one document"
+    if 0 in sizes:
+        count = min(len(run.dataset.train), SCANNED_TOKENS)
+        if not (run.dataset.train.read(0, count) == id).any():
+            what = f"no end-of-text token (id {id}) among the first {count:,} training tokens"
+    if what:
+        fix = "leave it out, or prepare the text as several documents"
+        raise ConfigError(f"data.document_mask has no effect: {what}", "data.document_mask", fix)
+    return id
 
 
 def check_space(run: RunContext) -> None:

@@ -1,0 +1,216 @@
+"""Documents of a window that do not see one another: the losses of each alone, on any layout, resumed."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatoken.checkpoint.commit import find_checkpoint
+from megatoken.config.load import resolve
+from megatoken.config.model_config import ModelConfig
+from megatoken.console import Console
+from megatoken.data.dataloader import Batch, DataLoader, Prefetcher, separate_documents
+from megatoken.data.dataset import load_dataset
+from megatoken.data.prepare import prepare
+from megatoken.errors import ConfigError, ExitCode
+from megatoken.eval.val_loss import to_batch, validation_loss
+from megatoken.model.gpt import set_attention
+from megatoken.pretrain import Trainer
+from megatoken.train.metrics_log import read_metrics
+from megatoken.train.state import TrainState
+from megatoken.train.step import forward_backward
+from tests.eval.test_val_loss import SINGLE
+from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_state, tiny_step_config
+
+EOT, T = 96, 16  # of the tiny models
+MASK = "data.document_mask=true"
+WORDS = (
+    *("model.n_layer=2", "model.n_head=2", "model.d_model=32", "model.seq_len=32", "budget.batch_tokens=256"),
+    *("budget.steps=12", "optim.lr=1e-2", "machine.gemm_backend=torch", "machine.attention=flash"),
+    *("machine.threads=1", "machine.loss_chunk=32", "machine.micro_batch=4", "machine.device=cpu"),
+    *("machine.precision=fp32", "evaluate.every=5", "evaluate.tokens=400", "sample.every=0", "log.plots=false"),
+    *("log.every=1", "save.every=4"),
+)
+
+
+def make_windows(n_rows: int = 8) -> np.ndarray:
+    """Windows of T + 1 tokens: documents of lengths 1 to all of it, some of which begin at a window's edges."""
+    rows = np.random.default_rng(0).integers(0, EOT, (n_rows, T + 1))
+    rows[np.random.default_rng(1).random(rows.shape) < 0.15] = EOT
+    rows[0], rows[1, 0], rows[2, [-1, -2]], rows[3, 5:7] = rows[0] % EOT, EOT, EOT, EOT
+    return rows.astype(np.uint16)
+
+
+def split_documents(rows: np.ndarray) -> list[np.ndarray]:
+    """Each document of each window alone (1, its tokens and the target of the last one)."""
+    pieces = []
+    for row in rows:
+        edges = [0, *(place for place in range(1, T) if row[place] == EOT), T]
+        pieces += [row[None, first : end + 1] for first, end in pairwise(edges)]
+    return pieces
+
+
+def large_state(model_config: ModelConfig) -> TrainState:
+    """With matrices so large that attention changes the loss."""
+    state = tiny_state(model_config=model_config)
+    with torch.no_grad():
+        for param in state.model.parameters():
+            param.mul_(5.0 if param.dim() > 1 else 1.0)
+    return state
+
+
+@pytest.mark.parametrize("attention", ["explicit", "flash", "blocked", "native"])
+@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"])
+def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig, attention: str) -> None:
+    if attention == "native" and model_config.window:
+        pytest.skip("native attention has no windows")
+    rows = make_windows()
+    documents = split_documents(rows)
+    assert len(documents) > 2 * len(rows)
+    alone = large_state(model_config)
+    total = torch.zeros(())
+    for piece in documents:
+        batch = to_batch(piece)
+        total = total + alone.model.loss(batch.inputs_BT, batch.targets_BT) * batch.targets_BT.numel()
+    expected = total / (len(rows) * T)
+    expected.backward()
+    for micro_batch in (8, 2, 1):
+        state = large_state(model_config)
+        set_attention(state.model, attention)
+        batch = separate_documents(to_batch(rows), EOT)
+        loss = forward_backward(state, tiny_step_config(micro_batch), CPU, batch)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for (name, got), want in zip(state.model.named_parameters(), alone.model.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-6, msg=name)
+    unmasked = forward_backward(large_state(model_config), tiny_step_config(), CPU, to_batch(rows))
+    assert abs(unmasked.item() - expected.item()) > 1e-4
+
+
+@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_MODERN], ids=["gpt", "modern"])
+def test_the_validation_loss_is_that_of_the_documents_alone(model_config: ModelConfig) -> None:
+    model, rows, lengths = large_state(model_config).model, make_windows(), np.ones(97, np.int64)
+
+    def measure(windows: list[Any]) -> dict[str, Any]:
+        return validation_loss(model, windows, CPU, chunk=8, comm=SINGLE, byte_lengths=lengths)
+
+    masked = measure([separate_documents(to_batch(rows[:5]), EOT), separate_documents(to_batch(rows[5:]), EOT)])
+    alone = measure(split_documents(rows))
+    assert masked["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert masked["target_tokens"] == alone["target_tokens"] == rows.shape[0] * T
+    assert abs(measure([rows])["loss"] - masked["loss"]) > 1e-4
+
+
+def test_a_document_begins_at_its_end_of_text_token() -> None:
+    ids = torch.tensor([[5, 9, 6, 9, 9, 7], [9, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 9]])
+    starts = separate_documents(Batch(ids, ids), 9).starts_BT
+    assert starts is not None
+    assert starts.tolist() == [[0, 1, 1, 3, 4, 4], [0] * 6, [0, 0, 0, 0, 0, 5]]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 20 to 60 bytes."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = [f'{{"text": "{n} bottles of beer, take {"one " * (n % 9)}down"}}\n' for n in range(400)]
+    (folder / "text.jsonl").write_text("".join(lines))
+    prepare(str(folder / "text.jsonl"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
+    return folder / "shards"
+
+
+def test_batches_are_the_same_for_any_layout(shards: Path) -> None:
+    tokens = load_dataset(shards).train
+
+    def starts(dp_size: int, step: int) -> torch.Tensor:
+        about: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "seed": 1, "document_start": 256}
+        loaders = [DataLoader(tokens, dp_rank=rank, dp_size=dp_size, **about) for rank in range(dp_size)]
+        batches = [loader.full_batch(step) for loader in loaders]
+        prefetchers = [Prefetcher(loader, torch.device("cpu")) for loader in loaders]
+        for batch, prefetcher in zip(batches, prefetchers, strict=True):
+            assert batch.starts_BT is not None
+            assert torch.equal(batch.starts_BT, prefetcher.get(step).starts_BT)
+            prefetcher.close()
+        return torch.cat([batch.starts_BT for batch in batches if batch.starts_BT is not None])
+
+    assert starts(1, 0).any()
+    for dp_size in (2, 4):
+        assert all(torch.equal(starts(1, step), starts(dp_size, step)) for step in (0, 7, 3))
+
+
+def train(shards: Path, out: Path, *words: str, **options: Any) -> ExitCode:
+    config = resolve("quickstart", [f"data.path={shards}", *WORDS, *words])
+    return Trainer(config, out, console=Console(quiet=True), **options).fit().code
+
+
+def curve(out: Path, kind: str = "train") -> list[float]:
+    return [row["loss"] for row in read_metrics(out) if row["kind"] == kind]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    folder, _ = find_checkpoint(out, lambda _: None)
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def masked(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("masked") / "run"
+    assert train(shards, out, MASK) == ExitCode.DONE
+    return out
+
+
+def test_a_run_without_the_mask_is_another(shards: Path, masked: Path, tmp_path: Path) -> None:
+    assert train(shards, tmp_path / "off", "data.document_mask=false") == ExitCode.DONE
+    assert train(shards, tmp_path / "default") == ExitCode.DONE
+    assert curve(tmp_path / "off") == curve(tmp_path / "default")
+    for kind in ("train", "val"):
+        assert min(np.abs(np.subtract(curve(masked, kind), curve(tmp_path / "off", kind)))) > 1e-6
+    with pytest.raises(ConfigError, match=r"data.document_mask: false -> true"):
+        train(shards, tmp_path / "off", MASK, "budget.steps=14")
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(shards: Path, masked: Path, tmp_path: Path) -> None:
+    stop = [lambda row: row["kind"] == "train" and row["step"] == 7]
+    assert train(shards, tmp_path / "run", MASK, callbacks=stop) == ExitCode.STOPPED
+    assert train(shards, tmp_path / "run", MASK) == ExitCode.DONE
+    for kind in ("train", "val"):
+        assert curve(tmp_path / "run", kind) == curve(masked, kind)
+    expected, found = weights(masked), weights(tmp_path / "run")
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero3"])
+def test_two_processes_train_as_one(shards: Path, masked: Path, tmp_path: Path, sharding: str) -> None:
+    assert (
+        train(shards, tmp_path / "run", MASK, "machine.micro_batch=2", f"machine.sharding={sharding}", nproc=2)
+        == ExitCode.DONE
+    )
+    for kind in ("train", "val"):
+        assert curve(tmp_path / "run", kind) == pytest.approx(curve(masked, kind), rel=1e-5)
+
+
+@pytest.mark.parametrize("word", ["machine.micro_batch=1", "machine.attention=explicit", "machine.compile=blocks"])
+def test_the_micro_batch_and_the_kernels_change_nothing(shards: Path, masked: Path, tmp_path: Path, word: str) -> None:
+    assert train(shards, tmp_path / "run", MASK, word) == ExitCode.DONE
+    assert curve(tmp_path / "run") == pytest.approx(curve(masked), rel=1e-5)
+
+
+def test_what_has_no_effect_or_is_not_split_is_refused(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("to be or not to be, that is the question. " * 100)
+    prepare(str(tmp_path / "one.txt"), tmp_path / "one", tokenizer="bytes")
+    with pytest.raises(ConfigError, match=r"data.document_mask has no effect: the training split is one document"):
+        train(tmp_path / "one", tmp_path / "run", MASK)
+    np.save(tmp_path / "train_0.npy", np.arange(1000, dtype=np.uint16) % 256)
+    with pytest.raises(ConfigError, match=r"no end-of-text token \(id 256\) among the first 1,000 training tokens"):
+        train(tmp_path, tmp_path / "run", MASK, "data.tokenizer=bytes")
+    wrong = {
+        "machine.tensor_parallel=2": "windows with data.document_mask are not split over tensor-parallel processes",
+        "machine.attention=cudnn": "attention 'cudnn' takes no mask, which data.document_mask needs",
+        "objective.name=sft": "data.document_mask has no effect beside objective.name=sft: it is for text",
+    }
+    for word, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            resolve("quickstart", [f"data.path={shards}", *WORDS, MASK, word])
