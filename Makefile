@@ -134,7 +134,6 @@ race: $(VENV)/.dev
 	$(RECORD) race-ablation -- $(BIN)megatoken race $(MODERN) $(foreach setting,$(INGREDIENTS),'$(MODERN) $(setting)') \
 		'$(MODERN) optim.schedule=cosine optim.decay=auto' '$(MODERN) optim.name=adamw optim.lr=2e-3' --tokens 200k \
 		evaluate.tokens=65536 evaluate.every=102400tok --out $(RACE)/ablation --turn 0 --json
-	cp $(RACE)/ablation/race.png records/race-ablation.png
 
 # HellaSwag beside lm-evaluation-harness, choice by choice and in examples a second: HELLASWAG=FILE.jsonl, TEXT=FILE to
 # train a small model on, HARNESS=a Python with lm_eval where this one has none.

@@ -184,7 +184,9 @@ def draw_race(
     for axis, key, scale in ((axes[0], "tokens", 1), (axes[1], "seconds", divisor)):
         for index, (label, each) in enumerate(curves.items()):
             for number, curve in enumerate(each):
-                line = {"color": f"C{index % 10}", "lw": 1.2, "alpha": 0.7, "label": None if number else label}
+                style = ("-", "--", ":", "-.")[index // 10 % 4]  # there are ten colours
+                line = {"color": f"C{index % 10}", "ls": style, "lw": 1.2, "alpha": 0.7}
+                line["label"] = None if number else label
                 axis.plot(
                     getattr(curve, key) / scale, np.where(np.isfinite(curve.losses), curve.losses, np.nan), **line
                 )
