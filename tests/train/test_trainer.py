@@ -226,9 +226,6 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> N
     dropping = replace(config, model=replace(config.model, dropout=0.5))
     with pytest.raises(ConfigError, match=r"OwnForward.forward takes no dropout_keys_B"):
         fit(dropping, tmp_path / "run", model=OwnForward(dropping.model, vocab_size=257))
-    masking = replace(config, data=replace(config.data, document_mask=True))
-    with pytest.raises(ConfigError, match=r"OwnForward.forward takes no tree_mask"):
-        fit(masking, tmp_path / "run", model=OwnForward(config.model, vocab_size=257))
     assert not (tmp_path / "run").exists()
 
 
