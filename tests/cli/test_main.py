@@ -14,7 +14,7 @@ import pytest
 from megatoken.cli.arguments import parse
 from megatoken.cli.help import EXAMPLES
 from megatoken.cli.main import COMMANDS, main
-from megatoken.errors import ExitCode
+from megatoken.errors import ConfigError, ExitCode
 from megatoken.launch.local import COMMAND
 from megatoken.system.environment import python_command
 
@@ -344,3 +344,21 @@ def test_prepare_train_sample_verify_plot(
     code, text, _ = run("verify", str(data), capsys=capsys)
     assert code == ExitCode.DATA
     assert "train_000000.bin" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "expected"),
+    [
+        ("sample run --tokens 5 hello", "prompt", "hello"),
+        ("sample run --tokens 5", "prompt", "-"),
+        ("sample --tokens 5 run hello --seed 1", "prompt", "hello"),
+        ("plot a --x seconds b", "runs", [Path("a"), Path("b")]),
+    ],
+)
+def test_words_after_an_option_are_positional(line: str, name: str, expected: object) -> None:
+    assert getattr(parse(line.split(), COMMANDS), name) == expected
+
+
+def test_a_word_too_many_is_an_error_wherever_it_stands() -> None:
+    with pytest.raises(ConfigError, match="unrecognized arguments: more"):
+        parse(["sample", "run", "hello", "--tokens", "5", "more"], COMMANDS)

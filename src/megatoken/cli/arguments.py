@@ -64,7 +64,10 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
                 continue
             (overrides if OVERRIDE.fullmatch(word) and not is_value else others).append(word)
         words = others
-    options, unknown = build_parser(commands).parse_known_args(words)
+    parser = build_parser(commands)
+    options, unknown = parser.parse_known_args(words)
+    if unknown and not any(word.startswith("-") for word in unknown):
+        options, unknown = parser.parse_known_args(_join_positionals(words, unknown))
     if unknown:
         command, known = f"megatoken {options.command}", re.findall(r"--[a-z][\w-]*|\b[A-Z_]{4,}\b", options.help())
         takes_settings = options.command in TAKE_OVERRIDES
@@ -77,6 +80,16 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
     options.words, options.overrides = given, overrides
     options.console = Console(to_stderr=options.json)
     return options
+
+
+def _join_positionals(words: list[str], late: list[str]) -> list[str]:
+    """The words with `late` before the first option: argparse fills PROMPT or RUN... from the first group only."""
+    rest = words[::-1]
+    for word in late[::-1]:
+        rest.remove(word)
+    rest.reverse()
+    start = next((index for index, word in enumerate(rest) if word.startswith("-")), len(rest))
+    return [*rest[:start], *late, *rest[start:]]
 
 
 class Program(Parser):
