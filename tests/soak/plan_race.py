@@ -14,7 +14,6 @@ minutes. Ends in one JSON line. Linux.
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -51,9 +50,13 @@ def train(folder: Path, words: list[str]) -> tuple[float, int]:
     """Seconds and peak bytes of a whole run by the command."""
     command = [sys.executable, "-P", "-m", "megatoken", "train", "quickstart", "--out", "run", *words]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, status
-    return max(row["elapsed_seconds"] for row in read_metrics(folder / "run")), usage.ru_maxrss * 1024
+    peak = 0
+    while process.poll() is None:  # wait4's ru_maxrss begins with the memory of this process
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak = max(peak, *(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+        time.sleep(0.1)
+    assert process.returncode == 0, process.returncode
+    return max(row["elapsed_seconds"] for row in read_metrics(folder / "run")), peak
 
 
 class Beside:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatoken.system import environment
-from megatoken.system.environment import cache_get, cache_put, cpu_count, find_processor_name, free_memory_bytes
+from megatoken.system.environment import (
+    cache_get,
+    cache_put,
+    cpu_count,
+    find_processor_name,
+    free_memory_bytes,
+    peak_resident_bytes,
+)
 from megatoken.system.peak_flops import PEAK_FLOPS
 
 
@@ -176,3 +183,12 @@ def test_limits_of_cgroups_hold(
     limited = len(files) > 2
     assert cpu_count() == (2 if limited else 64)
     assert free_memory_bytes() == 6_000_000 if limited else free_memory_bytes() > 6_000_000
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
+def test_the_peak_of_a_process_is_not_its_parents() -> None:
+    code = "from megatoken.system.environment import peak_resident_bytes; print(peak_resident_bytes())"
+    held = bytearray(b"x") * (400 << 20)
+    done = subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert peak_resident_bytes() > len(held)
+    assert 1 << 20 < int(done.stdout) < 200 << 20

@@ -182,12 +182,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(shards: Path, masked: Path, tmp_path:
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
-@pytest.mark.parametrize("sharding", ["none", "zero3"])
-def test_two_processes_train_as_one(shards: Path, masked: Path, tmp_path: Path, sharding: str) -> None:
-    assert (
-        train(shards, tmp_path / "run", MASK, "machine.micro_batch=2", f"machine.sharding={sharding}", nproc=2)
-        == ExitCode.DONE
-    )
+@pytest.mark.parametrize(("sharding", "micro_batch"), [("none", 2), ("zero3", 4)])
+def test_two_processes_train_as_one(
+    shards: Path, masked: Path, tmp_path: Path, sharding: str, micro_batch: int
+) -> None:
+    words = f"machine.micro_batch={micro_batch}", f"machine.sharding={sharding}"
+    assert train(shards, tmp_path / "run", MASK, *words, nproc=2) == ExitCode.DONE
     for kind in ("train", "val"):
         assert curve(tmp_path / "run", kind) == pytest.approx(curve(masked, kind), rel=1e-5)
 

@@ -14,6 +14,7 @@ from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ExitCode, MegatokenError, NumericsError
 from megatoken.model.gpt import set_activation_checkpointing, set_attention
 from megatoken.model.loss import cross_entropy
+from megatoken.native.library import find_library
 from megatoken.optim.optimizer import build_optimizer
 from megatoken.train.state import Objective
 from megatoken.train.step import forward_backward, forward_loss, train_step, train_step_async, wait_for_steps
@@ -320,3 +321,17 @@ def test_an_objective_takes_the_place_of_the_cross_entropy() -> None:
     expected = train_step(tiny_state(), tiny_step_config(2), CPU, Batch(inputs[half], targets[half]))
     assert (report.loss, report.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-6)
     assert report.values == {"rows": 4 / 64}
+
+
+def test_native_adamw_reads_gradients_of_copies_in_low_precision_alone() -> None:
+    """Sharded weights are trained as other tensors, too, but of the same values: their gradients are collected."""
+    if (library := find_library()) is None:
+        pytest.skip("the native kernels are not compiled")
+    sharded, copied = tiny_state(), tiny_state()
+    trained = {name: torch.nn.Parameter(param.detach().clone()) for name, param in sharded.sharded.local_params.items()}
+    sharded.sharded = replace(sharded.sharded, trained=trained)
+    copied.enable_master_weights(torch.bfloat16)
+    for state in (sharded, copied):
+        state.use_native_adamw(library)
+    assert not sharded.updates_copies
+    assert copied.updates_copies

@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,9 @@ def find_processor_name() -> str:
 
 def peak_resident_bytes() -> int:
     """Peak resident memory of this process; 0 if unknown (Windows)."""
+    with contextlib.suppress(OSError):  # ru_maxrss begins with the memory of the parent
+        if peak := re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(peak[1]) * 1024
     try:
         import resource  # absent on Windows
     except ImportError:

@@ -115,8 +115,9 @@ class TrainState:
         """Update with our own kernel, if the optimizer is AdamW; call it after `enable_master_weights`."""
         if not isinstance(self.optimizer, AdamW):
             return
-        copies = {local: trained for trained, local in self._grad_pairs() if trained is not local}
-        self.optimizer.use_native(library, copies)
+        # Sharded weights have DTensors of the same fp32 values instead, whose gradients must be collected.
+        pairs = self._grad_pairs() if self.uses_master_weights else []
+        self.optimizer.use_native(library, {local: trained for trained, local in pairs})
 
     @property
     def updates_copies(self) -> bool:
