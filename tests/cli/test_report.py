@@ -67,6 +67,16 @@ def read_data(page: str) -> dict[str, Any]:
     return dict(json.loads(match[1]))
 
 
+def test_flops_are_those_of_the_tokens_however_long_the_run_took(tmp_path: Path) -> None:
+    log = write_run(tmp_path / "run") / "metrics.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    slow = [row | {"elapsed_seconds": 4 * row["elapsed_seconds"]} for row in rows]  # of which half validations
+    slow = [row | {"tokens_per_second": 512.0, "mfu": 0.125} if row["kind"] == "train" else row for row in slow]
+    log.write_text("".join(json.dumps(row) + "\n" for row in slow))
+    cells = Elements(build_page([log.parent], price=None, ladder=None)).cells
+    assert {"12.5%", "1m20s x 2", "1.00e+13"} <= {*cells}
+
+
 def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path) -> None:
     page = build_page([write_run(tmp_path / "a<b>")], price=3.6, ladder=None)
     elements = Elements(page)

@@ -225,6 +225,9 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
     speeds = [number(row.get("tokens_per_second")) for row in train]
     mfus = [number(row.get("mfu")) for row in train]
     peak, mfu = number(provenance.get("peak_flops")), np.nanmedian(mfus) if np.isfinite(mfus).any() else math.nan
+    # Of a batch, which is what MFU and speed are measured over; time also holds validations and saves.
+    each = [mfu / speed for mfu, speed in zip(mfus, speeds, strict=True) if speed > 0 and math.isfinite(mfu)]
+    flops_per_token = float(np.median(each)) * processes * peak if each else math.nan
     steps = f"{facts['step'] or 0:,}" + (f" of {facts['total_steps']:,}" if facts["total_steps"] else "")
     price = price or find_price(run)
     plans = [row for row in rows if row["kind"] == "event" and row.get("what") == "planned"]
@@ -242,7 +245,7 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
         (format_duration(seconds) if math.isfinite(seconds) else "-")
         + (f" x {processes:.0f}" if processes > 1 else "")
         + (f", planned {format_duration(planned)}" if math.isfinite(planned) else ""),
-        cell(seconds * processes * peak * float(mfu), ".2e"),
+        cell(flops_per_token * number(last.get("tokens")), ".2e"),
         ", planned ".join(f"${x * processes / 3600 * price:,.2f}" for x in (seconds, planned) if math.isfinite(x))
         if price
         else "-",
