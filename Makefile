@@ -56,7 +56,8 @@ dist: $(VENV)/.dev
 RECORD = $(BIN)python tests/soak/record.py
 
 # Kills, faults for an hour, damage, memory: CONTRIBUTING.md says how long each takes. Every line ends in a JSON line that
-# is kept in records/. SINKS=a Python with this package, tensorboard, wandb and trackio adds their soak.
+# is kept in records/. SINKS=a Python with this package, tensorboard, wandb and trackio adds their soak, TRL=one with trl
+# its losses.
 soak: $(VENV)/.dev
 	$(BIN)pytest -m slow
 	$(RECORD) commit-soak -- $(BIN)python tests/soak/commit_soak.py
@@ -76,6 +77,7 @@ soak: $(VENV)/.dev
 	$(RECORD) scaling -- $(BIN)python -m tests.soak.scaling_soak --work runs/scaling --plot records/scaling.png
 	$(RECORD) report -- $(BIN)python -m tests.soak.report_soak
 	$(RECORD) serve -- $(BIN)python -m tests.soak.serve_soak
+	$(if $(TRL),$(RECORD) trl-oracle -- $(TRL) tests/soak/trl_oracle.py)
 	$(BIN)megatoken quickstart --out runs/quickstart --json
 	$(RECORD) rl-answers -- $(BIN)python -m tests.soak.rl_answers --base runs/quickstart --state runs/rl
 	$(RECORD) native-loss -- $(BIN)python -m tests.soak.native_loss
