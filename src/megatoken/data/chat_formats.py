@@ -77,7 +77,7 @@ def _refuse_array(source: Source) -> None:
     if len(source.files) != 1 or not re.search(r"\.(json|jsonl|ndjson)(\.|$)", (file := source.files[0]).name):
         return
     head = ""
-    with source.open(file) as raw, suppress(OSError, EOFError, zlib.error):  # said by whoever reads on
+    with source.open(file) as raw, suppress(OSError, EOFError, zlib.error):  # the reader reports it
         head = decompress(raw, file).read(ARRAY_HEAD_BYTES).decode("utf-8-sig", errors="replace")
     start = re.match(r"\s*\[\s*(?=\{)", head)
     if start is None:
