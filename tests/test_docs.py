@@ -63,7 +63,7 @@ def test_python_page(tmp_path: Path) -> None:
 
 def test_hacking_page(tmp_path: Path) -> None:
     program = snippets(ROOT / "docs" / "hacking.md")
-    check = "\nassert config.optim.name == 'lion'\nprint('ok')\n"
+    check = "\nassert config.optim.name == 'signum'\nprint('ok')\n"
     assert run(program + check, tmp_path).splitlines()[-1] == "ok"
 
 

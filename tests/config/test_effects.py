@@ -20,7 +20,7 @@ ALWAYS_HAVE_AN_EFFECT = {
     *("model.logit_softcap", "model.zero_init", "model.window", "model.value_head"),
     *("model.tie_embeddings", "model.dropout", "model.init", "data.path", "optim.name", "optim.lr"),
     *("optim.schedule", "objective.name"),
-    *("optim.warmup", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
+    *("optim.warmup", "optim.beta1", "optim.beta2", "optim.weight_decay", "optim.grad_clip"),
     *("optim.spike", "optim.max_skips", "budget.steps", "budget.tokens", "budget.epochs", "budget.batch_tokens"),
     *(
         "budget.batch_start",
@@ -61,6 +61,8 @@ def test_every_setting_has_a_rule_or_always_an_effect() -> None:
         ("optim.name=adamw optim.momentum=0.9", "optim.name=adamw"),
         ("optim.name=adamw optim.momentum_warmup=300steps", "optim.name=adamw"),
         ("optim.name=adamw optim.cautious_decay=true", "optim.name=adamw"),
+        ("optim.name=lion optim.cautious_decay=true", "optim.name=lion"),
+        ("optim.name=lion optim.eps=1e-6", "optim.name=lion"),
         ("machine.device=cpu machine.tf32=true", "machine.device=cpu"),
         ("machine.device=cpu machine.fused=on", "machine.device=cpu"),
         ("machine.device=mps machine.compile=graphs", "machine.device=mps"),

@@ -16,6 +16,7 @@ from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels import ATTENTION
 from megatoken.optim.adamw import AdamW
+from megatoken.optim.lion import Lion
 from megatoken.optim.muon import Muon
 
 
@@ -129,12 +130,12 @@ def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`meta.optimizer` of the manifest: class and numbers of the parameter groups; empty for AdamW, the default.
 
-    The learning rate is left out: the schedule sets it in every step. Muon's numbers are in the config.
+    The learning rate is left out: the schedule sets it in every step. Muon's and Lion's numbers are in the config.
     """
     if type(optimizer) in (AdamW, torch.optim.AdamW):
         return {}
-    if type(optimizer) is Muon:
-        return {"optimizer": {"name": Muon.__name__, "groups": []}}
+    if type(optimizer) in (Muon, Lion):
+        return {"optimizer": {"name": type(optimizer).__name__, "groups": []}}
     groups = [
         {key: value for key, value in group.items() if type(value) in (int, float) and key != "lr"}
         for group in optimizer.param_groups

@@ -148,12 +148,17 @@ def forward_passes(layout: Layout) -> float:
     return 4 / 3 if layout.checkpointing == "block" else 1.0
 
 
+def updates_by_lists(layout: Layout) -> bool:
+    """Whether the update is many operations instead of one kernel; Lion's are as many as AdamW's, about."""
+    return layout.adamw == "foreach" or layout.optimizer == "lion"
+
+
 def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
     """Seconds of gradient norm, clip and AdamW on a GPU's share of the parameters, and of muon's products."""
     tp = layout.tensor_parallel
     ranks = layout.gpus // tp
     shards = {"none": 1, "hybrid": min(gpu.per_machine // tp, ranks)}.get(layout.sharding, ranks)
-    bytes_per_param = FOREACH_BYTES if layout.adamw == "foreach" else PROGRAMS[layout.program].adamw_bytes
+    bytes_per_param = FOREACH_BYTES if updates_by_lists(layout) else PROGRAMS[layout.program].adamw_bytes
     rate = gpu.peak_flops(layout.precision) * PRODUCT_SHARE[gpu.architecture][layout.precision == "fp32"]
     products = count_optimizer_flops(layout.optimizer, model) / rate / layout.gpus
     return products + count_padded_parameters(model) / tp * bytes_per_param / (MEMORY_SHARE * gpu.memory_rate) / shards
@@ -162,7 +167,7 @@ def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
 def count_launches(model: ModelConfig, layout: Layout) -> float:
     """Operations that the host starts in a step."""
     in_layer = PROGRAMS[layout.program].launches * forward_passes(layout) + 14 * (layout.attention == "explicit")
-    outside = STEP_LAUNCHES + FOREACH_LAUNCHES * (layout.adamw == "foreach")
+    outside = STEP_LAUNCHES + FOREACH_LAUNCHES * updates_by_lists(layout)
     return layout.micro_steps * model.n_layer * in_layer + outside
 
 

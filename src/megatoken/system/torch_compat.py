@@ -50,6 +50,11 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def declare_found_inf(optimizer: torch.optim.Optimizer) -> None:
+    """Declare that an optimizer's step heeds them."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
 def follow_found_inf(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
     """Declare that an optimizer heeds them where `inner`, which it steps, does."""
     optimizer._step_supports_amp_scaling = supports_found_inf(inner)  # type: ignore[attr-defined]
