@@ -160,7 +160,9 @@ class Trainer:
             initial_state.check_own_model(run, self.model, self.optimizer)
         with (
             setup.open_log(run) as run.log,
-            PreemptionHandler(parse_time(config.save.time_limit) or None) as run.preemption,
+            PreemptionHandler(
+                parse_time(config.save.time_limit) or None, config.objective.rollout_steps
+            ) as run.preemption,
         ):
             memory_bytes = comm.broadcast_from_rank0(device.memory_bytes(comm.dist_env.local_world_size))
             layout = config.machine, run.model_config, device.precision, memory_bytes, comm.dist_env

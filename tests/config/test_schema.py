@@ -91,6 +91,9 @@ def test_any_text_parses_or_raises_value_error(text: str) -> None:
             assert isinstance(parse_value(spec, text), str | int | float | bool | Duration)
 
 
+UPDATES = {"objective__name": "grpo", "objective__updates": 4}
+
+
 def run_with(**values: object) -> Config:
     return build_config({"budget.steps": 1, **{key.replace("__", "."): value for key, value in values.items()}})
 
@@ -111,6 +114,10 @@ def run_with(**values: object) -> Config:
         ({"machine__device": "cpu", "machine__precision": "fp16"}, "machine.precision", "bf16"),
         ({"optim__warmup": Duration(2, "dur")}, "optim.warmup", "at most 1dur"),
         ({"save__time_limit": "soon"}, "save.time_limit", "90m"),
+        ({**UPDATES, "save__every": Duration(10)}, "save.every", "objective.updates: 8steps, 12steps"),
+        ({**UPDATES, "save__every": Duration(0.1, "dur")}, "save.every", "objective.updates: 4steps"),
+        ({**UPDATES, "evaluate__every": Duration(6), "save__keep_best": True}, "evaluate.every", "4steps, 8steps"),
+        ({"objective__name": "dpo", "machine__sharding": "zero3"}, "machine.sharding", "sharding=none"),
     ],
 )
 def test_conflicting_settings_are_reported_with_a_fix_that_works(values: dict[str, object], key: str, fix: str) -> None:
@@ -121,6 +128,8 @@ def test_conflicting_settings_are_reported_with_a_fix_that_works(values: dict[st
 
 def test_valid_config_has_no_conflicts() -> None:
     assert list(validate(run_with())) == []
+    assert list(validate(run_with(**UPDATES, save__every=Duration(8), evaluate__every=Duration(6)))) == []
+    assert list(validate(run_with(objective__updates=4, save__every=Duration(6)))) == []
 
 
 def test_preset_fills_unset_fields() -> None:

@@ -97,22 +97,38 @@ def test_stopped_runs_end_bit_identical(base: Path, tmp_path: Path, name: str, w
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
 
 
-def train_and_die(base: Path, name: str, out: Path) -> None:
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_stop_waits_for_the_last_update_on_a_rollout(base: Path, tmp_path: Path, name: str) -> None:
+    words = ["objective.updates=2", "objective.kl=0.1", "save.every=0"]
+    assert train(base, name, tmp_path / "whole", *words).code == ExitCode.DONE
+    stop = [lambda row: row["kind"] == "train" and row["step"] == 3]
+    stopped = train(base, name, tmp_path / "parts", *words, callbacks=stop)
+    assert (stopped.code, stopped.steps, stopped.reason) == (ExitCode.STOPPED, 4, "callback")
+    assert train(base, name, tmp_path / "parts", *words).code == ExitCode.DONE
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+
+
+def train_and_die(base: Path, name: str, out: Path, words: list[str]) -> None:
     def die(row: dict[str, Any]) -> None:
         if row["kind"] == "train" and row["step"] == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(base, name, out, callbacks=[die])
+    train(base, name, out, *words, callbacks=[die])
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_killed_runs_end_bit_identical(base: Path, tmp_path: Path, name: str) -> None:
-    process = start_process(train_and_die, base, name, tmp_path / "killed")
+@pytest.mark.parametrize(
+    ("name", "words"), [("dpo", []), ("grpo", []), ("grpo", ["objective.updates=3", "save.every=3steps"])]
+)
+def test_killed_runs_end_bit_identical(base: Path, tmp_path: Path, name: str, words: list[str]) -> None:
+    """Killed in step 5, with three updates on each rollout that is the second of them."""
+    process = start_process(train_and_die, base, name, tmp_path / "killed", words)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert list_steps(tmp_path / "killed" / "checkpoints")[-1] < 5
     for out in ("killed", "whole"):
-        assert train(base, name, tmp_path / out).code == ExitCode.DONE
+        assert train(base, name, tmp_path / out, *words).code == ExitCode.DONE
     killed, whole = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert all(torch.equal(killed[key], whole[key]) for key in whole)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
@@ -188,6 +204,10 @@ def test_a_damaged_reference_is_made_again_or_missed(base: Path, tmp_path: Path)
         ("grpo", ["objective.group=1"], ConfigError, "a group of 1 has no difference to learn from"),
         ("grpo", ["model.value_head=true"], ConfigError, "objective grpo has no use for a value head"),
         ("ppo", ["model.value_head=false"], ConfigError, "objective ppo needs a value head"),
+        ("grpo", ["objective.updates=4"], ConfigError, "every 2steps would fall .* the 4 updates .*: 4steps"),
+        ("dpo", ["machine.sharding=zero3"], ConfigError, "objective dpo needs the whole model in every process"),
+        ("grpo", ["machine.sharding=zero1"], ConfigError, "objective grpo needs the whole model in every process"),
+        ("dpo", ["machine.tensor_parallel=2"], ConfigError, "rows of conversations are not split over tensor-parallel"),
         ("grpo", ["objective.reward=exakt"], ConfigError, "unknown reward 'exakt' — .* choose one of exact, number"),
         ("grpo", ["objective.reward=os:remove"], ConfigError, "a function of your own .* --reward os:remove: a recipe"),
         ("grpo", ["data.path=PAIRS"], DataError, "objective.name=grpo needs prompts with answers, this dataset holds"),

@@ -10,14 +10,16 @@ import torch
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.console import Console
+from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
+from megatoken.objectives import batch_source
 from megatoken.objectives.answer_scores import build_objective, measure_answers
 from megatoken.objectives.policy_loss import group_advantages
 from megatoken.objectives.rollouts import (
-    QUIET_STEPS,
+    QUIET_ROLLOUTS,
     Prompt,
     RolloutBatches,
     Score,
@@ -94,6 +96,74 @@ def test_a_batch_follows_from_weights_and_number(tmp_path: Path):
     assert all(torch.equal(first.values[name], again.values[name]) for name in first.values)
     assert not torch.equal(first.inputs_BT[:, :1], other.inputs_BT[:, :1])
     assert len({sequence_seed(s, b, i) for s in range(9) for b in range(9) for i in range(9)}) == 729
+
+
+def count_clipped(run: RunContext, batch: Batch) -> tuple[float, float]:
+    """Shares of tokens whose ratio lies beyond the clip, where that takes the gradient away, and mean value loss."""
+    objective, given = run.config.objective, batch.values
+    measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch, in_low_precision=False)
+    log_probs, values = measure(temperature=objective.temperature)
+    mask, gains = batch.targets_BT >= 0, given["advantages"]
+    ratio = (log_probs - given["log_probs"]).exp()
+    beyond = ((ratio > 1 + objective.clip) & (gains > 0)) | ((ratio < 1 - objective.clip) & (gains < 0))
+    errors = (values - given.get("returns", values)).square() / 2
+    return (beyond & mask).sum().item() / mask.sum().item(), (errors * mask).sum().item() / mask.sum().item()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_clipping_acts_from_the_second_update_on(tmp_path: Path, name: str):
+    """On PPO's values, too: what is clipped has the larger error of the two."""
+    run = open_run(tmp_path, name, updates=3, value_clip=0.01)
+    run.step_config = tiny_step_config(8, optim__lr=3e-2, optim__schedule="constant", budget__batch_tokens=128)
+    batches, metrics, expected, errors = open_batches(run), [], [], []
+    for _ in range(3):
+        batch = batches.get(run.state.batch)
+        share, error = count_clipped(run, batch)
+        metrics.append(train_step(run.state, run.step_config, CPU, batch).values)
+        expected.append(share)
+        errors.append(error)
+    assert [each["clip_share"] for each in metrics] == pytest.approx(expected)
+    assert expected[0] == 0 < 0.1 < min(expected[1:])
+    if name == "ppo":
+        assert metrics[0]["value_loss"] == pytest.approx(errors[0], rel=1e-5)
+        assert metrics[1]["value_loss"] > errors[1] * 1.01
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_updates_share_the_rollout_of_the_weights_before_them(tmp_path: Path, name: str):
+    run, other = open_run(tmp_path, name, updates=3), open_run(tmp_path, name)
+    other.state = run.state
+    batches, once, seen = open_batches(run), open_batches(other), []
+    for step in range(6):
+        if step % 3 == 0:
+            expected = once.get(step // 3)
+        seen.append(batches.get(run.state.batch))
+        assert torch.equal(seen[-1].targets_BT, expected.targets_BT)
+        assert seen[-1].values.keys() == expected.values.keys()
+        assert all(torch.equal(value, expected.values[key]) for key, value in seen[-1].values.items())
+        assert batches.metrics == once.metrics
+        train_step(run.state, run.step_config, CPU, seen[-1])
+    assert not torch.equal(seen[2].targets_BT, seen[3].targets_BT)
+
+
+def test_a_skipped_batch_leaves_out_the_rest_of_its_rollout(tmp_path: Path):
+    run, drawn = open_run(tmp_path, updates=2), []
+    batches = open_batches(run)
+    batches._sample = lambda rollout: drawn.append(rollout) or Batch(torch.zeros(1, 1), torch.zeros(1, 1))
+    for step, skipped in (
+        (0, []),
+        (1, []),
+        (2, []),
+        (3, []),
+        (3, [3]),
+        (4, [3]),
+        (4, [3, 5]),
+        (5, [3, 5]),
+        (6, [3, 5]),
+    ):
+        run.state.step, run.state.skipped_batches = step, skipped
+        batches.get(run.state.batch)
+    assert drawn == [0, 1, 2, 3, 4, 5]
 
 
 def test_two_processes_sample_what_one_does(tmp_path: Path):
@@ -178,14 +248,14 @@ def test_steps_without_a_difference_are_said(tmp_path: Path):
     run = open_run(tmp_path)
     run.callbacks = [rows.append]
     batches = open_batches(run, lambda prompts, completions: [0.0] * len(completions))
-    for number in range(QUIET_STEPS - 1):
+    for number in range(QUIET_ROLLOUTS - 1):
         metrics = train_step(run.state, run.step_config, CPU, batches.get(number))
         assert (metrics.loss, metrics.grad_norm) == (0.0, 0.0)
     assert rows == []
-    batches.get(QUIET_STEPS)
-    batches.get(QUIET_STEPS + 1)
+    batches.get(QUIET_ROLLOUTS)
+    batches.get(QUIET_ROLLOUTS + 1)
     assert [row["message"] for row in rows] == [
-        f"all answers to each prompt got the same reward for {QUIET_STEPS} steps, 0 at last"
+        f"all answers to each prompt got the same reward for {QUIET_ROLLOUTS} steps, 0 at last"
     ]
     assert batches.metrics["groups_without_difference"] == 1.0
 
@@ -200,6 +270,13 @@ def test_steps_without_a_difference_are_said(tmp_path: Path):
 def test_prompts_that_do_not_fit(prompts: list[Prompt], text: str):
     with pytest.raises(ConfigError, match=text):
         check_prompts(prompts, 6, 16)
+
+
+def test_a_split_that_the_memory_asked_for_is_refused(tmp_path: Path):
+    run = open_run(tmp_path)
+    run.state.sharded = replace(run.state.sharded, dims=ParallelDims(dp_shard=2, sharding="zero3"))
+    with pytest.raises(ConfigError, match="in every process, it is split — machine"):
+        batch_source.open_batches(run, None)
 
 
 def test_groups_are_whole(tmp_path: Path):

@@ -163,6 +163,14 @@ def test_time_limit_reserves_a_step_and_a_save() -> None:
     assert handler.stop_requested == "time limit 1m40s"
 
 
+def test_time_limit_reserves_the_steps_that_cannot_be_left() -> None:
+    handler = PreemptionHandler(time_limit_seconds=100, steps=20)
+    handler.observe(2.0, save_seconds=10)
+    for _ in range(19):  # the longest of them all, at which answers were sampled, is not forgotten
+        handler.observe(1.0)
+    assert handler.reserve_seconds == 1.5 * (20 * 2 + 10)
+
+
 def test_time_limit_counts_what_comes_next() -> None:
     handler = PreemptionHandler(time_limit_seconds=100)
     handler.observe(10, save_seconds=20)

@@ -40,9 +40,10 @@ RULES = (
     Rule("optim.decay optim.min_lr_ratio", "optim.schedule", lambda c: c.optim.schedule != "constant", "no decay"),
     Rule("objective.beta", "objective.name", lambda c: c.objective.name == "dpo", "it is for dpo"),
     Rule(
-        "objective.reward objective.group objective.temperature objective.max_new_tokens objective.kl objective.clip",
+        "objective.reward objective.group objective.updates objective.temperature objective.max_new_tokens "
+        "objective.kl objective.clip",
         "objective.name",
-        lambda c: c.objective.name in ("grpo", "ppo"),
+        lambda c: c.objective.samples,
         "it is for grpo and ppo",
     ),
     Rule(

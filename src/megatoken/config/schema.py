@@ -57,6 +57,7 @@ class ObjectiveConfig:
         "exact", "grpo, ppo: exact, number or gsm8k, or the run of a reward model; own code by --reward module:function"
     )
     group: int = config_field(8, "grpo, ppo: answers to each prompt", low=1)
+    updates: int = config_field(1, "grpo, ppo: optimizer steps on the same answers, all of them each time", low=1)
     temperature: float = config_field(
         1.0, "grpo, ppo: answers are sampled from softmax(logits / temperature), and trained as such", low=0.01
     )
@@ -75,9 +76,19 @@ class ObjectiveConfig:
     value_weight: float = config_field(0.1, "ppo: weight of the values' squared error", low=0.0)
 
     @property
+    def samples(self) -> bool:
+        """Whether it trains on answers that are sampled."""
+        return self.name in ("grpo", "ppo")
+
+    @property
+    def rollout_steps(self) -> int:
+        """Steps from one sampling of answers to the next."""
+        return self.updates if self.samples else 1
+
+    @property
     def answers(self) -> int:
-        """Sequences of the batch that a row of the dataset becomes."""
-        return self.group if self.name in ("grpo", "ppo") else 1
+        """Sequences of the batches that a row of the dataset becomes."""
+        return self.group * self.updates if self.samples else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,10 +407,20 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _validate_objective(config: Config) -> Iterator[tuple[str, str, str]]:
-    objective, has_head = config.objective, config.model.value_head
+    objective, has_head, save = config.objective, config.model.value_head, config.save
     if objective.name == "grpo" and objective.group < 2:
         what = f"a group of {objective.group} has no difference to learn from"
         yield "objective.group", what, "set it to 2 or more, or use ppo"
+    if objective.name not in ("pretrain", "sft") and config.machine.sharding not in ("auto", "none"):
+        what = f"objective {objective.name} needs the whole model in every process"
+        yield "machine.sharding", what, "set machine.sharding=none"
+    steps = objective.rollout_steps
+    saves = {"save.every": save.every, **({"evaluate.every": config.evaluate.every} if save.keep_best else {})}
+    for key, every in saves.items():  # a resume samples from the weights of a checkpoint
+        if every.value and steps > 1 and (every.unit != "steps" or every.value % steps):
+            near = [f"{n}steps" for n in nearest_multiples(int(every.value), steps) if every.unit == "steps"]
+            what = f"checkpoints every {every} would fall between the {steps} updates on the same answers"
+            yield key, what, f"set it to a multiple of objective.updates: {', '.join(near) or f'{steps}steps'}"
     if has_head != (objective.name in ("reward", "ppo")):
         what = f"objective {objective.name} {'has no use for' if has_head else 'needs'} a value head"
         yield "model.value_head", what, f"set model.value_head={str(not has_head).lower()}"

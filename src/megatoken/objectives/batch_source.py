@@ -28,7 +28,7 @@ def open_batches(run: RunContext, reward: str | Reward | None) -> BatchSource:
         return Prefetcher(run.loader, run.device.torch_device)
     if not run.state.dims.is_unsharded:
         what = f"objective.name={name} needs the whole model in every process, it is split"
-        raise ConfigError(what, "machine.sharding", "set machine.sharding=none machine.tensor_parallel=1")
+        raise ConfigError(what, "machine.sharding", "set machine.sharding=none")
     source: PairBatches | RolloutBatches
     if name in ("dpo", "reward"):
         source = PairBatches(run, read_pairs(run, "train"), read_pairs(run, "val"))

@@ -1,8 +1,9 @@
-"""Batches of GRPO and PPO: answers sampled from the model as it stands, scored, and trained on once.
+"""Batches of GRPO and PPO: answers sampled from the model as it stands, scored, and trained on `updates` times.
 
-A batch of n sequences is n / group prompts, in the order of data/window_order.py, with `group` answers each. What an
-answer draws depends on (seed, batch, place in the batch) alone, so a resume samples the same text and nothing has to be
-saved. Log-probabilities are those of the distribution that was sampled from, and the stop token is sampled and trained.
+A rollout of n sequences is n / group prompts, in the order of data/window_order.py, with `group` answers each: the
+batch of `updates` steps, the first of which is a multiple of `updates`. What an answer draws depends on (seed, rollout,
+place in it) alone, so a resume at such a step samples the same text and nothing has to be saved. Log-probabilities are
+those of the distribution that was sampled from, and the stop token is sampled and trained.
 
 Shapes: P prompts, G answers to each; B rows of this process, one an answer; T tokens.
 """
@@ -30,7 +31,7 @@ from megatoken.train.run_context import RunContext
 
 DECODED_ROWS = 512  # at once
 HELD_OUT_PROMPTS = 512  # that a validation answers, at most
-QUIET_STEPS = 20  # in a row without a difference in any group, after which the run says so
+QUIET_ROLLOUTS = 20  # in a row without a difference in any group, after which the run says so
 Score = Callable[[Sequence["Prompt"], Sequence[Completion]], list[float]]
 
 
@@ -43,7 +44,7 @@ class Prompt(NamedTuple):
 
 
 class RolloutBatches:
-    """Samples the batch of a number when it is asked for. metrics: of the last one, over all processes."""
+    """Samples a rollout when its first batch is asked for. metrics: of the last one, over all processes."""
 
     def __init__(
         self,
@@ -67,15 +68,26 @@ class RolloutBatches:
             weights = load_reference(run, lambda model: {name: w.detach() for name, w in model.named_parameters()})
             self._reference = copy.deepcopy(run.state.compute_model)
             self._reference.load_state_dict(weights)
-        self._quiet_steps = 0
+        self._quiet_rollouts = 0
+        self._last: tuple[int, Batch] | None = None  # the rollout that is trained on
         self.metrics: dict[str, float] = {}
 
     def get(self, number: int) -> Batch:
-        """The batch of a number by the model as it is. Raises what a reward raises, on all ranks."""
+        """The batch of the next step, by the model as it is at a rollout's first. `number - step` batches were skipped,
+        each with the rest of its rollout. Raises what a reward raises, on all ranks.
+        """
+        step, updates = self._run.state.step, self._run.config.objective.updates
+        rollout = number - step + step // updates
+        if self._last is None or step % updates == 0 or self._last[0] != rollout:
+            self._last = rollout, self._sample(rollout)
+        return self._last[1]
+
+    def _sample(self, number: int) -> Batch:
+        """The rollout of a number by the model as it is."""
         run, objective = self._run, self._run.config.objective
         batch_seqs, dims = run.config.batch_seqs, run.state.dims
         own = batch_seqs // dims.dp_size
-        first = dims.dp_rank * own  # of this process's sequences in the batch
+        first = dims.dp_rank * own  # of this process's sequences in the rollout
         windows = self._order.windows((number * batch_seqs + first) // objective.group, own // objective.group)
         prompts = [self._prompts[window] for window in windows.tolist() for _ in range(objective.group)]
         seeds = [sequence_seed(run.config.seed, number, first + row) for row in range(own)]
@@ -133,7 +145,7 @@ class RolloutBatches:
         return Batch(batch.inputs_BT, batch.targets_BT, values={name: x.to(device) for name, x in values.items()})
 
     def _measure(self, rewards_PG: Tensor, completions: Sequence[Completion]) -> None:
-        """Fill `metrics`; say once that the groups of QUIET_STEPS steps had no difference."""
+        """Fill `metrics`; say once that the groups of QUIET_ROLLOUTS had no difference."""
         run, stopped = self._run, [each.finish_reason == "stop" for each in completions]
         own = rewards_PG, list(map(count_tokens, completions)), stopped
         parts = run.comm.gather(own)
@@ -147,9 +159,10 @@ class RolloutBatches:
             "answer_tokens": sum(lengths) / len(lengths),
             "stopped": sum(stops) / len(stops),
         }
-        self._quiet_steps = 0 if differs or rewards.shape[1] == 1 else self._quiet_steps + 1
-        if self._quiet_steps == QUIET_STEPS:
-            what = f"all answers to each prompt got the same reward for {QUIET_STEPS} steps, {rewards[0, 0]:g} at last"
+        self._quiet_rollouts = 0 if differs or rewards.shape[1] == 1 else self._quiet_rollouts + 1
+        if self._quiet_rollouts == QUIET_ROLLOUTS:
+            steps = QUIET_ROLLOUTS * run.config.objective.updates
+            what = f"all answers to each prompt got the same reward for {steps} steps, {rewards[0, 0]:g} at last"
             fix = "nothing is learnt: start from a model that is right sometimes, or take easier prompts"
             run.console.warn(f"{what}; {fix}")
             run.write("event", what="no difference in rewards", share=1.0, message=what)
@@ -194,9 +207,9 @@ def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) 
         raise ConfigError(what, "objective.max_new_tokens", "lower it, leave long prompts out, or raise model.seq_len")
 
 
-def sequence_seed(seed: int, batch: int, sequence: int) -> int:
+def sequence_seed(seed: int, rollout: int, sequence: int) -> int:
     """The seed of what an answer draws."""
-    return xxhash.xxh3_64_intdigest(f"{seed} {batch} {sequence}".encode()) >> 1
+    return xxhash.xxh3_64_intdigest(f"{seed} {rollout} {sequence}".encode()) >> 1
 
 
 def answer_prompts(

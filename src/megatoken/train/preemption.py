@@ -28,14 +28,15 @@ class StopRequested(Exception):
 class PreemptionHandler:
     """Context manager around the training loop; `stop_requested` is "" or the reason, and stays once set."""
 
-    def __init__(self, time_limit_seconds: float | None = None) -> None:
-        """The limit runs from here, by the monotonic clock; None: no limit."""
+    def __init__(self, time_limit_seconds: float | None = None, steps: int = 1) -> None:
+        """The limit runs from here, by the monotonic clock; None: no limit. steps: after so many the loop can stop."""
+        self._steps = steps
         self._limit = time_limit_seconds or 0.0
         self._deadline = math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
         self._reason = ""
         self._signal = 0  # the first
         self._repeated = RepeatedSignal()
-        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._step_seconds: deque[float] = deque(maxlen=max(_RECENT_STEPS, steps))
         self._save_seconds: float | None = None
         self._handlers = handle_signals(FORWARDED, self._on_signal)
 
@@ -68,13 +69,13 @@ class PreemptionHandler:
 
     @property
     def reserve_seconds(self) -> float:
-        """Time for one more step and the save after it: 1.5 times the longest seen lately.
+        """Time until the loop can stop again and the save after it: 1.5 times the longest step and save seen lately.
 
         Before the first save is seen, a save counts as 5% of the limit, at most 30 s.
         """
         expected = min(30.0, 0.05 * self._limit)
         save = expected if self._save_seconds is None else self._save_seconds
-        return _MARGIN * (max(self._step_seconds, default=0.0) + save)
+        return _MARGIN * (self._steps * max(self._step_seconds, default=0.0) + save)
 
     def observe(self, step_seconds: float | None = None, *, save_seconds: float | None = None) -> None:
         """Record how long a step and a save took."""

@@ -127,9 +127,10 @@ class RunContext:
     def check_stop(self, next_seconds: float = 0.0, *, flag: bool = False) -> bool:
         """Raise StopRequested on all ranks when one of them has to save and stop; all must call it.
 
+        Between the updates on the same answers it waits: a resume samples them from the weights that were saved.
         next_seconds: how long that which comes next took before. Return whether any rank has set `flag`.
         """
         stop, flag = self.comm.any_of_each([bool(self.preemption.stop_before(next_seconds)), flag])
-        if stop:
+        if stop and self.state.step % self.config.objective.rollout_steps == 0:
             raise StopRequested
         return flag
