@@ -61,6 +61,8 @@ def test_variables_are_secret_by_a_word_of_their_names(monkeypatch: pytest.Monke
         "prepare x --text-key content --tokenizer bpe:4096",
         "http://127.0.0.1:8080/a@b",
         "self.token = tokenizer.next()",
+        "give --api-key, which clients must send, or leave --host out",
+        "the API key is empty — --api-key — use letters and digits",
     ],
 )
 def test_other_text_stays(text: str) -> None:

@@ -74,12 +74,13 @@ def test_it_stops_in_this_process_with_an_object(model: Path, capsys: pytest.Cap
 
 
 def test_what_cannot_be_served(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opens = "--host 0.0.0.0 opens the server to other machines"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         for words, message in (
-            (["/no/such", "--host", "0.0.0.0"], "--host 0.0.0.0 opens the server to other machines — megatoken serve"),
+            (["/no/such", "--host", "0.0.0.0"], f"{opens} — megatoken serve — give --api-key, which clients must send"),
             (["/no/such", "--api-key", ""], "the API key is empty or holds spaces"),
             (["/no/such", "--api-key", "é"], "the API key holds signs that no header can"),
             (["/no/such", "--port", "65536"], "--port is 65536 — --port — give 0 to 65,535"),

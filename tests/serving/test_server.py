@@ -2,9 +2,11 @@
 
 import json
 import random
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -247,7 +249,14 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature is -1, not 0 to 2"),
     (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, 400, "temperature is no number"),
     (COMPLETIONS, {"prompt": "a", "top_p": 1.1}, 400, "top_p is 1.1, not 0 to 1"),
-    (COMPLETIONS, {"prompt": "a", "seed": 10**30}, 400, "seed is 1000000000000000000000000000000, not"),
+    (COMPLETIONS, {"prompt": "a", "seed": 10**30}, 400, "seed is 1,000,000,000,000,000,00..., not"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "max_tokens": 10**400},
+        400,
+        "max_tokens is 10,000,000,000,000,000,0..., the context",
+    ),
+    (COMPLETIONS, {"prompt": [10**400]}, 400, "10,000,000,000,000,000,0... is none of 259 token ids"),
     (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 5}, 400, "stop is no text and no list of at most 4"),
     (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "a text of stop has 1 to 200 characters"),
     (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream is not of type bool"),
@@ -302,6 +311,40 @@ def test_http_that_is_wrong(served: Served) -> None:
         assert answer.count(b"HTTP/1.1 ") == 1
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert send_raw(served.server.port, begin + b"Content-Length: 50\r\n\r\n{", ends=True) == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        (CHAT, {}, 413),
+        (COMPLETIONS, {"Content-Type": "text/plain", "Content-Length": "3000000"}, 415),
+        ("/v1/nothing", {}, 404),
+        (CHAT, {"Authorization": "Bearer wrong"}, 401),
+        (CHAT, {"Host": "evil.example"}, 403),
+    ],
+)
+def test_a_client_that_is_still_sending_reads_why_it_is_refused(
+    path: str, headers: dict[str, str], status: int
+) -> None:
+    body = b"x" * int(headers.get("Content-Length", 20 << 20))
+    with serve(api_key="k") as started:
+        got, answer = started.ask(path, body, headers={"Authorization": "Bearer k"} | headers)
+        assert got == status
+        assert answer["error"]["message"]
+        assert started.ask("/health")[0] == 200
+
+
+def test_a_client_that_sends_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "LINGER_SECONDS", 0.2)
+    with serve() as started, socket.create_connection(("127.0.0.1", started.server.port), timeout=60) as connection:
+        connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 404"
+        end = time.monotonic() + 30
+        with suppress(ConnectionError):
+            while time.monotonic() < end:
+                connection.sendall(b"x")
+                time.sleep(0.01)
+        assert time.monotonic() < end
 
 
 def test_random_requests_never_break_the_server(served: Served) -> None:

@@ -19,6 +19,7 @@ from megatoken.sampling.conversation import fit_context
 from megatoken.sampling.generate import TextStream
 
 MAX_MESSAGES, MAX_STOPS, MAX_STOP_LENGTH = 512, 4, 200
+SHOWN_DIGITS = 24  # of a number that is out of range
 COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
 COMMON = {"model", "temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "stream", "stream_options", "n"}
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
@@ -155,7 +156,9 @@ def parse_completion(body: dict[str, Any], model: ServedModel) -> Question:
     elif isinstance(prompt, list) and prompt and all(type(id) is int for id in prompt):
         ids = prompt
         if wrong := [id for id in ids if not 0 <= id < model.tokenizer.vocab_size]:
-            raise ApiError(400, f"{wrong[0]} is none of {model.tokenizer.vocab_size:,} token ids", param="prompt")
+            raise ApiError(
+                400, f"{_shorten(wrong[0])} is none of {model.tokenizer.vocab_size:,} token ids", param="prompt"
+            )
     else:
         raise ApiError(400, "the prompt is neither one text nor one list of token ids", param="prompt")
     return _build(body, model, ids, "max_tokens", COMPLETION_TOKENS, (model.tokenizer.eot,), is_chat=False)
@@ -194,7 +197,7 @@ def _build(
     default = min(default_tokens or room, room)
     max_new_tokens = _take_number(body, limit_name, int, default, 1, math.inf)
     if max_new_tokens > room:
-        what = f"{limit_name} is {max_new_tokens:,}, the context of {model.context:,} has room for {room:,}"
+        what = f"{limit_name} is {_shorten(max_new_tokens)}, the context of {model.context:,} has room for {room:,}"
         raise ApiError(400, what, param=limit_name, code="context_length_exceeded")
     options = _take(body, "stream_options", dict) or {}
     if options and (options.keys() - {"include_usage", "include_obfuscation"} or not body.get("stream")):
@@ -232,8 +235,13 @@ def _take_number(
         raise ApiError(400, f"{name} is no {'whole ' if kind is int else ''}number", param=name)
     if not least <= value <= most:
         upper = f" to {most:g}" if most < math.inf else " or more"
-        raise ApiError(400, f"{name} is {str(value)[:40]}, not {least:g}{upper}", param=name)
+        raise ApiError(400, f"{name} is {_shorten(value)}, not {least:g}{upper}", param=name)
     return value
+
+
+def _shorten(number: float) -> str:
+    text = f"{number:,}"
+    return text if len(text) <= SHOWN_DIGITS else f"{text[:SHOWN_DIGITS]}..."
 
 
 def _take_stops(body: dict[str, Any]) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ import select
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatoken.serving.protocol import Answer, ApiError, Question, ServedModel, 
 MAX_BODY_BYTES = 4 << 20
 IDLE_SECONDS = 60.0  # that a connection may send or take nothing
 POLL_SECONDS = 0.25  # between looks at a connection whose request waits
+LINGER_SECONDS, LINGER_BYTES = 5.0, 256 << 20  # that the rest of a refused request is read and dropped
 MORE_CONNECTIONS = 64  # than requests that are decoded and wait
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PAGE = Path(__file__).parent / "page.html"
@@ -137,6 +139,28 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Nothing is logged."""
 
+    def setup(self) -> None:
+        super().setup()
+        self._is_refused = False
+
+    def finish(self) -> None:
+        """Send what is left, and let the client of a refused request read why.
+
+        A socket that is closed before all was read resets the connection: the client, still sending its body, would
+        see that in place of the answer.
+        """
+        super().finish()
+        if not self._is_refused:
+            return
+        end, dropped = time.monotonic() + LINGER_SECONDS, 0
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while (left := end - time.monotonic()) > 0 and dropped < LINGER_BYTES:
+                self.connection.settimeout(left)
+                if not (block := self.connection.recv(1 << 20)):
+                    return
+                dropped += len(block)
+
     def do_GET(self) -> None:
         self._answer({"/": self._send_page, "/health": self._send_health, "/v1/models": self._send_models})
 
@@ -219,6 +243,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._send_event(error.to_json())
                 self._write_chunk(b"")
             else:
+                self._is_refused = True
                 later = {"Retry_After": "1"} if error.status in (429, 503) else {}
                 self._send_json(error.to_json(), error.status, **later)
         except OSError:
