@@ -403,6 +403,7 @@ class TrainLoop:
         best = self.saver.find_best()
         if best not in (None, step):
             run.console.print(f"best: {run.out / BEST} of step {best:,}, validation loss {run.val_losses[best]:.4f}")
-        out = shlex.quote(str(run.out))
-        use = {"pretrain": f'sample {out} "your prompt"', "reward": f"train ppo --init RUN objective.reward={out}"}
+        out, start = shlex.quote(str(run.out)), shlex.quote(run.config.model.init or "RUN")
+        ppo = f"train ppo --init {start} data.path=PROMPTS objective.reward={out}"
+        use = {"pretrain": f'sample {out} "your prompt"', "reward": ppo}
         run.console.print(f"done: {run.out}; next: megatoken {use.get(run.config.objective.name, f'chat {out}')}")

@@ -1,6 +1,10 @@
 """Conversations to a dataset: formats, what is trained, packing, the split, and every row that cannot be used."""
 
 import json
+import math
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +203,10 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ([{"prompt": "a"}], "no answer beside the prompt — {}:1"),
         ([{"prompt": "a", "answer": ""}], "no answer beside the prompt — {}:1"),
         ([{"prompt": "a", "answer": None}], "no answer beside the prompt — {}:1"),
+        ([{"prompt": "a", "answer": True}], "no answer beside the prompt — {}:1"),
+        ([{"prompt": "a", "answer": [4]}], "no answer beside the prompt — {}:1"),
+        ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": math.nan}], "NaN is no number — {}:2 — mend it"),
+        ([{"prompt": "a", "answer": -math.inf}], "-Infinity is no number — {}:1"),
         ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "no answer beside the prompt — {}:2"),
         ([{"prompt": [USER, ANSWER], "answer": "1"}], "the last message is the assistant's — {}:1"),
         ([{"conversations": ["a"]}], "conversations is no list of turns — {}:1"),
@@ -227,6 +235,46 @@ def test_an_array_of_conversations_is_not_text(name: str, indent: int | None, tm
         peek_format(find_source(str(tmp_path / name)), "text")
     (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=indent))
     assert peek_format(find_source(str(tmp_path / name)), "text") is None
+
+
+def test_an_answer_beyond_the_largest_number_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1e999}\n')
+    with pytest.raises(MegatokenError, match=r"no answer beside the prompt — .*rows.jsonl:1 — .*text or a number"):
+        list(read_examples(find_source(str(path))))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_lines_of_conversations_that_are_named_json_are_not_text(indent: int | None, tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text("\n".join(json.dumps(row, indent=indent) for row in (GOOD, GOOD)))
+    for spec in ("a.json", "*.json"):
+        with pytest.raises(MegatokenError, match=r"messages in a file that is not named .jsonl — .*a.json — write a"):
+            peek_format(find_source(str(tmp_path / spec)), "text")
+    (tmp_path / "a.json").write_text('{"name": "a"}')
+    assert peek_format(find_source(str(tmp_path / "a.json")), "text") is None
+    (tmp_path / "a.py").write_text("x = 1")  # among other files it is one of them
+    assert peek_format(find_source(str(tmp_path / "[ab].*")), "text") is None
+
+
+def test_parquet_of_conversations_says_how_to_make_lines(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "FILE.parquet"
+    parquet.write_table(pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]}), path)
+    with pytest.raises(MegatokenError) as caught:
+        peek_format(find_source(str(path)), "text")
+    what, where, fix = str(caught.value).split(" — ")
+    assert (what, where) == ("messages in parquet, of which text alone is read", str(path))
+    words = shlex.split(fix.removeprefix("write lines: "))
+    lines = subprocess.run([sys.executable, *words[1:3]], cwd=tmp_path, capture_output=True, check=True).stdout
+    assert (words[0], words[3:]) == ("python", [">", "FILE.jsonl"])
+    assert json.loads(lines) == {"messages": [USER, ANSWER], "id": 1}
+    parquet.write_table(pyarrow.table({"messages": [[USER, ANSWER]], "text": ["a"]}), path)
+    assert peek_format(find_source(str(path)), "text") is None
+    path.write_bytes(b"PAR1")
+    assert peek_format(find_source(str(path)), "text") is None
 
 
 def test_conversations_that_are_no_utf_8_are_conversations(tmp_path: Path) -> None:

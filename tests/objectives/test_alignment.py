@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatoken.checkpoint.commit import list_steps
+from megatoken.cli.main import main
 from megatoken.config.load import resolve
 from megatoken.console import Console, format_step
 from megatoken.convert.load_pretrained import load_pretrained
@@ -56,6 +57,29 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("row", "recipe"),
+    [
+        ({"prompt": "1?", "completion": "1"}, "sft"),
+        ({"prompt": "1?", "chosen": "1", "rejected": "no"}, "dpo"),
+        ({"prompt": "1?", "answer": 1}, "grpo"),
+    ],
+)
+def test_prepare_names_the_recipe_that_trains_on_the_rows(
+    row: dict[str, Any], recipe: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "rows.jsonl", tmp_path / "data"
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
+    assert main(["prepare", str(file), "--out", str(out), "--tokenizer", str(base / "run")]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert said.endswith(f"next: megatoken train {recipe} --init {base / 'run'} data.path={out}\n")
+    file.write_text(json.dumps(row))
+    for words in ([], ["--tokenizer", "bytes"], ["--tokenizer", str(base / "run" / "tokenizer" / "tokenizer.json")]):
+        assert main(["prepare", str(file), "--out", str(tmp_path / "no"), *words]) == ExitCode.CONFIG
+        line = "error: rows of conversations are prepared for a model — --tokenizer — name the model by --tokenizer RUN"
+        assert capsys.readouterr().err.startswith(line)
+
+
 def pay_for_letters(prompt: str, answer: str, right: str) -> float:
     return sum(sign.isalpha() for sign in answer) / 6
 
@@ -66,7 +90,8 @@ def train(base: Path, name: str, out: Path, *words: str, **options: Any) -> Summ
     given += ROLLOUTS if name in ("grpo", "ppo") else []
     if name in ("grpo", "ppo"):
         options.setdefault("reward", pay_for_letters)
-    return Trainer(resolve(name, [*given, *words]), out, console=Console(quiet=True), **options).fit()
+    options.setdefault("console", Console(quiet=True))
+    return Trainer(resolve(name, [*given, *words]), out, **options).fit()
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -170,8 +195,12 @@ def test_dpo_begins_at_ln_2(base: Path, tmp_path: Path) -> None:
     assert [row["loss"] for row in rows if row["step"] in (0, 1)] == pytest.approx([math.log(2)] * 2, abs=1e-5)
 
 
-def test_a_reward_model_takes_the_place_of_a_rule(base: Path, tmp_path: Path) -> None:
-    train(base, "reward", tmp_path / "scorer", "optim.lr=3e-3", "budget.steps=20")
+def test_a_reward_model_takes_the_place_of_a_rule(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(base, "reward", tmp_path / "scorer", "optim.lr=3e-3", "budget.steps=20", console=Console())
+    command = f"train ppo --init {base / 'run'} data.path=PROMPTS objective.reward={tmp_path / 'scorer'}"
+    assert f"next: megatoken {command}\n" in capsys.readouterr().out
     assert train(base, "grpo", tmp_path / "run", f"objective.reward={tmp_path / 'scorer'}", reward=None).steps == 6
     spreads = [row["reward_std"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
     assert min(spreads) > 0

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -56,6 +57,7 @@ from megatoken.train.metrics_log import METRICS
 from megatoken.train.run_folder import BUDGET_KEYS, check_folder
 
 NEED_WEIGHTS = ("finetune", "sft", "dpo", "reward", "grpo", "ppo")  # recipes that train given weights
+TRAIN_ON = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}  # the recipe for a kind of rows
 Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
 
 
@@ -127,8 +129,8 @@ def run_prepare(options: argparse.Namespace) -> Result:
 
     names = ("tokenizer", "workers", "val_fraction", "shard_tokens", "invalid", "text_key", "root")
     is_remote = options.source in HUB  # text, whose listing takes a while
-    if not is_remote and peek_format(find_source(options.source, options.root), options.text_key):
-        return _prepare_chats(options)
+    if not is_remote and (found := peek_format(find_source(options.source, options.root), options.text_key)):
+        return _prepare_chats(options, TRAIN_ON[found.kind])
     refuse_without_effect(
         ("--context", options.context is not None, False, "rows of conversations"),
         ("--long", options.long != "fail", False, "rows of conversations"),
@@ -143,8 +145,11 @@ def run_prepare(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, dataclasses.asdict(prepared)
 
 
-def _prepare_chats(options: argparse.Namespace) -> Result:
-    """Conversations, preferences or prompts: rows for the context of the model whose tokenizer is named."""
+def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
+    """Conversations, preferences or prompts: rows for the context of the model whose tokenizer is named.
+
+    recipe: that trains on them, for what to type next.
+    """
     from megatoken.cli.progress import PrepareBar
     from megatoken.data.prepare_chats import prepare_chats
     from megatoken.data.sources import find_source
@@ -152,21 +157,21 @@ def _prepare_chats(options: argparse.Namespace) -> Result:
 
     if is_address(options.out):
         raise ConfigError("conversations are prepared in a folder", str(options.out), "name one, and copy it")
-    named = Path(options.tokenizer)
+    named, init = Path(options.tokenizer), "RUN"
     if (named.is_dir() and not (named / "tokenizer.json").is_file()) or (named / "config.json").is_file():
         from megatoken.convert.load_pretrained import load_pretrained
 
         loaded = load_pretrained(options.tokenizer, options.console.warn)
-        tokenizer, seq_len = loaded.tokenizer, options.context or loaded.model.config.seq_len
+        tokenizer, seq_len, init = loaded.tokenizer, options.context or loaded.model.config.seq_len, options.tokenizer
+    elif not options.context and (named.exists() or options.tokenizer in ("gpt2", "bytes")):
+        fix = "name the model by --tokenizer RUN, or a tokenizer and --context N"
+        raise ConfigError("rows of conversations are prepared for a model", "--tokenizer", fix)
     else:
         tokenizer, seq_len = load_tokenizer(options.tokenizer), options.context
-        if not seq_len:
-            fix = "name the model by --tokenizer RUN, or give --context N"
-            raise ConfigError("for which context are the conversations?", "--context", fix)
     own = _pick(options, "val_fraction", "shard_tokens", "long")
     prepared = prepare_chats(find_source(options.source, options.root), options.out, tokenizer, seq_len=seq_len, **own)
     with PrepareBar(options.console) as bar:
-        bar.finish(options.out, prepared)
+        bar.finish(options.out, prepared, f"{recipe} --init {shlex.quote(init)}")
     return ExitCode.DONE, dataclasses.asdict(prepared)
 
 

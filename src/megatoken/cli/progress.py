@@ -39,8 +39,8 @@ class PrepareBar:
         )
         self.console.step(SEPARATOR.join(parts), share=share)
 
-    def finish(self, out: Path | str, result: PrepareResult) -> None:
-        """Print the result and the next command."""
+    def finish(self, out: Path | str, result: PrepareResult, train: str = "RECIPE") -> None:
+        """Print the result and the next command. train: its words behind `megatoken train`."""
         documents, shards = format_count(result.documents, "document"), format_count(result.shards, "shard")
         summary = f"{format_count(result.tokens, 'token')} of {documents} in {shards}"
         if result.unchanged:
@@ -51,4 +51,4 @@ class PrepareBar:
         for name, number in result.counts.items():
             if number:
                 self.console.print(f"  {name.replace('_', ' ')}: {number:,}")
-        self.console.print(f"dataset: {out}; next: megatoken train RECIPE {shlex.quote(f'data.path={out}')}")
+        self.console.print(f"dataset: {out}; next: megatoken train {train} {shlex.quote(f'data.path={out}')}")

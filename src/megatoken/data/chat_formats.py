@@ -13,6 +13,7 @@ A prompt or an answer of these is text, or a list of messages.
 """
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,11 +23,15 @@ from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
 from megatoken.data.corpus_reader import decompress
-from megatoken.data.sources import Source
+from megatoken.data.sources import File, Source
 from megatoken.errors import DataError
 
 Kind = Literal["chat", "preference", "prompt"]
 ARRAY_HEAD_BYTES = 1 << 20  # of a file, in which its first row ends
+TO_LINES = (
+    "python -c \"import json, pyarrow.parquet as p; [print(json.dumps(row)) for row in p.read_table('FILE.parquet')"
+    '.to_pylist()]" > FILE.jsonl'
+)
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -59,8 +64,14 @@ def detect_format(row: Any) -> Format | None:
 
 
 def peek_format(source: Source, text_key: str) -> Format | None:
-    """The format of the first row of a corpus of JSON lines; None for text, which stands below `text_key`."""
-    _refuse_array(source)
+    """The format of the first row of a corpus of JSON lines; None for text, which stands below `text_key`.
+
+    Raises DataError for conversations in another form, which as text would be trained with their punctuation.
+    """
+    if source.files and all(re.search(r"\.(json|jsonl|ndjson)(\.|$)", file.name) for file in source.files):
+        _refuse_other_json(source, source.files[0])
+    if source.files and all(file.format == "rows" for file in source.files):
+        _refuse_parquet(source, source.files[0], text_key)
     if not source.files or not all(file.format == "lines" for file in source.files):
         return None
     for _, line in _read_lines(source):
@@ -72,23 +83,38 @@ def peek_format(source: Source, text_key: str) -> Format | None:
     return None
 
 
-def _refuse_array(source: Source) -> None:
-    """Raise DataError for one file that is an array of conversations: as text its punctuation would be trained."""
-    if len(source.files) != 1 or not re.search(r"\.(json|jsonl|ndjson)(\.|$)", (file := source.files[0]).name):
-        return
+def _refuse_other_json(source: Source, file: File) -> None:
+    """Raise DataError for an array of conversations, and for conversations in a file of another suffix than lines'."""
     head = ""
     with source.open(file) as raw, suppress(OSError, EOFError, zlib.error):  # the reader reports it
         head = decompress(raw, file).read(ARRAY_HEAD_BYTES).decode("utf-8-sig", errors="replace")
-    start = re.match(r"\s*\[\s*(?=\{)", head)
-    if start is None:
+    start = re.match(r"\s*(\[?)\s*(?=\{)", head)
+    if start is None or (file.format == "lines" and not start[1]):
         return
     try:
         row, _ = json.JSONDecoder().raw_decode(head, start.end())
     except (ValueError, RecursionError):
         return
-    if found := detect_format(row):
+    if (found := detect_format(row)) and start[1]:
         fix = "write a row a line, such as by: jq -c '.[]' FILE.json > FILE.jsonl"
         raise DataError(f"an array of {found.name}, not a line of JSON for each row", file.path, fix)
+    if found:
+        fix = "write a row a line, such as by: jq -c . FILE.json > FILE.jsonl"
+        raise DataError(f"{found.name} in a file that is not named .jsonl", file.path, fix)
+
+
+def _refuse_parquet(source: Source, file: File, text_key: str) -> None:
+    """Raise DataError for conversations in parquet, of which text alone is read."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:  # which the reader reports
+        return
+    with source.open(file) as raw, suppress(ArrowException, OSError):  # so does it damage
+        names = parquet.read_schema(raw).names
+        if text_key not in names and (found := detect_format(dict.fromkeys(names))):
+            raise DataError(
+                f"{found.name} in parquet, of which text alone is read", file.path, f"write lines: {TO_LINES}"
+            )
 
 
 def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
@@ -96,7 +122,7 @@ def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
     first: tuple[Format, str] | None = None
     for where, line in _read_lines(source):
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             raise DataError(f"not a line of JSON: {error!s:.100}", where, "mend it or leave it out") from error
         found = detect_format(row)
@@ -124,6 +150,10 @@ def _read_lines(source: Source) -> Iterator[tuple[str, bytes]]:
                         yield f"{file.path}:{number}", line
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"cannot read: {error}", f"{file.path}:{number + 1}", "copy the file again") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:
@@ -187,7 +217,8 @@ def _read_preference(row: dict[str, Any], where: str) -> Example:
 
 def _read_prompt(row: dict[str, Any], where: str) -> Example:
     answer = row["answer"]
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not is_number and not (isinstance(answer, str) and answer.strip()):
         raise DataError("no answer beside the prompt", where, "give each row an `answer`, text or a number")
     return Example(where, parse_messages(_to_rows(row["prompt"], "user"), where, reply=True), row=row)
 
