@@ -19,6 +19,7 @@ from megatoken.config.fields import Duration, parse_time
 from megatoken.config.load import Change, ResolvedConfig, from_python, render
 from megatoken.config.schema import Config
 from megatoken.console import Console, format_duration, format_step
+from megatoken.data.chat_dataset import ROW_OBJECTIVES
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.memory import choose_dims
@@ -246,7 +247,8 @@ class TrainLoop:
         self.recovery = Recovery(run, self.saver)
         # A step is held to the limits of all steps before it, where spikes are skipped.
         self.reads_every_step = run.device.type == "cpu" or run.step_config.skip_spikes
-        self.meter = ThroughputMeter(run.device, run.model_config, run.step_config, run.comm.dist_env.world_size)
+        is_dense, world_size = run.config.objective.name not in ROW_OBJECTIVES, run.comm.dist_env.world_size
+        self.meter = ThroughputMeter(run.device, run.model_config, run.step_config, world_size, is_dense)
         self.stragglers = StragglerDetector(run.comm, run.device.type)
         self.state.compute_timer = self.stragglers.compute
 

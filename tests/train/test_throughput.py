@@ -26,6 +26,9 @@ def test_mfu_is_model_flops_over_peak() -> None:
     assert rate == pytest.approx(128 / row["seconds"])
     assert row["mfu"] == pytest.approx(rate * flops_per_token(TINY_GPT, causal=False) / peak)
     assert row["mfu_causal"] == pytest.approx(rate * flops_per_token(TINY_GPT, causal=True) / peak)
+    sparse = replace(meter, is_dense=False).read(128)
+    assert sparse["tokens_per_second"]
+    assert (sparse["mfu"], sparse["mfu_causal"]) == (None, None)
     d, t, layers = TINY_GPT.d_model, TINY_GPT.seq_len, TINY_GPT.n_layer
     assert row["mfu"] - row["mfu_causal"] == pytest.approx(rate * 6 * layers * d * t / peak)
 

@@ -203,16 +203,19 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
     size = f"{steps.ramp.start:,} to {steps.batch_tokens:,}" if steps.ramp else f"{steps.batch_tokens:,}"
     length = f"{steps.total_steps:,} steps of {size} tokens = {format_quantity(tokens)} tokens"
     peak = f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})" if device.peak_flops else ""
+    is_rows = run.config.objective.name in ROW_OBJECTIVES  # shorter than contexts, and more is computed than a step
+    total = f", {format_quantity(flops * tokens, 'FLOP')} in all"
+    first_loss = f"expected at first: ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"
     rows = [
         ("run", f"{name} in {run.out}"),
         ("model", f"{sizes}: {counts}"),
         ("data", f"{dataset}: {splits}, tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} ids)"),
         ("budget", f"{length} = {tokens / steps.epoch_tokens:.3g} epochs"),
         *(("", row) for row in _describe_parts(run, tokens)),
-        ("work", f"{flops:,} FLOPs a token (full attention), {format_quantity(flops * tokens, 'FLOP')} in all"),
+        ("work", f"{flops:,} FLOPs a token (full attention)" + ("" if is_rows else total)),
         ("machine", ", ".join(filter(None, (str(device.torch_device), device.name, device.precision, peak)))),
         ("layout", "" if dims == ParallelDims() else str(dims)),
-        ("loss", f"expected at first: ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"),
+        ("loss", "" if run.config.model.init else first_loss),
     ]
     run.console.table([row for row in rows if row[1]])
     schedule, unit = steps.schedule, "tokens" if steps.ramp else "steps"

@@ -14,13 +14,15 @@ class ThroughputMeter:
     """Times steps alone: call `start` after an evaluation, a sample or a save to leave it out.
 
     MFU is achieved model FLOP/s over the device's peak (`device.peak_source` says which), in both readings of
-    model/flops.py: full attention and causal. None if the peak is unknown.
+    model/flops.py: full attention and causal. None if the peak is unknown, and where `is_dense` is False: then tokens
+    are counted as whole contexts, but rows are shorter, and reference models and sampling compute more.
     """
 
     device: Device
     model_config: ModelConfig
     step_config: StepConfig
     world_size: int = 1
+    is_dense: bool = True
     smooth_seconds: float = 0.0  # of a full batch
     total_seconds: float = 0.0  # of all steps that were read
     total_tokens: int = 0
@@ -49,7 +51,7 @@ class ThroughputMeter:
         full = self.step_config.batch_tokens / rate
         self.smooth_seconds = full if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * full
         self.start()
-        peak = self.device.peak_flops * self.world_size
+        peak = self.device.peak_flops * self.world_size if self.is_dense else 0.0
         mfu, mfu_causal = (
             rate * flops_per_token(self.model_config, causal=causal) / peak if peak else None
             for causal in (False, True)
