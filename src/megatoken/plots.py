@@ -42,6 +42,17 @@ def load_pyplot() -> Any:
     return pyplot
 
 
+def check_picture(target: Path) -> None:
+    """Raise ConfigError where no picture can be drawn, or none with the target's ending: before what takes long."""
+    load_pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if target.suffix and target.suffix[1:].lower() not in known:
+        what = f"cannot draw a picture in the format {target.suffix}"
+        raise ConfigError(what, str(target), f"name a .png file; known: {', '.join(sorted(known))}")
+
+
 def draw_run(run: Path, *, pictures: bool) -> str:
     """Draw a run's curves, and its weights if asked. Returns one line: the files, or why there are none."""
     try:

@@ -104,12 +104,30 @@ def test_a_damaged_search_is_one_line(recipe: str, tmp_path: Path, capsys: pytes
     assert "delete it, or name another --out" in line
 
 
-def test_what_every_trial_failed_of_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = f"data.path={tmp_path / 'missing'}"
-    words = ["sweep", "quickstart", missing, "optim.lr=1e-3|2e-3|3e-3|4e-3", "--trials", "4", "--jobs", "3"]
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["optim.lr=1e-3|2e-3", "data.path={0}/missing"], "{0}/missing"),
+        (["data.path={0}/data|{0}/missing"], "{0}/missing"),
+        (["optim.lr=1e-3|2e-3", "data.path={0}/whole"], "no validation split, by whose loss a sweep compares — {0}/wh"),
+        (["optim.lr=1e-3|2e-3", "evaluate.tokens=0"], "a sweep compares validation losses — evaluate.tokens=0 — give"),
+    ],
+)
+def test_data_are_opened_before_the_first_trial(
+    words: list[str], error: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(str(tmp_path / "text.txt"), tmp_path / "whole", tokenizer="bytes", val_fraction=0.0, workers=1)
+    words = [word.format(tmp_path) for word in words]
+    assert main(["sweep", recipe, *words, "--out", str(tmp_path / "sweep")]) in (ExitCode.DATA, ExitCode.CONFIG)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.format(tmp_path) in line
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_what_every_trial_failed_of_is_told(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", recipe, "model.vocab_size=10", "optim.lr=1e-3|2e-3|3e-3|4e-3", "--trials", "4", "--jobs", "3"]
     assert main([*words, "--out", str(tmp_path / "sweep")]) == ExitCode.DATA
-    assert "the first 3 trials failed: " in (error := capsys.readouterr().err)
-    assert str(tmp_path / "missing") in error
+    assert "the first 3 trials failed: model.vocab_size 10 is smaller than" in capsys.readouterr().err
     assert main([*words, "seed=2", "--out", str(tmp_path / "sweep")]) == ExitCode.CONFIG
     assert "has other fixed settings" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from megatoken.eval.multiple_choice import describe_cut, format_score
 from megatoken.eval.rewards import REWARDS, load_reward
 from megatoken.eval.tasks import SCORES, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
-from megatoken.plots import load_pyplot, save_figure
+from megatoken.plots import check_picture, load_pyplot, save_figure
 from megatoken.system.device import Device, memory_errors, open_device
 
 Evaluation = Callable[[Namespace, LoadedModel, Device, Comm, Console], dict[str, Any]]
@@ -32,6 +32,8 @@ def evaluate_models(options: Namespace, run_harness: Evaluation | None = None) -
     """
     for name in options.models:
         refuse_missing_path(name)
+    if options.plot:
+        check_picture(options.plot)
     own_tasks = options.tasks and not run_harness
     # Examples are read and checked before a model is loaded.
     tasks = read_examples(find_tasks(options.tasks), options.data, options.limit) if own_tasks else {}

@@ -17,7 +17,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.errors import ConfigError, DataError
 from megatoken.estimate.scaling_law import INTERVAL, Law, choose_terms, fit_law, interval, resample
 from megatoken.model.flops import count_matmul_parameters
-from megatoken.plots import save_figure
+from megatoken.plots import check_picture, save_figure
 from megatoken.system.atomic_write import read_object
 from megatoken.train.metrics_log import STATUS, read_metrics
 
@@ -80,6 +80,8 @@ def scaling(options: Namespace) -> dict[str, Any]:
     for flops in options.flops:
         if not 0 < flops <= MOST_FLOPS:
             raise ConfigError(f"a budget of {flops:g} FLOPs", "--flops", "give a number above 0, such as 1e18")
+    if options.plot:
+        check_picture(options.plot)
     console: Console = options.console
     runs = sorted((read_run(folder, console.warn) for folder in dict.fromkeys(options.runs)), key=lambda run: run.flops)
     check_comparable(runs, console)

@@ -23,6 +23,7 @@ from megatoken.cli.child_runs import find_error, find_log, hold_folder, stop_on_
 from megatoken.config.load import render, resolve
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
+from megatoken.data.mixture import load_mixture
 from megatoken.errors import ConfigError, DataError, ExitCode
 from megatoken.plots import save_figure
 from megatoken.redact import redact
@@ -107,6 +108,23 @@ def _parse_range(recipe: str, key: str, log: str | None, low: str, high: str) ->
             f"{key}: a logarithmic range begins above 0, got {low}", "command line", f"or {key}={low}..{high}"
         )
     return space
+
+
+def check_data(recipe: str, ranges: Sequence[SearchRange], fixed: Sequence[str], console: Console) -> None:
+    """Open what the trials would train on and measure their losses with.
+
+    Raises DataError where it is missing or damaged or has nothing held out, ConfigError where no loss is measured.
+    """
+    paths = next((space.choices for space in ranges if space.key == "data.path"), ())
+    for words in [[*fixed, f"data.path={path}"] for path in paths] or [[*fixed]]:
+        config = resolve(recipe, words).config
+        if not config.evaluate.tokens:
+            raise ConfigError("a sweep compares validation losses", "evaluate.tokens=0", "give a number of tokens")
+        tokenizer = config.data.tokenizer
+        data = load_mixture(config.data.path, external_tokenizer=tokenizer, report=console.print)
+        if not data.n_val:
+            what = "no validation split, by whose loss a sweep compares"
+            raise DataError(what, config.data.path, "prepare it again with --val-fraction 0.05")
 
 
 class Sweep:
@@ -234,13 +252,15 @@ def sweep(options: Namespace) -> tuple[int, dict[str, Any]]:
     """Search until `options.trials` trials have run, then write the best recipe, a table and a picture.
 
     Returns STOPPED when a signal ended it before. Raises ConfigError for a space that is none, another search in the
-    folder, or without Optuna; StorageError when another process searches there; DataError when all trials fail.
+    folder, or without Optuna; DataError where there is nothing to train on or all trials fail; StorageError when
+    another process searches there.
     """
     optuna = _import_optuna()
     ranges, fixed = parse_space(options.recipe, options.overrides)
     for name in ("trials", "jobs"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} is {getattr(options, name)}", f"--{name}", "give 1 or more")
+    check_data(options.recipe, ranges, fixed, options.console)
     out: Path = options.out or Path("sweeps") / Path(options.recipe).stem
     options.out = out
     with hold_folder(out, "sweep"):

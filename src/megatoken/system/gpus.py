@@ -116,6 +116,9 @@ def find_gpu(name: str, where: str = "--gpus") -> Gpu:
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """Number and kind of `8xA100-40GB` or `H100`. Raises ConfigError for a count or a name that is none."""
     match = re.fullmatch(r"\s*([-+\d.]+)\s*[x*]\s*(\S.*)", text)
+    last = re.fullmatch(r"\s*(\S.*?)\s*[x*]\s*(\d+)\s*", text)
+    if match is None and last is not None and _simplify(last[1]) in _BY_WORD:
+        raise ConfigError(f"cannot read '{text}'", "--gpus", f"the number comes first: {last[2]}x{last[1]}")
     if match is None and _simplify(text) not in _BY_WORD and re.match(r"\s*[-+.\d]", text):
         raise ConfigError(f"cannot read '{text}'", "--gpus", "write a number, x and a name: 8xH100")
     count, name = match.groups() if match else ("1", text)
