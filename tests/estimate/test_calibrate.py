@@ -7,21 +7,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatoken.cli import plan
 from megatoken.cli.main import main
 from megatoken.config.fields import Duration
 from megatoken.config.load import load_config
 from megatoken.console import Console
+from megatoken.data.dataloader import Batch
 from megatoken.errors import ExitCode
-from megatoken.estimate.calibrate import Calibration, calibrate, choose_micro_batch, count_run_bytes, find_calibration
+from megatoken.estimate.calibrate import Calibration, StepTimer, build_run, calibrate, count_run_bytes, find_calibration
 from megatoken.estimate.expectation import Expectation
+from megatoken.estimate.memory_tracker import MemoryTracker
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.model.flops import count_padded_parameters
 from megatoken.pretrain import Trainer
 from megatoken.system import device
 from megatoken.system.gpus import GPUS
+from megatoken.train import micro_batch
+from megatoken.train.kernel_autotune import autotune
 from megatoken.train.metrics_log import read_metrics
+from megatoken.train.step import train_step
 
 MODEL = ("model.n_layer=6", "model.n_head=2", "model.d_model=32", "model.seq_len=16", "model.vocab_size=257")
 MACHINE = ("machine.device=cpu", "machine.precision=fp32", "machine.micro_batch=4", "machine.threads=1")
@@ -32,27 +38,61 @@ WORDS = (*MODEL, *MACHINE, *OTHERS, "log.plots=false", "data.tokenizer=bytes")
 def test_layers_and_micro_batches_add_up() -> None:
     known = Calibration(
         layers=[1, 4],
-        micro_batch=4,
+        micro_batch=8,
+        timed_seqs=4,
         backward_seconds=[2.0, 5.0],
         update_seconds=[1.0, 2.5],
         validation_seconds=[0.5, 2.0],
         step_bytes=[100, 400],
         base_bytes=50,
     )
-    assert known.step_seconds(12, 1) == 2 + 11 + 1 + 11 * 0.5
-    assert known.step_seconds(12, 3) == 3 * 13 + 6.5
+    assert known.step_seconds(12, 4) == 2 + 11 + 1 + 11 * 0.5
+    assert known.step_seconds(12, 12) == 3 * 13 + 6.5
     assert known.memory_bytes(12) == 50 + 1200
     config = load_config("quickstart", *WORDS, "evaluate.every=3", "evaluate.tokens=96")
     # 6 steps of 2 micro-batches; before the first, after the third and after the last 96 tokens of 1.5 micro-batches.
     assert known.run_seconds(config, config.model, 6 * 128) == 6 * (2 * 7 + 3.5) + 3 * 1.5 * 3.0
     one = replace(known, layers=[2], backward_seconds=[2.0], update_seconds=[1.0], step_bytes=[100])
-    assert (one.step_seconds(2, 2), one.memory_bytes(2)) == (5.0, 150)
+    assert (one.step_seconds(2, 8), one.memory_bytes(2)) == (5.0, 150)
 
 
-def test_micro_batch_left_to_auto() -> None:
-    config = load_config("gpt2-124m", "model.seq_len=256", "budget.batch_tokens=3072")  # 12 sequences
-    assert choose_micro_batch(config, 256) == 4
-    assert choose_micro_batch(config, 2048) == 1
+def test_the_micro_batch_is_the_one_that_a_run_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    rates = iter([{1: 50.0, 2: 90.0, 4: 101.0, 8: 100.0}])
+    monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
+    np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
+    config = load_config("quickstart", f"data.path={tmp_path}/*.npy", *WORDS, "machine.micro_batch=auto")
+    here, known = calibrate(config, config.model.resolve(257), 0.0)
+    assert (known.micro_batch, known.timed_seqs) == (8, 8)  # of 16 tokens
+    trainer = Trainer(config, tmp_path / "run")
+    trainer.fit()  # measures nothing anew
+    assert json.loads((tmp_path / "run" / "machine.json").read_text())["micro_batch"] == 8
+    (row,) = [row for row in read_metrics(tmp_path / "run") if row.get("what") == "planned"]
+    assert row["tokens_per_second"] == 128 / known.step_seconds(6, 8)
+    assert here.type == "cpu"
+
+
+@pytest.mark.parametrize(("micro_batch", "batch_seqs", "timed"), [(4, 8, 4), (64, 128, 32), (64, 64, 32)])
+def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
+    micro_batch: int, batch_seqs: int, timed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
+    words = (*WORDS, "model.seq_len=32", "model.n_layer=2", f"budget.batch_tokens={batch_seqs * 32}")
+    config = load_config("quickstart", *words, f"machine.micro_batch={micro_batch}")
+    model = config.model.resolve(257)
+    here = device.open_device(config.machine)
+    timer = StepTimer(config, model, here)
+    timer.take_turns()
+    assert (timer.micro_batch, timer.timed_seqs) == (micro_batch, timed)
+    choice = autotune(model, config.machine, here, micro_batch=micro_batch, dropout=0.0)
+    ids = torch.zeros(batch_seqs, 32, dtype=torch.int64)
+    with MemoryTracker() as tracker:
+        state, step_config = build_run(config, model, here, choice, micro_batch)
+        for _ in range(2):
+            train_step(state, step_config, here, Batch(ids, ids))
+    assert timer.result(0).step_bytes == [pytest.approx(tracker.peak_bytes, rel=0.03)]
 
 
 def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
@@ -75,11 +115,12 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     assert answer["memory_bytes"] > 12 * 6 * 12 * 32**2  # weights, gradients and moments of the blocks
     model = config.model.resolve(257)
     here, _ = calibrate(config, model, 0.0)
-    known = find_calibration(model, config.machine, here, 4)
+    known = find_calibration(config, model, here, 4)
     assert known is not None
     assert known.layers == [1, 4]
-    assert find_calibration(model, config.machine, here, 8) is None
-    assert find_calibration(replace(model, d_model=64), config.machine, here, 4) is None
+    assert find_calibration(config, model, here, 8) is None
+    assert find_calibration(config, replace(model, d_model=64), here, 4) is None
+    assert find_calibration(replace(config, optim=replace(config.optim, name="muon")), model, here, 4) is None
     first, last = train("after")
     assert "tokens/s" in first
     assert "(this machine, measured before)" in first
@@ -88,7 +129,7 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     assert count_run_bytes(known, config, model, here) == known.memory_bytes(6)
     assert count_run_bytes(known, saving, model, here) == known.memory_bytes(6) + 12 * count_padded_parameters(model)
     (row,) = [row for row in read_metrics(tmp_path / "after") if row.get("what") == "planned"]
-    assert row["tokens_per_second"] == 128 / known.step_seconds(6, 2)
+    assert row["tokens_per_second"] == 128 / known.step_seconds(6, 8)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -96,6 +137,7 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
     known = Calibration(
         layers=[6],
         micro_batch=4,
+        timed_seqs=4,
         backward_seconds=[1.0],
         update_seconds=[2.0],
         validation_seconds=[0.5],
@@ -119,6 +161,7 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> N
     known = Calibration(
         layers=[6],
         micro_batch=4,
+        timed_seqs=4,
         backward_seconds=[1.0],
         update_seconds=[2.0],
         validation_seconds=[0.5],

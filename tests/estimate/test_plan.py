@@ -328,6 +328,10 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert target.read_bytes().startswith(b"\x89PNG")
     assert json.loads(capsys.readouterr().out)["picture"] == str(target)
     assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.foo")]) == ExitCode.CONFIG
+    answer = capsys.readouterr()
+    assert answer.out == ""  # before any table
+    error = f"error: cannot draw a picture in the format .foo — {tmp_path / 'plan.foo'} — name a .png file; known: "
+    assert answer.err.startswith(error)
 
 
 def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_data(

@@ -2,14 +2,15 @@
 
     python -m tests.soak.plan_race --state runs/plan/state.json [--runs 3] [--turns N]
 
-For each of three models, in turns of about a minute: a plan, which measures for 30 s; a whole run as the command
+For each of four models, in turns of about a minute: a plan, which measures for 30 s; a whole run as the command
 trains it, with its evaluations and saves; a whole run within which, after each second of training, the plan's own steps
 are timed once.
 `after`: the plan over the run that follows it, whose minutes are others. `beside`: the plan by the steps timed within a
 run over that run's time without them: both saw the same load. Time is elapsed_seconds of the last row; memory, of the
 plan and of the run that follows it, is the peak that the kernel counts. The models, on the quickstart's corpus: its
-own, 4 layers of 256, 8 layers of 384 (from models of 1 and 4 layers). One thread. --state keeps what is done; ten
-minutes. Ends in one JSON line. Linux.
+own, 4 layers of 256, 8 layers of 384 and 6 of 512 (from models of 1 and 4 layers), the last with fewer heads of keys
+and values and an output layer of its own. One thread. --state keeps what is done; a quarter of an hour. Ends in one
+JSON line. Linux.
 """
 
 import argparse
@@ -40,6 +41,10 @@ MODELS = {
     "8 layers of 384": [
         *("model.n_layer=8", "model.d_model=384", "model.n_head=6"),
         *("budget.batch_tokens=4096", "budget.steps=6", "optim.lr=1e-3"),
+    ],
+    "6 layers of 512": [
+        *("model.n_layer=6", "model.d_model=512", "model.n_head=8", "model.n_kv_head=2", "model.tie_embeddings=false"),
+        *("model.qk_norm=true", "model.seq_len=512", "budget.batch_tokens=8192", "budget.steps=4", "optim.lr=1e-3"),
     ],
 }
 COMMON = ["evaluate.every=0.5dur", "save.every=0.5dur", "sample.every=0steps", "log.plots=false"]

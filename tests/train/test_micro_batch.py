@@ -1,16 +1,20 @@
 """The micro-batch: what is tried, and which of the measured sizes is taken."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.train import micro_batch
-from megatoken.train.micro_batch import candidate_sizes, compile_forward, pick_micro_batch, tune_micro_batch
+from megatoken.train.micro_batch import candidate_sizes, compile_forward, find_rates, pick_micro_batch, tune_micro_batch
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_config
@@ -110,6 +114,32 @@ def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(micro_batch, "forward_backward", memory)
     monkeypatch.setattr(micro_batch, "time_once", memory.time_once)
     assert list(tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 64)) == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("damage", ["", '{"1": "x"}', "[1, 2]", '{"2": 5.0}', "{}"])
+def test_what_a_cpu_has_measured_is_kept_for_every_depth(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path))
+    rates = iter([{1: 50.0, 2: 90.0}, {1: 60.0, 2: 80.0, 4: 100.0}])
+    monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
+    machine = MachineConfig()
+
+    def find(batch_seqs: int = 8, n_layer: int = 2) -> tuple[dict[int, float], bool]:
+        state = tiny_state()
+        state.model.config = replace(TINY_GPT, n_layer=n_layer)
+        return find_rates(state, tiny_step_config(), machine, CPU, batch_seqs)
+
+    assert find() == ({1: 50.0, 2: 90.0}, False)
+    assert find(n_layer=5) == ({1: 50.0, 2: 90.0}, True)
+    if damage:
+        (tmp_path / "micro_batches.json").write_text(
+            json.dumps(dict.fromkeys(json.loads((tmp_path / "micro_batches.json").read_text()), json.loads(damage)))
+        )
+        assert find() == ({1: 60.0, 2: 80.0, 4: 100.0}, False)
+        assert find() == ({1: 60.0, 2: 80.0, 4: 100.0}, True)
+    else:
+        assert find(16) == ({1: 60.0, 2: 80.0, 4: 100.0}, False)
 
 
 def test_a_measurement_changes_neither_weights_nor_the_next_step() -> None:

@@ -48,6 +48,10 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     price, budget = read_dollars(options.price, "--price"), read_dollars(options.budget, "--budget")
     hours = read_hours(options.deadline)
     tokens = read_tokens(options.tokens, model, is_recipe)
+    if options.plot:
+        from megatoken.plots import check_picture
+
+        check_picture(options.plot)
     if is_recipe and options.tokens is None and config.budget.epochs:
         tokens = config.budget.epochs * count_epoch_tokens(config, model.seq_len)
     if config.objective.name not in ("pretrain", "sft"):
@@ -128,7 +132,7 @@ def plan_here(
     console: Console = options.console
     console.print(f"measuring the training step for {CALIBRATE_SECONDS:.0f} s")
     device, measured = calibrate(config, model, CALIBRATE_SECONDS)
-    rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, config.batch_seqs // measured.micro_batch)
+    rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, config.batch_seqs)
     hours = measured.run_seconds(config, model, tokens) / 3600
     memory_bytes, free_bytes = count_run_bytes(measured, config, model, device), device.memory_bytes(1)
     fits = not free_bytes or memory_bytes <= free_bytes
@@ -147,10 +151,11 @@ def plan_here(
     }
     layers = f"models of {' and '.join(map(str, measured.layers))} layers"
     free = f"{format_quantity(free_bytes, 'B')} free now" if free_bytes else "unknown how much is free"
+    needed = f"{format_quantity(memory_bytes, 'B')} with micro-batches of {measured.micro_batch}"
     rows = [
         ("model", f"{options.recipe}: {count_parameters(model):,} parameters, context {model.seq_len:,}"),
-        ("on", f"{device.name}, {device.precision}, by {layers} with micro-batches of {measured.micro_batch}"),
-        ("memory", f"{'fits' if fits else 'does not fit'}: {format_quantity(memory_bytes, 'B')}, {free}"),
+        ("on", f"{device.name}, {device.precision}, by {layers} with micro-batches of {measured.timed_seqs}"),
+        ("memory", f"{'fits' if fits else 'does not fit'}: {needed}, {free}"),
         *describe_speed_here(answer, model),
     ]
     console.table(rows)

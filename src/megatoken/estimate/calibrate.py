@@ -1,19 +1,20 @@
 """Measures the real train_step on this machine for half a minute, and predicts runs from that.
 
 Models of the run's width with few layers are timed in turns; what a layer takes is their difference. The measurement
-is kept in the cache, for a later plan and for the line that training prints.
+is kept in the cache, for a later plan and for the line that training prints. On a CPU the micro-batch is the one that a
+run takes, which finds it there; its memory is measured by one pass.
 """
 
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config, MachineConfig
+from megatoken.config.schema import Config
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -24,13 +25,14 @@ from megatoken.model.gpt import GPT
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.environment import cache_get, cache_put, peak_resident_bytes
-from megatoken.train.kernel_autotune import apply_choice, autotune
+from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
+from megatoken.train.micro_batch import describe_step, find_rates, pick_micro_batch
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import forward_backward, train_step
 
 CALIBRATIONS = "calibrations.json"  # in the cache
 MOST_LAYERS = 4
-SMALLEST_TOKENS = 1024  # of a micro-batch that is left to `auto`: a larger one is hardly faster on a CPU
+TIMED_TOKENS = 1024  # of the micro-batch that is timed, at most on a CPU, where a larger one is hardly faster
 FEWEST_ROUNDS = 3
 
 
@@ -38,31 +40,31 @@ FEWEST_ROUNDS = 3
 class Calibration:
     """What was measured for each number of `layers`.
 
-    Seconds of forward and backward of a micro-batch, of an update, of a micro-batch's validation loss; bytes of a step
-    of several micro-batches beside `base_bytes`, which the process had before.
+    Seconds of forward and backward of a micro-batch of `timed_seqs` sequences, of an update, of the validation loss of
+    such a micro-batch; bytes of a step in micro-batches of `micro_batch` beside `base_bytes`, which the process had
+    before.
     """
 
     layers: list[int]
     micro_batch: int
+    timed_seqs: int
     backward_seconds: list[float]
     update_seconds: list[float]
     validation_seconds: list[float]
     step_bytes: list[int]
     base_bytes: int
 
-    def step_seconds(self, n_layer: int, micro_steps: float) -> float:
-        """One step of a model of that many layers; micro_steps: micro-batches, or the share of one."""
-        return micro_steps * self._extend(self.backward_seconds, n_layer) + self._extend(self.update_seconds, n_layer)
+    def step_seconds(self, n_layer: int, seqs: float) -> float:
+        """One step on `seqs` sequences of a model of that many layers."""
+        backward, update = (self._extend(each, n_layer) for each in (self.backward_seconds, self.update_seconds))
+        return seqs / self.timed_seqs * backward + update
 
     def run_seconds(self, config: Config, model: ModelConfig, tokens: float) -> float:
         """Training on so many tokens, with the smaller first batches and the evaluations of the config."""
         sizes = [*config.budget.ramp.smaller(tokens)] if config.budget.ramp else []
         sizes.append((config.budget.batch_tokens, tokens - sum(trained for _, trained in sizes)))
-        steps = [
-            trained / size * self.step_seconds(model.n_layer, size / model.seq_len / self.micro_batch)
-            for size, trained in sizes
-        ]
-        evaluated = count_evaluated_tokens(config, tokens) / model.seq_len / self.micro_batch
+        steps = [trained / size * self.step_seconds(model.n_layer, size / model.seq_len) for size, trained in sizes]
+        evaluated = count_evaluated_tokens(config, tokens) / model.seq_len / self.timed_seqs
         return sum(steps) + evaluated * self._extend(self.validation_seconds, model.n_layer)
 
     def memory_bytes(self, n_layer: int) -> int:
@@ -77,20 +79,16 @@ class Calibration:
         return values[0] + slope * (n_layer - self.layers[0])
 
 
-def calibration_key(model: ModelConfig, machine: MachineConfig, device: Device) -> str:
-    """Everything that a calibration depends on beside the number of layers."""
-    shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
-    threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
-    others = f"dropout {model.dropout}, recomputed {machine.activation_checkpointing}"
-    return f"{device.name}, {threads}{device.precision}, torch {torch.__version__}; {shape}, {others}"
+def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
+    """Everything that a calibration depends on beside layers and micro-batch."""
+    return f"{describe_step(model, config.machine, device)}; {config.optim.name}"
 
 
-def find_calibration(
-    model: ModelConfig, machine: MachineConfig, device: Device, micro_batch: int
-) -> Calibration | None:
+def find_calibration(config: Config, model: ModelConfig, device: Device, micro_batch: int) -> Calibration | None:
     """The kept one for a model's width on this device; None if there is none for that micro-batch."""
-    kept: Any = cache_get(CALIBRATIONS).get(calibration_key(model, machine, device))
-    if not isinstance(kept, dict) or kept.get("micro_batch") != micro_batch or "validation_seconds" not in kept:
+    kept: Any = cache_get(CALIBRATIONS).get(calibration_key(config, model, device))
+    names = {field.name for field in fields(Calibration)}  # earlier versions had fewer
+    if not isinstance(kept, dict) or kept.get("micro_batch") != micro_batch or kept.keys() != names:
         return None
     return Calibration(**kept)
 
@@ -104,7 +102,7 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
     while time.perf_counter() - start < seconds or timer.rounds < FEWEST_ROUNDS:
         timer.take_turns()
     calibration = timer.result(base_bytes)
-    cache_put(CALIBRATIONS, {calibration_key(model, config.machine, device): asdict(calibration)})
+    cache_put(CALIBRATIONS, {calibration_key(config, model, device): asdict(calibration)})
     return device, calibration
 
 
@@ -120,20 +118,27 @@ class StepTimer:
     def __init__(self, config: Config, model: ModelConfig, device: Device) -> None:
         from megatoken.estimate.memory_tracker import MemoryTracker
 
+        if not config.batch_seqs:
+            fix = f"give a multiple of {model.seq_len}"
+            raise ConfigError("the batch holds no sequence", "budget.batch_tokens", fix)
         machine = config.machine
-        self.device, self.micro_batch = device, choose_micro_batch(config, model.seq_len)
+        asked = machine.micro_batch if machine.micro_batch != "auto" else config.batch_seqs
+        choice = autotune(model, machine, device, micro_batch=asked, dropout=model.dropout)
+        self.device = device
         self.layers = [model.n_layer] if model.n_layer <= MOST_LAYERS else [1, MOST_LAYERS]
         self._runs, self._peaks = [], []
         self._backward: list[list[float]] = [[] for _ in self.layers]
         self._update: list[list[float]] = [[] for _ in self.layers]
         self._validation: list[list[float]] = [[] for _ in self.layers]
-        choice = autotune(model, machine, device, micro_batch=self.micro_batch, dropout=model.dropout)
-        for n_layer in self.layers:
+        models = [replace(model, n_layer=n_layer) for n_layer in self.layers]
+        self.micro_batch = choose_micro_batch(config, models[-1], device, choice)
+        self.timed_seqs = min(self.micro_batch, count_timed_seqs(model)) if device.type == "cpu" else self.micro_batch
+        for each in models:
             with MemoryTracker() as tracker:
-                run = build_run(replace(model, n_layer=n_layer), machine, device, self.micro_batch)
-                apply_choice(run[0], choice, device)
-                self._runs.append(run)
-                take_steps(*run, device)
+                run = build_run(config, each, device, choice, self.timed_seqs)
+                take_step_in_one_pass(*run, device, self.micro_batch, accumulates=config.batch_seqs > self.micro_batch)
+            take_steps(*run, device)
+            self._runs.append(run)
             self._peaks.append(tracker.peak_bytes)
 
     @property
@@ -153,6 +158,7 @@ class StepTimer:
         return Calibration(
             layers=self.layers,
             micro_batch=self.micro_batch,
+            timed_seqs=self.timed_seqs,
             backward_seconds=[statistics.median(each) for each in self._backward],
             update_seconds=[statistics.median(each) for each in self._update],
             validation_seconds=[statistics.median(each) for each in self._validation],
@@ -161,27 +167,51 @@ class StepTimer:
         )
 
 
-def choose_micro_batch(config: Config, seq_len: int) -> int:
-    """The config's, else the smallest divisor of the batch that is long enough. Raises ConfigError if there is none."""
+def count_timed_seqs(model: ModelConfig) -> int:
+    """Sequences of the micro-batch that is timed on a CPU, where that of a run has more."""
+    return max(1, TIMED_TOKENS // model.seq_len)
+
+
+def choose_micro_batch(config: Config, model: ModelConfig, device: Device, choice: KernelChoice) -> int:
+    """The config's, else on a CPU that of a run, which this measures where no run did. model: with few layers."""
     if config.machine.micro_batch != "auto":
         return config.machine.micro_batch
-    fewest = max(1, min(config.batch_seqs, SMALLEST_TOKENS // seq_len))
-    divisors = [size for size in range(fewest, config.batch_seqs + 1) if config.batch_seqs % size == 0]
-    if not divisors:
-        raise ConfigError("the batch holds no sequence", "budget.batch_tokens", f"give a multiple of {seq_len}")
-    return divisors[0]
+    fewest = min(config.batch_seqs, count_timed_seqs(model))
+    if device.type != "cpu":  # beside few layers more would fit than beside all
+        return next(size for size in range(fewest, config.batch_seqs + 1) if config.batch_seqs % size == 0)
+    state, step_config = build_run(config, model, device, choice, fewest)
+    return pick_micro_batch(find_rates(state, step_config, config.machine, device, config.batch_seqs)[0])
 
 
 def build_run(
-    model: ModelConfig, machine: MachineConfig, device: Device, micro_batch: int
+    config: Config, model: ModelConfig, device: Device, choice: KernelChoice, micro_batch: int
 ) -> tuple[TrainState, StepConfig]:
-    """An initialized model with its optimizer."""
+    """An initialized model with its optimizer, and steps of two micro-batches."""
     batch_tokens = 2 * micro_batch * model.seq_len
-    config = replace(Config(), model=model, machine=machine)
+    config = replace(Config(), model=model, machine=config.machine, optim=config.optim)
     config = replace(config, budget=replace(config.budget, steps=1, batch_tokens=batch_tokens))
     state = build_state(GPT(model), config, device)
+    apply_choice(state, choice, device)
     sizes = {"epoch_tokens": batch_tokens, "micro_batch": micro_batch}
     return state, build_step_config(config, **sizes, device_type=device.type)
+
+
+def take_step_in_one_pass(
+    state: TrainState, step_config: StepConfig, device: Device, micro_batch: int, *, accumulates: bool
+) -> None:
+    """Need the memory of a step of that micro-batch in little more time than one forward and backward of it.
+
+    accumulates: a step has several, so that gradients lie beside what the last ones need.
+    """
+    ids = torch.randint(state.model.config.vocab_size, (micro_batch + 2, state.model.config.seq_len))
+    ids = ids.to(device.torch_device)
+    few, most, single = Batch(ids[:2], ids[:2]), Batch(ids[2:], ids[2:]), replace(step_config, micro_batch=1)
+    train_step(state, single, device, few if accumulates else few.split(1)[0])  # makes the optimizer's state
+    if accumulates:
+        forward_backward(state, single, device, few)
+    forward_backward(state, replace(step_config, micro_batch=micro_batch), device, most)
+    state.compute_model.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad(set_to_none=True)
 
 
 def take_steps(state: TrainState, step_config: StepConfig, device: Device) -> tuple[float, float]:

@@ -47,8 +47,8 @@ def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
     dims, model, device = run.state.dims, run.model_config, run.device
     micro_batch = run.step_config.micro_batch
     micro_steps = run.step_config.batch_tokens // model.seq_len // dims.dp_size // micro_batch
-    if run.comm.is_single_process and (known := find_calibration(model, run.config.machine, device, micro_batch)):
-        seconds = known.step_seconds(model.n_layer, micro_steps)
+    if run.comm.is_single_process and (known := find_calibration(run.config, model, device, micro_batch)):
+        seconds = known.step_seconds(model.n_layer, run.step_config.batch_tokens // model.seq_len)
         memory_bytes = count_run_bytes(known, run.config, model, device)
         return Expectation(step_seconds=seconds, memory_bytes=memory_bytes, source="this machine, measured before")
     gpu = next((gpu for gpu in GPUS.values() if gpu.driver == device.name), None)

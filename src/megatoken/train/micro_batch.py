@@ -16,6 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.env import DistEnv
@@ -23,12 +25,14 @@ from megatoken.errors import ConfigError, MegatokenError
 from megatoken.model.dropout import sequence_keys
 from megatoken.model.gpt import GPT, get_activation_checkpointing, set_activation_checkpointing, set_attention
 from megatoken.system.device import Device, is_out_of_memory
-from megatoken.system.environment import return_freed_memory
+from megatoken.system.environment import cache_get, cache_put, return_freed_memory
 from megatoken.system.timing import time_once
 from megatoken.system.torch_compat import uncompile
+from megatoken.train.kernel_autotune import list_requests
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import forward_backward
 
+RATES = "micro_batches.json"  # in the cache
 MAX_CPU_TOKENS = 8192  # products fill a CPU's caches before that; on a GPU memory decides
 MARGIN = 1.05  # a size must be this much faster than a larger one, which accumulates gradients less often
 SMALLER = "lower model.seq_len or the model's size, or set machine.activation_checkpointing=block"
@@ -36,6 +40,36 @@ REPEATS = 3  # of each size, the first of which warms up
 LONG_SECONDS = 0.5  # on a CPU one repeat after the first is enough of what takes longer
 MEMORY_SHARE = 0.95  # of the free memory that a split model's next size may be predicted to need: blocks leave gaps
 GRADIENT_TOLERANCE = 1e-2  # between norms of the same gradient by one compiled function: some kernels add in any order
+
+
+def find_rates(
+    state: TrainState, step_config: StepConfig, machine: MachineConfig, device: Device, batch_seqs: int
+) -> tuple[dict[int, float], bool]:
+    """`tune_micro_batch`, on a CPU by one process once for each width of models; whether it was measured before.
+
+    Several sizes are often as fast as one another: measured anew, runs alike would differ in their bits, and in the
+    memory that was planned for them.
+    """
+    if device.type != "cpu" or not state.comm.is_single_process:
+        return tune_micro_batch(state, step_config, device, batch_seqs), False
+    key = f"{describe_step(state.model.config, machine, device)}; {batch_seqs} sequences"
+    kept = cache_get(RATES).get(key)
+    sizes = [str(size) for size in candidate_sizes(batch_seqs, state.model.config.seq_len, device.type)]
+    if isinstance(kept, dict) and kept and all(isinstance(kept.get(size), float) for size in sizes[: len(kept)]):
+        return {int(size): kept[size] for size in sizes[: len(kept)]}, True
+    rates = tune_micro_batch(state, step_config, device, batch_seqs)
+    if len(rates) > 1:
+        cache_put(RATES, {key: rates})
+    return rates, False
+
+
+def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) -> str:
+    """Everything that the speed of forward and backward depends on beside layers and micro-batch."""
+    shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
+    threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
+    others = f"dropout {model.dropout}, recomputed {machine.activation_checkpointing}, chunks {machine.loss_chunk}"
+    others += f", deterministic {machine.deterministic}, {list_requests(machine)}"
+    return f"{device.name}, {threads}{device.precision}, torch {torch.__version__}; {shape}, {others}"
 
 
 def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int) -> dict[int, float]:

@@ -17,7 +17,7 @@ from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.device import misses_triton, wants_compile
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, list_requests
-from megatoken.train.micro_batch import compile_forward, pick_micro_batch, tune_micro_batch
+from megatoken.train.micro_batch import compile_forward, find_rates, pick_micro_batch
 from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import MACHINE
 
@@ -92,11 +92,13 @@ def choose_micro_batch(run: RunContext) -> None:
         known = kept.get("micro_batch") if kept.get("circumstances") == circumstances else None
         micro_batch = run.comm.broadcast_from_rank0(known)
         if not isinstance(micro_batch, int) or not 0 < micro_batch <= batch_seqs:
-            rates = tune_micro_batch(run.state, run.step_config, device, batch_seqs)
+            rates, is_kept = find_rates(run.state, run.step_config, run.config.machine, device, batch_seqs)
             micro_batch = pick_micro_batch(rates)
             if len(rates) > 1:
                 measured = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items())
-                run.console.print(f"micro-batch {micro_batch} of {batch_seqs} sequences (tokens/s by size: {measured})")
+                when = ", measured before" if is_kept else ""
+                what = f"micro-batch {micro_batch} of {batch_seqs} sequences (tokens/s by size{when}: {measured})"
+                run.console.print(what)
             record = {"micro_batch": micro_batch, "circumstances": circumstances, "tokens_per_second": rates}
             run.comm.run_on_rank0(lambda: _update_json(run.out / MACHINE, record))
     run.step_config = replace(run.step_config, micro_batch=int(micro_batch))
