@@ -199,8 +199,8 @@ def _add_prepare(add: Callable[..., Parser]) -> None:
         metavar="SOURCE",
         help=sources
         + "python, tinyshakespeare, exercises (sums and spelling as conversations; exercises-prompts and "
-        + "exercises-test: as prompts with answers), tinystories, fineweb, fineweb-edu (of 10B tokens; -100bt, -350bt, "
-        + "-full)",
+        + "exercises-test: as prompts with answers), gym:TASK[:COUNT[:SEED]] (of reasoning-gym), tinystories, fineweb, "
+        + "fineweb-edu (of 10B tokens; -100bt, -350bt, -full)",
     )
     doc = "dataset folder to write, or an address such as s3://bucket/data"
     arg("--out", required=True, type=path_or_address, help=doc)

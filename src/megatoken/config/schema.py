@@ -54,7 +54,8 @@ class ObjectiveConfig:
         0.1, "dpo: how far log-probabilities may go from the reference for a reward", low=0.0, open_low=True
     )
     reward: str = config_field(
-        "exact", "grpo, ppo: exact, number or gsm8k, or the run of a reward model; own code by --reward module:function"
+        "exact",
+        "grpo, ppo: exact, number, gsm8k or gym, or the run of a reward model; own code by --reward module:function",
     )
     group: int = config_field(8, "grpo, ppo: answers to each prompt", low=1)
     updates: int = config_field(1, "grpo, ppo: optimizer steps on the same answers, all of them each time", low=1)

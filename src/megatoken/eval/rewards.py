@@ -15,7 +15,8 @@ from decimal import Decimal
 from pathlib import Path
 from threading import Thread
 
-from megatoken.errors import ConfigError
+from megatoken.data.gym import import_gym, score_entry
+from megatoken.errors import ConfigError, MegatokenError
 
 Reward = Callable[[str, str, str], float]
 NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
@@ -43,6 +44,11 @@ def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
     return float(bool(mark) and number is not None and last_number(number[0]) == last_number(right))
 
 
+def reward_gym(prompt: str, answer: str, right: str) -> float:
+    """What reasoning-gym pays; right: the entry of a prompt that was made as gym:TASK, as JSON."""
+    return score_entry(answer, right)
+
+
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, exactly; None where there is none. A hyphen between two numbers is no sign."""
     found = list(NUMBER.finditer(text))
@@ -54,7 +60,14 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(number.replace(",", ""))
 
 
-REWARDS: dict[str, Reward] = {"exact": reward_exact, "number": reward_number, "gsm8k": reward_gsm8k}
+REWARDS: dict[str, Reward] = {"exact": reward_exact, "number": reward_number, "gsm8k": reward_gsm8k, "gym": reward_gym}
+
+
+def find_rule(name: str) -> Reward | None:
+    """The rule of a name, if there is one. Raises ConfigError where its package is missing."""
+    if name == "gym":
+        import_gym()
+    return REWARDS.get(name)
 
 
 def load_reward(name: str) -> Reward:
@@ -111,6 +124,8 @@ def score_answers(
         except queue.Empty:
             what = f"reward {name} has not returned within {limit_seconds:g} s"
             raise ConfigError(what, where, "make it faster") from None
+        if isinstance(value, MegatokenError):  # a rule's own line
+            raise value
         if isinstance(value, BaseException):
             what = f"reward {name} raised {type(value).__name__}: {value}"
             raise ConfigError(what, where, "mend it, or catch the error there and return 0") from value

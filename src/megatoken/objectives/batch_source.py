@@ -9,7 +9,7 @@ from megatoken.data.chat_dataset import ROW_OBJECTIVES, open_rows, read_answers
 from megatoken.data.chat_template import find_template
 from megatoken.data.dataloader import Batch, Prefetcher
 from megatoken.errors import ConfigError
-from megatoken.eval.rewards import REWARDS, Reward, load_reward, score_answers
+from megatoken.eval.rewards import REWARDS, Reward, find_rule, load_reward, score_answers
 from megatoken.objectives.answer_scores import measure_answers, take_last
 from megatoken.objectives.preferences import PairBatches, Row
 from megatoken.objectives.rollouts import Prompt, RolloutBatches, Score, build_rows
@@ -61,7 +61,8 @@ def read_prompts(run: RunContext, split: str) -> list[Prompt]:
 def build_score(run: RunContext, reward: Reward | None) -> Score:
     """What scores answers: a user's reward, a rule by name, or a reward model. Raises ConfigError for another name."""
     name = run.config.objective.reward
-    if reward is None and name not in REWARDS:
+    rule = reward or find_rule(name)
+    if rule is None:
         if ":" in name:
             fix = f"name it on the command line, --reward {name}: a recipe runs no code"
             raise ConfigError(f"reward {name} is a function of your own", "objective.reward", fix)
@@ -69,7 +70,6 @@ def build_score(run: RunContext, reward: Reward | None) -> Score:
             fix = f"choose one of {', '.join(REWARDS)}, or name the run of a reward model"
             raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
         return build_model_score(run, name)
-    rule = reward or REWARDS[name]
     return partial(score_by_rule, run, rule, name, is_own=reward is not None)
 
 
