@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,9 @@ def test_a_stop_waits_for_the_last_update_on_a_rollout(base: Path, tmp_path: Pat
 def train_and_die(base: Path, name: str, out: Path, words: list[str]) -> None:
     def die(row: dict[str, Any]) -> None:
         if row["kind"] == "train" and row["step"] == 5:
+            until = time.monotonic() + 20
+            while not list_steps(out / "checkpoints") and time.monotonic() < until:  # another thread writes them
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(base, name, out, *words, callbacks=[die])

@@ -82,9 +82,9 @@ def score_entry(answer: str, entry_json: str) -> float:
     except (ValueError, TypeError, KeyError) as error:
         fix = "take another reward, or prepare prompts of gym:TASK"
         raise DataError("no task of reasoning-gym is beside the prompt", f"{entry_json!r:.60}", fix) from error
-    score, extract = _find_scorer(str(task))
+    score, find_marked = _find_scorer(str(task))
     try:
-        value = float(score(extract(answer) or answer.strip(), entry))
+        value = float(score(find_marked(answer) or answer.strip(), entry))
     except Exception:  # of the library, about an answer that it cannot read
         return 0.0
     return value if math.isfinite(value) else 0.0
