@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import queue
 import re
 import threading
 import urllib.error
@@ -256,6 +257,31 @@ FOCUSED = """(() => {
 })()"""
 
 
+def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, browser: Browser) -> None:
+    run = write_run(tmp_path / "run", text="early")
+
+    class Listener(Console):
+        def print(self, text: str = "", style: str = "") -> None:
+            heard.put(text)
+
+    heard = queue.Queue[str]()
+    options = Namespace(runs=[run], price=None, ladder=None, serve=0)
+    threading.Thread(target=serve, args=(options, Listener()), daemon=True).start()
+    browser.open(heard.get(timeout=10).split()[0])
+    samples = "[...document.querySelectorAll('details')].map(each => [each.innerText.split('\\n').pop(), each.open])"
+    assert browser.evaluate(samples) == [["early", True]]
+    browser.evaluate("document.querySelector('summary').click(), document.querySelector('summary').click()")
+    sample = {"kind": "sample", "step": 40, "tokens": 20480, "elapsed_seconds": 30.0}
+    for number, text in enumerate(("later", "last")):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**sample, "step": 41 + number, "text": [text]}) + "\n")
+        browser.evaluate("void refresh()")
+        browser.wait_for(f"document.querySelectorAll('details').length === {number + 2}")
+    # What the reader has opened stays open, what was open as the last one does not.
+    assert [is_open for _, is_open in browser.evaluate(samples)] == [True, False, True]
+    assert "last" in browser.evaluate("document.querySelector('details:last-of-type').innerText")
+
+
 def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(tmp_path: Path, browser: Browser) -> None:
     page = tmp_path / "report.html"
     page.write_text(build_page([write_run(tmp_path / "a")], price=None, ladder=None))
@@ -294,4 +320,6 @@ def test_nothing_is_wider_than_the_window(tmp_path: Path, browser: Browser, widt
     colours = browser.evaluate(
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
     )
+    browser.resize(1670 - width)  # the window turned, while the page is open
+    browser.wait_for(f"document.querySelector('figure svg').viewBox.baseVal.width === {560 if width == 390 else 360}")
     assert colours == (["rgb(231, 234, 238)", "rgb(20, 23, 26)"] if dark else ["rgb(28, 32, 36)", "rgb(255, 255, 255)"])

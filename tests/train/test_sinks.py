@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,20 @@ def test_room_is_proven_by_writing(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         sync.check_room(Path("/dev/full"))
+
+
+@pytest.mark.parametrize("key", ["", "0" * 40])
+def test_whether_wandb_has_a_key_is_asked_of_every_version(key: str) -> None:
+    def login(*, prompt: bool, verify: bool) -> bool:
+        assert (prompt, verify) == (False, False)
+        return bool(key)
+
+    def ask(*, verify: bool) -> bool:
+        pytest.fail("asks at the terminal")
+
+    assert sync.is_logged_in(SimpleNamespace(login=login)) is bool(key)
+    older = SimpleNamespace(login=ask, api=SimpleNamespace(api_key=key or None))
+    assert sync.is_logged_in(older) is bool(key)
 
 
 def test_sinks_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,14 @@ class TensorBoard:
         self._writer.close()
 
 
+def is_logged_in(wandb: Any) -> bool:
+    """Whether W&B has a key of this user; nothing is asked and nobody else."""
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except TypeError:  # older versions always ask
+        return bool(wandb.api.api_key)
+
+
 class WandB:
     """A run of the project `megatoken`; offline, in RUN/wandb, where this user has not logged in, or by WANDB_MODE."""
 
@@ -83,7 +91,7 @@ class WandB:
             resume="allow",
             dir=str(run),
             config=read_settings(run),
-            mode=None if wandb.api.api_key else "offline",
+            mode=None if is_logged_in(wandb) else "offline",
         )
         self._run.define_metric("*", step_metric="step")
 

@@ -1,7 +1,7 @@
 "use strict";
 // Draws the curves of the runs in #data as SVG. A live page fetches itself every few seconds and redraws.
 
-const WIDTH = innerWidth < 560 ? 360 : 560, HEIGHT = 300,  // units of a picture; letters stay readable on a telephone
+const HEIGHT = 300,  // units of a picture
    LEFT = 58, RIGHT = 14, TOP = 18, BOTTOM = 34, COLOURS = 8, MOST_DOTS = 60, REFRESH_MS = 5000;
 const SVG = "http://www.w3.org/2000/svg";
 const PANELS = [
@@ -17,6 +17,9 @@ const PANELS = [
   {key: "mfu", title: "model FLOPs utilization", zero: true, percent: true},
 ];
 const X_TITLES = {tokens: "training tokens", step: "steps", elapsed_seconds: "training time"};
+const narrow = matchMedia("(max-width: 559px)");
+const opened = new Map();  // samples that the reader has opened or closed, by `nameSample`
+let width = 560;
 let data = JSON.parse(document.getElementById("data").textContent);
 
 function element(name, attributes, parent) {
@@ -93,25 +96,25 @@ function drawPanel(panel, settings) {
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
   const from = settings.late && panel.key === "loss" ? Math.min(...curves.map(curve => curve.x[0])) : 0;
   const to = Math.max(...curves.map(curve => curve.x[curve.x.length - 1]), from + 1e-9);
-  const px = x => LEFT + (x - from) / (to - from) * (WIDTH - LEFT - RIGHT);
+  const px = x => LEFT + (x - from) / (to - from) * (width - LEFT - RIGHT);
   const py = y => HEIGHT - BOTTOM - (scale(y) - scale(low)) / (scale(high) - scale(low)) * (HEIGHT - TOP - BOTTOM);
   const figure = document.createElement("figure");
   const caption = document.createElement("figcaption");
   caption.textContent = panel.title;
   const formatY = panel.percent ? value => `${+(100 * value).toPrecision(3)}%` : formatNumber;
   const ends = curves.map(curve => `${curve.name}: ${formatY(curve.y[0])} to ${formatY(curve.y[curve.y.length - 1])}`);
-  const svg = element("svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: 0,
+  const svg = element("svg", {viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", tabindex: 0,
     "aria-label": `${panel.title} over ${X_TITLES[settings.x]}. ${ends.join("; ")}. Arrow keys read values.`});
   const formatX = settings.x === "elapsed_seconds" ? formatSeconds : formatNumber;
   for (const tick of isLog ? listLogTicks(low, high) : listTicks(low, high, 5)) {
-    element("line", {x1: LEFT, x2: WIDTH - RIGHT, y1: py(tick), y2: py(tick), stroke: "var(--line)"}, svg);
+    element("line", {x1: LEFT, x2: width - RIGHT, y1: py(tick), y2: py(tick), stroke: "var(--line)"}, svg);
     element("text", {x: LEFT - 6, y: py(tick) + 4, "text-anchor": "end"}, svg).textContent = formatY(tick);
   }
   for (const tick of listTicks(from, to, 5)) {
     element("line", {x1: px(tick), x2: px(tick), y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 4, stroke: "var(--line)"}, svg);
     element("text", {x: px(tick), y: HEIGHT - BOTTOM + 17, "text-anchor": "middle"}, svg).textContent = formatX(tick);
   }
-  element("text", {x: WIDTH - RIGHT, y: HEIGHT - 4, "text-anchor": "end"}, svg).textContent = X_TITLES[settings.x];
+  element("text", {x: width - RIGHT, y: HEIGHT - 4, "text-anchor": "end"}, svg).textContent = X_TITLES[settings.x];
   for (const curve of curves) {
     const colour = `var(--c${curve.index % COLOURS})`;
     const point = (x, y) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`;
@@ -149,7 +152,7 @@ function drawPanel(panel, settings) {
   };
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect();
-    const x = from + ((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT) * (to - from);
+    const x = from + ((event.clientX - box.left) / box.width * width - LEFT) / (width - LEFT - RIGHT) * (to - from);
     show(longest.x.reduce((best, value, i) => Math.abs(value - x) < Math.abs(longest.x[best] - x) ? i : best, 0));
   });
   svg.addEventListener("keydown", event => {
@@ -163,6 +166,7 @@ function drawPanel(panel, settings) {
 }
 
 function draw() {
+  width = narrow.matches ? 360 : 560;  // letters stay readable on a telephone
   const form = document.getElementById("controls");
   const settings = {x: form.elements.x.value, log: form.elements.log.checked, late: form.elements.late.checked};
   const hasTime = data.runs.some(run => (run.train.elapsed_seconds || []).some(value => value !== null));
@@ -179,6 +183,12 @@ function draw() {
   }));
 }
 
+function nameSample(details) {
+  let head = details;
+  while (head && head.tagName !== "H3") head = head.previousElementSibling;  // the run's name, where there are several
+  return `${head ? head.textContent : ""} ${details.querySelector("summary").textContent}`;
+}
+
 async function refresh() {
   const state = document.getElementById("state");
   try {
@@ -188,7 +198,9 @@ async function refresh() {
     const now = [...document.querySelectorAll("main > section")], next = [...page.querySelectorAll("main > section")];
     if (now.length !== next.length) location.reload();
     next.forEach((section, i) => {
-      if (!section.querySelector("#charts, details")) now[i].replaceWith(document.adoptNode(section));
+      if (section.querySelector("#charts") || section.textContent === now[i].textContent) return;
+      for (const each of section.querySelectorAll("details")) each.open = opened.get(nameSample(each)) ?? each.open;
+      now[i].replaceWith(document.adoptNode(section));
     });
     draw();
     state.textContent = `updated ${new Date().toLocaleTimeString()}`;
@@ -198,5 +210,10 @@ async function refresh() {
 }
 
 document.getElementById("controls").addEventListener("change", draw);
+narrow.addEventListener("change", draw);
+document.querySelector("main").addEventListener("click", event => {
+  const summary = event.target.closest("summary");
+  if (summary) opened.set(nameSample(summary.parentElement), !summary.parentElement.open);
+});
 draw();
 if (data.live) setInterval(refresh, REFRESH_MS);
