@@ -1,5 +1,8 @@
 """The completion script, run in bash, offers commands, options, recipes and settings."""
 
+import os
+import pty
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,6 +35,51 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         program += 'printf "%s\\n" "${COMPREPLY[@]}"'
         offered = subprocess.run([bash, "-c", program], capture_output=True, text=True, cwd=tmp_path).stdout.split()
         assert set(offered) == expected, line
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("megatoken sweep quickstart objective.na", "megatoken sweep quickstart objective.name="),  # without a blank
+        ("megatoken sweep quickstart 'optim.lr=1e-3|2e-3' budget.st", "'optim.lr=1e-3|2e-3' budget.steps="),
+        ("megatoken train quickstart data.path=ru", "megatoken train quickstart data.path=runs/"),
+        ("megatoken eval ru", "megatoken eval runs/"),
+        ("megatoken train sft --init ru", "megatoken train sft --init runs/"),
+        ("megatoken report --ser", "megatoken report --serve "),
+    ],
+)
+def test_a_tab_at_the_terminal(
+    typed: str, completed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash on this machine")
+    assert main(["completion", "bash"]) == ExitCode.DONE
+    (tmp_path / "rc").write_text(capsys.readouterr().out + "PS1='ready>'\n")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "inputrc").write_text("set bell-style none\nset enable-bracketed-paste off\n")
+    monkeypatch.setenv("INPUTRC", str(tmp_path / "inputrc"))
+    monkeypatch.setenv("TERM", "dumb")
+    terminal, end = pty.openpty()
+    command = [bash, "--noprofile", "--rcfile", "rc", "-i"]
+    child = subprocess.Popen(command, cwd=tmp_path, stdin=end, stdout=end, stderr=end, start_new_session=True)
+    shown = b""
+
+    def read_until(text: str) -> None:
+        nonlocal shown
+        while not shown.endswith(text.encode()):
+            assert select.select([terminal], [], [], 20)[0], shown
+            shown += os.read(terminal, 4096)
+
+    try:
+        read_until("ready>")
+        os.write(terminal, typed.encode() + b"\t#")  # what is typed next shows where the cursor is
+        read_until(f"{completed}#")
+    finally:
+        child.kill()
+        child.wait()
+        os.close(terminal)
+        os.close(end)
 
 
 def test_zsh_script_names_recipes_and_settings(capsys: pytest.CaptureFixture[str]) -> None:

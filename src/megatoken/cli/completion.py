@@ -15,13 +15,19 @@ PREAMBLE = {
     "bash": """
 _megatoken_recipe() { compgen -W "RECIPES" -- "$1"; compgen -f -- "$1"; }
 _megatoken_setting() { compgen -W "SETTINGS" -- "$1"; }
-complete -o nospace megatoken
 """,
     "zsh": """
 _megatoken_recipe() { compadd -- RECIPES; _files; }
 _megatoken_setting() { compadd -S '' -- SETTINGS; }
 """,
 }
+
+# After the script, whose own `complete` it replaces. No blank follows the = of a setting. Where nothing is offered, as
+# for a run or after data.path=, file names are.
+BASH_END = """
+_megatoken() { _shtab_megatoken "$@"; [[ ${COMPREPLY[0]} != *= ]] || compopt -o nospace; }
+complete -o bashdefault -o default -F _megatoken megatoken
+"""
 
 
 def write_completion(parser: Parser, shell: str) -> str:
@@ -43,7 +49,8 @@ def write_completion(parser: Parser, shell: str) -> str:
     preamble = PREAMBLE[shell]
     for name, values in words.items():
         preamble = preamble.replace(name, " ".join(values))
-    return str(shtab.complete(parser, shell, preamble={shell: preamble}))
+    script = str(shtab.complete(parser, shell, preamble={shell: preamble}))
+    return script + BASH_END if shell == "bash" else script
 
 
 def list_subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
