@@ -26,11 +26,11 @@ from megatoken.distributed.memory import choose_dims
 from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
 from megatoken.estimate.expectation import Expectation, expect
-from megatoken.eval.rewards import Reward
+from megatoken.eval.rewards import REWARDS, Reward
 from megatoken.launch.local import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
 from megatoken.objectives.answer_scores import build_objective
-from megatoken.objectives.batch_source import open_batches
+from megatoken.objectives.batch_source import check_reward, open_batches
 from megatoken.plots import draw_run
 from megatoken.system.device import Device, memory_errors, open_device, with_peak
 from megatoken.system.object_store import run_folder
@@ -104,6 +104,8 @@ class Trainer:
         self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
         self.nproc, self.console, self.explain = nproc, console or Console(), explain
         self.allow_changes, self.extend, self.reward = allow_changes, extend, reward
+        if isinstance(reward, str) and reward in REWARDS:
+            self.reward = None  # the recipe's word for it is enough
         if reward is not None:  # a resume without it is refused
             name = reward if isinstance(reward, str) else f"{reward.__module__}:{reward.__qualname__}"
             objective = replace(self.resolved.config.objective, reward=name)
@@ -154,6 +156,7 @@ class Trainer:
         )
         run.changes = comm.run_on_rank0(partial(open_folder, run, BUDGET_KEYS if self.extend else ()))
         check_sinks(config.log.sinks)
+        check_reward(config.objective.reward, self.reward)
         setup.open_data(run)
         if self.extend:
             self.resolved = extend_budget(run, self.resolved, self.extend)

@@ -277,6 +277,15 @@ def test_parquet_of_conversations_says_how_to_make_lines(tmp_path: Path) -> None
     assert peek_format(find_source(str(path)), "text") is None
 
 
+def test_rows_beside_text_are_not_text(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [GOOD])
+    (tmp_path / "README.md").write_text("# Rows")
+    with pytest.raises(MegatokenError, match=r"messages in rows.jsonl, text beside them — .*README.md — name the rows"):
+        peek_format(find_source(str(tmp_path)), "text")
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+    assert peek_format(find_source(str(tmp_path)), "text") is None
+
+
 def test_conversations_that_are_no_utf_8_are_conversations(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(json.dumps(GOOD, ensure_ascii=False).encode().replace(b'"user"', b'"user\xe9"') + b"\n")

@@ -75,6 +75,14 @@ def test_prepare_names_the_recipe_that_trains_on_the_rows(
     said = capsys.readouterr().out
     assert said.endswith(f"next: megatoken train {recipe} --init {base / 'run'} data.path={out}\n")
     file.write_text(json.dumps(row))
+    for words, flag in (
+        (["--tokenizer", str(base / "pairs"), "--context", "64"], ""),  # a dataset's tokenizer
+        (["--tokenizer", str(base / "run"), "--text-key", "prompts"], "--text-key"),
+        (["--tokenizer", str(base / "run"), "--invalid", "skip"], "--invalid"),
+    ):
+        code = main(["prepare", str(file), "--out", str(tmp_path / "other"), *words])
+        assert code == (ExitCode.CONFIG if flag else ExitCode.DONE)
+        assert capsys.readouterr().err.startswith(f"error: {flag} has no effect here" if flag else "")
     for words in ([], ["--tokenizer", "bytes"], ["--tokenizer", str(base / "run" / "tokenizer" / "tokenizer.json")]):
         assert main(["prepare", str(file), "--out", str(tmp_path / "no"), *words]) == ExitCode.CONFIG
         line = "error: rows of conversations are prepared for a model — --tokenizer — name the model by --tokenizer RUN"
@@ -263,6 +271,37 @@ def test_what_does_not_fit(
     given = [f"{key}={paths.get(value, value)}" for key, value in (word.split("=") for word in words)]
     with pytest.raises(error, match=text):
         train(base, name, tmp_path / "run", *given, reward=None)
+
+
+@pytest.mark.parametrize("reward", ["no_such_module:f", "best"])
+def test_a_reward_that_is_none_is_refused_before_anything_is_measured(
+    base: Path, tmp_path: Path, reward: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{reward}.* — --reward — .*number"):
+        train(base, "grpo", tmp_path / "run", reward=reward, console=Console())
+    assert capsys.readouterr().out == ""
+
+
+def test_a_rule_may_be_named_as_one_s_own_reward_is(base: Path, tmp_path: Path) -> None:
+    assert train(base, "grpo", tmp_path / "run", reward="number").code == ExitCode.DONE
+    assert "reward: number" in (tmp_path / "run" / "config.yaml").read_text()
+    assert train(base, "grpo", tmp_path / "run", "objective.reward=number", reward=None).code == ExitCode.DONE
+
+
+def test_a_model_that_has_not_learnt_to_answer_is_said(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = load_tokenizer("bytes")
+    save_run(tmp_path / "plain", GPT(replace(MODEL, vocab_size=plain.vocab_size), seed=1), plain)
+    train(base, "dpo", tmp_path / "run", f"model.init={tmp_path / 'plain'}", "budget.steps=2", console=Console())
+    assert f"{tmp_path / 'plain'} has no chat template, so it has not learnt to answer" in "".join(capsys.readouterr())
+
+
+def test_a_value_head_is_left_out_of_an_export(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(base, "reward", tmp_path / "run", "budget.steps=2")
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
+    assert "the value head, of a reward model or of PPO, is left out" in "".join(capsys.readouterr())
+    assert load_pretrained(tmp_path / "hf").model.value_head is None
 
 
 def test_a_reward_that_raises_ends_the_run_with_one_line(base: Path, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     """train, config, launch, describe, dryrun: commands that take a recipe."""
     recipe_doc = f"a .yaml file, the folder of a run to go on with, or a built-in recipe: {', '.join(list_recipes())}"
     preset_doc = f"{', '.join(PRESETS)}, or a recipe"
-    usage = f"{RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--extend LENGTH] [--reward MODULE:FUNCTION] ..."
+    usage = f"{RECIPE} [--out RUN] [--init RUN_OR_HF_DIR] [--nproc N] [--extend LENGTH] [--reward NAME] ..."
     train = add("train", "train a recipe, or go on with a run", usage=usage, epilog=describe_fields())
     config = add("config", "print every value of a recipe and where it comes from", usage=RECIPE)
     for p in (train, config):
@@ -237,8 +237,8 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--restarts", type=int, metavar="N", help=doc)
     doc = "train a run that has reached its end this much longer: 2000steps, 1e9tok, 0.5ep, or 0.5dur of its length"
     arg("--extend", metavar="LENGTH", type=_length, help=doc)
-    doc = "of grpo and ppo: your own function of (prompt, answer, right) that returns a number; a recipe runs no code"
-    arg("--reward", metavar="MODULE:FUNCTION", help=doc)
+    doc = f"of grpo and ppo: {', '.join(REWARDS)}, or your module:function of (prompt, answer, right); recipes run none"
+    arg("--reward", metavar="NAME", help=doc)
     arg("--overfit-batch", action="store_true", help="train on the first batch only, a check: data.order=one-batch")
     arg("--allow-changes", action="store_true", help="resume with other values of guarded fields, or other data")
     arg("--ending", type=local_path, help=argparse.SUPPRESS)  # where a stop is noted (launch/local.py)

@@ -153,13 +153,19 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
     from megatoken.cli.progress import PrepareBar
     from megatoken.data.gym import PREFIX
     from megatoken.data.prepare_chats import prepare_chats
+    from megatoken.data.shard_format import MANIFEST_NAME
     from megatoken.data.sources import find_source
     from megatoken.data.tokenizer import load_tokenizer
 
     if is_address(options.out):
         raise ConfigError("conversations are prepared in a folder", str(options.out), "name one, and copy it")
+    refuse_without_effect(
+        ("--text-key", options.text_key != "text", False, "text"),
+        ("--invalid", options.invalid != "replace", False, "text"),
+    )
     named, init = Path(options.tokenizer), "RUN"
-    if (named.is_dir() and not (named / "tokenizer.json").is_file()) or (named / "config.json").is_file():
+    is_tokenizer = any((named / name).is_file() for name in ("tokenizer.json", MANIFEST_NAME))
+    if (named.is_dir() and not is_tokenizer) or (named / "config.json").is_file():
         from megatoken.convert.load_pretrained import load_pretrained
 
         loaded = load_pretrained(options.tokenizer, options.console.warn)

@@ -43,6 +43,9 @@ def export(
     gpt, tokenizer = loaded.model.eval(), loaded.tokenizer
     if unused := gpt.config.vocab_size - tokenizer.vocab_size:
         warn(f"{unused:,} ids that no text has are left out; losses of the rest are a little lower")
+    if gpt.value_head is not None:
+        warn("the value head, of a reward model or of PPO, is left out: the format has none")
+        gpt.value_head, gpt.config = None, replace(gpt.config, value_head=False)
     _trim_vocabulary(gpt, tokenizer.vocab_size)
     if dtype == "bf16":
         for param in gpt.parameters():

@@ -18,7 +18,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
@@ -72,8 +72,15 @@ def peek_format(source: Source, text_key: str) -> Format | None:
         _refuse_other_json(source, source.files[0])
     if source.files and all(file.format == "rows" for file in source.files):
         _refuse_parquet(source, source.files[0], text_key)
-    if not source.files or not all(file.format == "lines" for file in source.files):
-        return None
+    lines = tuple(file for file in source.files if file.format == "lines")
+    found = _peek_row(replace(source, files=lines), text_key)
+    if found and (others := [file for file in source.files if file.format != "lines"]):
+        fix = "name the rows alone, such as 'FOLDER/*.jsonl'"
+        raise DataError(f"{found.name} in {lines[0].name}, text beside them", others[0].path, fix)
+    return found
+
+
+def _peek_row(source: Source, text_key: str) -> Format | None:
     for _, line in _read_lines(source):
         try:
             row = json.loads(line.decode(errors="replace"))  # what is no UTF-8 is an error of its row

@@ -77,7 +77,7 @@ def load_reward(name: str) -> Reward:
     """
     module, _, function = name.partition(":")
     if not (module and function):
-        fix = f"write it as module:function, or set objective.reward to one of {', '.join(REWARDS)}"
+        fix = f"choose one of {', '.join(REWARDS)}, or write your own as module:function"
         raise ConfigError(f"{name!r} names no function", "--reward", fix)
     folder = str(Path.cwd())
     sys.path.insert(0, folder)

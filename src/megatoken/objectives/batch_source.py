@@ -58,17 +58,28 @@ def read_prompts(run: RunContext, split: str) -> list[Prompt]:
     return prompts
 
 
+def check_reward(name: str, reward: str | Reward | None) -> None:
+    """Raise ConfigError for a user's reward that cannot be imported, and for a name of neither a rule nor a run.
+
+    reward: the user's own, or its module:function.
+    """
+    if isinstance(reward, str):
+        load_reward(reward)
+    if reward is not None or find_rule(name) is not None:
+        return
+    if ":" in name:
+        fix = f"name it on the command line, --reward {name}: a recipe runs no code"
+        raise ConfigError(f"reward {name} is a function of your own", "objective.reward", fix)
+    if not (Path(name) / "checkpoints").is_dir():
+        fix = f"choose one of {', '.join(REWARDS)}, or name the run of a reward model"
+        raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
+
+
 def build_score(run: RunContext, reward: Reward | None) -> Score:
-    """What scores answers: a user's reward, a rule by name, or a reward model. Raises ConfigError for another name."""
+    """What scores answers: a user's reward, a rule by name, or a reward model, as `check_reward` allows."""
     name = run.config.objective.reward
     rule = reward or find_rule(name)
     if rule is None:
-        if ":" in name:
-            fix = f"name it on the command line, --reward {name}: a recipe runs no code"
-            raise ConfigError(f"reward {name} is a function of your own", "objective.reward", fix)
-        if not (Path(name) / "checkpoints").is_dir():
-            fix = f"choose one of {', '.join(REWARDS)}, or name the run of a reward model"
-            raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
         return build_model_score(run, name)
     return partial(score_by_rule, run, rule, name, is_own=reward is not None)
 

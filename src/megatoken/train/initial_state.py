@@ -16,7 +16,7 @@ from megatoken.config.load import ResolvedConfig
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import validate
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_dataset import require_data_for
+from megatoken.data.chat_dataset import ROW_OBJECTIVES, require_data_for
 from megatoken.data.mixture import load_mixture
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError, DataError
@@ -144,4 +144,6 @@ def _pretrained_weights(run: RunContext) -> Iterator[tuple[str, Tensor]]:
     if grows:
         n_new = run.tokenizer.vocab_size - loaded.tokenizer.vocab_size
         run.console.print(f"{n_new} new tokens start as the mean of the others")
+        if run.config.objective.name in ROW_OBJECTIVES:
+            run.console.warn(f"{name} has no chat template, so it has not learnt to answer: megatoken train sft first")
     run.console.print(f"weights from {loaded.source}")
