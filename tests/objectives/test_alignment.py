@@ -214,6 +214,7 @@ def test_a_reward_model_takes_the_place_of_a_rule(
     command = f"train ppo --init {base / 'run'} data.path=PROMPTS objective.reward={tmp_path / 'scorer'}"
     said = capsys.readouterr().out
     assert f"next: megatoken {command}\n" in said
+    assert "held out: loss 0.6931, in order 0, " in said  # as the lines of steps call it
     # A row is cut to its sequence, so that what a token of the budget costs is not known; and the weights were given.
     assert all(words not in said for words in ("FLOP in all", "expected at first"))
     assert {row["mfu"] for row in read_metrics(tmp_path / "scorer") if row["kind"] == "train"} == {None}

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatoken.checkpoint.commit import list_steps, prune, step_folder
 from megatoken.checkpoint.save import AsyncSave
+from megatoken.console import SHOWN_FIRST
 from megatoken.data.chat_dataset import open_rows
 from megatoken.data.chat_template import Message, find_template
 from megatoken.data.dataloader import Batch, evaluation_rows, evaluation_windows, separate_documents
@@ -97,7 +98,7 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
         measured = run.validation(poll)
         run.val_losses[state.step] = measured["loss"]
         run.write("val", **measured)
-        values = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items()]
+        values = [f"{SHOWN_FIRST.get(name, name).replace('_', ' ')} {value:.4g}" for name, value in measured.items()]
         run.console.print(f"step {state.step}: held out: {', '.join(values)}")
         return
     found = {part.name: _measure_loss(run, part.dataset, poll) for part in parts}
