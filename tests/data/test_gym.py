@@ -16,6 +16,7 @@ from megatoken.data.gym import REFUSED, VERSION, import_gym, score_entry, write_
 from megatoken.data.sources import find_source
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.eval.rewards import REWARDS, find_rule, score_answers
+from megatoken.objectives.batch_source import check_reward
 
 
 @pytest.fixture
@@ -53,6 +54,11 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_extra_is_of_the_version_whose_scorers_were_read():
     assert f'gym = ["reasoning-gym=={VERSION}"]' in Path("pyproject.toml").read_text()
+
+
+def test_a_reward_with_a_task_is_told_what_to_write():
+    with pytest.raises(ConfigError, match=r"reward gym:chain_sum — objective.reward — write gym: each prompt"):
+        check_reward("gym:chain_sum", None)
 
 
 @pytest.mark.parametrize("spec", ["gym:chain_sum:", "gym:chain_sum:5:6:7", "gym:chain_sum:many", "gym:chain_sum:-1"])

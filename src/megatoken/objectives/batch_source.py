@@ -8,6 +8,7 @@ from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_dataset import ROW_OBJECTIVES, open_rows, read_answers
 from megatoken.data.chat_template import find_template
 from megatoken.data.dataloader import Batch, Prefetcher
+from megatoken.data.gym import PREFIX
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS, Reward, find_rule, load_reward, score_answers
 from megatoken.objectives.answer_scores import measure_answers, take_last
@@ -67,6 +68,8 @@ def check_reward(name: str, reward: str | Reward | None) -> None:
         load_reward(reward)
     if reward is not None or find_rule(name) is not None:
         return
+    if name.startswith(PREFIX):
+        raise ConfigError(f"reward {name}", "objective.reward", "write gym: each prompt names its task")
     if ":" in name:
         fix = f"name it on the command line, --reward {name}: a recipe runs no code"
         raise ConfigError(f"reward {name} is a function of your own", "objective.reward", fix)
