@@ -41,9 +41,9 @@ def format_quantity(value: float, unit: str = "") -> str:
     return f"{value:.4g} {unit}".rstrip()
 
 
-def format_count(number: int, noun: str) -> str:
-    """A count with its noun: 1 document, 2,000 documents."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def format_count(number: int, noun: str, nouns: str = "") -> str:
+    """A count with its noun: 1 document, 2,000 documents. nouns: the plural where it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def format_step(row: Mapping[str, Any], total_steps: int, memory_bytes: int, remaining_seconds: float) -> str:

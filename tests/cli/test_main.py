@@ -146,7 +146,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["verify", "/no/such/folder"], 3, "/no/such/folder"),
         (["verify", "."], 3, "neither a dataset nor a run — . — name a dataset, a run or one of its checkpoints"),
         (["plot", "/no/such/run"], 3, "/no/such/run"),
-        (["frobnicate"], 2, "invalid choice"),
+        (["frobnicate"], 2, "no command 'frobnicate'"),
         (["trian", "quickstart"], 2, "did you mean train?"),
         (["sample", "/no/such/run", "x", "--tokens", "0"], 2, "--tokens is 0 — sampling — give 1 or more"),
         (["sample", "/no/such/run", "x", "--top-k", "-1"], 2, "--top-k is -1 — sampling — give 0 (all) or more"),

@@ -44,6 +44,7 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     assert first["train"]["steps"] == 2
     assert "$ megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.05\n" in captured.err
     assert "sample runs/quickstart class\n" in captured.err
+    assert "quickstart --data FOLDER_OR_FILE" in captured.err
     assert len(first["sample"]["text"]) == 3
     held_out = first["prepare"]["val_tokens"]
     assert first["eval"]["target_tokens"] == held_out - 1  # all of it, whatever evaluate.tokens
@@ -74,6 +75,7 @@ def test_quickstart_on_own_text_is_one_command(
     answers = json.loads(captured.out)
     assert "$ megatoken prepare 'ship log.txt' --out data/ship-log --tokenizer bpe:" in captured.err
     assert "$ megatoken sample runs/ship-log 'Day a=1:' -n 3\n" in captured.err
+    assert "FOLDER_OR_FILE" not in captured.err  # of the hint to use one's own text
     assert answers["train"]["run"] == "runs/ship-log"
     assert resolve("runs/ship-log/config.yaml").config.sample.prompt == "Day a=1:"
     held_out = "".join(lines)[-answers["eval"]["text_bytes"] :]

@@ -130,7 +130,11 @@ def test_other_commands(words: str, expected: dict[str, object]) -> None:
         ("-e d12 -d 5000", r"5000 tokens a step are not a multiple of 4096: .* — set -d 4096"),
         ("-e d12 -k step", "-k step is not supported .* supported: cosine, linear, constant, wsd"),
         ("-e d12 -a 2", r"-a 2 is not supported — llm\.c -a 2 — supported: 0, 1"),
-        ("-e d12 -sl 3.0", r"-sl 3\.0 is not supported — .* — supported: 0"),
+        ("-e d12 -sl 3.0", r"-sl 3\.0 is not supported — .* — leave it out; optim\.spike=skip"),
+        (
+            "torchrun train_gpt2.py --model d12",
+            r"these are words of llm\.c's train_gpt2\.py, .* — give the words of train_gpt2cu",
+        ),
         ("-e d12 -w 0", "-w 0 is not supported — .* — supported: 1"),
         ("-e d12 -r 3", "-r 3 is not supported"),
         ("-e d12 -z 4", "-z 4 is not supported .* supported: 0, 1, 2, 3"),

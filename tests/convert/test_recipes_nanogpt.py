@@ -139,7 +139,7 @@ def test_published_weights(config: Path) -> None:
         ("learning_rate = True", r"learning_rate is 'True', not a number"),
         ("learning_rate = 1e999", r"learning_rate is 'inf', not a number"),
         ("n_layer = (", r"not Python: .* — .*c\.py:1"),
-        ("eval_only = True", r"eval_only True is not supported — .*c\.py:1 — supported: False"),
+        ("eval_only = True", r"eval_only True is not supported — .*c\.py:1 — evaluate a model: megatoken eval"),
         ("init_from = 'gpt3'", r"init_from gpt3 is not supported .* supported: scratch, resume, gpt2"),
         (
             "lr_decay_iters = 9",
@@ -164,6 +164,13 @@ def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, text: str,
         translate_nanogpt(f"{path} --bias=True")
     assert len(str(caught.value)) < 500
     assert caught.value.code == ExitCode.CONFIG
+
+
+@pytest.mark.parametrize("program", ["python train.py", "torchrun --standalone --nproc_per_node=8 nanoGPT/train.py"])
+def test_the_whole_line_may_be_pasted(config: Path, program: str) -> None:
+    whole = translate_nanogpt(f"{program} {config} --batch_size=32")
+    assert whole.assignments == translate_nanogpt(f"{config} --batch_size=32").assignments
+    assert whole.name == f"nanogpt-{config.stem}"
 
 
 def test_absent_file_and_words_without_a_value() -> None:

@@ -276,7 +276,10 @@ def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpus", "8xH100", "--tokens", "many"], "give a number such as 10e9 or 10B, or chinchilla"),
         (["gpt2-124m", "--gpus", "8xH100", "--tokens", "0"], "no tokens"),
         (["gpt2-125m", "--gpus", "8xH100"], "gpt2-124m"),
-        (["gpt2-124m", "--gpus", "8xH100", "--law", "moore"], "invalid choice: 'moore'"),
+        (
+            ["gpt2-124m", "--gpus", "8xH100", "--law", "moore"],
+            "--law cannot be 'moore' — megatoken plan — known: chinchilla, fitted",
+        ),
         (["gpt2-124m", "--gpus", "8xH100", "budget.epochs=1"], "the recipe's length is in epochs"),
     ],
 )

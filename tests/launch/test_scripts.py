@@ -144,6 +144,11 @@ def test_skypilot_installs_what_is_there() -> None:
     [
         (["k8s", "--partition", "x"], "--partition has no effect on k8s — --partition — leave it out: it is for slurm"),
         (["slurm", "--image", "x"], "--image has no effect on slurm"),
+        (
+            ["slurm", "--gpus", "A100"],
+            "--gpus has no effect here — --gpus — leave it out: it is for skypilot, or none; a",
+        ),
+        (["k8s", "--time", "1:00:00"], "--time has no effect here — --time — leave it out: it is for slurm"),
         (["k8s", "--setup", "x=1"], "--setup has no effect on k8s"),
         (["torchrun", "--sbatch", "qos=high"], "--sbatch has no effect on torchrun"),
         (["slurm", "--partition", "x\n#SBATCH --uid=0"], "--partition is not one line of text"),
@@ -216,6 +221,12 @@ def test_a_job_without_gpus_requests_none(engine: str) -> None:
     list(yaml.safe_load_all(text) if engine != "slurm" else [])
 
 
+@pytest.mark.parametrize(("engine", "unit"), [("slurm", "machine"), ("torchrun", "machine"), ("k8s", "pod")])
+def test_one_machine_is_counted_as_one(engine: str, unit: str) -> None:
+    assert f"# a-run: 1 {unit} of 1 process. " in write_script(engine, replace(JOB, nodes=1, nproc=1))
+    assert f"# a-run: 2 {unit}s of 4 processes. " in write_script(engine, JOB)
+
+
 def test_the_launch_command_checks_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "slurm", "gpt2-124m", "--nodes", "2", "--write", str(tmp_path / "job.sh"), "optim.lr=1e-3"]
     assert main([*words, "--json"]) == 0
@@ -232,14 +243,12 @@ def test_the_launch_command_checks_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert "the file is there, and is not this script" in capsys.readouterr().err
     assert (tmp_path / "job.sh").read_text() == f"{text}# edited\n"
     assert main(["launch", "slurm", "gpt2-124m", "--nproc", "7"]) == ExitCode.CONFIG
-    expected = (
-        "does not divide among 7 data-parallel processes — --nodes, --nproc — change them, or budget.batch_tokens "
-    )
-    assert expected + "to 523264 or 530432" in capsys.readouterr().err
+    expected = "does not divide among 7 data-parallel processes — --nodes, --nproc — take another number, or budget."
+    assert expected + "batch_tokens 523264 or 530432" in capsys.readouterr().err
     assert main(["launch", "slurm", "gpt3-1.3b", "--nodes", "4"]) == ExitCode.CONFIG
     expected = "a batch of 16 sequences does not divide among 32 data-parallel processes"
     assert expected in (error := capsys.readouterr().err)
-    assert "or budget.batch_start to 65536" in error
+    assert "or budget.batch_start 65536" in error
     six_seqs = ["launch", "slurm", "gpt2-124m", "--nproc", "12", "budget.batch_tokens=6144"]
     assert main([*six_seqs, "machine.tensor_parallel=2"]) == ExitCode.DONE
     capsys.readouterr()

@@ -210,6 +210,15 @@ def test_the_same_extension_given_again_goes_on(
     assert list_steps(run / "checkpoints")[-1] == 16
 
 
+def test_a_new_run_is_not_extended(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new"
+    assert train(recipe, "--out", out, "budget.steps=8", "--extend", "4steps") == 2
+    assert capsys.readouterr().err.endswith(
+        f"no run to extend: it has no checkpoint — {out} — leave --extend out: a new run is as long as its budget\n"
+    )
+    assert not out.exists()
+
+
 def test_a_length_that_is_none(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("0", "-5steps", "long", "nan"):
         assert train(run, f"--extend={text}") == 2

@@ -481,6 +481,17 @@ def test_a_warm_up_longer_than_the_run_is_warned_of(
     assert "optim.warmup is 5 steps, longer than the run of 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("vocab_size", "unused"), [(0, 0), (384, 0), (1024, 767)])
+def test_ids_without_text_are_warned_of(
+    vocab_size: int, unused: int, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a preset's vocabulary beside a smaller tokenizer; not those that pad it."""
+    train(recipe, tmp_path / "run", "budget.steps=1", "evaluate.tokens=0", f"model.vocab_size={vocab_size}")
+    warning = f"{unused} of the model's 1,024 ids stand for no text of this tokenizer; model.vocab_size=0 takes the "
+    assert (warning in (error := capsys.readouterr().err)) is bool(unused)
+    assert ("stand for no text" in error) is bool(unused)
+
+
 def test_prompt_longer_than_the_context_is_refused(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(MegatokenError, match=r"sample\.prompt has 20 tokens, the model's context is 16"):
         train(recipe, tmp_path / "run", f"sample.prompt={'x' * 20}")

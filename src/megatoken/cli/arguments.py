@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatoken.config.fields import ConfigField, Duration, parse_value
 from megatoken.config.load import format_value, list_recipes
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, resume_class
-from megatoken.config.words import suggest_choice, suggest_option
+from megatoken.config.words import TEXTS, suggest_choice, suggest_option
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS
@@ -44,11 +45,16 @@ class Parser(argparse.ArgumentParser):
         fix = f"see `{self.prog} --help`"
         if "expected one argument" in message:
             fix = "give a value; one that begins with - as --option='-value'"
-        if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            near = suggest_choice(wrong[1], re.findall(r"[\w-]+", wrong[2]))
-            fix = f"did you mean {near}? {fix}" if near else fix
-        if "invalid int value" in message:
-            fix = f"give a whole number, {fix}"
+        if wrong := re.search(r"argument (.*?): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            choices = re.findall(r"[\w-]+", wrong[3])
+            near = suggest_choice(wrong[2], choices)
+            message = (
+                f"no {wrong[1].lower()} '{wrong[2]}'" if wrong[1].isupper() else f"{wrong[1]} cannot be '{wrong[2]}'"
+            )
+            near = f"train {wrong[2]}" if wrong[1] == "COMMAND" and wrong[2] in list_recipes() else near
+            fix = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(choices)}"
+        if number := re.search("invalid (int|float) value", message):
+            fix = f"give a {'whole number' if number[1] == 'int' else 'number such as 0.1'}, {fix}"
         raise ConfigError(message, self.prog, fix)
 
 
@@ -69,12 +75,15 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
     if unknown and not any(word.startswith("-") for word in unknown):
         options, unknown = parser.parse_known_args(_join_positionals(words, unknown))
     if unknown:
-        command, known = f"megatoken {options.command}", re.findall(r"--[a-z][\w-]*|\b[A-Z_]{4,}\b", options.help())
+        command = " ".join(filter(None, ("megatoken", options.command, getattr(options, "bench", ""))))
+        known = re.findall(r"--[a-z][\w-]*|\b[A-Z_]{4,}\b", options.help())
         takes_settings = options.command in TAKE_OVERRIDES
         starts = [index for index, word in enumerate(unknown) if index == 0 or word.startswith("--")]
         fixes = dict.fromkeys(suggest_option(unknown[index:], known, settings=takes_settings) for index in starts)
         if options.command == "prepare" and not unknown[0].startswith("-"):
             fixes = dict.fromkeys(["give one SOURCE: a folder, or a pattern in quotes, such as 'texts/*.txt'"])
+        if options.command == "quickstart" and not unknown[0].startswith("-"):
+            fixes = dict.fromkeys([f"your text is named by --data {shlex.quote(unknown[0])}"])
         fix = "; ".join(filter(None, fixes)) or f"see `{command} --help`"
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}", command, fix)
     options.words, options.overrides = given, overrides
@@ -251,8 +260,8 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--nproc", type=int, default=8, help="processes on each, one per GPU (default 8)")
     arg("--out", type=run_folder, help="run folder, shared by all machines (default runs/RECIPE)")
     arg("--write", type=local_path, metavar="FILE", help="file for the script (default: stdout)")
-    arg("--gpus", default="H100", help="for skypilot: GPU type (default H100); none: no GPUs")
-    arg("--time", default="24:00:00", help="for slurm: time limit (default 24:00:00)")
+    arg("--gpus", help="for skypilot: GPU type (default H100); of any engine none: no GPUs")
+    arg("--time", help="for slurm: time limit (default 24:00:00)")
     arg("--partition", default="", help="for slurm: partition")
     arg("--account", default="", help="for slurm: account to charge")
     doc = "for slurm: another option of sbatch, such as qos=high, constraint=a100 or exclusive; may be repeated"
@@ -411,9 +420,14 @@ def check_eval(options: argparse.Namespace) -> None:
     """Raise ConfigError for an option of `eval` that has no effect beside the others."""
     if options.limit < 0:
         raise ConfigError(f"--limit is {options.limit}", "megatoken eval", "give a number, or 0 for all")
+    if texts := [name for name in options.models if Path(name).suffix in TEXTS]:
+        fix = f"give a model, and the text as --data {shlex.quote(texts[0])}"
+        raise ConfigError("text, not a model", texts[0], fix)
     if not options.tasks and not options.data and not options.chat:
+        missing = [name for name in options.models if not is_address(name) and not Path(name).exists()]
+        what = f"nothing to evaluate on{f', and no run {missing[0]!r} here' if missing else ''}"
         fix = f"give --tasks ({', '.join(TASKS)}), --data with shards or text, or --chat with prompts and answers"
-        raise ConfigError("nothing to evaluate on", "megatoken eval", fix)
+        raise ConfigError(what, "megatoken eval", fix)
     if options.tasks and options.data and is_address(options.data):
         raise ConfigError("examples of tasks are read from this machine", "--data", "copy them to a local folder")
     has_tasks, in_harness, answers = bool(options.tasks), options.harness, bool(options.chat)

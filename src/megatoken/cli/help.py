@@ -9,10 +9,7 @@ GROUPS = {
         "doctor": "megatoken doctor",
         "completion": "megatoken completion bash",
     },
-    "data": {
-        "prepare": "megatoken prepare texts/ --out data/mine --tokenizer bpe:4096",
-        "verify": "megatoken verify data/mine",
-    },
+    "data": {"prepare": "megatoken prepare texts/ --out data/mine", "verify": "megatoken verify data/mine"},
     "train": {
         "train": "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.lr=1e-3",
         "runs": "megatoken runs --sort val_loss",

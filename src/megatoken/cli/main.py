@@ -46,7 +46,7 @@ from megatoken.distributed.parallel_dims import ParallelDims, check_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.eval.tasks import find_tasks
 from megatoken.launch.local import COMMAND, RESTARTS, at_parent_death, launch, stop_at_once, write_stop_marker
-from megatoken.launch.scripts import Job, check_job, name_job, write_script
+from megatoken.launch.scripts import GPU, TIME, Job, check_batch, check_job, name_job, write_script
 from megatoken.model import flops
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.redact import RedactedStream, redact
@@ -198,7 +198,8 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         if read_dist_env().world_size == 1:  # before torch is loaded, and without starting ranks
             allowed = BUDGET_KEYS if options.extend else ()
             check_folder(out, resolved.config, allow_changes=options.allow_changes, allowed=allowed)
-        if (code := launch_ranks(options, RESTARTS if options.restarts is None else options.restarts)) is not None:
+        restarts = RESTARTS if options.restarts is None else options.restarts
+        if (code := launch_ranks(options, restarts, resolved.config)) is not None:
             return write_stop_marker(options.ending) if code == ExitCode.STOPPED else code, None
         is_main = read_dist_env().is_main_process
         if is_main and options.recipe:
@@ -214,12 +215,19 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         return write_stop_marker(options.ending) if summary.code == ExitCode.STOPPED else summary.code, answer
 
 
-def launch_ranks(options: argparse.Namespace, restarts: int = 0) -> int | None:
-    """Run this command in `--nproc` processes; their exit code, or None in a process that must run it itself."""
+def launch_ranks(options: argparse.Namespace, restarts: int = 0, config: Config | None = None) -> int | None:
+    """Run this command in `--nproc` processes; their exit code, or None in a process that must run it itself.
+
+    config: of the run, whose batch has to divide among them.
+    """
     dist_env = read_dist_env()
     if restarts < 0:
         raise ConfigError(f"--restarts is {restarts}", "--restarts", "give 0 or more")
     if options.nproc > 1 and dist_env.local_world_size == 1:
+        if (
+            config is not None and config.objective.name == "pretrain" and not config.model.init
+        ):  # sizes are in the recipe
+            check_batch(config, dist_env.world_size, options.nproc, "--nproc")
         return launch([*COMMAND, *options.words], options.nproc, restarts, dist_env)
     if options.nproc < 1:
         raise ConfigError(f"--nproc is {options.nproc}", "--nproc", "give 1 or more")
@@ -292,7 +300,18 @@ def run_launch(options: argparse.Namespace) -> Result:
     check_recipe(resolved.config)
     check_init(options.recipe, resolved.config, out)
     words = [options.recipe, "--out", str(out), *options.overrides]
-    fields = _pick(options, "nodes", "nproc", "gpus", "time", "image", "partition", "account", "namespace")
+    is_type, engine = options.gpus not in (None, "none"), options.engine
+    refuse_without_effect(
+        (
+            "--gpus",
+            is_type,
+            engine == "skypilot",
+            "skypilot, or none; a kind of node of slurm: --sbatch constraint=a100",
+        ),
+        ("--time", options.time, engine == "slurm", "slurm"),
+    )
+    fields = _pick(options, "nodes", "nproc", "image", "partition", "account", "namespace")
+    fields |= {"gpus": options.gpus or GPU, "time": options.time or TIME}
     job = Job(name=name_job(resolved.name), train_args=words, setup=options.setup, sbatch=options.sbatch, **fields)
     check_job(job, resolved.config)
     script = write_script(options.engine, job)

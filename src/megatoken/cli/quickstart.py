@@ -67,7 +67,7 @@ def quickstart(options: Namespace, commands: Mapping[str, Command]) -> tuple[int
         answers["compressors"] = measure_compressors(dataset, config.model.seq_len)
     run("sample", out, prompt, "-n", str(SAMPLES))
     console.print("")
-    console.table(describe_end(out, answers, prompt if own else "class"))
+    console.table(describe_end(out, answers, prompt if own else "class", is_own=own is not None))
     return ExitCode.DONE, answers
 
 
@@ -100,7 +100,7 @@ def measure_compressors(dataset: Any, seq_len: int) -> dict[str, float]:
     return {name: 8 * size / len(text) for name, size in sizes.items()}
 
 
-def describe_end(out: str, answers: dict[str, Any], prompt: str) -> list[tuple[str, str]]:
+def describe_end(out: str, answers: dict[str, Any], prompt: str, *, is_own: bool) -> list[tuple[str, str]]:
     """(name, value) for the user: what was made, how good it is, what to type next."""
     curves, program = Path(out) / "plots" / "curves.png", name_program()
     rows = [
@@ -110,8 +110,9 @@ def describe_end(out: str, answers: dict[str, Any], prompt: str) -> list[tuple[s
             str(curves) if curves.is_file() else f"pip install matplotlib, then: {program} plot {shlex.quote(out)}",
         ),
         ("next", f"{program} sample {shlex.join([out, prompt])}"),
-        ("your text", f'{program} quickstart --data FOLDER_OR_FILE --prompt "Once upon a time"'),
     ]
+    if not is_own:
+        rows.append(("your text", f'{program} quickstart --data FOLDER_OR_FILE --prompt "Once upon a time"'))
     if "eval" in answers:
         others = ", ".join(f"{name} {bits:.3f}" for name, bits in answers["compressors"].items())
         rows.insert(1, ("held out", f"{answers['eval']['bits_per_byte']:.3f} bits per byte of text; {others}"))

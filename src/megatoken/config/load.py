@@ -23,7 +23,7 @@ from megatoken.config.effects import list_without_effect
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_config, flatten, resume_class, validate
-from megatoken.config.words import suggest_key, suggest_recipe, suggest_value
+from megatoken.config.words import TEXTS, WEIGHTS, suggest_key, suggest_recipe, suggest_value
 from megatoken.errors import ConfigError
 from megatoken.redact import redact
 
@@ -236,7 +236,7 @@ def _split_override(word: str) -> Assignment:
 def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
     known = list_recipes()
     try:
-        if Path(recipe).is_file():
+        if Path(recipe).is_file() and Path(recipe).suffix not in (*TEXTS, *WEIGHTS):
             return Path(recipe)
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise ConfigError(f"cannot read recipe: {error.strerror}", recipe, "check the path") from None
@@ -249,6 +249,7 @@ def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
         fix = f"if it is a dataset: megatoken train RECIPE {as_data}; if text: megatoken quickstart --data {as_text}"
         raise ConfigError(what, fix=fix)
     what = f"no recipe named '{recipe}'{', and no such file or run folder' if is_path else ''}"
+    what = f"'{recipe}' is no recipe" if Path(recipe).is_file() else what
     names = [*dict.fromkeys([*known, "depth-N", *others])]
     fix = f"{suggest_recipe(recipe, names)}, or the path of a .yaml file or a run"
     raise ConfigError(what, fix=fix)

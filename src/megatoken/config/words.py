@@ -6,6 +6,7 @@ Trainer, as far as they are not like ours. What is neither known nor alike gets 
 
 import difflib
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 
@@ -13,7 +14,7 @@ from megatoken.config.fields import TRUTHS, ConfigField, Duration
 from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.config.schema import FIELDS
 
-ALIKE, KEYS_ALIKE = 0.6, 0.75  # of difflib's ratio: less is no slip of the pen
+ALIKE, KEYS_ALIKE, RECIPES_ALIKE = 0.6, 0.75, 0.7  # of difflib's ratio: less is no slip of the pen
 
 
 def _invert(table: Mapping[str, str]) -> dict[str, str]:
@@ -155,7 +156,7 @@ VALUES = {
 }
 RECIPES = PUBLISHED | _invert(
     {
-        "gpt2-124m": "gpt2-small gpt-2 gpt2-117m train_gpt2 124m d12 gpt_2",
+        "gpt2-124m": "gpt2-small gpt-2 gpt2-117m gpt2-125m train_gpt2 124m d12 gpt_2",
         "gpt2-355m": "gpt2-345m 355m d24",
         "gpt2-774m": "gpt2-762m 774m d36",
         "gpt2-1558m": "gpt2-1.5b gpt2-1542m gpt2xl d48",
@@ -181,6 +182,8 @@ CHOICES = _invert(  # commands, and values of their options and arguments
         "runs": "list ls status compare",
         "scaling": "scaling-law chinchilla",
         "slurm": "sbatch srun",
+        "seconds": "time wallclock wall_time hours",
+        "steps": "iterations iters step",
         "k8s": "kubernetes kubectl",
         "skypilot": "sky",
         "hf": "huggingface transformers safetensors gguf",
@@ -226,6 +229,8 @@ REMARKS = {
         "metrics are rows of RUN/metrics.jsonl; `megatoken plot RUN` draws them",
     ),
 }
+TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".gz", ".zst", ".json", ".csv")  # suffixes of what is no recipe
+WEIGHTS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
 SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in FIELDS if "." in key))
 _OURS = {key.rpartition(".")[2]: key for key in FIELDS}  # of fields with one name the last, as `every`
 
@@ -237,8 +242,10 @@ def nearest(word: str, names: Collection[str], cutoff: float = ALIKE) -> str:
 
 def suggest_choice(word: str, choices: Collection[str]) -> str:
     """The command or value that a wrong one stands for or is like, empty where none is."""
-    known = CHOICES.get(word.lower(), "")
-    return known if known in choices else nearest(word.lower(), choices)
+    word = word.lower()
+    known = CHOICES.get(word, "")
+    begins = [choice for choice in choices if len(word) > 2 and choice.startswith(word)]
+    return known if known in choices else begins[0] if len(begins) == 1 else nearest(word, choices)
 
 
 def suggest_option(words: Sequence[str], options: Collection[str], *, settings: bool) -> str:
@@ -320,11 +327,16 @@ def suggest_recipe(word: str, known: Sequence[str]) -> str:
     path = PurePosixPath(word.lower())
     if path.suffix == ".py":
         return f"did you mean --nanogpt '{word}'? known: {', '.join(known)}"
+    quoted = shlex.quote(word)
+    if path.suffix in WEIGHTS:
+        return f"a model goes on by: train finetune --init {quoted} data.path=DATA; recipes: {', '.join(known)}"
+    if path.suffix in TEXTS:
+        return f"text is trained on by: megatoken quickstart --data {quoted}; recipes: {', '.join(known)}"
     name = re.sub(r"\.ya?ml$", "", path.name)
     begin = [each for each in known if len(name) > 2 and each.startswith(name)]
     near = RECIPES.get(name, "") if RECIPES.get(name) in known else ""
     preset = name if name in PRESETS else nearest(name, PRESETS, 0.8)
-    guess = near or "' or '".join(begin[:4]) or nearest(name, known)
+    guess = near or "' or '".join(begin[:4]) or nearest(name, known, RECIPES_ALIKE)
     if preset and preset not in known and not near and not begin:
         return f"{preset} is a preset, not a recipe: RECIPE model.preset={preset}; recipes: {', '.join(known)}"
     return f"did you mean '{guess}'? known: {', '.join(known)}" if guess else f"known: {', '.join(known)}"

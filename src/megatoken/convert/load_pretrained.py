@@ -1,5 +1,6 @@
 """Loads a model and its tokenizer by name, whatever program wrote it."""
 
+import shlex
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from megatoken.config.presets import GPT2_VOCABULARY
 from megatoken.convert.hf.load import load_hf
 from megatoken.convert.llmc import read_llmc
 from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_nanogpt
+from megatoken.data.sources import IN_FOLDERS
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
@@ -63,6 +65,9 @@ def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Pat
     """What a model's name stands for, run, hf, llmc or nanogpt, and its local path: of nanoGPT's out_dir that of the
     file, of an address that of a copy."""
     path = fetch_model(str(name), warn) if is_address(name) else Path(name)
+    if path.suffix in IN_FOLDERS and not path.is_dir():
+        fix = f"give a run; to train one on the text: megatoken quickstart --data {shlex.quote(str(name))}"
+        raise CheckpointError("text, not a model", str(name), fix)
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
         path /= CHECKPOINT

@@ -386,7 +386,10 @@ def _list_external(path: Path) -> list[Path]:
     files = sorted(file for file in found if file.suffix in (".bin", ".npy"))
     if not files:
         what = f"no dataset here: no {MANIFEST_NAME}, no .bin and no .npy shards"
-        raise DataError(what, path, f"make it with: megatoken {' '.join(prepare_words(str(path), str(path)))}")
+        fix = f"make it with: megatoken {' '.join(prepare_words(str(path), str(path)))}"
+        if any(sign in str(path) for sign in "*?["):
+            fix = "check the pattern; or make shards: megatoken prepare SOURCE --out DIR, and set data.path=DIR"
+        raise DataError(what, path, fix)
     return files
 
 

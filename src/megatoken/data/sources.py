@@ -152,7 +152,8 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         return _list_local(Path(spec).name, [(match.relative_to(start).as_posix(), match) for match in matches])
     if path.exists():
         raise DataError("neither a file nor a folder", spec, "write its content to a file first")
-    near = suggest_choice(spec, NAMES)
+    owner, _, dataset = spec.partition("/")  # of the hub
+    near = suggest_choice(dataset if owner and re.fullmatch(r"[\w-]+", dataset) else spec, NAMES)
     fix = (
         f"did you mean {near}?"
         if near

@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from megatoken.config.schema import Config, nearest_multiples
+from megatoken.console import format_count
 from megatoken.distributed.env import PORT, DistEnv
 from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import ConfigError, ExitCode
@@ -29,6 +30,7 @@ SBATCH_TAKEN = {  # options of sbatch whose values an option of ours gives
 }
 INSTALL_CHECKOUT = 'pip install ".[data,s3]"'
 ONE_LINE = ("partition", "account", "namespace", "image", "gpus", "time")
+GPU, TIME = "H100", "24:00:00"  # defaults of --gpus and --time
 IMAGE = "megatoken"  # what the documentation builds from the Dockerfile
 MAX_RESTARTS = 3
 WARN_SECONDS = 300  # before the time limit: for the current step and the save
@@ -68,16 +70,21 @@ def check_job(job: Job, config: Config) -> None:
     for flag, number in (("--nodes", job.nodes), ("--nproc", job.nproc)):
         if number < 1:
             raise ConfigError(f"{flag} is {number}", flag, "give 1 or more")
-    machine, world_size = config.machine, job.nodes * job.nproc
-    dist_env = DistEnv(world_size=world_size, local_world_size=job.nproc)
+    check_batch(config, job.nodes, job.nproc)
+
+
+def check_batch(config: Config, nodes: int, nproc: int, where: str = "--nodes, --nproc") -> None:
+    """Raise ConfigError for a batch that does not divide among `nproc` processes on each of `nodes` machines."""
+    machine = config.machine
+    dist_env = DistEnv(world_size=nodes * nproc, local_world_size=nproc)
     dp_size = build_dims(machine.sharding, machine.tensor_parallel, dist_env).dp_size  # a group reads the same batch
     budget, seq_len = config.budget, config.model.seq_len
     for key, tokens in (("batch_tokens", budget.batch_tokens), ("batch_start", budget.batch_start)):
         if tokens // seq_len % dp_size:
             what = f"a batch of {tokens // seq_len:,} sequences does not divide among {dp_size} data-parallel processes"
             near = nearest_multiples(tokens, dp_size * seq_len)
-            fix = f"change them, or budget.{key} to {' or '.join(map(str, near))}"
-            raise ConfigError(what, "--nodes, --nproc", fix)
+            fix = f"take another number, or budget.{key} {' or '.join(map(str, near))}"
+            raise ConfigError(what, where, fix)
 
 
 def check_options(engine: str, job: Job) -> None:
@@ -126,6 +133,8 @@ def write_script(engine: str, job: Job) -> str:
         setup = ["setup: |", *(f"  {line}" for line in setup)] if setup else []
     restarts = MAX_RESTARTS if job.nodes > 1 else 0  # on one machine --nproc starts ranks again
     values = asdict(job) | {
+        "machines": format_count(job.nodes, "pod" if engine == "k8s" else "machine"),
+        "processes": format_count(job.nproc, "process", "processes"),
         "n_gpus": job.nproc if has_gpus else "",
         "machine": f"accelerators: {json.dumps(f'{job.gpus}:{job.nproc}')}" if has_gpus else f"cpus: {job.nproc}+",
         "time": shlex.quote(job.time),
@@ -144,7 +153,7 @@ def write_script(engine: str, job: Job) -> str:
         "backoff_limit": 20 * job.nodes,
         "fatal": [int(code) for code in ExitCode if code not in RESTARTED],
         "stopped": int(ExitCode.STOPPED),
-        "attempts": " ".join(str(number + 1) for number in range(restarts)),
+        "attempts": " ".join(map(str, range(restarts + 1))),
         "peer_lost": int(ExitCode.PEER),
     }
     template = (Path(__file__).parent / "templates" / ENGINES[engine]).read_text()

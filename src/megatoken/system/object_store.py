@@ -19,6 +19,7 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path
 
 RETRY_SECONDS = (1.0, 5.0)  # before a call that failed is made again
+LIBRARIES = {"s3": "megatoken[s3]", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 THREADS = 8  # files that are read or written at once
 READ_BYTES = 16 << 20  # at once, to hash an object
 # Another try would end alike; botocore's errors have no class that is known without it.
@@ -109,8 +110,9 @@ class ObjectStore:
             options = {"use_listings_cache": False, "skip_instance_cache": True, **local}
             self._fs, root = fsspec.core.url_to_fs(self.address, **options)
         except ImportError as error:
-            library = "megatoken[s3]" if address.startswith("s3:") else "its fsspec library"
-            raise ConfigError(f"{error}", address, f"pip install '{library}'") from error
+            library = LIBRARIES.get(address.partition(":")[0], "")
+            fix = f"pip install '{library}'" if library else "install the library that fsspec names"
+            raise ConfigError(f"{error}", address, fix) from error
         except ValueError as error:
             raise ConfigError(f"not an address: {error}", address, "write it as s3://bucket/folder") from error
         self._root = root.rstrip("/")

@@ -15,7 +15,7 @@ from megatoken.checkpoint.mirror import allow_rewind
 from megatoken.config.fields import Duration, parse_value
 from megatoken.config.load import RUN_CONFIG, ResolvedConfig, list_changes
 from megatoken.config.schema import FIELDS, build_config, flatten
-from megatoken.errors import CheckpointError
+from megatoken.errors import CheckpointError, ConfigError
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.system.atomic_write import storage_errors
 from megatoken.train.metrics_log import METRICS
@@ -28,10 +28,14 @@ def extend_budget(run: RunContext, resolved: ResolvedConfig, length: Duration) -
     """Add `length` to the budget of a run that has reached its end; one that has not goes on to it unchanged.
 
     So the same command may be given again after a stop. All ranks must call it. Returns the config with the new budget.
+    Raises ConfigError for a run without a checkpoint.
     """
     old = run.step_config
     steps: list[int] = run.comm.run_on_rank0(lambda: list_steps(run.out / CHECKPOINTS))
     newest = max(steps, default=0)
+    if not steps:
+        fix = "leave --extend out: a new run is as long as its budget"
+        raise ConfigError("no run to extend: it has no checkpoint", run.out, fix)
     if newest < old.total_steps:
         run.console.print(f"not extended: step {newest:,} of {old.total_steps:,} is not the end; going on to there")
         return resolved

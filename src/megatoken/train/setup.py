@@ -17,7 +17,7 @@ from megatoken import __version__
 from megatoken.checkpoint.commit import list_steps, list_surplus
 from megatoken.config.load import ResolvedConfig, render
 from megatoken.config.model_config import describe_heads
-from megatoken.console import format_quantity
+from megatoken.console import format_count, format_quantity
 from megatoken.data.chat_dataset import OBJECTIVE_DATA, ROW_OBJECTIVES, Marks, open_rows, require_data_for
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import count_rows, load_mixture
@@ -201,7 +201,7 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
     counts = f"{count_parameters(model):,} parameters, {count_matmul_parameters(model):,} in matrix products"
     splits = f"{len(dataset.train):,} train and {dataset.n_val:,} held-out tokens"
     size = f"{steps.ramp.start:,} to {steps.batch_tokens:,}" if steps.ramp else f"{steps.batch_tokens:,}"
-    length = f"{steps.total_steps:,} steps of {size} tokens = {format_quantity(tokens)} tokens"
+    length = f"{format_count(steps.total_steps, 'step')} of {size} tokens = {format_quantity(tokens)} tokens"
     peak = f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})" if device.peak_flops else ""
     is_rows = run.config.objective.name in ROW_OBJECTIVES  # shorter than contexts, and more is computed than a step
     total = f", {format_quantity(flops * tokens, 'FLOP')} in all"
@@ -222,6 +222,10 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
     for key, n_units in (("optim.warmup", schedule.warmup), ("optim.decay", schedule.decay_length or 0)):
         if n_units > schedule.total:
             run.console.warn(f"{key} is {n_units:,} {unit}, longer than the run of {schedule.total:,}")
+    unused = model.vocab_size - tokenizer.vocab_size
+    if unused >= model.vocab_multiple and not run.config.model.init:  # fewer may pad the vocabulary of another program
+        what = f"{unused:,} of the model's {model.vocab_size:,} ids stand for no text of this tokenizer"
+        run.console.warn(f"{what}; model.vocab_size=0 takes the tokenizer's {tokenizer.vocab_size:,}")
     if not dataset.n_val:
         run.console.warn("the dataset has no validation split: no held-out loss will be measured")
 

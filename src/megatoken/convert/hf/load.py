@@ -38,6 +38,9 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     try:
         config = read_json(folder / CONFIG)
         family = find_family(config, where)
+    except FileNotFoundError:
+        what = f"no model here: neither checkpoints of a run nor a {CONFIG}"
+        raise CheckpointError(what, str(folder), "name a run folder, or one written by save_pretrained") from None
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"cannot read {CONFIG}: {error}", where, SAVE_PRETRAINED) from None
     model_config = family.read_config(config, where)
@@ -69,6 +72,8 @@ def _refuse_data(folder: Path) -> None:
     if (folder / MANIFEST_NAME).is_file():
         fix = f"train one on it: megatoken train RECIPE {shlex.quote(f'data.path={folder}')}"
         raise CheckpointError("a dataset, not a model", str(folder), fix)
+    if runs := sorted(path.name for path in folder.iterdir() if (path / "checkpoints").is_dir()):
+        raise CheckpointError("a folder of runs, not a model", str(folder), f"name one: {', '.join(runs[:5])}")
     suffixes = {path.suffix for path in folder.iterdir()}
     if suffixes.intersection(IN_FOLDERS) and not suffixes & {".json", ".safetensors"}:
         fix = f"train one on it: megatoken quickstart --data {shlex.quote(str(folder))}"

@@ -12,6 +12,14 @@ from megatoken.errors import ConfigError
 
 PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd-sqrt"}
+
+
+def keep_outliers(z_score: float) -> None:
+    """Raise ValueError, whose text is the fix, for a limit above which steps are skipped."""
+    if z_score:
+        raise ValueError("leave it out; optim.spike=skip behind the command skips spikes by a rule of its own")
+
+
 FLAGS: dict[str, Row] = {
     "-i": Row("dev/data/tinyshakespeare/tiny_shakespeare_train.bin"),  # training shards
     "-j": Row("dev/data/tinyshakespeare/tiny_shakespeare_val.bin"),  # validation shards
@@ -29,8 +37,8 @@ FLAGS: dict[str, Row] = {
     "-u": Row(0, "optim.warmup", STEPS),  # warm-up steps
     "-q": Row(1.0, "optim.min_lr_ratio"),  # last learning rate as a share of the peak
     "-c": Row(0.0, "optim.weight_decay"),  # weight decay
-    "-sl": Row(0.0, convert=only(0)),  # skip updates of outlying loss: not done here
-    "-sg": Row(0.0, convert=only(0)),  # skip updates of outlying gradient norm
+    "-sl": Row(0.0, convert=keep_outliers),  # skip updates of outlying loss: not done here
+    "-sg": Row(0.0, convert=keep_outliers),  # skip updates of outlying gradient norm
     "-v": Row(20, "evaluate.every", STEPS),  # steps between validations
     "-m": Row(20),  # batches of a validation, -1: all
     "-s": Row(20, "sample.every", STEPS),  # steps between samples
@@ -108,6 +116,9 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
 def _read_command(command: str) -> tuple[list[Assignment], int]:
     """The flags, and the number of processes in a launcher before the program, else 0."""
     words, launcher = split_words(command, "--llmc"), ""
+    if any(Path(word).name == "train_gpt2.py" for word in words):
+        fix = "give the words of train_gpt2cu, or train gpt2-124m, the recipe of both"
+        raise ConfigError("these are words of llm.c's train_gpt2.py, whose names are others", "--llmc", fix)
     if program := [place for place, word in enumerate(words) if Path(word).name in PROGRAMS]:
         launcher, words = " ".join(words[: program[0]]), words[program[0] + 1 :]
     if len(words) % 2:

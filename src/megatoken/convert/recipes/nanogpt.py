@@ -12,12 +12,19 @@ from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.convert.recipes.translation import STEPS, Row, Translation, only, split_words
 from megatoken.errors import ConfigError
 
+
+def refuse_eval(value: bool) -> None:
+    """Raise ValueError, whose text is the fix, for an evaluation in place of training."""
+    if value:
+        raise ValueError("evaluate a model: megatoken eval openai-community/gpt2 --data data/openwebtext")
+
+
 TABLE: dict[str, Row] = {
     "out_dir": Row(str),  # its default, `out`, may hold a ckpt.pt already
     "eval_interval": Row(2000, "evaluate.every save.every", STEPS),
     "log_interval": Row(1, "log.every", STEPS),
     "eval_iters": Row(200),
-    "eval_only": Row(False, convert=only(False)),
+    "eval_only": Row(False, convert=refuse_eval),
     "always_save_checkpoint": Row(True),
     "init_from": Row("scratch", convert=only("scratch", "resume", *PUBLISHED)),
     "dataset": Row("openwebtext"),
@@ -47,6 +54,7 @@ FIXED = {
     **{"seed": 1337, "model.mlp": "gelu-erf", "optim.eps": 1e-8},
     **{"save.keep_last": 1, "sample.every": "0steps"},  # one checkpoint, no samples
 }
+PROGRAM = "train.py"
 IGNORED = "wandb_log wandb_project wandb_run_name backend"
 NOTES = (
     "batches are drawn without replacement, each window once an epoch; nanoGPT draws random places",
@@ -56,10 +64,13 @@ NOTES = (
 
 def translate_nanogpt(command: str) -> Translation:
     """The recipe of nanoGPT's `train.py` with these words behind it: files and --name=value, later ones win.
+    The program may stand before them.
 
     Raises ConfigError naming file:line for what nanoGPT would refuse, and for what cannot be honoured here.
     """
     words = split_words(command, "--nanogpt")
+    if program := [place for place, word in enumerate(words) if Path(word).name == PROGRAM]:
+        words = words[program[0] + 1 :]  # behind python or torchrun
     files = [Path(word) for word in words if not word.startswith("--")]
     given = [setting for word in words for setting in _read(word)]
     translation = Translation("nanoGPT", TABLE, given, IGNORED, FIXED)

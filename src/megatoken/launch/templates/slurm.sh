@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# %{name}: %{nodes} machines of %{nproc} processes. Submit it: sbatch FILE
+# %{name}: %{machines} of %{processes}. Submit it: sbatch FILE
 #SBATCH --job-name=%{name}
 #SBATCH --nodes=%{nodes}
 #SBATCH --ntasks-per-node=1
@@ -15,7 +15,7 @@ set -e
 set -uo pipefail
 # SIGUSR1 goes to every task: the run finishes its step, saves and ends with %{stopped}. After a lost rank (%{peer_lost}) it is started
 # again.
-for _ in 0 %{attempts}; do
+for _ in %{attempts}; do
     code=0
     srun --kill-on-bad-exit=0 megatoken %{train} || code=$?
     [ "$code" -eq %{peer_lost} ] || break

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# %{name}: %{nodes} machines of %{nproc} processes. Run it on every machine: bash FILE ADDRESS_OF_THE_FIRST
+# %{name}: %{machines} of %{processes}. Run it on every machine: bash FILE ADDRESS_OF_THE_FIRST
 # Signals reach the run. The exit code is the run's: %{stopped} means stopped and saved, start it again.
 set -e
 %{setup}
