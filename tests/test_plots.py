@@ -68,6 +68,14 @@ def test_axes_last_values_and_names_are_on_the_picture(tmp_path: Path) -> None:
     assert [format_tick(value) for value in (0, 6e-4, 250e3, 1.5e6, 10e9)] == ["0", "0.0006", "250k", "1.5M", "10B"]
 
 
+@pytest.mark.parametrize(("steps", "marks"), [(1, 5), (2, 0)])
+def test_a_run_of_one_row_is_seen(steps: int, marks: int, tmp_path: Path) -> None:
+    """In the panels of loss, rate, norm, tokens per second and MFU."""
+    picture = draw_curves([write_rows(tmp_path / "run", steps=steps, seconds=1.0)], tmp_path / "curves.svg").read_text()
+    crosses = {*re.findall(r'<path id="(\w+)" d="M -3 0\s+L 3 0\s+M 0 3\s+L 0 -3', picture)}
+    assert sum(picture.count(f'<use xlink:href="#{cross}"') for cross in crosses) == marks
+
+
 def test_runs_without_times_or_a_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = write_rows(tmp_path / "old", steps=2, seconds=None, mfu=None)
     assert "MFU (full attention)" not in read_texts(draw_curves([old], tmp_path / "old.svg"))

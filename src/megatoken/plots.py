@@ -86,7 +86,7 @@ def draw_curves(
         _draw_loss(panels["loss"], run_rows, style)
         for key in keys:
             values = _points(run_rows, "train", key)
-            panels[key].plot(*values, lw=1, **style)
+            panels[key].plot(*values, lw=1, marker=_marker(values[1]), **style)
             _note_last(panels[key], *values, PANELS[key][1], style["color"])
         for task, axis in task_panels.items():
             _draw_scores(axis, [row for row in run_rows if str(row.get("task")) == task], style)
@@ -178,11 +178,16 @@ def _draw_loss(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
     x, y = _points(rows, "train", "loss")
     smooth = _smooth(y)
     axis.plot(x, y, lw=0.6, alpha=0.3, **style)
-    axis.plot(x, smooth, lw=1.6, **style)
+    axis.plot(x, smooth, lw=1.6, marker=_marker(smooth), **style)
     _note_last(axis, x, smooth, "{:.4f} train", color)
     x, y = _points(rows, "val", "loss")
     axis.plot(x, y, "o", color=color, mec="white", ms=6)
     _note_last(axis, x, y, "{:.4f} val", color)
+
+
+def _marker(y: np.ndarray) -> str:
+    """The mark of a curve of one point, which has no line; none of others. Validations have round ones."""
+    return "+" if np.isfinite(y).sum() == 1 else ""
 
 
 def _note_last(axis: Any, x: np.ndarray, y: np.ndarray, form: str, color: str) -> None:
