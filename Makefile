@@ -124,7 +124,7 @@ MODERN = tests/soak/race_modern.yaml
 INGREDIENTS = model.qk_norm=false model.zero_init=false model.embedding_norm=false model.residual_scales=false \
 	model.value_embeddings=false model.logit_softcap=0 model.mlp=gelu model.pos_emb=learned model.norm=layernorm \
 	model.tie_embeddings=true optim.cautious_decay=false data.document_mask=true
-ADAMW = $(foreach lr,1e-3 2e-3 4e-3,'$(MODERN) optim.name=adamw optim.lr=$(lr)')
+ADAMW = $(foreach lr,2e-3 4e-3 8e-3,'$(MODERN) optim.name=adamw optim.lr=$(lr)')
 LION = $(foreach lr,3e-4 1e-3 3e-3,'$(MODERN) optim.name=lion optim.lr=$(lr) optim.beta2=0.99')
 
 race: $(VENV)/.dev
