@@ -4,9 +4,9 @@ One shared library for each instruction set, without a dependency on Python or o
 and takes its threads from the OpenMP runtime that torch has loaded.
 """
 
+import argparse
 import hashlib
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -74,18 +74,20 @@ def compile_library(instruction_set: str, folder: Path, extra_options: tuple[str
 
 def main() -> None:
     """Compile for this processor, or with --all for every instruction set, into FOLDER (default: beside this file)."""
-    words = [word for word in sys.argv[1:] if word != "--all"]
-    folder = Path(words[0]) if words else Path(__file__).parent
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--all", action="store_true", help="for every instruction set")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path(__file__).parent)
+    options = parser.parse_args()
     if not find_compiler():
         print("no C++ compiler: training on a CPU goes without the native kernels (install g++ to change that)")
         return
-    for name in INSTRUCTION_SETS if "--all" in sys.argv else runnable_instruction_sets()[:1]:
-        for old in folder.glob(f"libmegatoken-{name}-*.so"):
+    for name in INSTRUCTION_SETS if options.all else runnable_instruction_sets()[:1]:
+        for old in options.folder.glob(f"libmegatoken-{name}-*.so"):
             if old.name != library_name(name):
                 old.unlink()
-        if not (folder / library_name(name)).exists():
+        if not (options.folder / library_name(name)).exists():
             print(f"compiling the native kernels for {name}")
-            compile_library(name, folder)
+            compile_library(name, options.folder)
 
 
 if __name__ == "__main__":
