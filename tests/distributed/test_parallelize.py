@@ -32,9 +32,9 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims, build_dims, count_state_bytes
 from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.eval.val_loss import validation_loss
-from megatoken.model.gpt import GPT, init_weights
+from megatoken.model.gpt import GPT, init_weights, set_attention
 from megatoken.system.device import Device
-from megatoken.train.state import StepConfig, TrainState, build_state, gather_model
+from megatoken.train.state import StepConfig, TrainState, build_state, gather_model, with_whole_model
 from megatoken.train.step import forward_backward, train_step
 from tests.ranks import run_ranks
 from tests.tiny_model import CPU, TINY_MODERN, tiny_config, tiny_step_config
@@ -154,10 +154,15 @@ def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[st
     found = {"loss": float(loss), "gradient_error": largest, "norm": norm}
     found |= {"curve": train(state, STEPS), "val": score(state, 7), "val of one window": score(state, 1)}
     found |= {"scores": score_questions(state)} if dims.tp_size == 1 else {}
-    model, low = gather_model(state), gather_model(state, torch.bfloat16)
-    if model is not None and low is not None and not dims.is_unsharded:
-        pairs = zip(low.parameters(), model.parameters(), strict=True)
-        assert all(torch.equal(given, param.bfloat16()) for given, param in pairs)
+    set_attention(state.model, "explicit")
+    model, low = gather_model(state), with_whole_model(state, BF16)
+    assert low.compute_model.attention_name == "explicit"
+    assert low.uses_master_weights != dims.is_unsharded
+    set_attention(state.model, "flash")
+    if low.uses_master_weights:  # a copy, whole on every rank
+        copied = dict(low.compute_model.named_parameters())
+        for each, param in sharded.local_params.items():
+            assert torch.equal(sharded.slices[each].take(copied[each]), param.bfloat16())
     if model is not None:
         torch.save(dict(model.named_parameters()), folder / f"{name}.pt")
     save = AsyncSave(folder / name, state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={})

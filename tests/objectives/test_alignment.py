@@ -12,22 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessException
 
 from megatoken.checkpoint.commit import list_steps
 from megatoken.cli.main import main
 from megatoken.config.load import resolve
 from megatoken.console import Console, format_step
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_template import add_control_tokens
+from megatoken.data.chat_template import add_control_tokens, find_template
 from megatoken.data.prepare_chats import prepare_chats
 from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import CheckpointError, ConfigError, DataError, ExitCode
+from megatoken.launch.local import find_free_port
 from megatoken.model.gpt import GPT
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train.metrics_log import read_metrics
 from tests.convert.models import TINY_GPT, llama_tokenizer, save_run
-from tests.ranks import start_process
+from tests.ranks import run_ranks, start_process
 
 TOKENIZER = add_control_tokens(load_tokenizer("bytes"))
 MODEL = replace(TINY_GPT, vocab_size=TOKENIZER.vocab_size, seq_len=64)
@@ -189,6 +191,68 @@ def test_two_processes_train_the_same(base: Path, tmp_path: Path, name: str, mon
         assert [x for x in a[2:] if x is not None] == pytest.approx([x for x in b[2:] if x is not None], abs=1e-4)
 
 
+OBJECTIVES = {"dpo": [], "reward": [], "grpo": ["objective.kl=0.1", "objective.updates=2"], "ppo": ["objective.kl=0.1"]}
+
+
+def train_as_ranks(
+    rank: int, base: Path, name: str, words: list[str], outs: dict[Path, str], ports: list[int], die_at: int
+) -> None:
+    """One of two ranks; outs: run folders with their sharding, each with a port of its own."""
+    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({key: str(value) for key, value in facts.items()})
+
+    def die(row: dict[str, Any]) -> None:
+        if row["kind"] == "train" and row["step"] == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for (out, sharding), port in zip(outs.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        own = [*OBJECTIVES[name], *words, f"machine.sharding={sharding}", "machine.micro_batch=2"]
+        train(base, name, out, *own, callbacks=[die])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -> None:
+    """All held-out pairs are in one batch, so that a rank has none; answers end after different numbers of tokens."""
+    model = GPT(MODEL, seed=1)
+    with torch.no_grad():  # the answer stops in one of four places
+        model.norm.bias[0], model.tokens.weight[find_template(TOKENIZER).stop_ids[0], 0] = 3.0, 1.5
+    save_run(tmp_path / "run", model, TOKENIZER)
+    outs = {tmp_path / sharding: sharding for sharding in ("zero1", "zero2", "zero3")}
+    words = [f"model.init={tmp_path / 'run'}", "budget.steps=4", "evaluate.every=4steps", "save.every=0"]
+    run_ranks(train_as_ranks, base, name, words, outs, [find_free_port() for _ in outs], 0, nprocs=2)
+    train(base, name, tmp_path / "one", *OBJECTIVES[name], *words)
+    one, expected = weights(tmp_path / "one"), losses(tmp_path / "one")
+    assert any(0 < row.get("stopped", 0.5) < 1 for row in read_metrics(tmp_path / "one"))
+    for out in outs:
+        found = weights(out)
+        assert found.keys() == one.keys()
+        for key in one:
+            if (name, key) != ("reward", "value_head.bias"):  # cancels in a pair: its gradient is rounding alone
+                assert torch.allclose(one[key], found[key], rtol=0, atol=2e-6), (out, key)
+        for a, b in zip(expected, losses(out), strict=True):
+            assert a[:2] == b[:2]
+            known = [[x for x in row[2:] if x is not None] for row in (a, b)]
+            assert known[0] == pytest.approx(known[1], rel=1e-6, abs=1e-6)
+
+
+def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: Path) -> None:
+    """Its reference is lost, too: it is made again, of the model that the hash of the gathered weights names."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    with pytest.raises(ProcessException):
+        run_ranks(train_as_ranks, base, "grpo", [], {killed: "zero3"}, [find_free_port()], 5, nprocs=2)
+    assert 0 < list_steps(killed / "checkpoints")[-1] < 5
+    reference = killed / "reference" / "reference.safetensors"
+    kept = reference.read_bytes()
+    reference.unlink()
+    ports = [find_free_port(), find_free_port()]
+    run_ranks(train_as_ranks, base, "grpo", [], {killed: "zero3", whole: "zero3"}, ports, 0, nprocs=2)
+    assert reference.read_bytes() == kept
+    one, other = weights(whole), weights(killed)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert losses(killed) == losses(whole)
+
+
 def test_what_is_logged(base: Path, tmp_path: Path) -> None:
     train(base, "grpo", tmp_path / "run", "objective.kl=0.1")
     rows = read_metrics(tmp_path / "run")
@@ -252,9 +316,9 @@ def test_a_damaged_reference_is_made_again_or_missed(base: Path, tmp_path: Path)
         ("grpo", ["model.value_head=true"], ConfigError, "objective grpo has no use for a value head"),
         ("ppo", ["model.value_head=false"], ConfigError, "objective ppo needs a value head"),
         ("grpo", ["objective.updates=4"], ConfigError, "every 2steps would fall .* the 4 updates .*: 4steps"),
-        ("dpo", ["machine.sharding=zero3"], ConfigError, "objective dpo needs the whole model in every process"),
-        ("grpo", ["machine.sharding=zero1"], ConfigError, "objective grpo needs the whole model in every process"),
         ("dpo", ["machine.tensor_parallel=2"], ConfigError, "rows of conversations are not split over tensor-parallel"),
+        ("ppo", ["machine.sharding=zero3", "machine.tensor_parallel=2"], ConfigError, "not split over tensor-parallel"),
+        ("grpo", ["machine.sharding=zero2", "machine.master_weights=on"], ConfigError, "are fp32 masters already"),
         ("grpo", ["objective.reward=exakt"], ConfigError, "unknown reward 'exakt' — .* choose one of exact, number"),
         ("grpo", ["objective.reward=os:remove"], ConfigError, "a function of your own .* --reward os:remove: a recipe"),
         ("grpo", ["data.path=PAIRS"], DataError, "objective.name=grpo needs prompts with answers, this dataset holds"),

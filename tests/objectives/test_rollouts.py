@@ -15,7 +15,6 @@ from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
-from megatoken.objectives import batch_source
 from megatoken.objectives.answer_scores import build_objective, measure_answers
 from megatoken.objectives.policy_loss import group_advantages
 from megatoken.objectives.rollouts import (
@@ -80,7 +79,7 @@ def test_rows_train_the_answer_and_its_stop_token():
 def test_log_probabilities_are_of_the_distribution_sampled_from(tmp_path: Path, model: ModelConfig, temperature: float):
     run = open_run(tmp_path, model=model, temperature=temperature)
     batch = open_batches(run).get(0)
-    measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch, in_low_precision=False)
+    measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch)
     again, _ = measure(temperature=temperature)
     at_one, _ = measure()
     assert torch.allclose(again, at_one) is (temperature == 1.0)
@@ -101,7 +100,7 @@ def test_a_batch_follows_from_weights_and_number(tmp_path: Path):
 def count_clipped(run: RunContext, batch: Batch) -> tuple[float, float]:
     """Shares of tokens whose ratio lies beyond the clip, where that takes the gradient away, and mean value loss."""
     objective, given = run.config.objective, batch.values
-    measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch, in_low_precision=False)
+    measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch)
     log_probs, values = measure(temperature=objective.temperature)
     mask, gains = batch.targets_BT >= 0, given["advantages"]
     ratio = (log_probs - given["log_probs"]).exp()
@@ -194,7 +193,7 @@ def test_a_low_temperature_draws_likelier_answers(tmp_path: Path):
     def mean_log_prob(temperature: float) -> float:
         run = open_run(tmp_path, temperature=temperature, batch=64)
         batch = open_batches(run).get(0)
-        scores, _ = measure_answers(run.state.model, run.step_config, CPU, batch, in_low_precision=False)
+        scores, _ = measure_answers(run.state.model, run.step_config, CPU, batch)
         return (scores.sum() / (batch.targets_BT >= 0).sum()).item()
 
     assert mean_log_prob(0.05) > mean_log_prob(1.0) + 0.05
@@ -270,13 +269,6 @@ def test_steps_without_a_difference_are_said(tmp_path: Path):
 def test_prompts_that_do_not_fit(prompts: list[Prompt], text: str):
     with pytest.raises(ConfigError, match=text):
         check_prompts(prompts, 6, 16)
-
-
-def test_a_split_that_the_memory_asked_for_is_refused(tmp_path: Path):
-    run = open_run(tmp_path)
-    run.state.sharded = replace(run.state.sharded, dims=ParallelDims(dp_shard=2, sharding="zero3"))
-    with pytest.raises(ConfigError, match="in every process, it is split — machine"):
-        batch_source.open_batches(run, None)
 
 
 def test_groups_are_whole(tmp_path: Path):

@@ -56,7 +56,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         tokens = config.budget.epochs * count_epoch_tokens(config, model.seq_len)
     if config.objective.name not in ("pretrain", "sft"):
         left_out = "the second answer of each pair" if config.objective.name in PAIRS else "sampling of answers"
-        options.console.print(f"note: {left_out} and the reference model are not counted")
+        options.console.print(f"note: {left_out}, the reference and whole copies of sharded weights are not counted")
     if options.calibrate:
         for name in ("gpus", "deadline", "budget", "plot"):
             if getattr(options, name) is not None:

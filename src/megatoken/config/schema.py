@@ -412,9 +412,6 @@ def _validate_objective(config: Config) -> Iterator[tuple[str, str, str]]:
     if objective.name == "grpo" and objective.group < 2:
         what = f"a group of {objective.group} has no difference to learn from"
         yield "objective.group", what, "set it to 2 or more, or use ppo"
-    if objective.name not in ("pretrain", "sft") and config.machine.sharding not in ("auto", "none"):
-        what = f"objective {objective.name} needs the whole model in every process"
-        yield "machine.sharding", what, "set machine.sharding=none"
     steps = objective.rollout_steps
     saves = {"save.every": save.every, **({"evaluate.every": config.evaluate.every} if save.keep_best else {})}
     for key, every in saves.items():  # a resume samples from the weights of a checkpoint

@@ -60,15 +60,24 @@ class ShardedParams:
                 if name in self.local_params:
                     self.local_params[name].copy_(self.slices[name].take(full))
 
-    def gather_full(self, comm: Comm) -> Iterable[tuple[str, Tensor]]:
-        """Yield every full parameter, one at a time; a collective, of which rank 0 gets the values."""
-        local = next(iter(self.local_params.values()))
-        for name, shape in self.full_shapes.items():
-            full = torch.zeros(shape, dtype=local.dtype, device=local.device)
+    def gather_full(
+        self, comm: Comm, dtype: torch.dtype = torch.float32, *, on_all: bool = False
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Yield every full parameter in `dtype`, one at a time, ordered by name.
+
+        Of a split model a collective, of which rank 0 gets the values, or all ranks.
+        """
+        device = next(iter(self.local_params.values())).device
+        for name, shape in sorted(self.full_shapes.items()):
+            if self.dims.is_unsharded:
+                yield name, self.local_params[name].detach().to(dtype)
+                continue
+            full = torch.zeros(shape, dtype=dtype, device=device)
             if name in self.local_params and self.is_first_copy(name):
                 self.slices[name].put(full, self.local_params[name].detach())
+            bits = full.view(-1).view(torch.uint8)  # of which one process has any, so that -0.0 stays
             with peer_errors(comm.dist_env):
-                dist.reduce(full, dst=0)
+                dist.all_reduce(bits) if on_all else dist.reduce(bits, dst=0)
             yield name, full
 
     def set_grad_sync(self, model: nn.Module, *, last: bool) -> None:

@@ -344,6 +344,12 @@ def set_block_kernels(model: nn.Module, name: str) -> None:
             part.kernels = BLOCK[name]
 
 
+def copy_kernels(model: GPT, source: GPT) -> None:
+    """Compute with the implementations with which another model does."""
+    set_attention(model, source.attention_name)
+    set_block_kernels(model, next(name for name, kernels in BLOCK.items() if kernels is source.norm.kernels))
+
+
 def set_activation_checkpointing(model: GPT, mode: str) -> None:
     """Recompute in the backward instead of keeping: `none`, `gelu` (the MLP's activation) or `block`."""
     model.recompute_blocks = mode == "block"

@@ -99,24 +99,18 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure_answers(
-    model: GPT,
-    step_config: StepConfig,
-    device: Device,
-    batch: Batch,
-    *,
-    in_low_precision: bool,
-    temperature: float = 1.0,
+    model: GPT, step_config: StepConfig, device: Device, batch: Batch, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, values) (B, T) of the rows' targets, in micro-batches, without dropout.
 
-    in_low_precision: the weights are, so that autocast is not needed. temperature: of the distribution.
+    model: whole, its weights in fp32 or in the device's precision. temperature: of the distribution.
     """
     was_training = model.training
     model.eval()
     parts = []
     try:
         for part in batch.split(step_config.micro_batch):
-            with nullcontext() if in_low_precision else device.autocast():
+            with nullcontext() if model.tokens.weight.dtype == device.dtype else device.autocast():
                 parts.append(_score(model, model(part.inputs_BT), part, step_config.loss_chunk, temperature))
     finally:
         model.train(was_training)

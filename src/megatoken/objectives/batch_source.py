@@ -27,9 +27,6 @@ def open_batches(run: RunContext, reward: str | Reward | None) -> BatchSource:
     name = run.config.objective.name
     if name not in ROW_OBJECTIVES:
         return Prefetcher(run.loader, run.device.torch_device)
-    if not run.state.dims.is_unsharded:
-        what = f"objective.name={name} needs the whole model in every process, it is split"
-        raise ConfigError(what, "machine.sharding", "set machine.sharding=none")
     source: PairBatches | RolloutBatches
     if name in ("dpo", "reward"):
         source = PairBatches(run, read_pairs(run, "train"), read_pairs(run, "val"))
@@ -123,7 +120,7 @@ def build_model_score(run: RunContext, name: str) -> Score:
         width = max(len(p.ids) + len(c.logprobs) for p, c in zip(prompts, completions, strict=True))
         rows, _ = build_rows(prompts, completions, width)
         batch = Batch(rows.inputs_BT.to(run.device.torch_device), rows.targets_BT.to(run.device.torch_device))
-        _, values = measure_answers(model, run.step_config, run.device, batch, in_low_precision=False)
+        _, values = measure_answers(model, run.step_config, run.device, batch)
         rewards: list[float] = take_last(values, batch.targets_BT).tolist()
         return rewards
 

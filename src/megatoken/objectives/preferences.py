@@ -19,6 +19,7 @@ from megatoken.model.gpt import GPT
 from megatoken.objectives.answer_scores import build_objective, measure_answers
 from megatoken.objectives.reference import load_reference
 from megatoken.train.run_context import RunContext
+from megatoken.train.state import with_whole_model
 
 HELD_OUT_PAIRS = 32  # that a process measures at once
 
@@ -58,10 +59,11 @@ class PairBatches:
     def validate(self, poll: Callable[[], None]) -> dict[str, float]:
         """Means over the held-out pairs: `loss`, and what the objective measures. Ranks take turns."""
         run, comm, totals = self._run, self._run.comm, dict[str, Tensor]()
+        state = with_whole_model(run.state, run.device)
         objective = build_objective(run.config.objective)
         assert objective is not None
         step = HELD_OUT_PAIRS * comm.dist_env.world_size
-        model = run.state.compute_model
+        model = state.compute_model
         was_training = model.training
         model.eval()
         for first in range(0, len(self._held_out), step):
@@ -70,7 +72,7 @@ class PairBatches:
             index = range(start, min(start + HELD_OUT_PAIRS, len(self._held_out)))
             if index:
                 batch = self._build(self._held_out, index, self._held_out_reference)
-                for name, value in objective.sums(run.state, run.step_config, run.device, batch, None).items():
+                for name, value in objective.sums(state, run.step_config, run.device, batch, None).items():
                     totals[name] = totals.get(name, 0) + value.double().cpu()
         model.train(was_training)
         parts = comm.gather({name: float(total) for name, total in totals.items()})
@@ -96,8 +98,7 @@ class PairBatches:
         for first in range(dist_env.rank * HELD_OUT_PAIRS, len(pairs), dist_env.world_size * HELD_OUT_PAIRS):
             batch = self._build(pairs, range(first, min(first + HELD_OUT_PAIRS, len(pairs))), None)
             rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-            low = run.state.uses_master_weights
-            log_probs, _ = measure_answers(model, run.step_config, run.device, rows, in_low_precision=low)
+            log_probs, _ = measure_answers(model, run.step_config, run.device, rows)
             sums[first] = log_probs.sum(1).view(-1, 2).cpu()
         found = {first: part for own in run.comm.gather(sums) for first, part in own.items()}
         return torch.cat([torch.zeros(0, 2), *(found[first] for first in sorted(found))])

@@ -6,7 +6,7 @@ they are missing or damaged, they are made again from `model.init`, if its weigh
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.train.run_context import RunContext
+from megatoken.train.state import with_whole_model
 
 REFERENCE, TENSORS, FACTS = "reference", "reference.safetensors", "facts.json"
 
@@ -35,29 +36,31 @@ def load_reference(run: RunContext, make: Callable[[GPT], dict[str, Tensor]]) ->
     if kept is not None:
         return kept
     state, facts = run.state, run.comm.run_on_rank0(lambda: read_object(folder / FACTS))
-    model = state.compute_model
-    weights = state.model.state_dict()
+    start = hash_tensors(state.sharded.gather_full(state.comm))  # of rank 0, which keeps it
+    model = with_whole_model(state, run.device).compute_model
     if state.step:
         run.console.warn(f"{folder / TENSORS} is missing or damaged: made again from model.init")
         weights = load_pretrained(run.config.model.init).model.state_dict()
-        if facts.get("weights") != hash_tensors(weights):
+        start = hash_tensors(sorted(weights.items()))
+        if facts.get("weights") != start:
             what = f"{TENSORS} is lost, and model.init is not the model that this run began with"
             raise CheckpointError(what, folder, "restore the file or model.init from a copy, or choose another --out")
         model = copy.deepcopy(model)  # with its kernels
         own = model.state_dict()  # a value head starts at 0
         model.load_state_dict({name: weights.get(name, torch.zeros_like(own[name])) for name in own})
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in make(model).items()}
-    facts = {"weights": hash_tensors(weights), "dataset": run.dataset.fingerprint}
+    facts = {"weights": start, "dataset": run.dataset.fingerprint}
     run.comm.run_on_rank0(lambda: _write(folder, tensors, facts))
     return tensors
 
 
-def hash_tensors(tensors: dict[str, Tensor]) -> str:
-    """xxh3-128 of the names and bytes of a model's tensors, but for a value head, which starts at 0."""
+def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """xxh3-128 of names and bytes of a model's tensors, ordered by name, but for a value head, which starts at 0."""
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(each for each in tensors.items() if not each[0].startswith("value_head.")):
-        digest.update(name.encode())
-        digest.update(tensor.detach().float().cpu().contiguous().numpy().data)
+    for name, tensor in tensors:
+        if not name.startswith("value_head."):
+            digest.update(name.encode())
+            digest.update(tensor.detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

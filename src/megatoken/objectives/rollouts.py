@@ -28,6 +28,7 @@ from megatoken.objectives.reference import load_reference
 from megatoken.sampling.batch import Completion, Request, generate_batch
 from megatoken.system.device import Device
 from megatoken.train.run_context import RunContext
+from megatoken.train.state import with_whole_model
 
 DECODED_ROWS = 512  # at once
 HELD_OUT_PROMPTS = 512  # that a validation answers, at most
@@ -66,7 +67,7 @@ class RolloutBatches:
         self._reference: GPT | None = None
         if objective.kl:
             weights = load_reference(run, lambda model: {name: w.detach() for name, w in model.named_parameters()})
-            self._reference = copy.deepcopy(run.state.compute_model)
+            self._reference = copy.deepcopy(with_whole_model(run.state, run.device).compute_model)
             self._reference.load_state_dict(weights)
         self._quiet_rollouts = 0
         self._last: tuple[int, Batch] | None = None  # the rollout that is trained on
@@ -91,16 +92,17 @@ class RolloutBatches:
         windows = self._order.windows((number * batch_seqs + first) // objective.group, own // objective.group)
         prompts = [self._prompts[window] for window in windows.tolist() for _ in range(objective.group)]
         seeds = [sequence_seed(run.config.seed, number, first + row) for row in range(own)]
-        completions = self._answer(prompts, seeds)
+        model = with_whole_model(run.state, run.device).compute_model
+        completions = self._answer(model, prompts, seeds)
         rewards = torch.tensor(score_on_all(run, self._score, prompts, completions), dtype=torch.float64)
         self._measure(rewards.view(-1, objective.group), completions)
         widths = (len(prompt.ids) + count_tokens(each) for prompt, each in zip(prompts, completions, strict=True))
-        return self._build(prompts, completions, rewards, max(run.comm.gather(max(widths))))
+        return self._build(model, prompts, completions, rewards, max(run.comm.gather(max(widths))))
 
-    def _answer(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
+    def _answer(self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         run, objective = self._run, self._run.config.objective
         return answer_prompts(
-            run.state.compute_model,
+            model,
             prompts,
             seeds,
             self._stop_ids,
@@ -110,9 +112,9 @@ class RolloutBatches:
         )
 
     def _build(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion], rewards: Tensor, width: int
+        self, model: GPT, prompts: Sequence[Prompt], completions: Sequence[Completion], rewards: Tensor, width: int
     ) -> Batch:
-        """Rows with what the objective needs of them: see objectives/answer_scores.py."""
+        """Rows with what the objective needs of them (objectives/answer_scores.py), of the model that answered."""
         run, objective = self._run, self._run.config.objective
         batch, old_log_probs = build_rows(prompts, completions, width)
         mask, values = (batch.targets_BT >= 0).float(), {"log_probs": old_log_probs}
@@ -123,7 +125,6 @@ class RolloutBatches:
             step_config=run.step_config,
             device=run.device,
             batch=batch,
-            in_low_precision=run.state.uses_master_weights,
             temperature=objective.temperature,
         )
         if self._reference is not None:
@@ -136,7 +137,7 @@ class RolloutBatches:
             rewards_BT = torch.zeros_like(mask).scatter_(1, ends[:, None], rewards.float()[:, None])
             if "reference" in values:
                 rewards_BT -= objective.kl * (old_log_probs - values["reference"]) * mask
-            values["values"] = measure(run.state.compute_model)[1].cpu() * mask
+            values["values"] = measure(model)[1].cpu() * mask
             advantages, values["returns"] = gae(
                 rewards_BT, values["values"], mask, gamma=objective.gamma, lam=objective.lam
             )
@@ -176,7 +177,7 @@ class RolloutBatches:
         prompts = [self._held_out[number] for number in own]
         seeds = [sequence_seed(run.config.seed, -1, number) for number in own]
         poll()
-        completions = self._answer(prompts, seeds)
+        completions = self._answer(with_whole_model(run.state, run.device).compute_model, prompts, seeds)
         rewards = score_on_all(run, self._score, prompts, completions)
         stops = [float(each.finish_reason == "stop") for each in completions]
         lengths = [float(count_tokens(each)) for each in completions]

@@ -21,7 +21,7 @@ from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.distributed.parallelize import ShardedParams, parallelize
 from megatoken.distributed.sharded_matrices import open_matrices
 from megatoken.distributed.stragglers import PhaseTimer
-from megatoken.model.gpt import GPT
+from megatoken.model.gpt import GPT, copy_kernels
 from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.native.library import Library
@@ -221,20 +221,34 @@ def build_state(
     )
 
 
-def gather_model(state: TrainState, dtype: torch.dtype = torch.float32) -> GPT | None:
-    """The whole model on rank 0, None elsewhere. All processes must call it where the model is split.
+def gather_model(state: TrainState, dtype: torch.dtype = torch.float32, *, on_all: bool = False) -> GPT | None:
+    """The whole model on rank 0, or on all ranks; None elsewhere. All must call it where the model is split.
 
     dtype: of the weights of a split model, whose copy has to fit beside its shards.
     """
-    is_main = state.comm.dist_env.is_main_process
+    is_here = on_all or state.comm.dist_env.is_main_process
     if state.dims.is_unsharded:
-        return state.model if is_main else None
+        return state.model if is_here else None
     with torch.device("meta"):
         model = GPT(state.model.config)
-    for name, tensor in state.sharded.gather_full(state.comm):
-        if is_main:
-            model.load_state_dict({name: tensor.to(dtype)}, strict=False, assign=True)
-    return model if is_main else None
+    for name, tensor in state.sharded.gather_full(state.comm, dtype, on_all=on_all):
+        if is_here:
+            model.load_state_dict({name: tensor}, strict=False, assign=True)
+    copy_kernels(model, state.model)
+    return model if is_here else None
+
+
+def with_whole_model(state: TrainState, device: Device) -> TrainState:
+    """The state to sample and measure with: every process of a split model gets a whole copy of it, in the device's
+    precision, as compute model. So forwards are no collectives, and ranks need not run as many.
+
+    All processes must call it. The copy is freed with the state; it is not updated by training.
+    """
+    if state.dims.is_unsharded:
+        return state
+    model = gather_model(state, device.dtype, on_all=True)
+    assert model is not None
+    return replace(state, compute_model=model, forward=model)
 
 
 def build_step_config(
