@@ -237,6 +237,14 @@ def test_an_array_of_conversations_is_not_text(name: str, indent: int | None, tm
     assert peek_format(find_source(str(tmp_path / name)), "text") is None
 
 
+def test_a_first_row_without_an_answer_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(MegatokenError, match=r"no answer beside the prompt — .*rows.jsonl:1 — .*a `completion`"):
+        peek_format(find_source(str(path)), "text")
+    assert peek_format(find_source(str(path)), "prompt") is None
+
+
 def test_an_answer_beyond_the_largest_number_is_none(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "answer": 1e999}\n')

@@ -66,7 +66,8 @@ def detect_format(row: Any) -> Format | None:
 def peek_format(source: Source, text_key: str) -> Format | None:
     """The format of the first row of a corpus of JSON lines; None for text, which stands below `text_key`.
 
-    Raises DataError for conversations in another form, which as text would be trained with their punctuation.
+    Raises DataError for conversations in another form, which as text would be trained with their punctuation, and for a
+    prompt without an answer.
     """
     if source.files and all(re.search(r"\.(json|jsonl|ndjson)(\.|$)", file.name) for file in source.files):
         _refuse_other_json(source, source.files[0])
@@ -81,13 +82,22 @@ def peek_format(source: Source, text_key: str) -> Format | None:
 
 
 def _peek_row(source: Source, text_key: str) -> Format | None:
-    for _, line in _read_lines(source):
+    for where, line in _read_lines(source):
         try:
             row = json.loads(line.decode(errors="replace"))  # what is no UTF-8 is an error of its row
         except (ValueError, RecursionError):
             return None
-        return None if isinstance(row, dict) and text_key in row else detect_format(row)
+        if isinstance(row, dict) and text_key in row:
+            return None
+        _refuse_prompt_alone(row, where)
+        return detect_format(row)
     return None
+
+
+def _refuse_prompt_alone(row: Any, where: str) -> None:
+    if isinstance(row, dict) and "prompt" in row and detect_format(row) is None:
+        fix = "give each row an `answer`, a `completion`, or `chosen` and `rejected`"
+        raise DataError("no answer beside the prompt", where, fix)
 
 
 def _refuse_other_json(source: Source, file: File) -> None:
@@ -133,11 +143,9 @@ def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
         except (ValueError, RecursionError) as error:
             raise DataError(f"not a line of JSON: {error!s:.100}", where, "mend it or leave it out") from error
         found = detect_format(row)
+        _refuse_prompt_alone(row, where)
         if found is None:
             keys = ", ".join(list(row)[:8]) if isinstance(row, dict) else type(row).__name__
-            if isinstance(row, dict) and "prompt" in row:
-                fix = "give each row an `answer`, a `completion`, or `chosen` and `rejected`"
-                raise DataError("no answer beside the prompt", where, fix)
             known = "; ".join(" + ".join(each.keys) for each in FORMATS)
             raise DataError(f"a row of no known format, its keys are {keys or 'none'}", where, f"formats: {known}")
         first = first or (found, where)

@@ -163,9 +163,9 @@ def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Messag
         if not isinstance(content, str):
             raise DataError("the content is no text", place, "give it as one string")
         if not content.strip():
-            raise DataError(f"the {role}'s content is empty", place, "leave the conversation out")
+            raise DataError(f"the {role}'s content is empty", place, "write some, or leave the conversation out")
         if any("\ud800" <= character <= "\udfff" for character in content):
-            raise DataError("the content holds half of a surrogate pair, which is no text", place, "repair the file")
+            raise DataError("the content holds half of a surrogate pair, which is no text", place, "repair it")
         if messages and role in (messages[-1].role, "system"):
             what = "a system message is not the first" if role == "system" else f"two messages of the {role} in a row"
             raise DataError(what, place, "user and assistant take turns, after one system message or none")
