@@ -14,7 +14,7 @@ import pytest
 
 import megatoken
 from megatoken.cli.arguments import parse
-from megatoken.cli.main import COMMANDS
+from megatoken.cli.main import COMMANDS, main
 from megatoken.errors import ConfigError
 from tests.ranks import start_process
 
@@ -119,3 +119,20 @@ def test_public_names_are_those_that_a_type_checker_sees() -> None:
     imported = re.findall(r"from megatoken\.([\w.]+) import \w+ as (\w+)", source)
     assert {name: module for module, name in imported} == megatoken._MODULES
     assert all(getattr(megatoken, name) is not None for name in megatoken.__all__)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "LOG"))])
+def test_every_row_of_a_table_is_below_its_head(page: Path) -> None:
+    """Rows after an empty line are shown as text."""
+    lines = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+    heads = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    assert [lines[i] for i in heads if not re.fullmatch(r"\|[-:| ]+\|", lines[i + 1])] == []
+
+
+def test_the_plan_that_a_page_shows_is_the_one_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(
+        r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)", (ROOT / "docs" / "scaling-up.md").read_text(), re.M
+    )
+    assert shown is not None
+    assert main(shown[1].split()) == 0
+    assert capsys.readouterr().out.startswith(re.sub("^    ", "", shown[2], flags=re.MULTILINE))
