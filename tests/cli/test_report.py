@@ -41,7 +41,9 @@ def write_run(folder: Path, steps: int = 40, text: str = HOSTILE) -> Path:
     rows.append({"kind": "event", **place, "what": "warning", "message": text})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "status.json").write_text(json.dumps({"state": "done", "step": steps, "total_steps": steps}))
-    (folder / "provenance.json").write_text(json.dumps({"commit": "abc", "peak_flops": 1e12, "processes": 2}))
+    (folder / "provenance.json").write_text(
+        json.dumps({"commit": "abc", "peak_flops": 1e12, "measured": 1234567890123.5, "processes": 2})
+    )
     return folder
 
 
@@ -86,7 +88,8 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
     assert "img" not in tags
     assert HOSTILE in elements.cells  # as text
     assert {"4.1250, best 4.1250", "1.5000", "1,024", "25.0%", "20s x 2", "1.00e+13", "$0.04"} <= {*elements.cells}
-    assert {"30.00 ± 0.50", "31.14"} <= {*elements.cells}  # beside the published scores
+    assert {"30.00 ± 0.50", "31.14", "31.00", "26.31"} <= {*elements.cells}  # beside the published scores
+    assert "1.235e+12" in elements.cells  # without digits that nobody measured
     (run,) = read_data(page)["runs"]
     assert run["name"] == "a<b>"
     assert run["train"]["loss"][:3] == [5.0, 4.5, None]
@@ -239,6 +242,8 @@ def test_a_browser_shows_and_speaks_the_page(tmp_path: Path, browser: Browser) -
     assert "a: 5 to 4.025" in labels[0]
     assert "a: 25% to 25%" in labels[4]
     assert len(names["figure"]) == 6
+    captions = browser.evaluate("[...document.querySelectorAll('figcaption')].map(each => each.textContent)")
+    assert captions[:2] == ["loss (nats per token), dashed: validation", "learning rate"]
     assert names["table"] == names["region"] == ["Runs", "Evaluation", "Events", "Provenance"]
     levels = browser.evaluate("[...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(head => +head.tagName[1])")
     assert levels[0] == 1

@@ -323,8 +323,8 @@ def test_nothing_slow_is_imported() -> None:
     assert subprocess.run(words, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
-def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
     target = tmp_path / "plan.png"
     words = ["plan", "gpt2-124m", "--gpus", "8xH100", "--json", "--plot"]
     assert main([*words, str(target.with_suffix(""))]) == ExitCode.DONE
@@ -333,6 +333,9 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.foo")]) == ExitCode.CONFIG
     answer = capsys.readouterr()
     assert answer.out == ""  # before any table
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.svg")]) == ExitCode.DONE
+    assert "gpt2-124m on H100: 524,288 tokens a step" in (tmp_path / "plan.svg").read_text()
     error = f"error: cannot draw a picture in the format .foo — {tmp_path / 'plan.foo'} — name a .png file; known: "
     assert answer.err.startswith(error)
 

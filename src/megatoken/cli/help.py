@@ -17,7 +17,7 @@ GROUPS = {
         "race": "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M",
         "config": "megatoken config gpt2-124m optim.lr=1e-3",
         "describe": "megatoken describe gpt2-124m",
-        "plan": "megatoken plan gpt3-1.3b --gpus 8xA100-40GB --deadline 24h",
+        "plan": "megatoken plan gpt3-1.3b --gpus 8xA100-40GB --tokens chinchilla --deadline 24h",
         "dryrun": "megatoken dryrun gpt2-1558m --gpus 8 --gpu h100",
         "launch": "megatoken launch slurm gpt2-1558m --nodes 4 --write job.sh",
     },

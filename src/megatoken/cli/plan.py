@@ -117,7 +117,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         from megatoken.estimate.plan_plot import draw_plan
 
         drawn = plan_family(config, model.preset, gpu, GPU_COUNTS, **known) if model.preset else {}
-        picture = draw_plan(options.recipe, scaled, drawn, options.plot)
+        picture = draw_plan(f"{options.recipe} on {gpu.name}", scaled, drawn, options.plot)
         console.print(f"\npicture   {picture}")
         answer["picture"] = str(picture)
     return answer

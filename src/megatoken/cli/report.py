@@ -36,6 +36,8 @@ ANSWERS = ("reward", "accuracy", "stopped", "answer_tokens", "kl")  # of trainin
 PUBLISHED = (
     ("GPT-2 124M, lm-evaluation-harness", 0.2892, 0.3114, None),
     ("GPT-2 124M, by llm.c", None, None, 0.2955),
+    ("llm.c's 124M, 10B tokens of FineWeb", None, None, 0.310),
+    ("124M, 1B tokens of TinyStories", 0.2669, 0.2631, None),
     ("124M, 10B tokens of FineWeb-Edu", 0.2886, 0.3007, None),
     ("1.5B, 10B tokens", 0.3450, 0.4122, None),
     ("llm.c's 1.5B, 32B tokens", 0.3842, 0.4893, None),
@@ -371,6 +373,8 @@ def list_provenance(names: Sequence[str], runs: Sequence[Path]) -> str:
     keys = dict.fromkeys(key for fact in facts for key in fact)
 
     def text(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.4g}"
         return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
 
     return (

@@ -100,7 +100,8 @@ function drawPanel(panel, settings) {
   const py = y => HEIGHT - BOTTOM - (scale(y) - scale(low)) / (scale(high) - scale(low)) * (HEIGHT - TOP - BOTTOM);
   const figure = document.createElement("figure");
   const caption = document.createElement("figcaption");
-  caption.textContent = panel.title;
+  const isDashed = !panel.task && curves.some(curve => curve.dots) && curves.some(curve => !curve.dots);
+  caption.textContent = panel.title + (isDashed ? ", dashed: validation" : "");
   const formatY = panel.percent ? value => `${+(100 * value).toPrecision(3)}%` : formatNumber;
   const ends = curves.map(curve => `${curve.name}: ${formatY(curve.y[0])} to ${formatY(curve.y[curve.y.length - 1])}`);
   const svg = element("svg", {viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", tabindex: 0,
