@@ -32,7 +32,6 @@ def main() -> int:
         (SOURCE / page.name).write_text(rewrite_links(page.read_text(), "../"))
     (SOURCE / "commands.md").write_text(list_commands())
     (SOURCE / "reference.md").write_text(list_api())
-    (SOURCE / "gallery.md").write_text(list_pictures())
     return subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT).returncode
 
 
@@ -51,21 +50,13 @@ def list_commands() -> str:
 
 
 def list_api() -> str:
-    """A page that mkdocstrings fills with the docstrings of the public names."""
+    """A page that mkdocstrings fills with the docstrings of the public names, each under the name that is imported."""
     own = {"load_run": "load_pretrained"}  # names that differ in their modules
-    names = [f"::: megatoken.{module}.{own.get(name, name)}\n" for name, module in _MODULES.items()]
-    return "# Python reference\n\nHow the names fit together: [python.md](python.md).\n\n" + "\n".join(names)
-
-
-def list_pictures() -> str:
-    """Every picture of records/ with the command that made it."""
-    parts = [
-        "# Gallery of records\n",
-        "Each figure stands in the record of the same name: [measured.md](measured.md).\n",
+    options = "    options:\n      heading: megatoken.{0}\n      toc_label: {0}\n"
+    names = [
+        f"::: megatoken.{module}.{own.get(name, name)}\n{options.format(name)}" for name, module in _MODULES.items()
     ]
-    for picture in sorted((ROOT / "records").glob("*.png")):
-        parts.append(f"## {picture.stem}\n\n![{picture.stem}](records/{picture.name})\n")
-    return "\n".join(parts)
+    return "# Python reference\n\nHow the names fit together: [python.md](python.md).\n\n" + "\n".join(names)
 
 
 if __name__ == "__main__":

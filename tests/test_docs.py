@@ -136,3 +136,9 @@ def test_the_plan_that_a_page_shows_is_the_one_that_is_printed(capsys: pytest.Ca
     assert shown is not None
     assert main(shown[1].split()) == 0
     assert capsys.readouterr().out.startswith(re.sub("^    ", "", shown[2], flags=re.MULTILINE))
+
+
+def test_the_gallery_shows_every_picture_of_a_record_in_words_too() -> None:
+    shown = dict(re.findall(r"!\[(.*)\]\(../records/(.*)\.png\)", (ROOT / "docs" / "gallery.md").read_text()))
+    assert sorted(shown.values()) == sorted(path.stem for path in (ROOT / "records").glob("*.png"))
+    assert all(len(text.split()) > 4 for text in shown)
