@@ -96,6 +96,9 @@ def parse_space(recipe: str, words: Sequence[str]) -> tuple[list[SearchRange], l
 
 
 def _parse_range(recipe: str, key: str, log: str | None, low: str, high: str) -> SearchRange:
+    if (not log and ":" in low) or "..." in f"{low}..{high}":
+        what = f"{key}: cannot read the range {log or ''}{low}..{high}"
+        raise ConfigError(what, "command line", f"write {key}=log:LOW..HIGH or {key}=LOW..HIGH, with two dots")
     for end in (low, high):
         resolve(recipe, [f"{key}={end}"])  # its type and limits, and whether the key exists
     if FIELDS[key].type not in (int, float):
