@@ -70,7 +70,7 @@ def test_values_are_parsed(key: str, text: str, value: object) -> None:
         ("optim.lr", "nan", "expected a number, got 'nan'"),
         ("optim.lr", "-1", "must be at least 0, got -1"),
         ("optim.eps", "0", "must be above 0, got 0"),
-        ("optim.schedule", "cosin", "expected one of cosine, linear, wsd, wsd-sqrt, constant, got 'cosin'"),
+        ("optim.schedule", "cosin", "expected one of cosine, linear, wsd, wsd-sqrt, multi-step, constant, got 'cosin'"),
         ("machine.tf32", "maybe", "expected true or false, got 'maybe'"),
         ("save.every", "5 bananas", "expected a duration such as 100steps, 10e9tok, 3ep or 0.01dur, got '5 bananas'"),
         ("save.every", "-5steps", "must be at least 0, got -5steps"),

@@ -38,6 +38,16 @@ def test_wsd_decays_only_at_the_end() -> None:
     assert [wsd.lr(s) for s in (89, 90, 100)] == pytest.approx([1.0, 1.0, 0.55])
 
 
+def test_multi_step_is_that_of_deepseek() -> None:
+    """arXiv 2401.02954, 2.3: after 80% of the training 31.6% of the maximum, after 90% 10%."""
+    length = build_config({"optim.schedule": "multi-step"}).optim.decay_length
+    assert str(length) == "0.2dur"
+    steps = schedule("multi-step", warmup=0, total=100, decay_length=20)
+    assert [round(steps.lr(s), 3) for s in (0, 79, 80, 89, 90, 99, 500)] == [1.0, 1.0, 0.316, 0.316, 0.1, 0.1, 0.1]
+    assert steps.is_before_decay(80)
+    assert not steps.is_before_decay(81)
+
+
 def test_no_warmup() -> None:
     assert schedule("linear", warmup=0).lr(0) == 1.0
 

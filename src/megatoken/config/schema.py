@@ -103,12 +103,14 @@ class OptimConfig:
     )
     lr: float = config_field(6e-4, "peak learning rate; under muon of what AdamW updates", low=0.0)
     matrix_lr: float = config_field(0.02, "peak learning rate of the matrices that muon updates", low=0.0)
-    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "constant"] = config_field("cosine", "decay after warm-up")
+    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "multi-step", "constant"] = config_field(
+        "cosine", "decay after warm-up"
+    )
     warmup: Duration = config_field(Duration(0), "linear warm-up from 0 to lr", low=0)
     decay: Duration | Literal["auto"] = config_field(
         "auto",
         "length of the decay: after warm-up under `cosine` and `linear`, which then stay at min_lr_ratio (auto: the "
-        "rest of the run); at the end under `wsd` and `wsd-sqrt` (auto: 0.2dur)",
+        "rest of the run); at the end under `wsd`, `wsd-sqrt` and `multi-step` (auto: 0.2dur)",
         low=0,
     )
     min_lr_ratio: float = config_field(0.1, "final learning rate, as a share of lr", low=0.0, high=1.0, alias="floor")
@@ -136,7 +138,7 @@ class OptimConfig:
         """Length of the decay; None: the rest of the run."""
         if self.decay != "auto":
             return self.decay
-        return Duration(0.2, "dur") if self.schedule in ("wsd", "wsd-sqrt") else None
+        return Duration(0.2, "dur") if self.schedule in END_DECAYS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +297,7 @@ class Config:
         return max(1, budget.ramp.count(tokens) if budget.ramp else round(tokens / budget.batch_tokens))
 
 
+END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # of optim.schedule, the others decay from the warm-up on
 SINKS = ("tensorboard", "wandb", "trackio")  # of log.sinks; their packages have the same names
 
 
@@ -371,6 +374,8 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     for key, length in (("optim.warmup", optim.warmup), ("optim.decay", optim.decay)):
         if length != "auto" and length.unit == "dur" and length.value > 1:
             yield key, f"{length} is longer than the run", "a share of the run is at most 1dur"
+    if optim.schedule == "multi-step" and not optim.min_lr_ratio:
+        yield "optim.min_lr_ratio", "multi-step falls by its square root twice, so to 0 at once", "use 0.1, or linear"
     if not re.fullmatch(DEVICE_WORDS, config.machine.device):
         yield "machine.device", f"unknown device {config.machine.device!r}", "use auto, cpu, cuda, cuda:N or mps"
     if config.machine.device == "cpu" and config.machine.precision == "fp16":

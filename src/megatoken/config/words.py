@@ -150,6 +150,7 @@ VALUES = {
             "cosine": "cosine-with-warmup cosine-decay cosine-decay-with-warmup cosineannealinglr",
             "linear": "linear-decay-with-warmup linear-with-warmup",
             "wsd": "warmup-stable-decay trapezoidal trapezoid",
+            "multi-step": "step multistep step-decay steplr multisteplr piecewise",
             "constant": "constant-with-warmup none off",
         }
     ),

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from megatoken.config.batch_ramp import BatchRamp
+from megatoken.config.schema import END_DECAYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +13,8 @@ class LRSchedule:
 
     decay: cosine and linear start at the end of warm-up (Loshchilov & Hutter 2017; GPT-3) and take `decay_length`, or
     all that is left of the run (None); then the rate stays. wsd stays at the peak and decays linearly over the last
-    `decay_length` (Hu et al. 2024, warmup-stable-decay), wsd-sqrt as 1 - sqrt (Hägele et al. 2024); constant stays.
+    `decay_length` (Hu et al. 2024, warmup-stable-decay), wsd-sqrt as 1 - sqrt (Hägele et al. 2024); multi-step falls by
+    sqrt(min_lr_ratio) at the begin and in the middle of it (DeepSeek-AI 2024: at 80% and 90%); constant stays.
     Lengths are in steps, with a ramp of the batch in tokens: half of the tokens is then half of the way.
     """
 
@@ -27,7 +29,7 @@ class LRSchedule:
     @property
     def decay_begin(self) -> int:
         """Where the decay begins, in the unit of lengths."""
-        if self.decay in ("wsd", "wsd-sqrt") and self.decay_length is not None:
+        if self.decay in END_DECAYS and self.decay_length is not None:
             return max(self.warmup, self.total - self.decay_length)
         return self.warmup
 
@@ -43,9 +45,11 @@ class LRSchedule:
         if self.decay == "constant":
             return self.peak_lr
         begin, end = self.decay_begin, self.total
-        if self.decay_length is not None and self.decay not in ("wsd", "wsd-sqrt"):
+        if self.decay_length is not None and self.decay not in END_DECAYS:
             end = begin + self.decay_length
         done = min(max((now - begin) / max(end - begin, 1), 0.0), 1.0)
+        if self.decay == "multi-step":
+            return self.peak_lr * self.min_lr_ratio ** (0.0 if now < begin else 0.5 if done < 0.5 else 1.0)
         curves = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "wsd-sqrt": 1 - math.sqrt(done)}
         left = curves.get(self.decay, 1 - done)
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)

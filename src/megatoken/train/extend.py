@@ -1,7 +1,8 @@
 """A run whose budget has grown: how much longer it becomes, what its learning rate then does, where it goes on from.
 
 A decay of the learning rate is made for an end. Under cosine and linear the rate rises to its place on the new, longer
-curve. wsd is made for extensions: a checkpoint from before its decay goes on as if the end had always been the new one.
+curve. Decays at the end, as wsd, are made for extensions: a checkpoint from before it goes on as if the end had always
+been the new one.
 """
 
 import shutil
@@ -14,7 +15,7 @@ from megatoken.checkpoint.manifest import verify
 from megatoken.checkpoint.mirror import allow_rewind
 from megatoken.config.fields import Duration, parse_value
 from megatoken.config.load import RUN_CONFIG, ResolvedConfig, list_changes
-from megatoken.config.schema import FIELDS, build_config, flatten
+from megatoken.config.schema import END_DECAYS, FIELDS, build_config, flatten
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.system.atomic_write import storage_errors
@@ -59,7 +60,7 @@ def set_aside_decay(run: RunContext) -> None:
     Later ones, with the log and the config so far, move to RUN/finished-step-N, which is a run folder itself.
     """
     old, root = previous_steps(run), run.out / CHECKPOINTS
-    if old is None or not run.config.optim.schedule.startswith("wsd"):
+    if old is None or run.config.optim.schedule not in END_DECAYS:
         return
     steps = list_steps(root)
     before = [step for step in steps if old.schedule.is_before_decay(step) and _is_whole(run, step)]
