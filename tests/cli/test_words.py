@@ -56,6 +56,39 @@ FOUND = [
     ("bench ladders", 2, "did you mean ladder?"),
 ]
 NEW = [
+    ("train quickstart report_to=wandb", 2, "did you mean 'log.sinks'?"),
+    ("train quickstart --wandb_project=x", 2, "log.sinks=wandb sends the run, by its folder's name"),
+    ("tune quickstart", 2, "did you mean sweep?"),
+    ("price gpt2-124m", 2, "did you mean plan?"),
+    ("repl m", 2, "did you mean chat?"),
+    ("upload m", 2, "did you mean export?"),
+    ("flops gpt2-124m", 2, "did you mean describe?"),
+    ("deploy m", 2, "did you mean serve?"),
+    ("config quickstart optim.warmup=0.05", 2, "did you mean 0.05dur? a share of the run"),
+    ("config quickstart optim.warmup=5%", 2, "did you mean 0.05dur? a share of the run"),
+    ("config quickstart save.every=1.5", 2, "steps are whole;"),
+    ("config quickstart optim.lr=0,0006", 2, "did you mean 0.0006?"),
+    ("config quickstart budget.tokens=10b", 2, "did you mean 10B?"),
+    ("config quickstart budget.tokens=1,000,000", 2, "did you mean 1000000?"),
+    ("config quickstart model.dropout=10%", 2, "did you mean 0.1?"),
+    ("plan gpt2-124m --gpus 8xH100 --budget '$500'", 2, "did you mean 500?"),
+    ("dryrun gpt2-124m --gpus 8xH100", 2, "did you mean --gpus 8 --gpu H100?"),
+    ("prepare python --out d --tokenizer bpe=4096", 2, "did you mean bpe:4096?"),
+    ("prepare python --out d --tokenizer bpe:50k", 2, "did you mean bpe:50000?"),
+    (
+        "sample gpt2-124m hi",
+        4,
+        "a recipe, not a model — gpt2-124m — train it: megatoken train gpt2-124m, and give runs/g",
+    ),
+    (
+        "sample weights.safetensors hi",
+        4,
+        "without their sizes and tokenizer — weights.safetensors — give the folder: .",
+    ),
+    ("eval m --ppl", 2, "without --tasks it is printed"),
+    ("report m --out m.pdf", 2, "the report is a page of HTML — m.pdf — --out m.html"),
+    ("launch slurm gpt2-124m --gpus-per-node 8", 2, "did you mean --nproc?"),
+    ("config quickstart optim.schedule=step", 2, "did you mean multi-step?"),
     (
         "train quickstart optim.lrr=1 model.n_layr=2",
         2,
@@ -101,7 +134,7 @@ NEW = [
     ("train quickstart --nproc gpu", 2, "give a whole number"),
     ("train quickstart --nproc_per_node 2", 2, "did you mean --nproc?"),
     ("train quickstart --resume", 2, "the same command goes on with its run"),
-    ("train quickstart --wandb_log=True", 2, "metrics are rows of RUN/metrics.jsonl"),
+    ("train quickstart --wandb_log=True", 2, f"{SETTING}log.sinks=... name them: wandb, tensorboard"),
     ("config quickstart lr=1", 2, "did you mean 'optim.lr'?"),
     ("config quickstart n_embd=8", 2, "did you mean 'model.d_model'?"),
     ("config quickstart optimizer.lr=1", 2, "did you mean 'optim.lr'?"),
@@ -172,6 +205,7 @@ def test_mistakes_get_the_suggestion_that_was_meant(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "nose").mkdir(parents=True)
     os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "weights.safetensors").write_bytes(b"")
     assert main(shlex.split(line)) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -180,7 +214,7 @@ def test_mistakes_get_the_suggestion_that_was_meant(
     assert says in err
     meant = err.rpartition("did you mean ")[2].partition("?")[0] if "did you mean" in err else ""
     assert not meant or meant in says, "another suggestion"
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "fifo"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "fifo", "weights.safetensors"}
 
 
 @pytest.mark.parametrize("word", ["budget.tokens=1e9tokens", "budget.tokens=10k", "save.time_limit=2h", "log.plots=No"])

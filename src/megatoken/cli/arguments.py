@@ -16,7 +16,7 @@ from megatoken.config.fields import ConfigField, Duration, parse_value
 from megatoken.config.load import format_value, list_recipes
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, resume_class
-from megatoken.config.words import TEXTS, suggest_choice, suggest_option
+from megatoken.config.words import TEXTS, plain_number, suggest_choice, suggest_option
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS
@@ -53,8 +53,11 @@ class Parser(argparse.ArgumentParser):
             )
             near = f"train {wrong[2]}" if wrong[1] == "COMMAND" and wrong[2] in list_recipes() else near
             fix = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(choices)}"
-        if number := re.search("invalid (int|float) value", message):
-            fix = f"give a {'whole number' if number[1] == 'int' else 'number such as 0.1'}, {fix}"
+        if number := re.search("invalid (int|float) value: '(.*)'", message):
+            many = re.fullmatch(r"(\d+)x(\w[\w-]*)", number[2]) if "--gpus" in message else None
+            near = f"--gpus {many[1]} --gpu {many[2]}" if many else plain_number(number[2])
+            wanted = "whole number" if number[1] == "int" else "number such as 0.1"
+            fix = f"{f'did you mean {near}? ' if near else ''}give a {wanted}, {fix}"
         raise ConfigError(message, self.prog, fix)
 
 

@@ -51,6 +51,9 @@ def report(options: Any) -> dict[str, Any]:
         raise ConfigError(
             f"--price is {options.price:g}", "--price", "give dollars an hour of one process, such as 1.99"
         )
+    if options.serve is None and options.out.suffix.lower() not in ("", ".html", ".htm"):
+        fix = f"--out {options.out.with_suffix('.html')}; a browser prints it to PDF"
+        raise ConfigError("the report is a page of HTML", str(options.out), fix)
     console: Console = options.console
     page = build_page(options.runs, options.price, options.ladder, warn=console.warn)
     if options.serve is not None:

@@ -134,6 +134,8 @@ def _parse(spec: ConfigField, text: str) -> Any:
     digits, prefix, unit = match[1], match[2].upper(), UNITS[(match[3] or "steps")[0]]
     number = _finite(digits) * PREFIXES[prefix]
     if spec.is_duration:
+        if not match[3] and number != int(number):  # a share of the run is meant, and would be one step
+            raise ValueError
         return Duration(number, unit)
     if number != int(number) or unit in ("ep", "dur"):
         raise ValueError

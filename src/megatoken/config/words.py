@@ -93,6 +93,8 @@ KEYS = _invert(
         " eval.interval validation.freq val_every eval_freq",
         "evaluate.tokens": "eval_iters val_tokens eval_tokens eval.max_iters val_max_steps max_eval_samples",
         "evaluate.tasks_every": "core_metric_every",
+        "log.sinks": "report_to logger loggers logger_name wandb wandb_log use_wandb enable_wandb tensorboard"
+        " enable_tensorboard tensorboard_dir",
         "log.every": "log_interval logging_steps log_freq",
         "--out": "out_dir output_dir save_folder checkpoint.folder run_name logging_dir output out o",
         "--nproc": "nproc_per_node devices num_gpus gpus n_gpus num_processes ngpu world_size",
@@ -120,6 +122,10 @@ CONVERSIONS = {
         "it counts tokens: batches x sequences x model.seq_len",
     ),
     "machine.precision": ("bf16 fp16 amp", "write machine.precision=bf16 or fp16"),
+    "log.sinks": (
+        "wandb wandb_log use_wandb enable_wandb tensorboard enable_tensorboard tensorboard_dir",
+        "name them: wandb, tensorboard, trackio",
+    ),
 }
 VALUES = {
     "machine.precision": _invert(
@@ -169,12 +175,17 @@ RECIPES = PUBLISHED | _invert(
 CHOICES = _invert(  # commands, and values of their options and arguments
     {
         "train": "pretrain finetune resume fit continue",
-        "sample": "generate chat inference complete",
+        "sample": "generate inference complete",
+        "chat": "talk repl converse",
+        "serve": "server api deploy host",
         "eval": "evaluate validate test score",
         "prepare": "tokenize preprocess data download",
-        "export": "convert convert_to_hf save",
-        "describe": "info summary params",
-        "dryrun": "estimate dry-run dry_run memory plan",
+        "export": "convert convert_to_hf save hf upload push gguf",
+        "describe": "info summary params flops count",
+        "plan": "estimate cost price eta time budget",
+        "dryrun": "dry-run dry_run memory",
+        "sweep": "tune search hpo optuna grid",
+        "sync": "wandb tensorboard trackio",
         "bench": "benchmark profile speed",
         "launch": "slurm torchrun k8s submit",
         "doctor": "env check diagnose",
@@ -194,7 +205,7 @@ CHOICES = _invert(  # commands, and values of their options and arguments
         "fineweb-edu": "edu_fineweb10b fineweb_edu fineweb-edu-10b edu-fineweb",
         "gpt2": "gpt-2 r50k_base tiktoken",
         "bytes": "byte char chars character",
-        "bpe:N": "bpe",
+        "bpe:N": "bpe sentencepiece",
         "fp32": "float32",
         "bf16": "bfloat16",
         "fp16": "float16",
@@ -221,14 +232,16 @@ OPTIONS = _invert(
         "--limit": "num_examples max_examples",
         "--fewshot": "num_fewshot",
         "--time": "walltime time_limit",
+        "--nproc": "gpus_per_node ntasks_per_node gres",
     }
 ) | {word: ours for word, ours in KEYS.items() if ours.startswith("--")}
 REMARKS = {
     **dict.fromkeys(("resume", "auto_resume", "resume_from_checkpoint"), "the same command goes on with its run"),
     **dict.fromkeys(
-        ("wandb", "wandb_log", "wandb_project", "report_to", "tensorboard"),
-        "metrics are rows of RUN/metrics.jsonl; `megatoken plot RUN` draws them",
+        ("wandb_project", "wandb_run_name", "wandb_entity", "wandb_name"),
+        "log.sinks=wandb sends the run, by its folder's name, to the project megatoken",
     ),
+    **dict.fromkeys(("ppl", "perplexity"), "without --tasks it is printed, for --data or what the run held out"),
 }
 TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".gz", ".zst", ".json", ".csv")  # suffixes of what is no recipe
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
@@ -311,9 +324,29 @@ def find_value(spec: ConfigField, text: str) -> str:
     return VALUES.get(spec.key, {}).get(word) or on_off or nearest(word, spec.choices)
 
 
+def plain_number(text: str) -> str:
+    """A number with a percent sign, decimal comma, commas between thousands, $ or a small prefix as it is read here;
+    empty for what is none."""
+    match = re.fullmatch(r"\$?(\d[\d.,]*(?:[eE][-+]?\d+)?)([%bmtgG]?)", text.strip())
+    if match is None:
+        return ""
+    digits = match[1].replace(",", "." if re.fullmatch(r"0,\d+|\d+,\d{1,2}", match[1]) else "")
+    try:
+        share = f"{float(digits) / 100:g}"
+    except ValueError:
+        return ""
+    return share if match[2] == "%" else digits + match[2].upper().replace("G", "B")
+
+
 def suggest_value(spec: ConfigField, text: str) -> str:
     """What to write for a wrong value, empty where nothing is known or alike."""
-    if found := find_value(spec, text):
+    found = find_value(spec, text)
+    if spec.is_duration and re.fullmatch(r"\d*\.\d+|[\d.]+%", text.strip()):
+        share = float(text.strip(" %")) / (100 if "%" in text else 1)
+        return f"did you mean {share:g}dur? a share of the run;" if share <= 1 else "steps are whole;"
+    if spec.type in (int, float) and (number := plain_number(text)) != text:
+        found = number
+    if found:
         return f"did you mean {found}?"
     if spec.type is Duration and re.fullmatch(r"\d+ ?(h|m|min|minutes?|hours?|s|seconds?|days?)", text.strip().lower()):
         return "it is counted in steps or tokens, a wall-clock time is for save.time_limit;"

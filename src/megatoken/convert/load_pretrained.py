@@ -68,6 +68,8 @@ def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Pat
     if path.suffix in IN_FOLDERS and not path.is_dir():
         fix = f"give a run; to train one on the text: megatoken quickstart --data {shlex.quote(str(name))}"
         raise CheckpointError("text, not a model", str(name), fix)
+    if path.suffix == ".safetensors" and path.is_file():
+        raise CheckpointError("weights without their sizes and tokenizer", str(name), f"give the folder: {path.parent}")
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
         path /= CHECKPOINT

@@ -221,7 +221,8 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
         if (path / "vocab.json").exists() and (path / "merges.txt").exists():
             return _load_vocabulary(path)
         raise DataError("folder holds no tokenizer.json", spec, "name a tokenizer.json or a folder that holds one")
-    near = suggest_choice(spec, ("gpt2", "bytes", "bpe:N"))
+    bpe = re.fullmatch(r"bpe\W?(\d+)", spec.lower())
+    near = f"bpe:{bpe[1]}" if bpe else suggest_choice(spec, ("gpt2", "bytes", "bpe:N"))
     fix = f"{f'did you mean {near}? ' if near else ''}give one of gpt2, bytes, bpe:N, FILE"
     raise ConfigError(f"no tokenizer or file called {spec!r}", "tokenizer", fix)
 
@@ -254,7 +255,8 @@ def parse_bpe(spec: str) -> int:
     """The N of "bpe:N". Raises ConfigError unless it is a whole number from 257 to LARGEST_TRAINED."""
     digits = spec.removeprefix("bpe:").replace("_", "")
     if not re.fullmatch(r"[0-9]{1,9}", digits) or not 257 <= int(digits) <= LARGEST_TRAINED:
-        fix = f"N is the vocabulary size: at least 257 (256 bytes and <|endoftext|>), at most {LARGEST_TRAINED:,}"
+        near = f"did you mean bpe:{digits[:-1]}000? " if re.fullmatch(r"\d{1,3}[kK]", digits) else ""
+        fix = f"{near}N is the vocabulary size: at least 257 (256 bytes and <|endoftext|>), at most {LARGEST_TRAINED:,}"
         raise ConfigError(f"not a vocabulary size: {spec!r}", "tokenizer", fix)
     return int(digits)
 

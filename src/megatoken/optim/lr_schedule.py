@@ -49,7 +49,8 @@ class LRSchedule:
             end = begin + self.decay_length
         done = min(max((now - begin) / max(end - begin, 1), 0.0), 1.0)
         if self.decay == "multi-step":
-            return self.peak_lr * self.min_lr_ratio ** (0.0 if now < begin else 0.5 if done < 0.5 else 1.0)
+            left = 1.0 if now < begin else math.sqrt(self.min_lr_ratio) if done < 0.5 else self.min_lr_ratio
+            return self.peak_lr * left
         curves = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "wsd-sqrt": 1 - math.sqrt(done)}
         left = curves.get(self.decay, 1 - done)
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)

@@ -210,7 +210,7 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
         ("run", f"{name} in {run.out}"),
         ("model", f"{sizes}: {counts}"),
         ("data", f"{dataset}: {splits}, tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} ids)"),
-        ("budget", f"{length} = {tokens / steps.epoch_tokens:.3g} epochs"),
+        ("budget", f"{length} = {_format_epochs(tokens / steps.epoch_tokens)} epochs"),
         *(("", row) for row in _describe_parts(run, tokens)),
         ("work", f"{flops:,} FLOPs a token (full attention)" + ("" if is_rows else total)),
         ("machine", ", ".join(filter(None, (str(device.torch_device), device.name, device.precision, peak)))),
@@ -236,10 +236,15 @@ def _describe_parts(run: RunContext, tokens: int) -> list[str]:
     if len(parts) == 1:
         return []
     whole = [(len(part.dataset.train) - 1) // seq_len * seq_len for part in parts]
+    epochs = [_format_epochs(tokens * part.share / size) for part, size in zip(parts, whole, strict=True)]
     return [
-        f"{part.name}: {part.share:.1%} of the batches, {tokens * part.share / size:.3g} epochs of {size:,} tokens"
-        for part, size in zip(parts, whole, strict=True)
+        f"{part.name}: {part.share:.1%} of the batches, {passes} epochs of {size:,} tokens"
+        for part, size, passes in zip(parts, whole, epochs, strict=True)
     ]
+
+
+def _format_epochs(epochs: float) -> str:
+    return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"
 
 
 def record_changes(run: RunContext) -> None:

@@ -8,6 +8,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatoken.config.load import list_recipes
+from megatoken.config.presets import PUBLISHED
 from megatoken.config.words import nearest
 from megatoken.convert.fill_model import HEAD, fill_model
 from megatoken.convert.hf.families import Family, find_family
@@ -53,6 +55,11 @@ def find_folder(name_or_folder: str) -> Path:
     if folder.is_dir():
         return folder
     refuse_missing_path(name_or_folder)
+    if name_or_folder in list_recipes():
+        fix = f"train it: megatoken train {name_or_folder}, and give runs/{name_or_folder}"
+        hub = next((name for name, recipe in PUBLISHED.items() if recipe == name_or_folder), "")
+        fix += f"; OpenAI's weights are openai-community/{hub}" if hub else ""
+        raise CheckpointError("a recipe, not a model", name_or_folder, fix)
     patterns = ["*.json", "*.safetensors", "*.txt"]
     try:
         from huggingface_hub import snapshot_download
