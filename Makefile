@@ -116,16 +116,17 @@ bench: $(VENV)/.dev
 	$(if $(NANOGPT),$(if $(TEXT),$(RECORD) character-race -- $(BIN)python -m tests.soak.character_race --nanogpt $(NANOGPT) --text $(TEXT)))
 
 # A rate and three times it; then, at 10M parameters on Python sources, GPT-2 with the best of three rates beside the modern
-# recipe on a fifth of its tokens, and the modern recipe without each of its ingredients, beside AdamW at three rates
-# and Lion: an hour and a half on two cores.
+# recipe on a fifth of its tokens, and the modern recipe without each of its ingredients and beside AdamW at three rates and
+# Lion: an hour and a half on two cores.
 # Stopped, it goes on.
 RACE = runs/race
 MODERN = tests/soak/race_modern.yaml
 INGREDIENTS = model.qk_norm=false model.zero_init=false model.embedding_norm=false model.residual_scales=false \
 	model.value_embeddings=false model.logit_softcap=0 model.mlp=gelu model.pos_emb=learned model.norm=layernorm \
 	model.tie_embeddings=true optim.cautious_decay=false data.document_mask=true
-ADAMW = $(foreach lr,2e-3 4e-3 8e-3,'$(MODERN) optim.name=adamw optim.lr=$(lr)')
-LION = '$(MODERN) optim.name=lion optim.lr=1e-3 optim.beta2=0.99'
+OPTIMIZERS = $(foreach lr,2e-3 4e-3 8e-3,'$(MODERN) optim.name=adamw optim.lr=$(lr)') \
+	'$(MODERN) optim.name=lion optim.lr=1e-3 optim.beta2=0.99'
+SHORT = --tokens 200k evaluate.tokens=65536 evaluate.every=200ktok
 
 race: $(VENV)/.dev
 	test -d data/python || $(BIN)megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.05
@@ -137,8 +138,9 @@ race: $(VENV)/.dev
 		evaluate.tokens=32768 evaluate.every=40960tok --out $(RACE)/recipes --turn 0 --json
 	cp $(RACE)/recipes/race.png records/race-modern.png
 	$(RECORD) race-ablation -- $(BIN)megatoken race $(MODERN) $(foreach setting,$(INGREDIENTS),'$(MODERN) $(setting)') \
-		'$(MODERN) optim.schedule=cosine optim.decay=auto' $(ADAMW) $(LION) --tokens 200k \
-		evaluate.tokens=65536 evaluate.every=200ktok machine.threads=1 --out $(RACE)/ablation --turn 0 --json
+		'$(MODERN) optim.schedule=cosine optim.decay=auto' $(SHORT) --out $(RACE)/ablation --turn 0 --json
+	$(RECORD) race-optimizers -- $(BIN)megatoken race $(MODERN) $(OPTIMIZERS) $(SHORT) machine.threads=1 \
+		--out $(RACE)/optimizers --turn 0 --json
 
 # HellaSwag beside lm-evaluation-harness, choice by choice and in examples a second: HELLASWAG=FILE.jsonl, TEXT=FILE to
 # train a small model on, HARNESS=a Python with lm_eval where this one has none.

@@ -33,7 +33,11 @@ CODE = {  # record: the packages whose code decides its figures; others: all
         ("peers", "peers-avx512-bf16", "peers-4x256", "peers-small-256", "peers-small-4096", "peers-small-50257"), STEP
     ),
     **dict.fromkeys(
-        ("peers-4x256-avx512-bf16", "peers-small-256-avx512-bf16", "peers-avx512-bf16-transformers"), ("native", *STEP)
+        (
+            *("peers-avx512-bf16-transformers", "peers-4x256-avx512-bf16", "peers-avx2", "peers-4x256-avx2"),
+            *(f"peers-small-{ids}-{name}" for ids in (256, 4096, 50257) for name in ("avx512-bf16", "avx2")),
+        ),
+        ("native", *STEP),
     ),
     **dict.fromkeys(("ladder", "parts", "batch", "size", "ranks-curves", "ranks-race", "ranks-overlap"), STEP),
     **{
@@ -47,18 +51,18 @@ CODE = {  # record: the packages whose code decides its figures; others: all
     "sweep": ("cli", *RUN),
     "sink-soak": ("cli", "train"),
     "trl-oracle": ("objectives",),
+    **dict.fromkeys(("vllm-route", "llamacpp-route"), ("data", "model", "convert", "sampling")),
     "rl-answers": ("data", *STEP, "sampling", "objectives"),
     "native-loss": ("native", *STEP),
-    "peers-avx2": ("native", *STEP),
-    "peers-small-4096-avx512-bf16": ("native", *STEP),
-    "peers-small-50257-avx512-bf16": ("native", *STEP),
     "muon-sweep": ("model", "optim", "train"),
     "plan": ("estimate", *STEP),
     **{"scaling": ("estimate", "data", *STEP), "report": ("cli",)},
     "muon-overhead": STEP,
     "character-race": ("data", *STEP),
     "quickstart": ("config", "data", *STEP, "sampling"),
-    **dict.fromkeys(("race-learning-rate", "race-modern", "race-ablation"), ("config", "data", *STEP)),
+    **dict.fromkeys(
+        ("race-learning-rate", "race-modern", "race-ablation", "race-optimizers"), ("config", "data", *STEP)
+    ),
 }
 
 
