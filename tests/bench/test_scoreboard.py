@@ -1,6 +1,13 @@
 """bench report of several folders: which speeds are compared, their ratios, and what is not comparable."""
 
+import fcntl
 import json
+import os
+import pty
+import struct
+import sys
+import termios
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,9 +80,29 @@ def test_all_speeds_of_one_record(folders: list[str], capsys: pytest.CaptureFixt
         *(("rungs[plain].rate", 1.0), ("rungs[flash].rate", 4.0), ("rungs[compile].rate", 2.0)),
         *(("rungs[plain].rate", 100.0), ("rungs[flash].rate", 400.0), ("rungs[compile].rate", 200.0)),
     ]
-    assert [len(row[5]) for row in cells] == [1, 1, 1, 8, 30, 15]
-    rows, _ = report(folders[0], "--record", "ladder", capsys=capsys)
-    assert len(rows) == 3
+    assert [len(row[4]) for row in cells] == [1, 1, 1, 8, 30, 15]
+    rows, cells = report(folders[0], "--record", "ladder", capsys=capsys)
+    assert [len(row) for row in cells] == [4, 4, 4]  # figure, value, ratio, bar: the machine is said above
+
+
+def test_on_a_terminal_it_fits_and_ends_without_json(folders: list[str], tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if not pid:
+        os.environ["TERM"] = "xterm"
+        os.execv(
+            sys.executable, [sys.executable, "-m", "megatoken", "bench", "report", folders[0], "--record", "ladder"]
+        )
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    out = b""
+    with suppress(OSError):  # the terminal's other end is closed
+        while part := os.read(terminal, 1 << 16):
+            out += part
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == ExitCode.DONE
+    lines = out.decode().splitlines()
+    assert "scoreboard" not in lines[-1]
+    assert "#" in lines[-1]
+    assert max(map(len, lines)) <= 80
 
 
 def test_machines_of_one_name_and_other_settings(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,9 @@ FOUND = [
 NEW = [
     ("train quickstart report_to=wandb", 2, "did you mean 'log.sinks'?"),
     ("train quickstart --wandb_project=x", 2, "log.sinks=wandb sends the run, by its folder's name"),
+    ("sample m hi --precision int8", 2, "did you mean --int8?"),
+    ("sample m hi --load-in-8bit", 2, "did you mean --int8?"),
+    ("config --nanogpt --learning_rate=0.0", 2, "learning_rate"),
     ("tune quickstart", 2, "did you mean sweep?"),
     ("price gpt2-124m", 2, "did you mean plan?"),
     ("repl m", 2, "did you mean chat?"),

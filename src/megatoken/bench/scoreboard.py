@@ -14,6 +14,7 @@ from megatoken.bench.report import (
     MOST_HEADLINES,
     describe_hardware,
     format_cell,
+    format_rows,
     list_leaves,
     read_records,
     save_picture,
@@ -51,11 +52,25 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         what = f"no speeds in a record '{record}'" if record else "no record is in two of these folders"
         fix = "--record NAME shows all speeds of one; megatoken bench NAME --out FOLDER measures"
         raise DataError(what, ", ".join(map(str, folders)), fix)
-    heads = {key: key for key in ("record", "figure", "machine", "value")} | {"ratio": "ratio", "bar": ""}
-    show_rows(heads, [row | {"value": format_cell(row["figure"], row["value"])} for row in rows], console)
+    heads = {key: key for key in ("record", "figure", "machine", "value", "ratio")}
+    cells = [row | {"value": format_cell(row["figure"], row["value"])} for row in rows]
+    kinds = {re.sub(r"\[.*?\]", "[]", row["figure"]) for row in rows}
+    if record and len(kinds) == 1 and "[" in rows[0]["figure"]:
+        cells = [row | {"figure": ", ".join(re.findall(r"\[(.*?)\]", row["figure"]))} for row in cells]
+        heads["figure"] = kinds.pop()
+    for key in ("machine", "record") if record else ():  # the same in every row
+        if len({row[key] for row in rows}) == 1:
+            console.print(f"{heads.pop(key)}: {rows[0][key]}")
+    room = console.rich.width - len(format_rows(heads, cells)[0]) - len("  |") if console.is_live else BAR
+    bars = [row | {"bar": _fit(row["bar"], room)} for row in cells]
+    show_rows(heads | ({"bar": ""} if room >= BAR // 3 else {}), bars, console)
     if options.plot:
         save_picture(partial(draw, rows), options.plot, console)
     return {"scoreboard": [{key: value for key, value in row.items() if key != "bar"} for row in rows]}
+
+
+def _fit(bar: str, room: int) -> str:
+    return "#" * max(1, round(len(bar) * min(room, BAR) / BAR))
 
 
 def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,8 @@ class Parser(argparse.ArgumentParser):
             fix = "give a value; one that begins with - as --option='-value'"
         if wrong := re.search(r"argument (.*?): invalid choice: '(.*)' \(choose from (.*)\)", message):
             choices = re.findall(r"[\w-]+", wrong[3])
-            near = suggest_choice(wrong[2], choices)
+            as_option = f"--{wrong[2].lower()}"  # of another option's value, as --precision int8
+            near = as_option if as_option in self.format_usage() else suggest_choice(wrong[2], choices)
             message = (
                 f"no {wrong[1].lower()} '{wrong[2]}'" if wrong[1].isupper() else f"{wrong[1]} cannot be '{wrong[2]}'"
             )
@@ -68,7 +69,7 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
         others: list[str] = []
         for previous, word in zip(["", *words], words, strict=False):
             is_value = previous in ("--out", "--init", "--sbatch", "--setup", "--data", "--prompt", *TRANSLATED)
-            if previous == "--sbatch" and word.startswith("--") and "=" in word:  # argparse takes it for an option
+            if previous in ("--sbatch", *TRANSLATED) and word.startswith("--") and "=" in word:  # else an option
                 others[-1] = f"{previous}={word}"
                 continue
             (overrides if OVERRIDE.fullmatch(word) and not is_value else others).append(word)

@@ -492,11 +492,11 @@ def run_consolidate(options: argparse.Namespace) -> Result:
 
 
 def run_bench(options: argparse.Namespace) -> Result:
-    """bench: run one benchmark; its JSON line is the last on stdout, also without --json."""
+    """bench: run one benchmark; its JSON line is the last on stdout, without --json where that is no terminal."""
     from megatoken.bench.main import run
 
     answer = run(options, options.console)
-    options.json = True
+    options.json = options.json or not sys.stdout.isatty()
     return ExitCode.DONE, answer
 
 

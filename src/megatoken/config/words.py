@@ -232,6 +232,7 @@ OPTIONS = _invert(
         "--limit": "num_examples max_examples",
         "--fewshot": "num_fewshot",
         "--time": "walltime time_limit",
+        "--int8": "quantize load_in_8bit quantization 8bit",
         "--nproc": "gpus_per_node ntasks_per_node gres",
     }
 ) | {word: ours for word, ours in KEYS.items() if ours.startswith("--")}
