@@ -145,6 +145,10 @@ def test_published_weights(config: Path) -> None:
             "lr_decay_iters = 9",
             r"decays until iteration 9, within the warm-up of 2000 — .* — add --lr_decay_iters=60000",
         ),
+        (
+            "max_iters = 50\nlr_decay_iters = 50",
+            r"decays until iteration 50, within the warm-up of 2000 — .* — add --warmup_iters=5$",
+        ),
         ("learning_rate = 0.0", r"a rate of 0 trains nothing — .*c\.py:1"),
         ("n_layer = " + "-" * 5000 + "1", r"not Python: .*c\.py:1"),
         ("n_layer = " + "2 * " * 5000 + "2", r"not Python: .*c\.py:1"),

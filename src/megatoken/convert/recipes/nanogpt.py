@@ -100,7 +100,9 @@ def translate_nanogpt(command: str) -> Translation:
         assign("optim.warmup", "0steps", where("decay_lr"))
     elif (decay := get("lr_decay_iters") - (warmup := get("warmup_iters"))) < 1:
         what = f"the rate decays until iteration {warmup + decay}, within the warm-up of {warmup}"
-        raise ConfigError(what, where("lr_decay_iters", "warmup_iters"), f"add --lr_decay_iters={get('max_iters')}")
+        longest = get("max_iters")
+        fix = f"add --lr_decay_iters={longest}" if longest > warmup else f"add --warmup_iters={(warmup + decay) // 10}"
+        raise ConfigError(what, where("lr_decay_iters", "warmup_iters"), fix)
     elif not get("learning_rate"):
         raise ConfigError("a rate of 0 trains nothing", where("learning_rate"), "give it a rate")
     else:
