@@ -67,6 +67,18 @@ def stop_after(step: int, recipe: Path, out: Path, *overrides: str, extend: Dura
     return Trainer(resolved, out, extend=extend, callbacks=[lambda row: row["step"] == step]).fit().code
 
 
+@pytest.mark.parametrize("length", [0, 300])
+def test_a_run_whose_config_is_cut_goes_on_by_its_folder(
+    run: Path, length: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(whole[:length].rpartition("\n")[0])
+    assert train(run) == 0
+    assert f"this run is finished: {run}" in capsys.readouterr().out
+    assert train(run, "optim.lr=0.5") == 2
+    assert "this run has other settings: optim.lr: " in capsys.readouterr().err
+
+
 def rates(run: Path) -> dict[int, float]:
     return {row["step"]: row["lr"] for row in read_metrics(run) if row["kind"] == "train"}
 

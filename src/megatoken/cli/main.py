@@ -258,16 +258,16 @@ def find_recipe(options: argparse.Namespace) -> tuple[ResolvedConfig, Path | Non
 
 
 def find_run_config(folder: Path) -> Path:
-    """The config.yaml of a run; where that cannot be read, the copy in the newest undamaged checkpoint."""
-    try:
-        read_recipe(folder / RUN_CONFIG)
-    except ConfigError:
-        for step in reversed(list_steps(folder / "checkpoints")):
-            copy = step_folder(folder / "checkpoints", step) / RUN_CONFIG
-            with suppress(CheckpointError):
-                verify(copy.parent, hashes=lambda name: name == RUN_CONFIG)
-                return copy
-    return folder / RUN_CONFIG
+    """The config.yaml of a run; where that is unreadable, empty or cut, the copy in the newest undamaged checkpoint."""
+    own, keys = folder / RUN_CONFIG, set[str]()
+    with suppress(ConfigError):
+        keys = {assignment.key for assignment in read_recipe(own)}
+    for step in reversed(list_steps(folder / "checkpoints")):
+        copy = step_folder(folder / "checkpoints", step) / RUN_CONFIG
+        with suppress(CheckpointError):
+            verify(copy.parent, hashes=lambda name: name == RUN_CONFIG)
+            return own if keys.issuperset(assignment.key for assignment in read_recipe(copy)) else copy
+    return own
 
 
 def check_recipe(config: Config) -> None:
