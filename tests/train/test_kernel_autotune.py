@@ -11,7 +11,9 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
 from megatoken.errors import MegatokenError
+from megatoken.model.gpt import set_block_kernels
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
+from megatoken.native.library import find_library
 from megatoken.system import device
 from megatoken.system.device import Device, misses_triton
 from megatoken.system.environment import cache_get
@@ -53,6 +55,29 @@ def test_options_follow_precision_and_dropout() -> None:
     compiled = list_options(MachineConfig(compile="on"), CPU, 0.0)
     assert compiled == {"attention": ["flash"], **plain}
     assert list_options(MachineConfig(), BF16, 0.0)["mixed"] == ["autocast", "masters"]
+
+
+def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune_module, "find_library", object)
+    options = list_options(MachineConfig(), CPU, 0.0)
+    assert options["attention"] == ["flash", "native"]
+    assert options["block"] == ["torch", "torch+native", "native"]
+    assert list_options(MachineConfig(), BF16, 0.0)["block"] == ["torch", "native"]
+    assert list_options(MachineConfig(master_weights="off"), BF16, 0.0)["block"] == ["torch"]
+    assert list_options(MachineConfig(), CPU, 0.0, has_windows=True)["attention"] == ["flash", "blocked"]
+
+
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+@pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA])
+def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConfig) -> None:
+    losses, hidden = {}, {}
+    for block in ("torch", "torch+native"):
+        state, batch = tiny_state(model_config=family), Batch(*tiny_batch())
+        set_block_kernels(state.model, block)
+        hidden[block] = state.model(batch.inputs_BT).detach()
+        losses[block] = [train_step(state, tiny_step_config(2), CPU, batch).loss for _ in range(3)]
+    assert losses["torch+native"] == pytest.approx(losses["torch"], rel=1e-5)
+    assert 0 < (hidden["torch+native"] - hidden["torch"]).abs().max() < 1e-5
 
 
 def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,9 +186,10 @@ class MachineConfig:
         alias="mixed",
         alias_values={"autocast": "off", "masters": "on"},
     )
-    gemm_backend: Literal["auto", "torch", "native"] = config_field(
+    gemm_backend: Literal["auto", "torch", "torch+native", "native"] = config_field(
         "auto",
-        "library of the blocks' matrix products, norms and activations; native: our own, for CPUs",
+        "library of the blocks' matrix products, norms and activations; native: our own, for CPUs; torch+native: "
+        "torch's products, our norms and activations",
         alias="linear",
         alias_values={"numpy": "torch", "onednn": "torch"},
     )

@@ -52,7 +52,7 @@ class KernelChoice:
     @property
     def is_native(self) -> bool:
         """Whether any operation is computed by the native kernels."""
-        return "native" in asdict(self.kernels).values()
+        return any("native" in name for name in asdict(self.kernels).values())
 
     def explain(self) -> list[tuple[str, str]]:
         """(operation, chosen implementation and all timings) for the user."""
@@ -88,7 +88,7 @@ def autotune(
     if machine.attention in CUDA_ONLY:
         _check_attention(config, machine.attention, device)
     for key in ("attention", "gemm_backend", "adamw"):
-        if getattr(machine, key) == "native" and (device.type != "cpu" or not find_library()):
+        if "native" in str(getattr(machine, key)) and (device.type != "cpu" or not find_library()):
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
     options = list_options(machine, device, dropout, has_windows=config.window > 0)
@@ -145,8 +145,12 @@ def list_options(
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
     if device.type == "cpu" and machine.compile in ("auto", "off"):  # the compiler has its own kernels
         native = ["native"] if find_library() else []
-        options["attention"] += [] if dropout else ["blocked", *([] if has_windows else native)]
-        options["block"] += native if device.precision == "fp32" or machine.master_weights != "off" else []
+        if not dropout:  # native attention is as fast as blocks of torch's products, or faster, and keeps no weights
+            options["attention"] += native if native and not has_windows else ["blocked"]
+        if native and device.precision == "fp32":  # torch's products in fp32 can be at the processor's limit
+            options["block"] += ["torch+native", "native"]
+        elif machine.master_weights != "off":
+            options["block"] += native
         options["loss"] = {"auto": ["torch", *native], "off": ["torch"], "on": native or ["torch"]}[machine.fused]
         options["adamw"] = native or ["torch"]  # not timed: of the bytes that torch moves it moves a part
     if device.type == "cuda" and device.precision != "fp32" and not dropout and not has_windows:

@@ -49,6 +49,7 @@ class Kernels:
         native = [name for name in ("block", "loss") if getattr(self, name) == "native"]
         ours = [
             *(["fused loss"] if self.loss == "triton" else []),
+            *(["native norms and activations"] if self.block == "torch+native" else []),
             *([f"native {' + '.join(native)}"] if native else []),
         ]
         return ", ".join([f"attention {self.attention}", *ours])
