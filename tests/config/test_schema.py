@@ -117,7 +117,6 @@ def run_with(**values: object) -> Config:
         ({**UPDATES, "save__every": Duration(10)}, "save.every", "objective.updates: 8steps, 12steps"),
         ({**UPDATES, "save__every": Duration(0.1, "dur")}, "save.every", "objective.updates: 4steps"),
         ({**UPDATES, "evaluate__every": Duration(6), "save__keep_best": True}, "evaluate.every", "4steps, 8steps"),
-        ({"objective__name": "dpo", "machine__sharding": "zero3"}, "machine.sharding", "sharding=none"),
     ],
 )
 def test_conflicting_settings_are_reported_with_a_fix_that_works(values: dict[str, object], key: str, fix: str) -> None:

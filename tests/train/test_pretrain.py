@@ -313,7 +313,7 @@ def test_damaged_machine_json_is_measured_again(recipe: Path, tmp_path: Path) ->
         assert train(recipe, out, *overrides).steps == 2
         mended = json.loads((out / "machine.json").read_text())
         assert mended["micro_batch"] in (1, 2, 4, 8)
-        assert mended["forms"]["kernels"]["attention"] in ("flash", "blocked")
+        assert mended["forms"]["kernels"]["attention"] in ("flash", "blocked", "native")
 
 
 def test_run_keeps_the_kernels_it_started_with(recipe: Path, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_run_keeps_the_kernels_it_started_with(recipe: Path, tmp_path: Path) -> 
     out = tmp_path / "run"
     train(recipe, out, "sample.every=0", "budget.steps=2")
     facts = json.loads((out / "machine.json").read_text())
-    assert facts["forms"]["kernels"]["attention"] in ("flash", "blocked")
+    assert facts["forms"]["kernels"]["attention"] in ("flash", "blocked", "native")
     other = "blocked" if facts["forms"]["kernels"]["attention"] == "flash" else "flash"
     facts["forms"]["kernels"]["attention"] = other
     (out / "machine.json").write_text(json.dumps(facts))
@@ -345,7 +345,7 @@ def test_explain_prints_the_timings(recipe: Path, tmp_path: Path, capsys: pytest
     Trainer(config, tmp_path / "run", explain=True).fit()
     output = capsys.readouterr().out
     assert re.search(r"kernels +attention \w+", output)
-    assert re.search(r"attention +\w+ \(flash [\d.e-]+ ms, blocked [\d.e-]+ ms(, native [\d.e-]+ ms)?\)", output)
+    assert re.search(r"attention +\w+ \(flash [\d.e-]+ ms, (blocked|native) [\d.e-]+ ms\)", output)
     warning = "warning: fused kernels are left out: there is no GPU to run them (cpu)"
     assert (warning in output) == (find_library() is None)
     assert "warning: machine.sharding=zero1 is left out: one data-parallel process shards nothing" in output
