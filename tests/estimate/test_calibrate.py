@@ -32,7 +32,7 @@ from megatoken.train.step import train_step
 MODEL = ("model.n_layer=6", "model.n_head=2", "model.d_model=32", "model.seq_len=16", "model.vocab_size=257")
 MACHINE = ("machine.device=cpu", "machine.precision=fp32", "machine.micro_batch=4", "machine.threads=1")
 OTHERS = ("budget.steps=6", "budget.batch_tokens=128", "save.every=0", "evaluate.every=0", "sample.every=0")
-WORDS = (*MODEL, *MACHINE, *OTHERS, "log.plots=false", "data.tokenizer=bytes")
+WORDS = (*MODEL, *MACHINE, *OTHERS, "log.plots=false", "data.tokenizer=bytes", "optim.name=adamw")
 
 
 def test_layers_and_micro_batches_add_up() -> None:
@@ -120,7 +120,7 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     assert known.layers == [1, 4]
     assert find_calibration(config, model, here, 8) is None
     assert find_calibration(config, replace(model, d_model=64), here, 4) is None
-    assert find_calibration(replace(config, optim=replace(config.optim, name="adamw")), model, here, 4) is None
+    assert find_calibration(replace(config, optim=replace(config.optim, name="muon")), model, here, 4) is None
     first, last = train("after")
     assert "tokens/s" in first
     assert "(this machine, measured before)" in first
