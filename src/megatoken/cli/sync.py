@@ -71,7 +71,7 @@ class TensorBoard:
 
 
 def is_logged_in(wandb: Any) -> bool:
-    """Whether W&B has a key of this user; nothing is asked and nobody else."""
+    """Whether W&B has an API key in the environment or in netrc; no prompt, no request."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
     except TypeError:  # older versions always ask
