@@ -1,7 +1,6 @@
 """`megatoken serve`: from the command to the first answer and to its end, and what it refuses."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -56,7 +55,9 @@ def test_it_stops_in_this_process_with_an_object(model: Path, capsys: pytest.Cap
     def interrupt() -> None:
         while signal.getsignal(signal.SIGINT) is default:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)  # it waits by now
+        # The kernel may give a signal of the process to any thread: one that does not wake the main thread.
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     default = signal.default_int_handler  # a job in the background begins with the signal ignored
     before = signal.signal(signal.SIGINT, default)

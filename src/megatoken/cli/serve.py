@@ -1,6 +1,7 @@
 """`megatoken serve`: a model behind HTTP, by OpenAI's interface, with a page to talk on."""
 
 import threading
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatoken.serving.protocol import ServedModel
 from megatoken.serving.server import LOOPBACK, Server
 from megatoken.system.device import memory_errors, open_device
 
+POLL_SECONDS = 0.1  # between looks whether a signal has come
 GRACE_SECONDS = 10.0  # for answers that are on their way when the server is asked to stop
 
 
@@ -33,10 +35,10 @@ def serve(options: Namespace) -> dict[str, Any]:
     prepare_decoding(loaded.model, device)
     served = describe_model(options.model, loaded)
     engine = Engine(loaded.model, device, rows=options.parallel, waiting=options.queue)
-    stop, stop_at_once = threading.Event(), threading.Event()
+    signals: list[int] = []
 
-    def on_signal(*_: object) -> None:
-        (stop_at_once if stop.is_set() else stop).set()
+    def on_signal(number: int, _frame: object) -> None:
+        signals.append(number)
 
     with open_server(engine, served, options) as server, engine, handle_signals(("SIGTERM", "SIGINT"), on_signal):
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -45,10 +47,12 @@ def serve(options: Namespace) -> dict[str, Any]:
         console.print(f"{loaded.source}: {address}/ to talk, {address}/v1 for clients, until Ctrl-C")
         if served.template is None:
             console.warn(served.without_template)
-        stop.wait()
+        # Not a lock's wait without end: a signal that comes just before it sleeps would not wake it.
+        while not signals:
+            time.sleep(POLL_SECONDS)
         console.print("stopping: answers on their way are finished")
-        for _ in range(round(GRACE_SECONDS / 0.1)):
-            if server.finish_answers(0.1) or stop_at_once.is_set():
+        for _ in range(round(GRACE_SECONDS / POLL_SECONDS)):
+            if server.finish_answers(POLL_SECONDS) or len(signals) > 1:
                 break
         server.shutdown()
     return {"model": loaded.source, "address": address}
