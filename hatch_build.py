@@ -2,14 +2,13 @@
 
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
-from megatoken.native.build import INSTRUCTION_SETS, compile_library
+from megatoken.native.build import INSTRUCTION_SETS, compile_library, library_name
 from megatoken.system.environment import find_compiler
 
 
@@ -20,13 +19,11 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         if version == "editable" or platform != "linux_x86_64" or not find_compiler():
             return
-        self.scratch = tempfile.TemporaryDirectory()
+        folder = Path(self.root) / "build" / "native"  # where tests/native/conftest.py compiles, too
         for name in INSTRUCTION_SETS:
-            library = compile_library(name, Path(self.scratch.name))
+            library = folder / library_name(name)
+            if not library.exists():
+                compile_library(name, folder)
             build_data["force_include"][str(library)] = f"megatoken/native/{library.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
-
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        if hasattr(self, "scratch"):
-            self.scratch.cleanup()

@@ -67,19 +67,21 @@ def time_calls(
     repeats: int,
     longest: float,
     fewest: int = 3,
+    is_warm: bool = False,
     before: Callable[[str], object] = lambda name: None,
     synchronize: Callable[[], None],
 ) -> dict[str, Timing]:
     """Seconds of one call of each, warm and interleaved; a short call is repeated within its measurement.
 
     There are fewer rounds, but at least `fewest`, where `repeats` of them would take more than `longest` seconds.
+    is_warm: each has been called before.
     """
     counts: dict[str, int] = {}
     round_seconds = 0.0
     for name, call in calls.items():
         before(name)
         once = time_once(call, synchronize)
-        if once < WARM_SECONDS:
+        if once < WARM_SECONDS and not is_warm:
             once = time_once(call, synchronize)
         counts[name] = max(1, math.ceil(MIN_SECONDS / once))
         round_seconds += counts[name] * once

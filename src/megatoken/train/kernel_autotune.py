@@ -32,7 +32,7 @@ CACHE_FILE = "choices.json"
 # How much faster than the plain implementation: on a CPU less than this is within the noise of a busy machine.
 MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
 BLOCK_MARGIN = 1.0  # of a block most is attention, which is timed alone, so that little is much
-TRIAL: Any = {"repeats": 50, "longest": 1.0, "fewest": 5}  # per operation: at most 50 rounds in a second, at least 5
+TRIAL: Any = {"repeats": 50, "longest": 1.0, "fewest": 3}  # per operation: at most 50 rounds in a second, at least 3
 MAX_TRIAL_TOKENS = {"cpu": 4096, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
 
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
@@ -253,7 +253,7 @@ def _time_options(
         calls = {form: call for form in forms if _works(call := partial(run_trial, name, form))}
         if forms[0] not in calls:
             continue  # the run itself will report what is wrong with the plain implementation
-        timings = time_calls(calls, **TRIAL, synchronize=device.synchronize)
+        timings = time_calls(calls, **TRIAL, is_warm=True, synchronize=device.synchronize)
         # The best repeat: other load on the machine only ever adds time.
         best[name] = {form: timing.best for form, timing in timings.items()}
     return best
