@@ -74,9 +74,10 @@ def time_calls(
     """Seconds of one call of each, warm and interleaved; a short call is repeated within its measurement.
 
     There are fewer rounds, but at least `fewest`, where `repeats` of them would take more than `longest` seconds.
-    is_warm: each has been called before.
+    is_warm: each has been called before, so that a long call's first measurement here is its first round.
     """
     counts: dict[str, int] = {}
+    first: dict[str, tuple[float, ...]] = {}
     round_seconds = 0.0
     for name, call in calls.items():
         before(name)
@@ -84,16 +85,19 @@ def time_calls(
         if once < WARM_SECONDS and not is_warm:
             once = time_once(call, synchronize)
         counts[name] = max(1, math.ceil(MIN_SECONDS / once))
+        first[name] = (once,) if is_warm and counts[name] == 1 else ()
         round_seconds += counts[name] * once
 
     def repeat(name: str) -> None:
         for _ in range(counts[name]):
             calls[name]()
 
-    rounds = min(repeats, max(fewest, int(longest / round_seconds)))
+    rounds = min(repeats, max(fewest, int(longest / round_seconds))) - min(map(len, first.values()))
     repeated = {name: partial(repeat, name) for name in calls}
     timings = time_interleaved(repeated, repeats=rounds, warmup=0, before=before, synchronize=synchronize)
-    return {name: Timing(tuple(s / counts[name] for s in timing.seconds)) for name, timing in timings.items()}
+    return {
+        name: Timing((*first[name], *(s / counts[name] for s in timing.seconds))) for name, timing in timings.items()
+    }
 
 
 def time_once(call: Callable[[], object], synchronize: Callable[[], None] = lambda: None) -> float:
