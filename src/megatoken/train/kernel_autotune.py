@@ -33,7 +33,7 @@ CACHE_FILE = "choices.json"
 MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
 BLOCK_MARGIN = 1.0  # of a block most is attention, which is timed alone, so that little is much
 TRIAL: Any = {"repeats": 50, "longest": 0.5, "fewest": 3}  # per operation: at most 50 rounds, in half a second, or 3
-MAX_TRIAL_TOKENS = {"cpu": 4096, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
+MAX_TRIAL_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
 
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
 

@@ -34,7 +34,7 @@ from megatoken.train.step import forward_backward
 
 RATES = "micro_batches.json"  # in the cache
 MAX_CPU_TOKENS = 8192  # products fill a CPU's caches before that; on a GPU memory decides
-MARGIN = 1.05  # a size must be this much faster than a larger one, which accumulates gradients less often
+MARGIN = 1.02  # a size must be this much faster than a larger one, which accumulates gradients less often
 SMALLER = "lower model.seq_len or the model's size, or set machine.activation_checkpointing=block"
 REPEATS = 3  # of each size, the first of which warms up
 LONG_SECONDS = 0.5  # on a CPU one repeat after the first is enough of what takes longer
