@@ -14,7 +14,7 @@ from megatoken.cli.main import main
 from megatoken.config.fields import parse_value
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS
-from megatoken.config.words import CHOICES, CONVERSIONS, KEYS, RECIPES, VALUES, find_key
+from megatoken.config.words import CHOICES, CONVERSIONS, KEYS, MAIN_FIELDS, NEAREST, RECIPES, VALUES, find_key
 from megatoken.convert.recipes import composer, nanogpt
 
 TOKENS = "it counts tokens: sequences x model.seq_len"
@@ -148,7 +148,11 @@ NEW = [
     ("config quickstart warmup_ratio=0.1", 2, "did you mean 'optim.warmup'? 0.1 is written 0.1dur"),
     ("config quickstart min_lr=1e-5", 2, "did you mean 'optim.min_lr_ratio'? it is a share of optim.lr"),
     ("config quickstart total_batch_size=524288", 2, "did you mean 'budget.batch_tokens'?"),
-    ("config quickstart optim=adamw_torch", 2, "optim is a section"),
+    (
+        "config quickstart optim=adamw_torch",
+        2,
+        "optim is a section, got 'adamw_torch' — command line — did you mean optim.name=adamw?",
+    ),
     ("config quickstart optim.name=adam", 2, "did you mean adamw?"),
     ("config quickstart optim.name=sgd", 2, "expected one of adamw"),
     ("config quickstart optim.schedule=cosine_with_warmup", 2, "did you mean cosine?"),
@@ -199,9 +203,117 @@ NEW = [
     ("prepare python --out d --tokenizer char", 2, "did you mean bytes?"),
     ("prepare python --out d --tokenizer bpe", 2, "did you mean bpe:N?"),
 ]
+MEANT = [  # of the words of nanoGPT, litgpt, torchtitan, Composer, nanochat and the Trainer
+    ("config quickstart optim.schedule=inverse_sqrt", 2, "inverse_sqrt is not here, the nearest is wsd;"),
+    ("config quickstart model.mlp=geglu", 2, "geglu is not here, the nearest is swiglu;"),
+    ("config quickstart model.pos_emb=alibi", 2, "alibi is not here, the nearest is rotary;"),
+    ("config quickstart machine.precision=fp8", 2, "fp8 is not here, the nearest is bf16;"),
+    ("config quickstart machine.activation_checkpointing=selective", 2, "selective is not here, the nearest is gelu;"),
+    ("config quickstart optim.name=soap", 2, "soap is not here, the nearest is muon;"),
+    ("config quickstart machine.compile=reduce-overhead", 2, "did you mean graphs?"),
+    ("config quickstart data.order=random", 2, "did you mean shuffled?"),
+    ("config quickstart objective.name=instruct", 2, "did you mean sft?"),
+    ("config quickstart model=gpt2-124m", 2, "did you mean model.preset=gpt2-124m?"),
+    ("plot m --y loss", 2, "every value of the run has its panel"),
+    ("plot m --smooth 10", 2, "see `megatoken plot --help`"),
+    ("plot m --show", 2, "see `megatoken plot --help`"),
+    ("eval m --tasks-data d", 2, "did you mean --data?"),
+    ("eval m --text d", 2, "did you mean --data?"),
+    ("eval --model m --tasks piqa", 2, "write MODEL alone, without --model"),
+    ("eval m --tokenizer gpt2", 2, "the model's folder has its tokenizer"),
+    ("eval m --log_samples", 2, "did you mean --examples?"),
+    ("eval m --apply_chat_template", 2, "--no-template leaves it out"),
+    ("sample m hi --stop x", 2, "see `megatoken sample --help`"),
+    ("sample m hi --min-p 0.1", 2, "see `megatoken sample --help`"),
+    ("sample m hi --greedy", 2, "--temperature 0 takes the likeliest token"),
+    ("sample --out_dir=m", 2, "required: MODEL — megatoken sample — write MODEL alone, without --out_dir"),
+    ("prepare t.txt --output d", 2, "required: --out — megatoken prepare — did you mean --out?"),
+    ("prepare t.txt --out d --num_workers 8", 2, "did you mean --workers?"),
+    ("prepare t.txt --out d --column content", 2, "did you mean --text-key?"),
+    ("export m --output d", 2, "did you mean --out?"),
+    ("launch slurm gpt2-124m --qos high", 2, "did you mean --sbatch?"),
+    ("launch slurm gpt2-124m --ntasks 8", 2, "did you mean --nproc?"),
+    ("launch slurm gpt2-124m --nnodes 2", 2, "did you mean --nodes?"),
+    ("plan gpt2-124m --gpus 8xH100 --cost 2", 2, "did you mean --price?"),
+    ("plan gpt2-124m --gpus 8xH100 --time 2h", 2, "did you mean --deadline?"),
+    ("sweep quickstart --workers 2", 2, "did you mean --jobs?"),
+    ("race quickstart quickstart --n 3", 2, "did you mean --seeds?"),
+    ("report m --port 8000", 2, "did you mean --serve?"),
+    ("serve m --address 0.0.0.0", 2, "did you mean --host?"),
+    ("bench matmul", 2, "did you mean gemm?"),
+    ("bench ladder --model gpt2-124m", 2, "did you mean --preset?"),
+    ("train gpt2-124m -e d12 -b 64", 2, "flags of llm.c are one word: --llmc '-e d12 -b 64'"),
+    ("quickstart --fast", 2, "see `megatoken quickstart --help`"),
+    ("quickstart --input a.txt", 2, "did you mean --data?"),
+]
+# As setting=value, and what --setting=value and --setting value are answered with.
+SETTINGS = [
+    ("per_device_train_batch_size=8", "did you mean 'machine.micro_batch'?", "machine.micro_batch=8"),
+    ("max_steps=100", "did you mean 'budget.steps'?", "budget.steps=100"),
+    ("weight_decay=0.1", "did you mean 'optim.weight_decay'?", "optim.weight_decay=0.1"),
+    ("adam_beta2=0.95", "did you mean 'optim.beta2'?", "optim.beta2=0.95"),
+    ("num_train_epochs=3", "did you mean 'budget.epochs'?", "budget.epochs=3"),
+    (
+        "gradient_checkpointing=True",
+        "did you mean 'machine.activation_checkpointing'?",
+        "machine.activation_checkpointing=block",
+    ),
+    (
+        "activation_checkpoint.mode=full",
+        "did you mean 'machine.activation_checkpointing'?",
+        "machine.activation_checkpointing=block",
+    ),
+    ("n_kv_head=2", "did you mean 'model.n_kv_head'?", "model.n_kv_head=2"),
+    ("rope_base=10000", "did you mean 'model.rope_theta'?", "model.rope_theta=10000"),
+    ("compile=False", "did you mean 'machine.compile'?", "machine.compile=off"),
+    ("wandb_log=True", "did you mean 'log.sinks'? name them: ", "log.sinks=... name them: "),
+    ("init_from=resume", "the same command goes on with its run", "the same command goes on with its run"),
+    ("init_from=gpt2", "did you mean 'model.init'?", "model.init=gpt2"),
+    ("report_to=none", "nothing is sent unless log.sinks names", "nothing is sent unless log.sinks names"),
+    ("eval_interval=100", "did you mean 'evaluate.every'?", "evaluate.every=100"),
+    ("device_batch_size=8", "did you mean 'machine.micro_batch'?", "machine.micro_batch=8"),
+    ("depth=12", "is the recipe depth-N", "is the recipe depth-N"),
+    ("tp_degree=2", "did you mean 'machine.tensor_parallel'?", "machine.tensor_parallel=2"),
+    ("save_interval=100", "did you mean 'save.every'?", "save.every=100"),
+    (
+        "lr_decay_iters=1000",
+        "did you mean 'optim.decay'? 0.4 is written 0.4dur; iterations count from",
+        "optim.decay=... 0.4 is",
+    ),
+    ("warmup_iters=100", "did you mean 'optim.warmup'?", "optim.warmup=100"),
+    ("min_lr=6e-5", "did you mean 'optim.min_lr_ratio'? it is a share", "optim.min_lr_ratio=... it is a share"),
+    (
+        "always_save_checkpoint=True",
+        "did you mean 'save.keep_best'? False is save.keep_best=true",
+        "save.keep_best=... False is",
+    ),
+    ("flash_attn=True", "did you mean 'machine.attention'?", "machine.attention=flash"),
+    ("hidden_size=768", "did you mean 'model.d_model'?", "model.d_model=768"),
+    ("intermediate_size=3072", "did you mean 'model.d_ff'?", "model.d_ff=3072"),
+    ("mlp_ratio=4", "did you mean 'model.d_ff'? a width: the ratio x model.d_model", "model.d_ff=... a width"),
+    ("num_hidden_layers=12", "did you mean 'model.n_layer'?", "model.n_layer=12"),
+    ("rms_norm_eps=1e-5", "did you mean 'model.norm_eps'?", "model.norm_eps=1e-5"),
+    ("tie_word_embeddings=True", "did you mean 'model.tie_embeddings'?", "model.tie_embeddings=True"),
+    ("early_stopping_patience=3", "did you mean 'evaluate.patience'?", "evaluate.patience=3"),
+    ("load_best_model_at_end=True", "did you mean 'save.keep_best'?", "save.keep_best=True"),
+    ("unembedding_lr=0.004", "did you mean 'optim.lr'? AdamW has one rate", "optim.lr=... AdamW has one rate"),
+    ("optim=adamw_torch", "did you mean optim.name=adamw?", "optim.name=adamw"),
+    ("optimizer.implementation=fused", "did you mean 'machine.adamw'?", "machine.adamw=fused"),
+    ("icl_tasks=piqa", "did you mean 'evaluate.tasks'?", "evaluate.tasks=piqa"),
+    ("sliding_window=1024", "did you mean 'model.window'?", "model.window=1024"),
+    ("head_dim=128", "it is model.d_model / model.n_head", "it is model.d_model / model.n_head"),
+    ("pipeline_parallel_degree=2", "no pipeline, context or expert parallelism", "no pipeline, context or expert"),
+    ("parallelism.context_parallel_degree=2", "no pipeline, context or expert", "no pipeline, context or expert"),
+    ("dataloader_num_workers=4", "without workers", "without workers"),
+    ("eval_only=True", "megatoken eval RUN measures without training", "megatoken eval RUN measures without training"),
+    ("wandb_project=x", "log.sinks=wandb sends the run", "log.sinks=wandb sends the run"),
+    ("fp8=True", "no FP8: machine.precision is", "no FP8: machine.precision is"),
+    ("num_nodes=2", "megatoken launch ENGINE RECIPE --nodes N", "megatoken launch ENGINE RECIPE --nodes N"),
+    ("push_to_hub=True", "megatoken export RUN --to hf", "megatoken export RUN --to hf"),
+]
 
 
-@pytest.mark.parametrize(("line", "code", "says"), FOUND + NEW)
+@pytest.mark.parametrize(("line", "code", "says"), FOUND + NEW + MEANT)
 def test_mistakes_get_the_suggestion_that_was_meant(
     line: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +332,16 @@ def test_mistakes_get_the_suggestion_that_was_meant(
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "fifo", "weights.safetensors"}
 
 
+@pytest.mark.parametrize(("setting", "says", "of_option"), SETTINGS)
+def test_settings_of_other_tools_in_three_forms(
+    setting: str, says: str, of_option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, value = setting.partition("=")
+    for words, meant in (([setting], says), ([f"--{setting}"], of_option), ([f"--{name}", value], of_option)):
+        assert main(["train", "quickstart", *words]) == 2
+        assert meant in capsys.readouterr().err, words
+
+
 @pytest.mark.parametrize("word", ["budget.tokens=1e9tokens", "budget.tokens=10k", "save.time_limit=2h", "log.plots=No"])
 def test_other_spellings_of_a_value_are_read(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "quickstart", word]) == 0
@@ -231,7 +353,8 @@ def test_words_stand_for_what_exists() -> None:
     assert CONVERSIONS.keys() <= set(KEYS.values())
     assert all(word in KEYS for words, _ in CONVERSIONS.values() for word in words.split())
     assert not KEYS.keys() & {key.rpartition(".")[2] for key in FIELDS}, "our own names need no translation"
-    for key, words in VALUES.items():
+    assert set(MAIN_FIELDS.values()) <= FIELDS.keys()
+    for key, words in [*VALUES.items(), *NEAREST.items()]:
         assert {parse_value(FIELDS[key], value) for value in words.values()} <= set(FIELDS[key].choices)
         assert not words.keys() & set(FIELDS[key].choices)
     assert set(RECIPES.values()) <= PRESETS.keys() | {"shakespeare", "quickstart"}

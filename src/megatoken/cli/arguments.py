@@ -3,7 +3,8 @@
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,7 +40,13 @@ Command = Callable[[argparse.Namespace], tuple[int, Any]]  # returns exit code a
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors of the form what - where - fix."""
+    """argparse with one-line errors of the form what - where - fix. given: the words that it parses."""
+
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         fix = f"see `{self.prog} --help`"
@@ -59,6 +66,11 @@ class Parser(argparse.ArgumentParser):
             near = f"--gpus {many[1]} --gpu {many[2]}" if many else plain_number(number[2])
             wanted = "whole number" if number[1] == "int" else "number such as 0.1"
             fix = f"{f'did you mean {near}? ' if near else ''}give a {wanted}, {fix}"
+        if "arguments are required" in message:
+            options = {*self._option_string_actions, *re.findall("[A-Z_]{4,}", message)}
+            unknown = [word for word in self.given if word.startswith("--") and word.split("=")[0] not in options]
+            near = [suggest_option([word], options, settings=False) for word in unknown]
+            fix = "; ".join(dict.fromkeys(filter(None, near))) or fix
         raise ConfigError(message, self.prog, fix)
 
 

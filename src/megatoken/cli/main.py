@@ -306,7 +306,7 @@ def run_launch(options: argparse.Namespace) -> Result:
             "--gpus",
             is_type,
             engine == "skypilot",
-            "skypilot, or none; a kind of node of slurm: --sbatch constraint=a100",
+            "skypilot, or none; their number is --nproc, a kind of node of slurm --sbatch constraint=a100",
         ),
         ("--time", options.time, engine == "slurm", "slurm"),
     )

@@ -23,7 +23,7 @@ from megatoken.config.effects import list_without_effect
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_config, flatten, resume_class, validate
-from megatoken.config.words import TEXTS, WEIGHTS, suggest_key, suggest_recipe, suggest_value
+from megatoken.config.words import MAIN_FIELDS, TEXTS, WEIGHTS, find_value, suggest_key, suggest_recipe, suggest_value
 from megatoken.errors import ConfigError
 from megatoken.redact import redact
 
@@ -204,7 +204,10 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
             text = (FIELDS[key].alias_values or {}).get(text, text)
             notes.append(f"{assignment.key} is now called {key}" + (f"={text}" if text != assignment.text else ""))
         if any(known.startswith(f"{key}.") for known in FIELDS):
-            raise ConfigError(f"{key} is a section, got {text!r:.80}", where, "write `field: value` lines below it")
+            fix = "write `field: value` lines below it"
+            if where == COMMAND_LINE and (main := MAIN_FIELDS.get(key)):
+                fix = f"did you mean {main}={find_value(FIELDS[main], text) or text:.80}?"
+            raise ConfigError(f"{key} is a section, got {text!r:.80}", where, fix)
         if key not in FIELDS:
             unknown.append(assignment)
             continue
@@ -220,7 +223,7 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
         keys = ", ".join(f"'{each.key:.200}'" for each in unknown)
         places, fixes = (
             dict.fromkeys(each.where for each in unknown),
-            dict.fromkeys(suggest_key(e.key) for e in unknown),
+            dict.fromkeys(suggest_key(e.key, e.text) for e in unknown),
         )
         raise ConfigError(f"unknown key{'s' * (len(unknown) > 1)} {keys}", ", ".join(places), " ".join(fixes))
     return notes
