@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.bench.main import BENCHES
 from megatoken.cli.arguments import parse
 from megatoken.cli.help import EXAMPLES
 from megatoken.cli.main import COMMANDS, main
@@ -116,11 +117,24 @@ def test_help_of_a_command_ends_with_an_example(command: str, capsys: pytest.Cap
     assert parse(words, COMMANDS).command == command
 
 
+@pytest.mark.parametrize("columns", ["", "80", "120"])  # empty: a pipe
+@pytest.mark.parametrize("command", ["", *COMMANDS, *(f"bench {name}" for name in BENCHES)])
+def test_help_fits_the_terminal(
+    command: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > int(columns or 80)] == []
+    assert not [line for line in lines if line.endswith(("modern-", "gpt2-", "section."))], "a broken name"
+
+
 def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(["train", "--help"])
     assert done.value.code == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     for part in ("optim.lr=0.0006", "budget.batch_tokens=524288", "[tokens]", "{auto, fp32, bf16, fp16}"):
         assert part in text
 

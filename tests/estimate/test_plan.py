@@ -227,6 +227,37 @@ def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "left out: 1,024, among which 512 sequences do not divide" in printed.err
 
 
+@pytest.mark.parametrize(
+    ("words", "time", "energy", "head", "cells"),
+    [
+        ("quickstart --gpus 1xH100", "0.7 GPU-minutes", "8.2 Wh", "minutes  GPU-minutes", "0.70          0.7     0.03"),
+        (
+            "gpt2-124m --gpus 8xH100 --tokens 1e6",
+            "0.3 GPU-minutes",
+            "3.6 Wh",
+            "seconds  GPU-minutes",
+            "2.30          0.3     0.01",
+        ),
+        (
+            "gpt2-124m --gpus 8xH100 --tokens 1e9",
+            "0.7 GPU-hours",
+            "462.7 Wh",
+            "minutes  GPU-hours",
+            "4.96        0.7        2",
+        ),
+    ],
+)
+def test_short_runs_are_told_in_a_unit_that_has_digits(
+    words: str, time: str, energy: str, head: str, cells: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words.split()]) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    assert f", {time}" in printed
+    assert f"energy  {energy}" in printed.replace("energy    ", "energy  ")
+    assert head in printed
+    assert cells in printed
+
+
 def test_the_least_budget_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "gpt2-124m", "--gpus", "8xH100", "--law", "fitted", "--budget"]
     assert main([*words, "0.01"]) == ExitCode.CONFIG

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from megatoken import __version__
 from megatoken.bench.arguments import add_benches
-from megatoken.cli.help import format_example, format_overview
+from megatoken.cli.help import HelpFormatter, format_example, format_overview
 from megatoken.cli.runs import DEFAULT, SORT_KEYS
 from megatoken.config.fields import ConfigField, Duration, parse_value
 from megatoken.config.load import format_value, list_recipes
@@ -68,9 +68,9 @@ class Parser(argparse.ArgumentParser):
             fix = f"{f'did you mean {near}? ' if near else ''}give a {wanted}, {fix}"
         if "arguments are required" in message:
             options = {*self._option_string_actions, *re.findall("[A-Z_]{4,}", message)}
-            unknown = [word for word in self.given if word.startswith("--") and word.split("=")[0] not in options]
-            near = [suggest_option([word], options, settings=False) for word in unknown]
-            fix = "; ".join(dict.fromkeys(filter(None, near))) or fix
+            unknown = [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in options]
+            found = [suggest_option([word], options, settings=False) for word in unknown]
+            fix = "; ".join(dict.fromkeys(filter(None, found))) or fix
         raise ConfigError(message, self.prog, fix)
 
 
@@ -87,6 +87,7 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
             (overrides if OVERRIDE.fullmatch(word) and not is_value else others).append(word)
         words = others
     parser = build_parser(commands)
+    options: argparse.Namespace
     options, unknown = parser.parse_known_args(words)
     if unknown and not any(word.startswith("-") for word in unknown):
         options, unknown = parser.parse_known_args(_join_positionals(words, unknown))
@@ -130,7 +131,6 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     """Every subcommand and option. commands: the function of each command by name."""
     parser = Program(prog="megatoken")
     parser.docs = {}
-    raw = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--version", action="version", version=f"megatoken {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
@@ -141,7 +141,9 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
         if not command:
             parser.docs[name] = doc
             epilog = "\n\n".join(filter(None, (format_example(name), epilog)))
-        p: Parser = among.add_parser(name, help=doc, description=doc, usage=usage, epilog=epilog, formatter_class=raw)
+        p: Parser = among.add_parser(
+            name, help=doc, description=doc, usage=usage, epilog=epilog, formatter_class=HelpFormatter
+        )
         p.add_argument("--json", action="store_true", help="progress to stderr, one JSON line to stdout")
         p.add_argument("--debug", action="store_true", help="show the traceback of an error")
         p.set_defaults(call=commands[command or name], help=p.format_help)
@@ -159,7 +161,7 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     _add_searches(add)
     _add_models(add)
     doc = parser.docs["bench"] = "benchmark training on this machine, as a whole and by part"
-    p = subparsers.add_parser("bench", help=doc, epilog=format_example("bench"), formatter_class=raw)
+    p = subparsers.add_parser("bench", help=doc, epilog=format_example("bench"), formatter_class=HelpFormatter)
     benches = p.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=Parser)
     add_benches(lambda name, doc: add(name, doc, among=benches, command="bench"))
     arg = add("doctor", "check that this machine can train; a remedy for each problem").add_argument
@@ -213,7 +215,8 @@ def _add_runs(add: Callable[..., Parser]) -> None:
     arg = add("runs", "list runs, or compare the settings and losses of some").add_argument
     doc = "folder with runs at any depth (default runs); two or more RUNs are compared"
     arg("folders", metavar="DIR", nargs="*", type=local_path, default=[DEFAULT], help=doc)
-    arg("--sort", choices=list(SORT_KEYS), help="column to sort by, the best first (default: by folder)")
+    doc = f"column to sort by, the best first: {', '.join(SORT_KEYS)} (default: by folder)"
+    arg("--sort", metavar="COLUMN", choices=list(SORT_KEYS), help=doc)
 
 
 def _add_prepare(add: Callable[..., Parser]) -> None:

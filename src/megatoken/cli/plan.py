@@ -100,13 +100,13 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         console.print(f"{n_measured} measurements of this GPU: {measured:.2f} times the speed of the formula")
     if scaled:
         console.print(f"\nthe same batch of {config.budget.batch_tokens:,} tokens on other numbers of {gpu.name}")
-        print_rows(console, SCALING, [scaling_row(each, scaled[0]) for each in divided])
+        print_costs(console, ("GPUs", "tokens/s", "speed-up"), [(scaling_cells(p, scaled[0]), p) for p in divided])
         if undivided := set(counts) - {each.layout.gpus for each in divided}:
             numbers = ", ".join(f"{count:,}" for count in sorted(undivided))
             console.print(f"left out: {numbers}, among which {config.batch_seqs:,} sequences do not divide")
     if family:
         console.print(f"\nthe family at 20 tokens a parameter on {gpus} x {gpu.name}")
-        print_rows(console, FAMILY, [family_row(name, each) for name, (each,) in family.items()])
+        print_costs(console, ("model", "tokens", "tokens/s"), [(family_cells(n, p), p) for n, (p,) in family.items()])
     if hours:
         console.print(f"\ndeadline  {describe_deadline(met, options.deadline, gpu.name)}")
         answer["deadline"] = plan_answer(met) if met else None
@@ -275,11 +275,13 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     ]
     if not plan.fits:
         return rows
+    unit, unit_size = time_unit(plan.gpu_hours)
+    energy = f"{plan.energy_kwh:,.1f} kWh" if plan.energy_kwh >= 1 else f"{1000 * plan.energy_kwh:,.1f} Wh"
     return [
         *rows,
-        ("time", f"{describe_time(plan)}, {plan.gpu_hours:,.1f} GPU-hours"),
+        ("time", f"{describe_time(plan)}, {plan.gpu_hours * unit_size:,.1f} GPU-{unit}"),
         ("price", describe_price(plan)),
-        ("energy", f"{plan.energy_kwh:,.1f} kWh, estimated: the GPUs alone, at their full {gpu.watts:.0f} W"),
+        ("energy", f"{energy}, estimated: the GPUs alone, at their full {gpu.watts:.0f} W"),
     ]
 
 
@@ -304,23 +306,21 @@ def describe_price(plan: Plan) -> str:
     return f"${plan.dollars:,.2f} at ${plan.price:.2f} a GPU-hour ({source})"
 
 
-SCALING = ("GPUs", "tokens/s", "speed-up", "MFU", "hours", "GPU-hours", "dollars", "layout")
-FAMILY = ("model", "tokens", "tokens/s", "MFU", "hours", "GPU-hours", "dollars", "layout")
+def time_unit(hours: float) -> tuple[str, float]:
+    """The unit in which a time has digits, and how many of it are an hour."""
+    return ("hours", 1.0) if hours >= 0.1 else ("minutes", 60.0) if hours >= 0.1 / 60 else ("seconds", 3600.0)
 
 
-def scaling_row(plan: Plan, first: Plan) -> list[str]:
-    """Cells of SCALING. first: the fewest GPUs, to which the speed-up refers."""
-    if not plan.fits:
-        return [f"{plan.layout.gpus:,}", *[""] * 6, describe_excess(plan)]
+def scaling_cells(plan: Plan, first: Plan) -> list[str]:
+    """GPUs, tokens/s, speed-up. first: the fewest GPUs, to which the speed-up refers."""
     speedup = plan.tokens_per_second / first.tokens_per_second * first.layout.gpus
-    return [f"{plan.layout.gpus:,}", f"{plan.tokens_per_second:,.0f}", f"{speedup:,.1f}", *_cost_cells(plan)]
+    cells = [f"{plan.tokens_per_second:,.0f}", f"{speedup:,.1f}"] if plan.fits else ["", ""]
+    return [f"{plan.layout.gpus:,}", *cells]
 
 
-def family_row(name: str, plan: Plan) -> list[str]:
-    """Cells of FAMILY."""
-    if not plan.fits:
-        return [name, format_quantity(plan.tokens), *[""] * 5, describe_excess(plan)]
-    return [name, format_quantity(plan.tokens), f"{plan.tokens_per_second:,.0f}", *_cost_cells(plan)]
+def family_cells(name: str, plan: Plan) -> list[str]:
+    """Name, tokens, tokens/s."""
+    return [name, format_quantity(plan.tokens), f"{plan.tokens_per_second:,.0f}" if plan.fits else ""]
 
 
 def describe_excess(plan: Plan) -> str:
@@ -328,18 +328,26 @@ def describe_excess(plan: Plan) -> str:
     return f"does not fit: {format_quantity(plan.memory.total_bytes, 'B')}"
 
 
-def _cost_cells(plan: Plan) -> list[str]:
-    layout = plan.layout
-    how = ", ".join(word for word in (layout.sharding, layout.checkpointing) if word != "none")
-    dollars = "" if plan.dollars is None else f"{plan.dollars:,.0f}"
-    cells = [f"{plan.mfu:.1%}", f"{plan.hours:,.2f}", f"{plan.gpu_hours:,.1f}", dollars]
-    return [*cells, f"{layout.micro_steps} x {layout.micro_batch}{', ' + how if how else ''}"]
+def print_costs(console: Console, names: Sequence[str], rows: Sequence[tuple[list[str], Plan]]) -> None:
+    """Print first cells, then MFU, time, price and layout, of times all in the unit of the shortest."""
+    plans = [plan for _, plan in rows if plan.fits]
+    unit, size = time_unit(min((plan.hours for plan in plans), default=0))
+    gpu_unit, gpu_size = time_unit(min((plan.gpu_hours for plan in plans), default=0))
+    cents = any(plan.dollars is not None and plan.dollars < 1 for plan in plans)
+    table = [[*names, "MFU", unit, f"GPU-{gpu_unit}", "dollars", "layout"]]
+    for cells, plan in rows:
+        layout = plan.layout
+        how = ", ".join(word for word in (layout.sharding, layout.checkpointing) if word != "none")
+        dollars = "" if plan.dollars is None else f"{plan.dollars:,.{2 if cents else 0}f}"
+        costs = [f"{plan.mfu:.1%}", f"{plan.hours * size:,.2f}", f"{plan.gpu_hours * gpu_size:,.1f}", dollars]
+        layout_cell = f"{layout.micro_steps} x {layout.micro_batch}{', ' + how if how else ''}"
+        table.append([*cells, *costs, layout_cell] if plan.fits else [*cells, *[""] * 4, describe_excess(plan)])
+    print_rows(console, table)
 
 
-def print_rows(console: Console, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_rows(console: Console, table: Sequence[Sequence[str]]) -> None:
     """Print a table; all but the first and the last column to the right."""
-    table = [list(names), *map(list, rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(names))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
         cells[0], cells[-1] = f"{row[0]:<{widths[0]}}", row[-1]
