@@ -363,6 +363,28 @@ def test_hub_names_are_found_in_the_local_cache(
     assert caught.value.code == ExitCode.CHECKPOINT
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gpt5-x", "did you mean gpt2-xl? others are OWNER/NAME"),
+        ("gpt2-124", "did you mean gpt2?"),
+        ("lama", "known: gpt2, gpt2-medium, gpt2-large, gpt2-xl; others are OWNER/NAME"),
+        ("mie", "did you mean runs/mine?"),
+    ],
+)
+def test_an_unknown_name_says_so_first_and_names_the_nearest(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(MegatokenError, match=r"^neither a folder here nor a model that is known by this") as caught:
+        load_hf(name)
+    assert says in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "/nowhere/at/all", ""])
 def test_missing_paths_are_not_looked_up_on_the_hub(name: str) -> None:
     with pytest.raises(MegatokenError, match=r"no such folder — |, not a model — \. — "):

@@ -55,11 +55,6 @@ def find_folder(name_or_folder: str) -> Path:
     if folder.is_dir():
         return folder
     refuse_missing_path(name_or_folder)
-    if name_or_folder in list_recipes():
-        fix = f"train it: megatoken train {name_or_folder}, and give runs/{name_or_folder}"
-        hub = next((name for name, recipe in PUBLISHED.items() if recipe == name_or_folder), "")
-        fix += f"; OpenAI's weights are openai-community/{hub}" if hub else ""
-        raise CheckpointError("a recipe, not a model", name_or_folder, fix)
     patterns = ["*.json", "*.safetensors", "*.txt"]
     try:
         from huggingface_hub import snapshot_download
@@ -69,6 +64,9 @@ def find_folder(name_or_folder: str) -> Path:
         reason = re.split(r"\.? An error|\. |\n", str(error))[0].removeprefix("Got: ")
         what = f"no such folder here, and no download from the hub: {reason}"
         fix = "check the name, or the connection (pip install megatoken[hf])"
+        if "/" not in name_or_folder and name_or_folder not in PUBLISHED:
+            what = f"neither a folder here nor a model that is known by this name; the hub: {reason}"
+            fix = f"{suggest_model(name_or_folder)} others are OWNER/NAME on the hub"
         raise CheckpointError(what, name_or_folder, fix) from error
 
 
@@ -87,8 +85,22 @@ def _refuse_data(folder: Path) -> None:
         raise CheckpointError("text, not a model", str(folder), fix)
 
 
+def suggest_model(name: str) -> str:
+    """The folder here or in runs/, or the published model, that is most like a name; what is published."""
+    known = {each: each for each in PUBLISHED} | {recipe: hub for hub, recipe in PUBLISHED.items()}
+    folders = [folder for folder in (Path(), Path("runs")) if folder.is_dir()]
+    known |= {path.name: str(path) for folder in folders for path in folder.iterdir() if path.is_dir()}
+    near = known.get(nearest(name.lower(), known))
+    return f"did you mean {near}?" if near else f"known: {', '.join(PUBLISHED)};"
+
+
 def refuse_missing_path(name: str) -> None:
-    """Raise CheckpointError for what is not there and can be no hub name: in a folder that is here, or in runs/."""
+    """Raise CheckpointError for what is not there and no hub name: in a folder that is here, in runs/, a recipe."""
+    if name in list_recipes() and not Path(name).exists():
+        fix = f"train it: megatoken train {name}, and give runs/{name}"
+        hub = next((hub for hub, recipe in PUBLISHED.items() if recipe == name), "")
+        fix += f"; OpenAI's weights are openai-community/{hub}" if hub else ""
+        raise CheckpointError("a recipe, not a model", name, fix)
     path, parent = Path(name), Path(name).parent
     if (
         is_address(name)
