@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from megatoken.distributed import comm
 from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode, PeerError
 from megatoken.launch.local import find_free_port
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.fault(50)
 # Rank 1 of 2, whose address belongs to a program that accepts connections and never answers.
@@ -52,6 +54,28 @@ def test_ranks_that_do_not_meet(
     what = rf"rank {rank} of 2 could not join: .*{reason}.* — 127.0.0.1:{port} — check that all ranks were started"
     with pytest.raises(PeerError, match=what), join_process_group(dist_env, "cpu"):
         pass
+
+
+def join_often(rank: int, port: int) -> None:
+    """One of two ranks that join again and again at one address, as a program does that trains twice."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(comm, "JOIN_SECONDS", 20)
+    dist_env = DistEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, port=port)
+    for _ in range(20):
+        with join_process_group(dist_env, "cpu") as two:
+            assert two.gather(rank) == [0, 1]
+            assert two.sum(torch.ones(1)) == 2
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_ranks_that_join_again_at_the_same_address(agent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """agent: torchrun's own store, in which the keys of earlier joinings stay."""
+    port = find_free_port()
+    if agent:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        kept = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        assert kept.port == port
+    run_ranks(join_often, port, nprocs=2)
 
 
 def test_a_program_that_does_not_answer_at_the_address() -> None:

@@ -3,7 +3,6 @@
 import json
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,6 @@ def work(rank: int, port: int, folder: str) -> None:
     dist_env = DistEnv(rank=rank, world_size=WORLD, local_rank=rank, local_world_size=WORLD, port=port)
     found: dict[str, Any] = {}
     with join_process_group(dist_env, "cpu") as comm:
-        port = comm.broadcast_from_rank0(find_free_port())
         for layout in LAYOUTS:
             found[layout] = {"untouched": train(build(layout, comm), comm)}
             state = build(layout, comm)
@@ -114,7 +112,7 @@ def work(rank: int, port: int, folder: str) -> None:
                 patch.setattr(nn.Module, "compile", compile_badly)
                 note = compile_forward(state, tiny_step_config(2), CPU, "blocks")
                 found[layout] |= {"note": note, "compiled": train(state, comm)}
-    dist_env, start = replace(dist_env, port=port), time.monotonic()
+    start = time.monotonic()
     try:
         with (
             join_process_group(dist_env, "cpu") as comm,

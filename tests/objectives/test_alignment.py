@@ -195,18 +195,17 @@ OBJECTIVES = {"dpo": [], "reward": [], "grpo": ["objective.kl=0.1", "objective.u
 
 
 def train_as_ranks(
-    rank: int, base: Path, name: str, words: list[str], outs: dict[Path, str], ports: list[int], die_at: int
+    rank: int, base: Path, name: str, words: list[str], outs: dict[Path, str], port: int, die_at: int
 ) -> None:
-    """One of two ranks; outs: run folders with their sharding, each with a port of its own."""
-    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    """One of two ranks; outs: run folders with their sharding."""
+    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in facts.items()})
 
     def die(row: dict[str, Any]) -> None:
         if row["kind"] == "train" and row["step"] == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for (out, sharding), port in zip(outs.items(), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+    for out, sharding in outs.items():
         own = [*OBJECTIVES[name], *words, f"machine.sharding={sharding}", "machine.micro_batch=2"]
         train(base, name, out, *own, callbacks=[die])
 
@@ -220,7 +219,7 @@ def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -
     save_run(tmp_path / "run", model, TOKENIZER)
     outs = {tmp_path / sharding: sharding for sharding in ("zero1", "zero2", "zero3")}
     words = [f"model.init={tmp_path / 'run'}", "budget.steps=4", "evaluate.every=4steps", "save.every=0"]
-    run_ranks(train_as_ranks, base, name, words, outs, [find_free_port() for _ in outs], 0, nprocs=2)
+    run_ranks(train_as_ranks, base, name, words, outs, find_free_port(), 0, nprocs=2)
     train(base, name, tmp_path / "one", *OBJECTIVES[name], *words)
     one, expected = weights(tmp_path / "one"), losses(tmp_path / "one")
     assert any(0 < row.get("stopped", 0.5) < 1 for row in read_metrics(tmp_path / "one"))
@@ -240,13 +239,12 @@ def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: 
     """Its reference is lost, too: it is made again, of the model that the hash of the gathered weights names."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     with pytest.raises(ProcessException):
-        run_ranks(train_as_ranks, base, "grpo", [], {killed: "zero3"}, [find_free_port()], 5, nprocs=2)
+        run_ranks(train_as_ranks, base, "grpo", [], {killed: "zero3"}, find_free_port(), 5, nprocs=2)
     assert 0 < list_steps(killed / "checkpoints")[-1] < 5
     reference = killed / "reference" / "reference.safetensors"
     kept = reference.read_bytes()
     reference.unlink()
-    ports = [find_free_port(), find_free_port()]
-    run_ranks(train_as_ranks, base, "grpo", [], {killed: "zero3", whole: "zero3"}, ports, 0, nprocs=2)
+    run_ranks(train_as_ranks, base, "grpo", [], {killed: "zero3", whole: "zero3"}, find_free_port(), 0, nprocs=2)
     assert reference.read_bytes() == kept
     one, other = weights(whole), weights(killed)
     assert all(torch.equal(one[key], other[key]) for key in one)

@@ -174,17 +174,12 @@ def flip(state: TrainState, tensor: int, bit: int) -> None:
     raw[place] ^= 1 << bit
 
 
-def run_here(job: Job, recipe: Path, out: Path, rank: int = 0, ports: Sequence[int] = ()) -> dict[str, Any]:
-    """Run a job in this process: exit code and error.
-
-    ports: one for each time that several processes join; one alone might still be the store's of the time before.
-    """
+def run_here(job: Job, recipe: Path, out: Path, rank: int = 0) -> dict[str, Any]:
+    """Run a job in this process: exit code and error."""
     config = resolve(str(recipe), job.words)
     stops = [lambda row: row["kind"] == "train" and row["step"] == job.stop]
     try:
-        for time, callbacks in enumerate(([stops] if job.stop else []) + [[]]):
-            if ports:
-                os.environ["MASTER_PORT"] = str(ports[time])
+        for callbacks in ([stops] if job.stop else []) + [[]]:
             with inject(job, rank):
                 summary = Trainer(config, out, callbacks=callbacks, console=Console(quiet=True)).fit()
     except MegatokenError as error:
@@ -197,19 +192,14 @@ def run_jobs(jobs: Sequence[Job], recipe: Path, folder: Path, nproc: int) -> dic
     if nproc == 1:
         return {job.name: run_here(job, recipe, folder / job.name) for job in jobs}
     answers = folder / f"answers-{nproc}.json"
-    ports = [(find_free_port(), find_free_port()) for _ in jobs]
-    mp.spawn(_work, args=(nproc, list(jobs), ports, recipe, folder, answers), nprocs=nproc)
+    mp.spawn(_work, args=(nproc, find_free_port(), list(jobs), recipe, folder, answers), nprocs=nproc)
     return dict(json.loads(answers.read_text()))
 
 
-def _work(
-    rank: int, nproc: int, jobs: list[Job], ports: list[tuple[int, int]], recipe: Path, folder: Path, answers: Path
-) -> None:
-    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+def _work(rank: int, nproc: int, port: int, jobs: list[Job], recipe: Path, folder: Path, answers: Path) -> None:
+    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in facts.items()}
-    found = {
-        job.name: run_here(job, recipe, folder / job.name, rank, own) for job, own in zip(jobs, ports, strict=True)
-    }
+    found = {job.name: run_here(job, recipe, folder / job.name, rank) for job in jobs}
     if rank == 0:
         answers.write_text(json.dumps(found))
 

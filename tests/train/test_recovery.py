@@ -112,6 +112,14 @@ def test_a_slow_rank_is_named(runs: tuple[Path, dict[str, dict[str, Any]]]) -> N
     assert (row["step"], row["rank"]) == (16, 1)
 
 
+def test_two_processes_fit_twice_at_one_address_ten_times(recipe: Path, tmp_path: Path) -> None:
+    jobs = [Job(name=f"again-{n}", words=("save.every=0", "budget.steps=4"), stop=2) for n in range(10)]
+    answers = run_jobs(jobs, recipe, tmp_path, 2)
+    assert answers == {job.name: {"code": 0, "error": ""} for job in jobs}
+    first, *others = [final_bits(tmp_path / job.name) for job in jobs]
+    assert all(bits == first for bits in others)
+
+
 @pytest.mark.fault(45)
 def test_a_spike_is_reported_or_skipped(recipe: Path, tmp_path: Path) -> None:
     words = ("budget.steps=68", "optim.warmup=0", "optim.lr=1e-3", "machine.micro_batch=12", "save.every=0")

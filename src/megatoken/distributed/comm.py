@@ -4,6 +4,7 @@ Device tensors go by NCCL between CUDA devices and by gloo otherwise; flags and 
 wait for a device. A process that has died is noticed by the others within the time limit.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode, MegatokenError, PeerError
@@ -28,6 +31,7 @@ WAIT_SECONDS = 1800  # for flags and objects: rank 0 may be choosing kernels, sa
 PEER_LOST = re.compile("gloo|NCCL|closed by peer|timed out", re.IGNORECASE)  # in torch's errors about a lost process
 
 T = TypeVar("T")
+_stores: dict[DistEnv, tuple[Store, Iterator[int]]] = {}  # of this process, and the numbers of its joinings
 
 
 class Comm:
@@ -115,6 +119,22 @@ def peer_errors(dist_env: DistEnv) -> Iterator[None]:
         raise PeerError(what, f"{dist_env.world_size} ranks", fix) from None
 
 
+def open_store(dist_env: DistEnv) -> Store:
+    """The keys of the next joining at an address, empty; all ranks join equally often.
+
+    The server is kept as long as this process: were it closed with the group, ranks that join again could still reach
+    it, or read in torchrun's the addresses of the time before, and wait for processes that are not there.
+    """
+    if dist_env not in _stores:
+        url = f"tcp://{dist_env.address}:{dist_env.port}"
+        timeout = timedelta(seconds=JOIN_SECONDS)
+        store, *_ = next(rendezvous(url, dist_env.rank, dist_env.world_size, timeout=timeout))
+        _stores[dist_env] = store, itertools.count()
+    store, joinings = _stores[dist_env]
+    store.set_timeout(timedelta(seconds=JOIN_SECONDS))
+    return PrefixStore(f"megatoken-{next(joinings)}", store)
+
+
 @contextmanager
 def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
     """Join the process group, and leave it together with the others. Raises PeerError when a process does not join."""
@@ -134,7 +154,7 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
     try:
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
-            init_method=f"tcp://{address}",
+            store=open_store(dist_env),
             rank=dist_env.rank,
             world_size=dist_env.world_size,
             timeout=timedelta(seconds=JOIN_SECONDS),
@@ -142,6 +162,7 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
         comm = Comm(dist_env, dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS)))
         comm.barrier()
     except (RuntimeError, ValueError) as error:
+        _stores.pop(dist_env, None)
         what = f"rank {dist_env.rank} of {dist_env.world_size} could not join: {str(error).splitlines()[0]}"
         raise PeerError(what, address, "check that all ranks were started and reach this address") from None
     finally:
