@@ -12,7 +12,7 @@ import pytest
 from rich.color import Color
 
 from megatoken.cli.progress import PrepareBar
-from megatoken.console import ACCENT, MUTED, WARNING, Console, format_step, spell_controls
+from megatoken.console import ACCENT, MUTED, WARNING, Console, format_memory, format_step, spell_controls
 from megatoken.data.prepare import Progress
 
 ROW = {"step": 410, "loss": 4.1234, "grad_norm": 1.02, "lr": 3.1e-4, "seconds": 0.098, "tokens_per_second": 5210.4}
@@ -53,6 +53,11 @@ def test_a_step_begins_with_progress_and_time_left() -> None:
     )
     assert format_step({**ROW, "step": 1199, "mfu": None}, 1200, 0, 0.1).startswith(" 99% | left 0s | step 1199/1200 |")
     assert format_step({**ROW, "step": 1200}, 1200, 0, 0.0).startswith("100% | left 0s | step 1200/1200 |")
+
+
+@pytest.mark.parametrize(("number", "text"), [(5 << 28, "1.25 GiB"), (110 << 20, "0.11 GiB"), (3 << 19, "1.5 MiB")])
+def test_memory_has_digits(number: int, text: str) -> None:
+    assert format_memory(number) == text
 
 
 @LINUX

@@ -41,6 +41,11 @@ def format_quantity(value: float, unit: str = "") -> str:
     return f"{value:.4g} {unit}".rstrip()
 
 
+def format_memory(number: float) -> str:
+    """Bytes as 1.25 GiB, or 49.2 MiB."""
+    return f"{number / 2**30:.2f} GiB" if number >= 0.1 * 2**30 else f"{number / 2**20:.1f} MiB"
+
+
 def format_count(number: int, noun: str, nouns: str = "") -> str:
     """A count with its noun: 1 document, 2,000 documents. nouns: the plural where it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
@@ -59,7 +64,7 @@ def format_step(row: Mapping[str, Any], total_steps: int, memory_bytes: int, rem
         f"lr {row['lr']:.2e}",
         f"norm {row['grad_norm']:.3f}",
         f"MFU {mfu}",
-        f"{memory_bytes / 2**30:.2f} GiB",
+        format_memory(memory_bytes),
         f"{row['seconds'] * 1e3:.0f} ms/step",
     )
     return SEPARATOR.join(parts)

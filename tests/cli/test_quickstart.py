@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import megatoken
 from megatoken.cli.main import main
+from megatoken.cli.quickstart import find_prompt
 from megatoken.config.load import SHIPPED, list_recipes, prepare_words, resolve
+from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
 
 SHORT = ("budget.steps=2", "model.n_layer=1", "model.d_model=32", "machine.micro_batch=2", "evaluate.tokens=512")
@@ -61,6 +64,20 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     assert again["sample"] == first["sample"]
     assert (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes() == metrics
     assert main(["quickstart", "--json", *SHORT, "budget.steps=3"]) == ExitCode.CONFIG  # another run is in the folder
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("?\n\nGREMIO: Good morrow, neighbour", "GREMIO: Good morrow,"),
+        ("\n--- \n  def f(x): return x", "def f(x): return"),
+        ("...", "..."),
+    ],
+)
+def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    megatoken.prepare(str(tmp_path / "a.txt"), str(tmp_path / "data"), tokenizer="bytes", val_fraction=0)
+    assert find_prompt(load_dataset(str(tmp_path / "data"))) == prompt
 
 
 def test_quickstart_on_own_text_is_one_command(

@@ -40,7 +40,7 @@ from megatoken.config.load import (
 from megatoken.config.model_config import ModelConfig, describe_heads
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, Config
-from megatoken.console import Console, format_count
+from megatoken.console import Console, format_count, format_memory
 from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.parallel_dims import ParallelDims, check_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode, MegatokenError, StorageError
@@ -381,7 +381,7 @@ def run_describe(options: argparse.Namespace) -> Result:
         ("parameters", f"{answer['parameters']:,}"),
         ("in products", f"{answer['matmul_parameters']:,} (the output layer counted once)"),
         ("FLOPs/token", f"{full:,} full attention, {causal:,} causal"),
-        ("state", f"{answer['state_bytes'] / 2**30:.2f} GiB of fp32 weights and the state of {config.optim.name}"),
+        ("state", f"{format_memory(answer['state_bytes'])} of fp32 weights and the state of {config.optim.name}"),
         ("first loss", f"ln(V) = {answer['expected_initial_loss']:.3f} nats"),
     ]
     if not options.json:

@@ -303,7 +303,8 @@ def describe_price(plan: Plan) -> str:
     if plan.dollars is None:
         return f"unknown: no price of {plan.gpu.name} here; give dollars of a GPU-hour by --price"
     source = PRICES_FROM if plan.price == plan.gpu.price else "--price"
-    return f"${plan.dollars:,.2f} at ${plan.price:.2f} a GPU-hour ({source})"
+    sum_of_dollars = f"${plan.dollars:,.2f}" if plan.dollars >= 0.01 else "less than $0.01"
+    return f"{sum_of_dollars} at ${plan.price:.2f} a GPU-hour ({source})"
 
 
 def time_unit(hours: float) -> tuple[str, float]:

@@ -72,15 +72,15 @@ def quickstart(options: Namespace, commands: Mapping[str, Command]) -> tuple[int
 
 
 def find_prompt(dataset: Any) -> str:
-    """The first words of the held-out text, of all text where nothing is held out.
+    """The first words of the held-out text, of all text where nothing is held out, from one with a letter on.
 
     Without a blank at the end: the tokens of a word begin with the blank before it.
     """
     tokens = dataset.val if len(dataset.val) else dataset.train
     ids = tokens.read(0, min(32, len(tokens))).tolist()
     document = dataset.tokenizer.decode([*takewhile(lambda id: id != dataset.tokenizer.eot, ids)])
-    words = re.match(r"\s*\S+(?:[ \t]+\S+){0,2}", document)
-    return words[0].strip() if words else ""
+    words = re.search(r"\S*\w\S*(?:[ \t]+\S+){0,2}", document)
+    return words[0] if words else document.strip()
 
 
 def measure_compressors(dataset: Any, seq_len: int) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatoken.console import format_duration
+from megatoken.console import format_duration, format_memory
 from megatoken.distributed.memory import estimate_memory
 from megatoken.estimate.calibrate import count_run_bytes, find_calibration
 from megatoken.estimate.speed import Layout, estimate_step
@@ -25,14 +25,14 @@ class Expectation:
         steps = run.step_config
         left = steps.tokens_before(steps.total_steps) - steps.tokens_before(run.state.step)
         seconds, rate = left / steps.batch_tokens * self.step_seconds, steps.batch_tokens / self.step_seconds
-        memory = f"{self.memory_bytes / 2**30:.2f} GiB"
+        memory = format_memory(self.memory_bytes)
         return f"{format_duration(seconds)} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
 
     def describe_error(self, batches: float, seconds: float, memory_bytes: int) -> str:
         """How far off that was. batches: full ones that took `seconds`."""
         longer, more = seconds / (batches * self.step_seconds) - 1, memory_bytes / self.memory_bytes - 1
         time = f"steps took {format_duration(seconds)}, {_compare(longer, 'longer', 'shorter')}"
-        return f"{time}; memory {memory_bytes / 2**30:.2f} GiB, {_compare(more, 'more', 'less')}"
+        return f"{time}; memory {format_memory(memory_bytes)}, {_compare(more, 'more', 'less')}"
 
 
 def _compare(share: float, above: str, below: str) -> str:
