@@ -332,6 +332,30 @@ def test_mistakes_get_the_suggestion_that_was_meant(
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "fifo", "weights.safetensors"}
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("train runs", "'runs' is a folder of runs — name one: runs/own"),
+        ("train runs/onw", "did you mean runs/own?"),
+        ("plot runs", "runs/metrics.jsonl — name one of its runs: runs/own"),
+        ("report runs", "runs/metrics.jsonl — name one of its runs: runs/own"),
+        ("sample runs hi", "a folder of runs, not a model — runs — name one: runs/own"),
+        ("train quickstart data.path=a.txt", "a.txt — megatoken prepare a.txt --out data/a, and set data.path=data/a"),
+        ("train quickstart data.path=t", "t — megatoken prepare t --out data/t, and set data.path=data/t"),
+    ],
+)
+def test_folders_and_texts_in_the_wrong_place(
+    line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "own" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "t").mkdir()
+    for path in ("a.txt", "t/b.txt"):
+        (tmp_path / path).write_text("text")
+    assert main(shlex.split(line)) in (2, 3, 4)
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("setting", "says", "of_option"), SETTINGS)
 def test_settings_of_other_tools_in_three_forms(
     setting: str, says: str, of_option: str, capsys: pytest.CaptureFixture[str]

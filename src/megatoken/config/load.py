@@ -23,7 +23,16 @@ from megatoken.config.effects import list_without_effect
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_config, flatten, resume_class, validate
-from megatoken.config.words import MAIN_FIELDS, TEXTS, WEIGHTS, find_value, suggest_key, suggest_recipe, suggest_value
+from megatoken.config.words import (
+    MAIN_FIELDS,
+    TEXTS,
+    WEIGHTS,
+    find_value,
+    nearest,
+    suggest_key,
+    suggest_recipe,
+    suggest_value,
+)
 from megatoken.errors import ConfigError
 from megatoken.redact import redact
 
@@ -119,6 +128,14 @@ def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> Reso
     lines = file.read_text(encoding="utf-8").splitlines()
     noted = {f"{file}:{number}": line.rpartition("  # ")[2] for number, line in enumerate(lines, 1) if "  # " in line}
     return replace(resolved, origins={key: noted.get(where, where) for key, where in resolved.origins.items()})
+
+
+def list_runs(folder: Path) -> list[str]:
+    """Paths of the runs in a folder; none where it cannot be read."""
+    with suppress(OSError):
+        paths = sorted(folder.iterdir())
+        return [str(path) for path in paths if (path / RUN_CONFIG).is_file() or (path / "checkpoints").is_dir()]
+    return []
 
 
 def load_config(recipe: str, *overrides: str) -> Config:
@@ -246,6 +263,8 @@ def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
     if recipe.removesuffix(".yaml") in known:
         return SHIPPED / f"{recipe.removesuffix('.yaml')}.yaml"
     is_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
+    if recipe and (runs := list_runs(Path(recipe))):
+        raise ConfigError(f"'{recipe}' is a folder of runs", fix=f"name one: {', '.join(runs[:5])}")
     if recipe and Path(recipe).is_dir():
         what = f"'{recipe}' is a folder without a run"
         as_data, as_text = shlex.join([f"data.path={recipe}"]), shlex.quote(recipe)
@@ -255,6 +274,8 @@ def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
     what = f"'{recipe}' is no recipe" if Path(recipe).is_file() else what
     names = [*dict.fromkeys([*known, "depth-N", *others])]
     fix = f"{suggest_recipe(recipe, names)}, or the path of a .yaml file or a run"
+    if near := nearest(recipe, list_runs(Path(recipe).parent)) if is_path else "":
+        fix = f"did you mean {near}?"
     raise ConfigError(what, fix=fix)
 
 

@@ -6,6 +6,7 @@ once by `verify_dataset`. No file can run code: the header of a .npy file is a l
 
 import os
 import re
+import shlex
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatoken.config.load import prepare_words
+from megatoken.config.words import TEXTS
 from megatoken.data.documents import Ids
 from megatoken.data.remote import Report, local_dataset, no_report
 from megatoken.data.shard_format import (
@@ -389,6 +391,9 @@ def _list_external(path: Path) -> list[Path]:
         fix = f"make it with: megatoken {' '.join(prepare_words(str(path), str(path)))}"
         if any(sign in str(path) for sign in "*?["):
             fix = "check the pattern; or make shards: megatoken prepare SOURCE --out DIR, and set data.path=DIR"
+        elif path.exists() and any(file.suffix in TEXTS for file in found):
+            what, made = "text, not a dataset", f"data/{path.stem if path.is_file() else path.absolute().name}"
+            fix = f"{shlex.join(['megatoken', 'prepare', str(path), '--out', made])}, and set data.path={made}"
         raise DataError(what, path, fix)
     return files
 

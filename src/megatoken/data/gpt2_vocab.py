@@ -10,6 +10,7 @@ from megatoken.system.environment import megatoken_cache, tiktoken_caches
 
 Merges = list[tuple[str, str]]
 
+INSTEAD = ", or prepare with --tokenizer bpe:4096, trained on your text, or bytes"
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 TIKTOKEN_VOCAB = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name of the file: the sha1 of its address
@@ -29,7 +30,7 @@ def find_gpt2_merges() -> Merges:
     """GPT-2's merges from this machine, else downloaded. Raises DataError, naming the file that is needed."""
     if (merges := find_local_merges()) is not None:
         return merges
-    return _parse_merges(download(VOCAB_URL, megatoken_cache() / "vocab.bpe", VOCAB_SHA256))
+    return _parse_merges(download(VOCAB_URL, megatoken_cache() / "vocab.bpe", VOCAB_SHA256, INSTEAD))
 
 
 def find_local_merges() -> Merges | None:

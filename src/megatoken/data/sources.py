@@ -281,16 +281,16 @@ def _refuse_shards(paths: Iterable[Path]) -> None:
         raise DataError(what, shard, "train with data.path set to their folder, or name text files here")
 
 
-def download(url: str, target: Path, sha256: str) -> bytes:
+def download(url: str, target: Path, sha256: str, instead: str = "") -> bytes:
     """The bytes at `url`, from `target` if it holds them already; otherwise downloaded and kept there.
 
-    Raises DataError when the address cannot be reached or holds something else.
+    instead: what else one can do. Raises DataError when the address cannot be reached or holds something else.
     """
     with suppress(OSError):
         cached = target.read_bytes()
         if hashlib.sha256(cached).hexdigest() == sha256:
             return cached
-    fix = f"download it elsewhere and place it at {target}"
+    fix = f"download it elsewhere and place it at {target}{instead}"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
             data: bytes = response.read()

@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from megatoken.config.load import list_runs
 from megatoken.errors import DataError, StorageError
 from megatoken.redact import redact
 from megatoken.system.atomic_write import MALFORMED, read_json, replace_file
@@ -205,7 +206,9 @@ def read_metrics(run: Path | str, warn: Callable[[str], None] = warnings.warn) -
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
-        raise DataError(f"no metrics to read: {error.strerror}", path, "name the folder of a run") from error
+        runs = list_runs(Path(run))
+        fix = f"name one of its runs: {' '.join(runs[:5])}" if runs else "name the folder of a run"
+        raise DataError(f"no metrics to read: {error.strerror}", path, fix) from error
     rows, skipped = [], list[int]()
     for number, line in enumerate(lines, start=1):
         row = parse_row(line)

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatoken.config.load import list_recipes
+from megatoken.config.load import list_recipes, list_runs
 from megatoken.config.presets import PUBLISHED
 from megatoken.config.words import nearest
 from megatoken.convert.fill_model import HEAD, fill_model
@@ -77,7 +77,7 @@ def _refuse_data(folder: Path) -> None:
     if (folder / MANIFEST_NAME).is_file():
         fix = f"train one on it: megatoken train RECIPE {shlex.quote(f'data.path={folder}')}"
         raise CheckpointError("a dataset, not a model", str(folder), fix)
-    if runs := sorted(path.name for path in folder.iterdir() if (path / "checkpoints").is_dir()):
+    if runs := list_runs(folder):
         raise CheckpointError("a folder of runs, not a model", str(folder), f"name one: {', '.join(runs[:5])}")
     suffixes = {path.suffix for path in folder.iterdir()}
     if suffixes.intersection(IN_FOLDERS) and not suffixes & {".json", ".safetensors"}:
