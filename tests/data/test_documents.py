@@ -126,7 +126,7 @@ def test_parquet_without_text_in_a_row(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("{", "Expecting property name"),
-        ("[1]", "must be a JSON object"),
+        ("[1]", "must be a JSON object, not [1] — "),
         ('{"txt": "x"}', "no key 'text' (it has: txt)"),
         ('{"text": null}', "'text' is null, not a string"),
         ('{"text": 5}', "'text' is 5, not a string"),

@@ -149,6 +149,7 @@ def test_preferences_are_pairs_of_rows(tmp_path: Path) -> None:
         {"prompt": two_turns, "chosen": "6", "rejected": [{"role": "assistant", "content": "7"}]},
         {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": "no"}]},
     ]
+    rows[2]["messages"] = [USER, ANSWER]  # as in UltraFeedback
     dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
     pairs = open_rows(dataset, "train")
     texts = []
@@ -197,6 +198,9 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ([{"instruction": " ", "output": "x"}], "the user's content is empty — {}:1, message 1"),
         ([GOOD, {"prompt": "a", "completion": "b"}], "prompt/completion here, messages at {}:1 — {}:2"),
         ([GOOD, {"chat": 1}], "a row of no known format, its keys are chat — {}:2"),
+        ([{"prompt": "a", "answer": "c", "completion": ""}], "two formats, prompt/completion and prompt/answer — {}:1"),
+        ([PAIR, {**PAIR, "answer": "c"}], "two formats, prompt/chosen/rejected and prompt/answer — {}:2 — leave out"),
+        ([{**GOOD, "conversations": []}], "two formats, messages and conversations (ShareGPT) — {}:1"),
         ([GOOD, 3], "a row of no known format, its keys are int — {}:2"),
         ([{"prompt": "a", "chosen": "b", "rejected": "b"}], "chosen equals rejected — {}:1"),
         ([{**PAIR, "chosen": [USER, USER]}], "two messages of the user in a row — {}:1, chosen"),
@@ -235,6 +239,12 @@ def test_an_array_of_conversations_is_not_text(name: str, indent: int | None, tm
         peek_format(find_source(str(tmp_path / name)), "text")
     (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=indent))
     assert peek_format(find_source(str(tmp_path / name)), "text") is None
+    (tmp_path / name).write_text(json.dumps([{"a": 1, "b": 2}, GOOD], indent=indent))
+    if name == "rows.json":  # is text, whatever it holds
+        assert peek_format(find_source(str(tmp_path / name)), "text") is None
+        return
+    with pytest.raises(MegatokenError, match=r"rows of no known format, the first has the keys a, b, not a line .*jq"):
+        peek_format(find_source(str(tmp_path / name)), "text")
 
 
 def test_a_first_row_without_an_answer_is_not_text(tmp_path: Path) -> None:

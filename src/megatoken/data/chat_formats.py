@@ -9,7 +9,8 @@
 | prompt, chosen, rejected | a preference | trl |
 | prompt, answer | a prompt with its answer | GSM8K, verl |
 
-A prompt or an answer of these is text, or a list of messages.
+A prompt or an answer of these is text, or a list of messages. A row has the keys of one format; beside a preference
+`messages` may stand, the chosen conversation once more, as in UltraFeedback (Tunstall et al. 2023).
 """
 
 import json
@@ -70,7 +71,7 @@ def peek_format(source: Source, text_key: str) -> Format | None:
     prompt without an answer.
     """
     if source.files and all(re.search(r"\.(json|jsonl|ndjson)(\.|$)", file.name) for file in source.files):
-        _refuse_other_json(source, source.files[0])
+        _refuse_other_json(source, source.files[0], text_key)
     if source.files and all(file.format == "rows" for file in source.files):
         _refuse_parquet(source, source.files[0], text_key)
     lines = tuple(file for file in source.files if file.format == "lines")
@@ -100,8 +101,17 @@ def _refuse_prompt_alone(row: Any, where: str) -> None:
         raise DataError("no answer beside the prompt", where, fix)
 
 
-def _refuse_other_json(source: Source, file: File) -> None:
-    """Raise DataError for an array of conversations, and for conversations in a file of another suffix than lines'."""
+def _refuse_two_formats(row: Any, where: str) -> None:
+    names = [each.name for each in FORMATS if isinstance(row, dict) and row.keys() >= set(each.keys)]
+    if len(names) > 1 and names != ["prompt/chosen/rejected", "messages"]:
+        raise DataError(f"a row of two formats, {names[0]} and {names[1]}", where, "leave out the keys of one")
+
+
+def _refuse_other_json(source: Source, file: File, text_key: str) -> None:
+    """Raise DataError for an array of rows, but of text, and for conversations in a file of another suffix than lines'.
+
+    An array of anything in a file that is not one of lines is text.
+    """
     head = ""
     with source.open(file) as raw, suppress(OSError, EOFError, zlib.error):  # the reader reports it
         head = decompress(raw, file).read(ARRAY_HEAD_BYTES).decode("utf-8-sig", errors="replace")
@@ -112,9 +122,12 @@ def _refuse_other_json(source: Source, file: File) -> None:
         row, _ = json.JSONDecoder().raw_decode(head, start.end())
     except (ValueError, RecursionError):
         return
-    if (found := detect_format(row)) and start[1]:
+    found = detect_format(row)
+    if start[1] and (found or (file.format == "lines" and text_key not in row)):
+        keys = ", ".join(row) or "none"
+        what = found.name if found else f"rows of no known format, the first has the keys {keys:.80}"
         fix = "write a row a line, such as by: jq -c '.[]' FILE.json > FILE.jsonl"
-        raise DataError(f"an array of {found.name}, not a line of JSON for each row", file.path, fix)
+        raise DataError(f"an array of {what}, not a line of JSON for each row", file.path, fix)
     if found:
         fix = "write a row a line, such as by: jq -c . FILE.json > FILE.jsonl"
         raise DataError(f"{found.name} in a file that is not named .jsonl", file.path, fix)
@@ -144,6 +157,7 @@ def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
             raise DataError(f"not a line of JSON: {error!s:.100}", where, "mend it or leave it out") from error
         found = detect_format(row)
         _refuse_prompt_alone(row, where)
+        _refuse_two_formats(row, where)
         if found is None:
             keys = ", ".join(list(row)[:8]) if isinstance(row, dict) else type(row).__name__
             known = "; ".join(" + ".join(each.keys) for each in FORMATS)

@@ -171,7 +171,7 @@ def _parse_line(line: bytes, policy: Invalid, text_key: str) -> tuple[str, bool]
     content, replaced = _decode(line, policy)
     row = json.loads(content)
     if not isinstance(row, dict):
-        raise ValueError("a line must be a JSON object")
+        raise ValueError(f"a line must be a JSON object, not {content.strip():.60}")
     if text_key not in row:
         raise ValueError(f"no key {text_key!r} (it has: {', '.join(sorted(row)):.200})")
     text = row[text_key]
