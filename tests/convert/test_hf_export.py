@@ -257,10 +257,30 @@ def test_a_full_disk_is_one_line(
     name = save_run(tmp_path / "run", draw_model())
     monkeypatch.setattr("megatoken.convert.hf.export.save_file", fail)
     assert main(["export", str(name), "--out", str(tmp_path / "hf")]) == ExitCode.STORAGE
-    assert "cannot write the export: I/O error: No space left on device" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot write the export: I/O error: No space left on device" in said
+    assert "free some space or choose another --out" in said
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert main(["export", str(name), "--out", str(tmp_path / ("x" * 300))]) == ExitCode.STORAGE
-    assert "cannot write the export: File name too long" in capsys.readouterr().err
+    out = tmp_path / ("x" * 300)
+    assert main(["export", str(name), "--out", str(out)]) == ExitCode.STORAGE
+    assert capsys.readouterr().err == (
+        f"error: cannot write the export: File name too long — {out} — choose an --out that can be written\n"
+    )
+
+
+@pytest.mark.parametrize("raised", [OSError("no file named model.safetensors"), ValueError("unknown\narchitecture")])
+def test_what_transformers_cannot_load_is_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    name = save_run(tmp_path / "run", draw_model())
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(MegatokenError, match=r"transformers .* cannot load what was written: (no|unknown) ") as caught:
+        export(str(name), "hf", tmp_path / "hf", "fp32", Console(quiet=True))
+    assert caught.value.code == ExitCode.CHECKPOINT
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_without_transformers_verified_is_false(

@@ -1,6 +1,7 @@
 """Exports a model to the files of another program, and checks them before the folder gets its name."""
 
 import copy
+import errno
 import os
 import shutil
 import warnings
@@ -20,6 +21,7 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError, ConfigError, StorageError
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
+from megatoken.system.atomic_write import error_number
 
 
 def export(
@@ -60,7 +62,8 @@ def export(
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        fix = "free some space or choose another --out"
+        is_full = error_number(error) in (errno.ENOSPC, errno.EDQUOT)
+        fix = "free some space or choose another --out" if is_full else "choose an --out that can be written"
         what = f"cannot write the export: {getattr(error, 'strerror', None) or error}"
         raise StorageError(what, str(out), fix) from error
     if console:

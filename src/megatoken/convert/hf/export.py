@@ -82,15 +82,20 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
     """The largest difference between logits in transformers and ours, as a share of the largest logit.
 
     Both compute in fp32 on the same random ids. None when transformers is not installed. Raises CheckpointError when
-    the difference exceeds TOLERANCE, or when the tokenizers differ.
+    it cannot load the folder, when the difference exceeds TOLERANCE, or when the tokenizers differ.
     """
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
         from transformers.utils import logging
     except ImportError:
         return None
     logging.disable_progress_bar()
-    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    try:
+        exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:  # its words for files and architectures that it does not take
+        what = f"transformers {__version__} cannot load what was written: {' '.join(str(error).split()):.200}"
+        raise CheckpointError(what, str(folder), "nothing is kept: update transformers and export again") from error
     shape = (CHECK_SEQS, min(model.config.seq_len, CHECK_TOKENS))
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -100,7 +105,6 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
     if not difference <= TOLERANCE:
         what = f"logits differ in transformers by {difference:.1e} of the largest, more than {TOLERANCE:.0e}"
         raise CheckpointError(what, str(folder), fix)
-    hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     found_ids = hf_tokenizer(CHECK_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
     if found_ids != tokenizer.encode(CHECK_TEXT).tolist():
         raise CheckpointError("transformers tokenizes a text differently", str(folder), fix)
