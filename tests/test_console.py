@@ -60,6 +60,15 @@ def test_memory_has_digits(number: int, text: str) -> None:
     assert format_memory(number) == text
 
 
+def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0() -> None:
+    answers = {**ROW, "loss": 0.0, "reward": 0.0, "stopped": 1.0}
+    line = format_step({**answers, "groups_without_difference": 1.0}, 1200, 0, 0.0)
+    assert "| reward 0.000 | no difference 1.000 | stopped 1.000 | 5,210 tok/s" in line
+    assert "no difference 0.500 | stopped 1.000 | loss 0.0" in format_step(
+        {**answers, "groups_without_difference": 0.5}, 1200, 0, 0.0
+    )
+
+
 @LINUX
 @pytest.mark.parametrize(
     ("width", "shown"),

@@ -19,7 +19,12 @@ LIVE_SECONDS = 0.1  # between updates of the line that is
 # Of the 256 colors, whose values no theme changes; each has a contrast of 4:1 or more to black and to white.
 ACCENT, MUTED, WARNING = "color(31)", "color(243)", "color(130)"
 SEPARATOR = " | "
-SHOWN_FIRST = {"reward": "reward", "accuracy": "in order", "stopped": "stopped"}  # of a train row: what matters more
+SHOWN_FIRST = {  # of a train row: what matters more than the loss
+    "reward": "reward",
+    "groups_without_difference": "no difference",
+    "accuracy": "in order",
+    "stopped": "stopped",
+}
 PLAIN_WIDTH = 80  # of rules in a file or pipe
 
 
@@ -52,14 +57,17 @@ def format_count(number: int, noun: str, nouns: str = "") -> str:
 
 
 def format_step(row: Mapping[str, Any], total_steps: int, memory_bytes: int, remaining_seconds: float) -> str:
-    """The line of a train row of metrics.jsonl, the most important first: a narrow terminal shows its beginning."""
+    """The line of a train row of metrics.jsonl, the most important first: a narrow terminal shows its beginning.
+
+    Without the loss where no group of answers had a difference in rewards: GRPO's is 0 then, which is no success.
+    """
     step, mfu = row["step"], "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
     parts = (
         f"{100 * step // total_steps:3d}%",
         f"left {format_duration(remaining_seconds)}",
         f"step {step:>{len(str(total_steps))}}/{total_steps}",
         *(f"{name} {row[key]:.3f}" for key, name in SHOWN_FIRST.items() if key in row),
-        f"loss {row['loss']:.4f}",
+        *([f"loss {row['loss']:.4f}"] if row.get("groups_without_difference") != 1 else []),
         f"{row['tokens_per_second']:,.0f} tok/s",
         f"lr {row['lr']:.2e}",
         f"norm {row['grad_norm']:.3f}",
