@@ -185,6 +185,20 @@ def test_a_closed_connection_frees_its_row_and_its_place(monkeypatch: pytest.Mon
             hook.remove()
 
 
+def test_a_free_row_takes_a_request_where_none_may_wait() -> None:
+    with serve(rows=1, waiting=0) as started:
+        for _ in range(3):
+            assert started.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+def test_top_p_0_is_the_likeliest_alone(served: Served) -> None:
+    greedy, narrow = (
+        served.ask(COMPLETIONS, {"prompt": "q", "max_tokens": 30} | how)[1]["choices"][0]["text"]
+        for how in ({"temperature": 0}, {"temperature": 2, "top_p": 0})
+    )
+    assert narrow == greedy == complete("q", 30, temperature=0)
+
+
 def test_a_key_is_wanted_where_there_is_one() -> None:
     with serve(api_key="open-sesame") as started:
         for headers, status in (

@@ -57,8 +57,7 @@ class Engine:
 
     def __init__(self, model: GPT, device: Device | None = None, *, rows: int = 8, waiting: int = 64) -> None:
         self.model, self._device = model, device
-        self._max_rows, self._max_waiting = rows, waiting
-        self.max_jobs = rows + waiting
+        self._max_rows, self.max_jobs = rows, rows + waiting
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: dict[int, Job] = {}
@@ -92,7 +91,8 @@ class Engine:
             if self._is_stopping:
                 raise Stopped
             self._forget_cancelled()
-            if len(self._waiting) >= self._max_waiting:
+            # With those that are decoded: what comes to a free row waits for the next step, too.
+            if len(self._running) + len(self._waiting) >= self.max_jobs:
                 raise QueueFull
             self._waiting.append(job)
             self._changed.notify_all()
