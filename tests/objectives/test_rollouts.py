@@ -242,20 +242,23 @@ def test_ppo_returns_are_the_rewards(tmp_path: Path):
     assert batch.values["values"].abs().max() == 0
 
 
-def test_steps_without_a_difference_are_said(tmp_path: Path):
+@pytest.mark.parametrize(("reward", "fix"), [(0.0, "a model that is right sometimes"), (1.0, "read some answers")])
+def test_steps_without_a_difference_are_said(
+    tmp_path: Path, reward: float, fix: str, capsys: pytest.CaptureFixture[str]
+):
     rows = []
     run = open_run(tmp_path)
-    run.callbacks = [rows.append]
-    batches = open_batches(run, lambda prompts, completions: [0.0] * len(completions))
+    run.console, run.callbacks = Console(), [rows.append]
+    batches = open_batches(run, lambda prompts, completions: [reward] * len(completions))
     for number in range(QUIET_ROLLOUTS - 1):
         metrics = train_step(run.state, run.step_config, CPU, batches.get(number))
         assert (metrics.loss, metrics.grad_norm) == (0.0, 0.0)
     assert rows == []
     batches.get(QUIET_ROLLOUTS)
     batches.get(QUIET_ROLLOUTS + 1)
-    assert [row["message"] for row in rows] == [
-        f"all answers to each prompt got the same reward for {QUIET_ROLLOUTS} steps, 0 at last"
-    ]
+    what = f"all answers to each prompt got the same reward for {QUIET_ROLLOUTS} steps, {reward:g} at last"
+    assert [row["message"] for row in rows] == [what]
+    assert fix in "".join(capsys.readouterr()).partition(what)[2]
     assert batches.metrics["groups_without_difference"] == 1.0
 
 

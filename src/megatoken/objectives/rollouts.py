@@ -165,6 +165,10 @@ class RolloutBatches:
             steps = QUIET_ROLLOUTS * run.config.objective.updates
             what = f"all answers to each prompt got the same reward for {steps} steps, {rewards[0, 0]:g} at last"
             fix = "nothing is learnt: start from a model that is right sometimes, or take easier prompts"
+            if rewards.mean() > 0:
+                fix = (
+                    "nothing more is learnt: read some answers, whether they are what was meant, or take harder prompts"
+                )
             run.console.warn(f"{what}; {fix}")
             run.write("event", what="no difference in rewards", share=1.0, message=what)
 
