@@ -80,6 +80,7 @@ soak: $(VENV)/.dev
 	$(if $(TRL),$(RECORD) trl-oracle -- $(TRL) tests/soak/trl_oracle.py)
 	$(BIN)megatoken quickstart --out runs/quickstart --json
 	$(RECORD) rl-answers -- $(BIN)python -m tests.soak.rl_answers --base runs/quickstart --state runs/rl
+	$(RECORD) hacked-reward -- $(BIN)python -m tests.soak.hacked_reward --base runs/quickstart --state runs/hacked
 	$(RECORD) native-loss -- $(BIN)python -m tests.soak.native_loss
 	$(if $(SINKS),$(RECORD) sink-soak -- $(SINKS) -m tests.soak.sink_soak)
 	$(RECORD) guard-soak -- $(BIN)python -m tests.soak.guard_soak

@@ -53,7 +53,7 @@ CODE = {  # record: the packages whose code decides its figures; others: all
     "sink-soak": ("cli", "train"),
     "trl-oracle": ("objectives",),
     **dict.fromkeys(("vllm-route", "llamacpp-route"), ("data", "model", "convert", "sampling")),
-    "rl-answers": ("data", *STEP, "sampling", "objectives"),
+    **dict.fromkeys(("rl-answers", "hacked-reward"), ("data", *STEP, "sampling", "objectives")),
     "native-loss": ("native", *STEP),
     "muon-sweep": ("model", "optim", "train"),
     "plan": ("estimate", *STEP),

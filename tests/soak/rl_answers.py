@@ -35,6 +35,13 @@ def measure(run: Path, prompts: int) -> dict[str, Any]:
     }
 
 
+def start(base: str, state: Path, seconds: int, *words: str) -> dict[str, Any]:
+    """Conversations and prompts in `state`, and the run state/sft, which is fine-tuned for so many seconds at most."""
+    for source, data in (("exercises", "chats"), ("exercises-prompts", "prompts")):
+        assert main(["prepare", source, "--out", str(state / data), "--tokenizer", base]) == ExitCode.DONE
+    return train_for(seconds, "sft", base, state / "sft", [*SFT, f"data.path={state / 'chats'}", *words])
+
+
 def run() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--base", required=True)
@@ -46,18 +53,15 @@ def run() -> dict[str, Any]:
     parser.add_argument("words", nargs="*", help="section.field=value of GRPO")
     options = parser.parse_args()
     state: Path = options.state
-    chats, prompts, sft = state / "chats", state / "prompts", state / "sft"
-    for source, data in (("exercises", chats), ("exercises-prompts", prompts)):
-        assert main(["prepare", source, "--out", str(data), "--tokenizer", options.base]) == ExitCode.DONE
-    chat_words = [*SFT, f"data.path={chats}"]
-    trained = train_for(options.sft_seconds, "sft", options.base, sft, chat_words)
+    sft, more = state / "sft", state / "more-sft"
+    trained = start(options.base, state, options.sft_seconds)
     answer: dict[str, Any] = {"start": trained | measure(sft, options.prompts)}
-    more = state / "more-sft"
+    chat_words = [*SFT, f"data.path={state / 'chats'}"]
     answer["sft"] = train_for(options.seconds, "sft", str(sft), more, chat_words) | measure(more, options.prompts)
     answer["grpo"] = []
     for seed in range(options.seeds):
         out = state / f"grpo-{seed}"
-        words = [*GRPO, f"data.path={prompts}", f"seed={seed}", *options.words]
+        words = [*GRPO, f"data.path={state / 'prompts'}", f"seed={seed}", *options.words]
         trained = train_for(options.seconds, "grpo", str(sft), out, words)
         rewards = [row["reward"] for row in read_metrics(out) if row["kind"] == "train"]
         answer["grpo"].append(trained | {"rewards": rewards} | measure(out, options.prompts))
