@@ -266,6 +266,9 @@ def test_a_full_disk_is_one_line(
     assert capsys.readouterr().err == (
         f"error: cannot write the export: File name too long — {out} — choose an --out that can be written\n"
     )
+    (tmp_path / "file").touch()
+    assert main(["export", str(name), "--out", str(tmp_path / "file" / "hf")]) == ExitCode.STORAGE
+    assert f"export: File exists — {tmp_path / 'file'} — choose" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("raised", [OSError("no file named model.safetensors"), ValueError("unknown\narchitecture")])

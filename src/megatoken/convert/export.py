@@ -65,7 +65,8 @@ def export(
         is_full = error_number(error) in (errno.ENOSPC, errno.EDQUOT)
         fix = "free some space or choose another --out" if is_full else "choose an --out that can be written"
         what = f"cannot write the export: {getattr(error, 'strerror', None) or error}"
-        raise StorageError(what, str(out), fix) from error
+        name = getattr(error, "filename", None)  # of a folder above, say, or of a file in the unfinished one
+        raise StorageError(what, name if name and out.is_relative_to(name) else str(out), fix) from error
     if console:
         verdict = "NOT VERIFIED, because transformers is not installed (pip install megatoken[hf])"
         if difference is not None:
