@@ -337,6 +337,7 @@ def test_mistakes_get_the_suggestion_that_was_meant(
     [
         ("train runs", "'runs' is a folder of runs — name one: runs/own"),
         ("train runs/onw", "did you mean runs/own?"),
+        ("train runs/q", "no recipe named 'runs/q', and no such file or run folder — known: "),
         ("plot runs", "runs/metrics.jsonl — name one of its runs: runs/own"),
         ("report runs", "runs/metrics.jsonl — name one of its runs: runs/own"),
         ("sample runs hi", "a folder of runs, not a model — runs — name one: runs/own"),

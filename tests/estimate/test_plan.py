@@ -230,13 +230,13 @@ def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "time", "energy", "head", "cells"),
     [
-        ("quickstart --gpus 1xH100", "0.7 GPU-minutes", "8.2 Wh", "minutes  GPU-minutes", "0.70          0.7     0.03"),
+        ("quickstart --gpus 1xH100", "0.7 GPU-minutes", "8.2 Wh", "minutes  GPU-minutes", "0.70          0.7    0.031"),
         (
             "gpt2-124m --gpus 8xH100 --tokens 1e6",
             "0.3 GPU-minutes",
             "3.6 Wh",
             "seconds  GPU-minutes",
-            "2.30          0.3     0.01",
+            "2.30          0.3    0.014",
         ),
         (
             "gpt2-124m --gpus 8xH100 --tokens 1e9",
@@ -245,6 +245,7 @@ def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
             "minutes  GPU-hours",
             "4.96        0.7        2",
         ),
+        ("depth-20 --gpus 8xH100", "19.5 GPU-hours", "13.6 kWh", "hours  GPU-hours", "0.00077     0.0062    0.017"),
     ],
 )
 def test_short_runs_are_told_in_a_unit_that_has_digits(

@@ -312,6 +312,11 @@ def time_unit(hours: float) -> tuple[str, float]:
     return ("hours", 1.0) if hours >= 0.1 else ("minutes", 60.0) if hours >= 0.1 / 60 else ("seconds", 3600.0)
 
 
+def with_digits(number: float, decimals: int) -> str:
+    """A number with so many decimals, and with two digits where that would be none."""
+    return f"{number:,.{decimals}f}" if number >= 10**-decimals else f"{number:.2g}"
+
+
 def scaling_cells(plan: Plan, first: Plan) -> list[str]:
     """GPUs, tokens/s, speed-up. first: the fewest GPUs, to which the speed-up refers."""
     speedup = plan.tokens_per_second / first.tokens_per_second * first.layout.gpus
@@ -330,17 +335,17 @@ def describe_excess(plan: Plan) -> str:
 
 
 def print_costs(console: Console, names: Sequence[str], rows: Sequence[tuple[list[str], Plan]]) -> None:
-    """Print first cells, then MFU, time, price and layout, of times all in the unit of the shortest."""
+    """Print first cells, then MFU, time, price and layout, of times all in the unit of the middle one."""
     plans = [plan for _, plan in rows if plan.fits]
-    unit, size = time_unit(min((plan.hours for plan in plans), default=0))
-    gpu_unit, gpu_size = time_unit(min((plan.gpu_hours for plan in plans), default=0))
-    cents = any(plan.dollars is not None and plan.dollars < 1 for plan in plans)
+    unit, size = time_unit(sorted(plan.hours for plan in plans)[len(plans) // 2] if plans else 0)
+    gpu_unit, gpu_size = time_unit(sorted(plan.gpu_hours for plan in plans)[len(plans) // 2] if plans else 0)
     table = [[*names, "MFU", unit, f"GPU-{gpu_unit}", "dollars", "layout"]]
     for cells, plan in rows:
         layout = plan.layout
         how = ", ".join(word for word in (layout.sharding, layout.checkpointing) if word != "none")
-        dollars = "" if plan.dollars is None else f"{plan.dollars:,.{2 if cents else 0}f}"
-        costs = [f"{plan.mfu:.1%}", f"{plan.hours * size:,.2f}", f"{plan.gpu_hours * gpu_size:,.1f}", dollars]
+        dollars = "" if plan.dollars is None else with_digits(plan.dollars, 0)
+        times = [with_digits(plan.hours * size, 2), with_digits(plan.gpu_hours * gpu_size, 1)]
+        costs = [f"{plan.mfu:.1%}", *times, dollars]
         layout_cell = f"{layout.micro_steps} x {layout.micro_batch}{', ' + how if how else ''}"
         table.append([*cells, *costs, layout_cell] if plan.fits else [*cells, *[""] * 4, describe_excess(plan)])
     print_rows(console, table)

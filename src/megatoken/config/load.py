@@ -132,7 +132,7 @@ def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> Reso
 
 def list_runs(folder: Path) -> list[str]:
     """Paths of the runs in a folder; none where it cannot be read."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # no folder, or no path at all
         paths = sorted(folder.iterdir())
         return [str(path) for path in paths if (path / RUN_CONFIG).is_file() or (path / "checkpoints").is_dir()]
     return []
@@ -274,8 +274,9 @@ def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
     what = f"'{recipe}' is no recipe" if Path(recipe).is_file() else what
     names = [*dict.fromkeys([*known, "depth-N", *others])]
     fix = f"{suggest_recipe(recipe, names)}, or the path of a .yaml file or a run"
-    if near := nearest(recipe, list_runs(Path(recipe).parent)) if is_path else "":
-        fix = f"did you mean {near}?"
+    beside = {Path(run).name: run for run in list_runs(Path(recipe).parent)} if is_path else {}
+    if near := nearest(Path(recipe).name, beside):
+        fix = f"did you mean {beside[near]}?"
     raise ConfigError(what, fix=fix)
 
 
