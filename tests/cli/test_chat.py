@@ -1,5 +1,6 @@
 """`megatoken chat`: one answer on a pipe, a conversation in a terminal, models without a template."""
 
+import io
 import json
 import os
 import select
@@ -74,6 +75,12 @@ def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFix
 def test_wrong_input(words: list[str], message: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", folder, *words]) == ExitCode.CONFIG
     assert message in capsys.readouterr().err
+
+
+def test_an_empty_pipe(folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    assert main(["chat", folder]) == ExitCode.CONFIG
+    assert "the text is empty — standard input — give some" in capsys.readouterr().err
 
 
 def test_a_model_without_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,8 @@ def chat(options: Namespace) -> dict[str, Any]:
     text = options.prompt
     if text is None and not is_terminal:
         text = sys.stdin.buffer.read().decode(errors="replace").strip("\n")
-    for flag, given in (("--prompt", text), ("--system", options.system)):
+    source = "standard input" if options.prompt is None else "--prompt"
+    for flag, given in ((source, text), ("--system", options.system)):
         if given is not None and not given.strip():
             raise ConfigError("the text is empty", flag, "give some, or leave it out")
     messages = Console(to_stderr=True)
