@@ -3,8 +3,8 @@
     python -m tests.soak.hacked_reward --base RUN --state FOLDER [--sft-steps 320] [--steps 80]
 
 RUN is a pre-trained run. It is fine-tuned on `exercises` until it is right sometimes; from there GRPO trains by the
-rule `answer in right`. Both are measured on held-out exercises. What is done is kept in --state. Two to three minutes on one
-core. Ends in one JSON line.
+rule `answer in right`. Both are measured on held-out exercises. What is done is kept in --state. Two to three minutes
+on one core. Ends in one JSON line.
 """
 
 import argparse
