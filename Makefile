@@ -159,13 +159,13 @@ KERNELS = $(wildcard src/megatoken/native/kernels/*)
 $(VENV)/.user: pyproject.toml $(KERNELS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)python -m pip install -q "$(TORCH)" -e ".[plot]"
-	$(BIN)python -m megatoken.native.build
+	-$(BIN)python -m megatoken.native.build
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(KERNELS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)python -m pip install -q "$(TORCH)" -e ".[dev]"
-	$(BIN)python -m megatoken.native.build
+	-$(BIN)python -m megatoken.native.build
 	@touch $@
 
 clean:

@@ -1,5 +1,6 @@
 """Compiles the CPU kernels into a wheel, for every instruction set; an editable install compiles by `make` instead."""
 
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,7 +14,10 @@ from megatoken.system.environment import find_compiler
 
 
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
-    """Without a C++ compiler, or on another processor than x86-64, the wheel is for all machines, without kernels."""
+    """An instruction set that the compiler does not know is left out.
+
+    Without a compiler, or on another processor than x86-64, the wheel is for all machines, without kernels.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -23,7 +27,11 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         for name in INSTRUCTION_SETS:
             library = folder / library_name(name)
             if not library.exists():
-                compile_library(name, folder)
+                try:
+                    compile_library(name, folder)
+                except subprocess.CalledProcessError:
+                    self.app.display_warning(f"no native kernels for {name}: the compiler does not make them")
+                    continue
+            build_data["pure_python"] = False
             build_data["force_include"][str(library)] = f"megatoken/native/{library.name}"
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"
+            build_data["tag"] = f"py3-none-{platform}"

@@ -17,7 +17,7 @@ def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["doctor", str(tmp_path / "not" / "there"), "--json"]) == ExitCode.DONE
     printed = capsys.readouterr()
     findings = {finding["name"]: finding for finding in json.loads(printed.out)["findings"]}
-    assert list(findings) == ["versions", "device", "compiler", "disk", "tokenizer", "collective"]
+    assert list(findings) == ["versions", "device", "compiler", "native", "disk", "tokenizer", "collective"]
     assert findings["collective"]["state"] == "good", findings["collective"]
     assert "two processes" in findings["collective"]["found"]
     assert f"free at {tmp_path}" in findings["disk"]["found"]
@@ -65,3 +65,14 @@ def test_processes_that_do_not_join_fail_in_time(monkeypatch: pytest.MonkeyPatch
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert doctor.check_disk(tmp_path)[0] == "bad"
+
+
+def test_missing_native_kernels_and_our_own_errors_have_their_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_library", lambda: None)
+    assert doctor.check_native(HERE)[0] == "lacking"
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "CHECKS", {"device": doctor.check_device})
+    monkeypatch.setenv("MEGATOKEN_INSTRUCTION_SET", "sse9")
+    (finding,) = doctor.run_checks(HERE)
+    assert finding["found"] == "unknown instruction set 'sse9' — MEGATOKEN_INSTRUCTION_SET"
+    assert finding["remedy"].startswith("set it to one of")

@@ -64,7 +64,7 @@ def test_every_setting_has_a_rule_or_always_an_effect() -> None:
         ("optim.name=lion optim.cautious_decay=true", "optim.name=lion"),
         ("optim.name=lion optim.eps=1e-6", "optim.name=lion"),
         ("machine.device=cpu machine.tf32=true", "machine.device=cpu"),
-        ("machine.device=cpu machine.fused=on", "machine.device=cpu"),
+        ("machine.device=mps machine.fused=on", "machine.device=mps"),
         ("machine.device=mps machine.compile=graphs", "machine.device=mps"),
         ("machine.precision=fp32 machine.master_weights=on", "machine.precision=fp32"),
         ("save.every=0 save.keep_every=100", "save.every=0steps"),
@@ -110,6 +110,10 @@ def test_adamw_settings_are_for_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_asking_for_nothing_is_no_mistake(off: str) -> None:
     resolved = resolve("quickstart", ["save.every=0", "sample.every=0", "machine.device=cpu", off])
     assert resolved.origins[off.partition("=")[0]] == "command line"
+
+
+def test_our_own_loss_kernel_is_for_cpus_too() -> None:
+    assert resolve("quickstart", ["machine.device=cpu", "machine.fused=on"]).config.machine.fused == "on"
 
 
 SMALL = "model: {n_head: 4, d_model: 64}\nbudget: {steps: 1, batch_tokens: 1024}\n"

@@ -191,6 +191,19 @@ def test_cached_timings_decide(tmp_path: Path) -> None:
     assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0).kernels.attention == "blocked"
 
 
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+def test_timings_of_another_library_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = find_library()
+    assert library is not None
+    monkeypatch.setattr(autotune_module, "find_library", lambda: library)
+    names = {}
+    for name in ("avx2-0123", "avx512-0123"):
+        monkeypatch.setattr(library, "name", name)
+        names[name] = autotune(TINY_GPT, MachineConfig(adamw="native"), CPU, micro_batch=2, dropout=0.0)
+        assert ("library", f"native kernels for {name}") in names[name].explain()
+    assert len(cache_get(CACHE_FILE)) == 2
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}'])
 def test_damaged_cache_file_is_measured_again(tmp_path: Path, damage: str) -> None:
     (tmp_path / CACHE_FILE).write_text(damage)

@@ -316,6 +316,39 @@ def test_damaged_machine_json_is_measured_again(recipe: Path, tmp_path: Path) ->
         assert mended["forms"]["kernels"]["attention"] in ("flash", "blocked", "native")
 
 
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+def test_native_products_say_that_they_take_low_precision_weights(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native = "machine.precision=bf16", "machine.gemm_backend=native"
+    train(recipe, tmp_path / "run", *SHORT, *native, "machine.master_weights=off")
+    assert "machine.master_weights=off is left out" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+def test_other_kernels_on_a_resume_are_said(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The library of another processor, or of another version, adds in another order; and one may be gone."""
+    for before, now in ({"library": "avx2-0123"}, "avx2-0123"), ({"kernels": {"attention": "gone"}}, "attention gone"):
+        out = tmp_path / now
+        train(recipe, out, "sample.every=0", "budget.steps=4", "save.every=2steps", "machine.gemm_backend=native")
+        facts = json.loads((out / "machine.json").read_text())
+        assert facts["forms"]["library"]
+        facts["forms"] |= before
+        (out / "machine.json").write_text(json.dumps(facts))
+        for _ in range(2):
+            capsys.readouterr()
+            shutil.rmtree(out / "checkpoints" / "step-00000004")
+            (out / "status.json").unlink()
+            train(recipe, out, "sample.every=0", "budget.steps=4", "save.every=2steps", "machine.gemm_backend=native")
+            said = capsys.readouterr()
+            if now:
+                assert "other kernels than before step 2" in said.out + said.err
+                assert now in said.out + said.err
+            else:  # it goes on with those of the last start
+                assert "other kernels" not in said.out + said.err
+            now = ""
+
+
 def test_run_keeps_the_kernels_it_started_with(recipe: Path, tmp_path: Path) -> None:
     """Another kernel adds in another order: a resume that chose again would not be bit-identical."""
     out = tmp_path / "run"

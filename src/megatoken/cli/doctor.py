@@ -14,6 +14,7 @@ from megatoken.config.schema import MachineConfig
 from megatoken.console import format_quantity
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import MegatokenError
+from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.device import choose_device, misses_triton
 from megatoken.system.environment import cpu_count, find_compiler, free_memory_bytes, given_environment, python_command
 
@@ -47,6 +48,9 @@ def run_checks(folder: Path) -> list[dict[str, str]]:
     for name, check in CHECKS.items():
         try:
             state, found, remedy = check(folder)
+        except MegatokenError as error:  # names its remedy
+            what, *rest = str(error).rsplit(" — ", 1)
+            state, found, remedy = "bad", what, *(rest or [""])
         except Exception as error:  # drivers and libraries may raise anything
             state, found, remedy = "bad", f"{type(error).__name__}: {error}", "unexpected: this is the system's message"
         findings.append({"name": name, "state": state, "found": found, "remedy": "" if state == "good" else remedy})
@@ -76,6 +80,12 @@ def check_compiler(_: Path) -> Result:
     if compiler := find_compiler():
         return "good", compiler, ""
     return "lacking", "no C++ compiler: models run uncompiled", "install g++ to use machine.compile=on"
+
+
+def check_native(_: Path) -> Result:
+    if library := find_library():
+        return "good", f"kernels for {library.instruction_set}", ""
+    return "lacking", "no native kernels for this processor, which train faster on it", NO_LIBRARY
 
 
 def check_disk(folder: Path) -> Result:
@@ -115,6 +125,7 @@ CHECKS: dict[str, Callable[[Path], Result]] = {
     "versions": check_versions,
     "device": check_device,
     "compiler": check_compiler,
+    "native": check_native,
     "disk": check_disk,
     "tokenizer": check_tokenizer,
     "collective": check_collective,

@@ -52,7 +52,8 @@ RULES = (
         lambda c: c.objective.name == "ppo",
         "it is for ppo",
     ),
-    Rule("machine.tf32 machine.fused", "machine.device", lambda c: c.machine.device not in NOT_CUDA, "it is for CUDA"),
+    Rule("machine.tf32", "machine.device", lambda c: c.machine.device not in NOT_CUDA, "it is for CUDA"),
+    Rule("machine.fused", "machine.device", lambda c: c.machine.device != "mps", "it is for CUDA and CPUs"),
     Rule(
         "machine.compile",
         "machine.device",

@@ -11,6 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from megatoken.errors import ExitCode, MegatokenError
 from megatoken.system.environment import cpu_features, find_compiler
 
 SOURCES = Path(__file__).parent / "kernels"
@@ -74,20 +75,41 @@ def compile_library(instruction_set: str, folder: Path, extra_options: tuple[str
 
 def main() -> None:
     """Compile for this processor, or with --all for every instruction set, into FOLDER (default: beside this file)."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser("python -m megatoken.native.build", description=main.__doc__)
     parser.add_argument("--all", action="store_true", help="for every instruction set")
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()
-    if not find_compiler():
+    compiler = find_compiler()
+    if not compiler:
         print("no C++ compiler: training on a CPU goes without the native kernels (install g++ to change that)")
         return
-    for name in INSTRUCTION_SETS if options.all else runnable_instruction_sets()[:1]:
-        for old in options.folder.glob(f"libmegatoken-{name}-*.so"):
-            if old.name != library_name(name):
-                old.unlink()
-        if not (options.folder / library_name(name)).exists():
-            print(f"compiling the native kernels for {name}")
-            compile_library(name, options.folder)
+    made = 0
+    try:
+        for name in INSTRUCTION_SETS if options.all else runnable_instruction_sets():
+            try:
+                compile_missing(name, options.folder)
+            except subprocess.CalledProcessError:  # an old compiler, which does not know the instruction set
+                print(f"{compiler} does not compile the native kernels for {name}: see its message", flush=True)
+                continue
+            made += 1
+            if not options.all:  # slower ones are not asked for
+                break
+    except OSError as error:
+        parser.exit(ExitCode.STORAGE, f"error: {error.strerror} — {options.folder} — name a folder you can write\n")
+    except MegatokenError as error:
+        parser.exit(error.code, f"error: {error}\n")
+    if not made:
+        parser.exit(1, f"error: no native kernels — {compiler} — set CXX to another compiler\n")
+
+
+def compile_missing(instruction_set: str, folder: Path) -> None:
+    """Compile the library that `folder` lacks, and delete those of other sources."""
+    for old in folder.glob(f"libmegatoken-{instruction_set}-*.so"):
+        if old.name != library_name(instruction_set):
+            old.unlink()
+    if not (folder / library_name(instruction_set)).exists():
+        print(f"compiling the native kernels for {instruction_set}", flush=True)
+        compile_library(instruction_set, folder)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The compiled kernels, loaded with ctypes: `find_library()` is None where there are none for this processor."""
 
 import ctypes
+import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatoken.errors import ConfigError
 from megatoken.native.build import library_name, runnable_instruction_sets
 
 NO_LIBRARY = "install g++ and run python -m megatoken.native.build"
+DAMAGED = "delete it, then run python -m megatoken.native.build or install megatoken again"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # enum DType in kernels/common.h
 
 
@@ -70,12 +73,21 @@ RETURNS = {"sum_of_squares": c_double}
 
 
 class Library:
-    """The kernels for one instruction set: `library.call("norm_forward", ...)`."""
+    """The kernels for one instruction set: `library.call("norm_forward", ...)`.
+
+    name: the instruction set and the hash of the sources. Raises ConfigError for a file that does not load.
+    """
 
     def __init__(self, instruction_set: str, path: Path) -> None:
         self.instruction_set = instruction_set
-        loaded = ctypes.CDLL(str(path))
-        self._functions = {name: getattr(loaded, f"megatoken_{name}") for name in SIGNATURES}
+        self.name = path.stem.removeprefix("libmegatoken-")
+        try:
+            if _is_cut_short(path):
+                raise OSError(f"{path}: cut short")
+            loaded = ctypes.CDLL(str(path))
+            self._functions = {name: getattr(loaded, f"megatoken_{name}") for name in SIGNATURES}
+        except (OSError, AttributeError) as error:  # both name the file
+            raise ConfigError("the native kernels do not load", str(error), DAMAGED) from error
         for name, function in self._functions.items():
             function.argtypes, function.restype = SIGNATURES[name], RETURNS.get(name)
 
@@ -85,11 +97,22 @@ class Library:
         return self._functions[name](*addresses)  # type: ignore[no-any-return]
 
 
+def _is_cut_short(path: Path) -> bool:
+    """Whether an ELF file ends before its section headers, which linkers write last: loading it kills the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return False  # the loader says what it is
+    offset, size, count = struct.unpack_from("<Q10xHH", header, 40)
+    return bool(path.stat().st_size < offset + size * count)
+
+
 @cache
 def find_library(instruction_set: str = "", folder: Path = Path(__file__).parent) -> Library | None:
     """The kernels for an instruction set, or for the best one that this processor has and that was compiled.
 
-    None where none was. torch, which is imported above, has loaded the OpenMP runtime that they use.
+    None where none was. torch, which is imported above, has loaded the OpenMP runtime that they use. Raises ConfigError
+    for a damaged file.
     """
     for name in [instruction_set] if instruction_set else runnable_instruction_sets():
         path = folder / library_name(name)

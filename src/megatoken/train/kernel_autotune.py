@@ -40,11 +40,15 @@ Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """The implementations to compute with, and the timings behind them (empty where the config left nothing open)."""
+    """The implementations to compute with, and the timings behind them (empty where the config left nothing open).
+
+    library: name of the native kernels' library; empty where none of them computes, or where a run folder tells none.
+    """
 
     kernels: Kernels
     master_weights: bool
     seconds: Timings = field(default_factory=dict)
+    library: str = ""
 
     def __str__(self) -> str:
         return f"{self.kernels}{', weights held in low precision' if self.master_weights else ''}"
@@ -54,21 +58,30 @@ class KernelChoice:
         """Whether any operation is computed by the native kernels."""
         return any("native" in name for name in asdict(self.kernels).values())
 
+    def adds_as(self, other: "KernelChoice") -> bool:
+        """Whether both give the same bits, as far as is known."""
+        return (self.kernels, self.master_weights) == (other.kernels, other.master_weights) and (
+            self.library == other.library or not (self.library and other.library)
+        )
+
     def explain(self) -> list[tuple[str, str]]:
         """(operation, chosen implementation and all timings) for the user."""
         chosen = asdict(self.kernels) | {"mixed": "masters" if self.master_weights else "autocast"}
         times = {op: ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in s.items()) for op, s in self.seconds.items()}
-        return [(op, f"{chosen[op]} ({text})") for op, text in times.items()]
+        library = [("library", f"native kernels for {self.library}")] if self.library else []
+        return [(op, f"{chosen[op]} ({text})") for op, text in times.items()] + library
 
     def to_json(self) -> dict[str, Any]:
         """As machine.json keeps it."""
-        return {"kernels": asdict(self.kernels), "masters": self.master_weights, "seconds": self.seconds}
+        choice = {"kernels": asdict(self.kernels), "masters": self.master_weights, "seconds": self.seconds}
+        return choice | {"library": self.library}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "KernelChoice":
         """The choice that `to_json` described."""
         kernels = Kernels.from_json(values["kernels"])
-        return cls(kernels=kernels, master_weights=values["masters"], seconds=values["seconds"])
+        library = values.get("library", "")  # older ones lack it
+        return cls(kernels=kernels, master_weights=values["masters"], seconds=values["seconds"], library=library)
 
 
 def autotune(
@@ -92,6 +105,7 @@ def autotune(
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
     options = list_options(machine, device, dropout, has_windows=config.window > 0)
+    library = find_library()
     open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
     seconds: Timings = {}
     if open_options:
@@ -99,7 +113,7 @@ def autotune(
         circumstances = (
             f"{device.name} ({device.type}), {torch.get_num_threads()} threads, {device.precision}, "
             f"torch {torch.__version__}; {replace(config, n_layer=1)}; {seqs} sequences, dropout {dropout}, "
-            f"{'compiled' if compiled else 'eager'}; {open_options}"
+            f"{'compiled' if compiled else 'eager'}; {open_options}; {library and library.name}"
         )
         seconds = cache_get(CACHE_FILE).get(circumstances, {})
         if not seconds:
@@ -111,7 +125,13 @@ def autotune(
     chosen |= {name: pick(forms, margins.get(name, MARGIN[device.type])) for name, forms in seconds.items()}
     # Native products take low-precision weights, which autocast would have to make at every use.
     master_weights = chosen.pop("mixed") == "masters" or (chosen["block"] == "native" and device.precision == "bf16")
-    return KernelChoice(kernels=Kernels(**chosen), master_weights=master_weights, seconds=seconds)
+    return with_library(KernelChoice(kernels=Kernels(**chosen), master_weights=master_weights, seconds=seconds))
+
+
+def with_library(choice: KernelChoice) -> KernelChoice:
+    """The choice with the name of the library that it computes with here."""
+    library = find_library() if choice.is_native else None
+    return replace(choice, library=library.name if library else "")
 
 
 def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:

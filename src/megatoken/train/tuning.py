@@ -16,7 +16,7 @@ from megatoken.model.kernels.attention import ATTENTION, BUILT_IN, WITHOUT_MASK
 from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.device import misses_triton, wants_compile
-from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, list_requests
+from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, list_requests, with_library
 from megatoken.train.micro_batch import compile_forward, find_rates, pick_micro_batch
 from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import MACHINE
@@ -42,6 +42,8 @@ def choose_kernels(run: RunContext, *, explain: bool) -> None:
         run.console.warn(f"fused kernels are left out: {missing}")
     if run.config.machine.master_weights == "on" and not choice.master_weights:
         run.console.warn("machine.master_weights=on is left out: in fp32 the weights are their own masters")
+    if run.config.machine.master_weights == "off" and choice.master_weights:
+        run.console.warn("machine.master_weights=off is left out: native products take weights in low precision")
     reasons = choice.explain()
     if run.config.model.dropout and choice.kernels.attention in BUILT_IN:
         reason = "trains by the explicit formula with dropout: torch's kernels cannot take its masks"
@@ -58,22 +60,37 @@ def _choose_kernels(run: RunContext) -> KernelChoice:
     circumstances = {"device": device.name, "precision": device.precision, "dropout": dropout, "compiled": compiled}
     circumstances |= list_requests(machine)
     kept: Any = read_object(run.out / MACHINE).get("forms")
+    before = None
     match kept:
         case {"circumstances": known, "kernels": {"attention": str(name)}, "masters": bool(), "seconds": dict()}:
             # Older versions had fewer settings, and another name for one; what they chose may be gone.
             known = {"block" if key == "linear" else key: value for key, value in known.items()}
-            choice = KernelChoice.from_json(kept)
+            before = KernelChoice.from_json(kept)
             if (
                 known.items() <= circumstances.items()
                 and name in ATTENTION
-                and (find_library() or not choice.is_native)
+                and (find_library() or not before.is_native)
             ):
+                choice = with_library(before)
+                if choice != before:
+                    _warn_of_other_kernels(run, before, choice)
+                    _update_json(run.out / MACHINE, {"forms": kept | choice.to_json()})
                 return choice
     micro_batch = machine.micro_batch if machine.micro_batch != "auto" else run.config.batch_seqs
     model_config = run.state.model.config
     choice = autotune(model_config, machine, device, micro_batch=micro_batch, dropout=dropout, compiled=compiled)
+    if before:
+        _warn_of_other_kernels(run, before, choice)
     _update_json(run.out / MACHINE, {"forms": {"circumstances": circumstances, **choice.to_json()}})
     return choice
+
+
+def _warn_of_other_kernels(run: RunContext, before: KernelChoice, choice: KernelChoice) -> None:
+    """Say that a run goes on with kernels that add in another order than those before."""
+    if run.state.step and not choice.adds_as(before):
+        names = [f"{each} ({each.library})" if each.library else str(each) for each in (before, choice)]
+        what = f"other kernels than before step {run.state.step}, so not bit-identical to an undisturbed run"
+        run.console.warn(f"{what}: before {names[0]}; now {names[1]}")
 
 
 def choose_micro_batch(run: RunContext) -> None:
