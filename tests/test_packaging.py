@@ -8,8 +8,10 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,28 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     expected = {file for file in files if "__pycache__" not in file and not file.endswith(".so")}
     assert names - about == expected | (libraries if has_kernels else set())
     assert {"megatoken/py.typed", "megatoken/config/recipes/quickstart.yaml"} <= names
+
+
+def test_instruction_sets_that_the_compiler_does_not_know_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    hook_module: Any = import_module("hatch_build")
+
+    def compile_some(name: str, folder: Path) -> None:
+        if name not in known:
+            raise subprocess.CalledProcessError(1, "g++")
+
+    monkeypatch.setattr(hook_module.sysconfig, "get_platform", lambda: "linux-x86_64")
+    monkeypatch.setattr(hook_module, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(hook_module, "compile_library", compile_some)
+    hook = hook_module.NativeKernels(str(tmp_path), {}, None, None, str(tmp_path), "wheel")
+    for known in ["avx2", "portable"], []:
+        build_data: dict[str, Any] = {"force_include": {}}
+        hook.initialize("standard", build_data)
+        libraries = [f"megatoken/native/{library_name(name)}" for name in known]
+        assert list(build_data.pop("force_include").values()) == libraries
+        assert build_data == ({"pure_python": False, "tag": "py3-none-linux_x86_64"} if known else {})
 
 
 def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
