@@ -159,9 +159,22 @@ def test_the_command(
 ) -> None:
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(PRESETS, "tiny", model_config)
-    device = open_device(MachineConfig(device="cpu"))
+    device = open_device(MachineConfig(device="cpu", precision=precision))
     cache_peak(device, 1e15)
-    words = ["bench", "parts", "--device", "cpu", "--preset", "tiny", "--repeats", "1", "--out", str(tmp_path)]
+    words = [
+        "bench",
+        "parts",
+        "--device",
+        "cpu",
+        "--precision",
+        precision,
+        "--preset",
+        "tiny",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*words, "--batch-tokens", "32", "--seq-len", "8", "--trace"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     answer = json.loads(last)

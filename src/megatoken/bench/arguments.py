@@ -51,6 +51,7 @@ def add_benches(add: Add) -> None:
     _add_preset(p)
     p.add_argument("--batch-tokens", type=_count, default=1024, help="tokens of the step (default 1024)")
     p.add_argument("--seq-len", type=_count, help="context (default the preset's, or the batch if that is shorter)")
+    p.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="as machine.precision")
     p.add_argument("--trace", action="store_true", help="write the last profiled step to OUT/trace.json, for Perfetto")
     p = _bench(add, "loader", "tokens/s of the data loader on one core, in the first epoch and later", device=False)
     p.add_argument("--shards", type=_count, default=4, help="shards of random ids (default 4)")

@@ -55,7 +55,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if rest or not seqs:
         what = f"{options.batch_tokens} tokens are not whole sequences of {model_config.seq_len}"
         raise ConfigError(what, "--batch-tokens", f"give a multiple of {model_config.seq_len}, or another --seq-len")
-    workload = build_workload(model_config, MachineConfig(device=options.device), batch_seqs=seqs, micro_batch=seqs)
+    machine = MachineConfig(device=options.device, precision=options.precision)
+    workload = build_workload(model_config, machine, batch_seqs=seqs, micro_batch=seqs)
     device = with_peak(workload.device)
     console.print(f"a step of {options.preset}, {seqs} x {model_config.seq_len} tokens, {format_peak(device)}")
     trace = options.out / "trace.json" if options.trace else None
