@@ -146,7 +146,7 @@ def test_skypilot_installs_what_is_there() -> None:
         (["slurm", "--image", "x"], "--image has no effect on slurm"),
         (
             ["slurm", "--gpus", "A100"],
-            "--gpus has no effect here — --gpus — leave it out: it is for skypilot, or none; a",
+            "--gpus has no effect here — --gpus — leave it out: it is for skypilot, or none; their number",
         ),
         (["k8s", "--time", "1:00:00"], "--time has no effect here — --time — leave it out: it is for slurm"),
         (["k8s", "--setup", "x=1"], "--setup has no effect on k8s"),
