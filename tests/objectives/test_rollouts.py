@@ -16,7 +16,7 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
 from megatoken.objectives.answer_scores import build_objective, measure_answers
-from megatoken.objectives.policy_loss import group_advantages
+from megatoken.objectives.policy_loss import clipped_loss, group_advantages
 from megatoken.objectives.rollouts import (
     QUIET_ROLLOUTS,
     Prompt,
@@ -214,6 +214,26 @@ def test_the_first_gradient_is_the_policy_gradient(tmp_path: Path, micro_batch: 
     metrics = train_step(run.state, run.step_config, CPU, batch)
     assert metrics.grad_norm == pytest.approx(expected, rel=1e-4)
     assert metrics.values == {"clip_share": 0.0}
+
+
+def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
+    """Loss, gradient and clipped share are those of all rows; one at least of each micro-batch is computed."""
+    run, rows = open_run(tmp_path, batch=16, updates=2), list[int]()
+    batch = open_batches(run).get(0)
+    batch.values["advantages"][:5] = batch.values["advantages"][6:8] = 0
+    batch.values["log_probs"] += 0.3 * torch.randn(
+        batch.values["log_probs"].shape, generator=torch.Generator().manual_seed(0)
+    )
+    log_probs, _ = measure_answers(run.state.model, run.step_config, CPU, batch)
+    mask = batch.targets_BT >= 0
+    losses, clipped = clipped_loss(log_probs, batch.values["log_probs"], batch.values["advantages"], clip=0.2)
+    forward = run.state.forward
+    run.state.forward = lambda ids, **options: rows.append(len(ids)) or forward(ids, **options)
+    metrics = train_step(run.state, tiny_step_config(4), CPU, batch)
+    assert rows == [1, 1, 4, 4]
+    assert metrics.loss == pytest.approx((losses * mask).sum().item() / mask.sum().item(), rel=1e-5)
+    assert metrics.values["clip_share"] == pytest.approx((clipped & mask).sum().item() / mask.sum().item())
+    assert metrics.values["clip_share"] > 0
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])

@@ -154,7 +154,7 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     model = build()
     with torch.no_grad():
         model.norm.bias[0] = torch.nan
-    with pytest.raises(MegatokenError, match="not finite numbers — position 2") as caught:
+    with pytest.raises(MegatokenError, match="not finite numbers — position 1") as caught:
         generate_batch(model.train(), [Request([1, 2], 3), Request([1], 3)])
     assert caught.value.code == ExitCode.NUMERICS
     assert model.training

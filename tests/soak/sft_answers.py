@@ -9,6 +9,8 @@ Started again with more --seconds, it goes on. The last line is one JSON object.
 import argparse
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,9 @@ def train_for(seconds: int, recipe: str, base: str, out: Path, words: list[str])
     before = max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0) if out.exists() else 0.0
     if before < seconds:
         limit = f"save.time_limit={max(5, round(seconds - before))}s"
-        code = main(["train", recipe, "--init", base, "--out", str(out), *words, limit])
+        # A process of its own: the command sets up the environment before torch is loaded.
+        command = [sys.executable, "-m", "megatoken", "train", recipe, "--init", base, "--out", str(out), *words, limit]
+        code = subprocess.run(command, stdout=sys.stderr).returncode
         assert code in (ExitCode.DONE, ExitCode.STOPPED)
     rows = read_metrics(out)
     last = [row for row in rows if row["kind"] == "train"][-1]

@@ -116,6 +116,15 @@ def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyP
     assert list(tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 64)) == [1, 2, 4, 8]
 
 
+def test_a_size_less_than_half_as_fast_as_a_smaller_one_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 5.0, 1.25, 2.0, 5.0])  # of 1 sequence; of 2, disturbed, then not; of 4; of 8
+    monkeypatch.setattr(micro_batch, "_time_forward_backward", lambda *_: (next(seconds), 0))
+    length = TINY_GPT.seq_len
+    assert tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 8) == pytest.approx(
+        {1: length, 2: length * 2 / 1.25, 4: length * 2, 8: length * 8 / 5}
+    )
+
+
 @pytest.mark.parametrize("damage", ["", '{"1": "x"}', "[1, 2]", '{"2": 5.0}', "{}"])
 def test_what_a_cpu_has_measured_is_kept_for_every_depth(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

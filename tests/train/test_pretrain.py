@@ -349,6 +349,20 @@ def test_other_kernels_on_a_resume_are_said(recipe: Path, tmp_path: Path, capsys
             now = ""
 
 
+def test_a_lost_choice_of_kernels_is_said(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "sample.every=0", "budget.steps=4", "save.every=2steps"
+    train(recipe, tmp_path, *words)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    for lost in "status.json", "machine.json":
+        (tmp_path / lost).unlink()
+    assert "chosen anew" not in capsys.readouterr().err
+    train(recipe, tmp_path, *words)
+    what = (
+        f"warning: {tmp_path / 'machine.json'} does not tell the kernels of the steps so far: chosen anew, maybe others"
+    )
+    assert what in capsys.readouterr().err
+
+
 def test_run_keeps_the_kernels_it_started_with(recipe: Path, tmp_path: Path) -> None:
     """Another kernel adds in another order: a resume that chose again would not be bit-identical."""
     out = tmp_path / "run"

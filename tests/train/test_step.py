@@ -15,10 +15,28 @@ from megatoken.errors import ExitCode, MegatokenError, NumericsError
 from megatoken.model.gpt import set_activation_checkpointing, set_attention
 from megatoken.model.loss import cross_entropy
 from megatoken.native.library import find_library
+from megatoken.objectives.answer_scores import build_objective
 from megatoken.optim.optimizer import build_optimizer
 from megatoken.train.state import Objective
-from megatoken.train.step import forward_backward, forward_loss, train_step, train_step_async, wait_for_steps
-from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_batch, tiny_state, tiny_step_config
+from megatoken.train.step import (
+    count_rows,
+    fit_rows,
+    forward_backward,
+    forward_loss,
+    train_step,
+    train_step_async,
+    wait_for_steps,
+)
+from tests.tiny_model import (
+    CPU,
+    TINY_GPT,
+    TINY_LLAMA,
+    TINY_MODERN,
+    tiny_batch,
+    tiny_config,
+    tiny_state,
+    tiny_step_config,
+)
 
 
 def gradients(micro_batch: int, chunk: int = 1024, dropout: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
@@ -36,6 +54,31 @@ def test_gradients_do_not_depend_on_micro_batch_or_loss_chunk(micro_batch: int, 
     assert loss == pytest.approx(whole_loss, rel=1e-6)
     for name, gradient in whole.items():
         torch.testing.assert_close(split[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_tokens", "size"),
+    [
+        (512, 256, 16),  # of the context's length
+        (512, 24, 128),  # 170 rows have the tokens of 16 of 256
+        (96, 24, 128),  # all in one
+        (512, 257, 8),  # a pair of answers: more than the context
+        (512, 512, 8),
+        (24, 60, 32),
+    ],
+)
+def test_micro_batches_of_shorter_rows_have_more_of_them(rows: int, row_tokens: int, size: int) -> None:
+    assert fit_rows(16, rows, row_tokens, 256) == size
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_of_a_micro_batch_are_those_that_the_widest_process_has(deterministic: bool) -> None:
+    state = tiny_state()
+    state.objective = build_objective(tiny_config(objective__name="grpo").objective)
+    state.comm.gather = lambda own: [own, 2 * own]  # type: ignore[method-assign,assignment]
+    batch = Batch(*[torch.zeros(32, 4)] * 2)
+    step_config = tiny_step_config(2, machine__deterministic=deterministic)
+    assert count_rows(state, step_config, batch) == (2 if deterministic else 4)
 
 
 def test_ignored_targets_in_any_micro_batch() -> None:

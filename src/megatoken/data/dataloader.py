@@ -43,7 +43,15 @@ class Batch:
 
     def split(self, size: int) -> "list[Batch]":
         """Micro-batches of `size` rows. On a CPU, those whose rows are one sequence each lose their `starts_BT`."""
-        return [self._slice(slice(first, first + size)) for first in range(0, len(self), size)]
+        return [self.take(slice(first, first + size)) for first in range(0, len(self), size)]
+
+    def take(self, rows: "slice | Tensor") -> "Batch":
+        """Some of the rows, as `split`."""
+        starts = None if self.starts_BT is None else self.starts_BT[rows]
+        if starts is not None and starts.device.type == "cpu" and not starts.any():  # elsewhere the host would wait
+            starts = None
+        values = {name: tensor[rows] for name, tensor in self.values.items()}
+        return Batch(self.inputs_BT[rows], self.targets_BT[rows], starts, values)
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device."""
@@ -52,13 +60,6 @@ class Batch:
         starts = None if self.starts_BT is None else self.starts_BT.to(device)
         values = {name: tensor.to(device) for name, tensor in self.values.items()}
         return Batch(self.inputs_BT.to(device), self.targets_BT.to(device), starts, values)
-
-    def _slice(self, rows: slice) -> "Batch":
-        starts = None if self.starts_BT is None else self.starts_BT[rows]
-        if starts is not None and starts.device.type == "cpu" and not starts.any():  # elsewhere the host would wait
-            starts = None
-        values = {name: tensor[rows] for name, tensor in self.values.items()}
-        return Batch(self.inputs_BT[rows], self.targets_BT[rows], starts, values)
 
 
 class DataLoader:

@@ -3,6 +3,8 @@
 Shapes: N sequences, K heads of keys and values, T new tokens, S cached tokens, D head width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -59,12 +61,15 @@ class KeyValueCache:
         """Count T tokens more in every row."""
         self.lengths = [length + T for length in self.lengths]
 
-    def join(self, other: "KeyValueCache", copies: int) -> None:
-        """Append the only sequence of another cache as `copies` rows."""
+    def join(self, other: "KeyValueCache", copies: Sequence[int]) -> None:
+        """Append each sequence of another cache, all of one length, as so many rows."""
         start, length = len(self.lengths), other.length
+        rows = torch.arange(len(copies), device=self._keys.device).repeat_interleave(
+            torch.tensor(copies, device=self._keys.device)
+        )
         for target, source in ((self._keys, other._keys), (self._values, other._values)):
-            target[:, start : start + copies, :, :length] = source[:, :, :, :length]
-        self.lengths += [length] * copies
+            target[:, start : start + len(rows), :, :length] = source[:, rows, :, :length]
+        self.lengths += [length] * len(rows)
 
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""

@@ -19,7 +19,7 @@ from megatoken.objectives.policy_loss import clipped_loss, clipped_value_loss, k
 from megatoken.objectives.preference_loss import dpo_loss, pairwise_loss
 from megatoken.system.device import Device
 from megatoken.train.state import Objective, StepConfig, TrainState
-from megatoken.train.step import forward_hidden
+from megatoken.train.step import fit_rows, forward_hidden
 
 KEPT_LOGITS = 1 << 24  # of a micro-batch; where there are more, the backward computes them again, chunk by chunk
 
@@ -50,6 +50,12 @@ def _policy_sums(
     dropout_keys_B: Tensor | None,
 ) -> dict[str, Tensor]:
     """GRPO's and PPO's loss of a micro-batch, the KL from the reference, and how many tokens were clipped."""
+    if config.name == "grpo" and "reference" not in batch.values:
+        # An answer with an advantage of 0 adds 0 to the loss and to every gradient.
+        rows = torch.nonzero(batch.values["advantages"].any(1))[:, 0]
+        rows = rows if len(rows) else rows.new_zeros(1)  # one at least: ranks of a split model compute together
+        batch = batch.take(rows)
+        dropout_keys_B = None if dropout_keys_B is None else dropout_keys_B[rows]
     log_probs, values = _forward(state, step_config, device, batch, dropout_keys_B, config.temperature)
     given, mask = batch.values, batch.targets_BT >= 0
     losses, clipped = clipped_loss(log_probs, given["log_probs"], given["advantages"], clip=config.clip)
@@ -109,7 +115,8 @@ def measure_answers(
     model.eval()
     parts = []
     try:
-        for part in batch.split(step_config.micro_batch):
+        row_tokens = batch.inputs_BT.shape[1]
+        for part in batch.split(fit_rows(step_config.micro_batch, len(batch), row_tokens, model.config.seq_len)):
             with nullcontext() if model.tokens.weight.dtype == device.dtype else device.autocast():
                 parts.append(_score(model, model(part.inputs_BT), part, step_config.loss_chunk, temperature))
     finally:

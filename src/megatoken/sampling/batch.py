@@ -30,6 +30,7 @@ from megatoken.sampling.choose import check_settings, choose_ids
 from megatoken.system.device import Device
 
 FinishReason = Literal["stop", "length"]
+BEGUN_TOKENS = 4096  # of prompts of one length that are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +180,11 @@ class BatchDecoder:
         if self._rows:
             ids_N1 = torch.tensor([[row.ids[-1]] for row in self._rows], device=self._torch_device)
             logits.append(self._model.lm_head(self._model(ids_N1, self._cache)[:, -1]))
-        for ids, rows in groupby(self._waiting, key=lambda row: row.seen):
-            logits.append(self._begin(ids, list(rows)))
+        self._waiting.sort(key=lambda row: (len(row.seen), row.seen))
+        for length, rows in groupby(self._waiting, key=lambda row: len(row.seen)):
+            prompts = [list(equal) for _, equal in groupby(rows, key=lambda row: row.seen)]
+            at_once = max(1, BEGUN_TOKENS // length)
+            logits += [self._begin(prompts[first : first + at_once]) for first in range(0, len(prompts), at_once)]
         self._waiting = []
         if not logits:
             return []
@@ -191,13 +195,14 @@ class BatchDecoder:
                 self._leave(row)
         return tokens
 
-    def _begin(self, ids: list[int], rows: list[_Row]) -> Tensor:
-        """Compute what all `rows` see, once, and take them up; their logits (N, V)."""
-        cache = self._build_cache(1, len(ids))
-        hidden = self._model(torch.tensor([ids], device=self._torch_device), cache)
-        self._cache.join(cache, len(rows))
-        self._rows += rows
-        return self._model.lm_head(hidden[:, -1]).expand(len(rows), -1)
+    def _begin(self, prompts: list[list[_Row]]) -> Tensor:
+        """Compute what each list of rows sees, all of one length, once, and take them up; the rows' logits (N, V)."""
+        ids = torch.tensor([rows[0].seen for rows in prompts], device=self._torch_device)
+        cache, copies = self._build_cache(*ids.shape), [len(rows) for rows in prompts]
+        logits = self._model.lm_head(self._model(ids, cache)[:, -1])
+        self._cache.join(cache, copies)
+        self._rows += [row for rows in prompts for row in rows]
+        return logits.repeat_interleave(torch.tensor(copies, device=self._torch_device), 0)
 
     def _draw(self, logits_NV: Tensor) -> list[Token]:
         """An id for each row, in the order of the cache."""

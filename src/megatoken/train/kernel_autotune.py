@@ -42,7 +42,8 @@ Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds 
 class KernelChoice:
     """The implementations to compute with, and the timings behind them (empty where the config left nothing open).
 
-    library: name of the native kernels' library; empty where none of them computes, or where a run folder tells none.
+    library: the name of the native kernels' library; empty where no native kernel is chosen, and in what an older
+    version kept.
     """
 
     kernels: Kernels

@@ -75,8 +75,9 @@ def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) ->
 def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int) -> dict[int, float]:
     """Tokens/s by micro-batch size; 0 where there is only one candidate. All processes measure together.
 
-    Sizes grow until memory ends, on a split model until it would, or two in a row were no faster. Raises ConfigError
-    when not even one sequence fits; what a split model raises passes.
+    Sizes grow until memory ends, on a split model until it would, or two in a row were no faster. One that is less than
+    half as fast as a smaller one is measured a second time: something else computed meanwhile. Raises ConfigError when
+    not even one sequence fits; what a split model raises passes.
     """
     seq_len = state.model.config.seq_len
     sizes, is_split = candidate_sizes(batch_seqs, seq_len, device.type), not state.dims.is_unsharded
@@ -89,19 +90,13 @@ def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device,
         # No size needs more in proportion than a smaller one: each moment's memory is a constant and a part that grows.
         if is_split and state.comm.any(bytes_per_seq * size > MEMORY_SHARE * _free_bytes(device)):
             break
-        seconds = None
-        try:
-            with _without_replicas(state):
-                seconds, needed = _time_forward_backward(state, replace(step_config, micro_batch=size), device)
-                bytes_per_seq = needed / size
-        except (RuntimeError, MemoryError) as error:
-            if is_split or not is_out_of_memory(error):  # other ranks of a split model see this process end
-                raise
-        _free_gradients(state, device)
-        if state.comm.any(seconds is None):
-            break
         best = max(rates.values(), default=0.0)
-        rates[size] = size * seq_len / state.comm.broadcast_from_rank0(seconds)
+        seconds, bytes_per_seq = _time_on_all(state, replace(step_config, micro_batch=size), device)
+        if seconds and size * seq_len / seconds < best / 2:
+            seconds = min(seconds, _time_on_all(state, replace(step_config, micro_batch=size), device)[0] or seconds)
+        if not seconds:
+            break
+        rates[size] = size * seq_len / seconds
         slower_sizes = slower_sizes + 1 if rates[size] < 1.02 * best else 0
         if slower_sizes == 2:
             break
@@ -109,6 +104,22 @@ def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device,
         raise ConfigError("one sequence does not fit in memory", str(device.torch_device), SMALLER)
     return_freed_memory()
     return rates
+
+
+def _time_on_all(state: TrainState, step_config: StepConfig, device: Device) -> tuple[float, float]:
+    """(seconds of a micro-batch, bytes that a sequence needed), the same seconds on all processes; 0 seconds where one
+    of them has no memory for it.
+    """
+    seconds = needed = 0.0
+    try:
+        with _without_replicas(state):
+            seconds, needed = _time_forward_backward(state, step_config, device)
+    except (RuntimeError, MemoryError) as error:
+        if not state.dims.is_unsharded or not is_out_of_memory(error):  # other ranks of a split model see this one end
+            raise
+    _free_gradients(state, device)
+    fits = not state.comm.any(not seconds)
+    return state.comm.broadcast_from_rank0(seconds if fits else 0.0), needed / step_config.micro_batch
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def compute_gradients(state: TrainState, step_config: StepConfig, device: Device
     gradients in buckets while the last backward computes; FSDP2 reduces them itself; deterministic runs add pairwise,
     in an order that 1, 2, 4, ... processes share.
     """
-    comm, dims, size = state.comm, state.dims, step_config.micro_batch
+    comm, dims, size = state.comm, state.dims, count_rows(state, step_config, batch)
     if state.cuda_graphs:  # not at every micro-batch: gradients of those before lie in the memory of the graphs
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     n_targets = comm.sum(count_targets(state, batch))
@@ -146,6 +146,29 @@ def compute_gradients(state: TrainState, step_config: StepConfig, device: Device
         reducer.finish()
     state.sharded.all_reduce_tp_grads(comm)
     return {name: (comm.sum(total) / n_targets).float() for name, total in totals.items()}
+
+
+def count_rows(state: TrainState, step_config: StepConfig, batch: Batch) -> int:
+    """Rows of a micro-batch, the same on all processes: `fit_rows` for rows of an objective, which differ in length.
+
+    A deterministic run keeps `micro_batch` rows, whatever their length: its sums must not depend on the processes.
+    """
+    if state.objective is None or step_config.deterministic:
+        return step_config.micro_batch
+    widest = max(state.comm.gather(batch.inputs_BT[0].numel()))
+    return fit_rows(step_config.micro_batch, len(batch), widest, state.model.config.seq_len)
+
+
+def fit_rows(micro_batch: int, rows: int, row_tokens: int, seq_len: int) -> int:
+    """How many of `rows` rows have at most the tokens of `micro_batch` sequences of the context's length: `micro_batch`
+    doubled as often as that goes, or halved.
+    """
+    size = micro_batch
+    while size * row_tokens > micro_batch * seq_len and size % 2 == 0:
+        size //= 2
+    while 2 * size * row_tokens <= micro_batch * seq_len and size < rows:
+        size *= 2
+    return size
 
 
 def count_targets(state: TrainState, batch: Batch) -> Tensor:

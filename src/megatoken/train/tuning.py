@@ -81,6 +81,9 @@ def _choose_kernels(run: RunContext) -> KernelChoice:
     choice = autotune(model_config, machine, device, micro_batch=micro_batch, dropout=dropout, compiled=compiled)
     if before:
         _warn_of_other_kernels(run, before, choice)
+    elif run.state.step:
+        what = f"{run.out / MACHINE} does not tell the kernels of the steps so far: chosen anew, maybe others"
+        run.console.warn(what)
     _update_json(run.out / MACHINE, {"forms": {"circumstances": circumstances, **choice.to_json()}})
     return choice
 
