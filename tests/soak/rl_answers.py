@@ -22,7 +22,7 @@ from tests.soak.sft_answers import score, train_for
 
 SFT = ["budget.epochs=0", "budget.steps=100000", "budget.batch_tokens=2048"]
 SFT += ["optim.lr=1.5e-3", "optim.schedule=constant", "optim.warmup=50steps"]
-GRPO = ["budget.steps=100000", "optim.lr=5e-4", "objective.max_new_tokens=48", "evaluate.every=20steps"]
+GRPO = ["budget.steps=100000", "objective.max_new_tokens=48", "evaluate.every=100steps"]
 
 
 def measure(run: Path, prompts: int) -> dict[str, Any]:

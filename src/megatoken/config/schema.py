@@ -176,7 +176,9 @@ class MachineConfig:
         "torch.compile the model, its blocks (a shorter first step), or the model into CUDA graphs (for small ones); "
         "auto: the model, on CUDA when the run is long enough",
     )
-    micro_batch: int | Literal["auto"] = config_field("auto", "sequences per forward; auto: the fastest", "seqs", low=1)
+    micro_batch: int | Literal["auto"] = config_field(
+        "auto", "sequences of seq_len per forward, of shorter answers more; auto: the fastest", "seqs", low=1
+    )
     loss_chunk: int | Literal["auto"] = config_field(
         "auto", "of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once", "tokens", low=0
     )

@@ -37,6 +37,9 @@ def cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
     hidden_NC, targets_N = hidden_BTC.flatten(0, 1), targets_BT.flatten()
     count = (targets_N >= 0).sum()
+    if device == "cpu" and 0 < count < len(targets_N):  # elsewhere the host would wait
+        index_N = torch.nonzero(targets_N >= 0)[:, 0]
+        hidden_NC, targets_N = hidden_NC.index_select(0, index_N), targets_N[index_N]
     with torch.autocast(device, enabled=False):
         if chunk == 0:
             return _plain_cross_entropy(hidden_NC, lm_head_VC, targets_N, vocab_size, softcap, dtype), count
