@@ -159,7 +159,7 @@ def test_a_race_trains_all_from_the_same_data_and_later_only_what_is_missing(
 
 def test_turns_and_a_stop_change_no_loss(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = f"{recipe} optim.lr=3e-3"
-    words = ["race", recipe, other, "--tokens", "40960", "--seeds", "1", "evaluate.every=8192tok"]
+    words = ["race", recipe, other, "--tokens", "24576", "--seeds", "1", "evaluate.every=8192tok"]
     out = tmp_path / "turns"
     process = subprocess.Popen([*COMMAND, *words, "--turn", "1s", "--out", str(out)], stdout=subprocess.DEVNULL)
     wait_for(lambda: list(out.glob("*/seed-1337/metrics.jsonl")) or process.poll() is not None)

@@ -295,8 +295,8 @@ def test_prompts_that_do_not_fit(prompts: list[Prompt], text: str):
 
 
 def test_groups_are_whole(tmp_path: Path):
-    with pytest.raises(ConfigError, match="8 sequences a process are not whole groups of 3 answers"):
-        open_batches(open_run(tmp_path, group=3))
+    with pytest.raises(ConfigError, match="4 sequences a process are not whole groups of 8 answers"):
+        open_batches(open_run(tmp_path, group=8, ranks=2))
 
 
 def test_every_process_raises_what_a_reward_raises(tmp_path: Path):

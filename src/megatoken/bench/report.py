@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
@@ -67,23 +68,24 @@ def hash_code() -> dict[str, str]:
     hashes = {}
     for name in LAYERS:
         files = sorted([SOURCE / f"{name}.py", *(path for end in CODE_FILES for path in (SOURCE / name).rglob(end))])
-        code = "\n".join(line for file in files if file.is_file() for line in list_code_lines(file))
+        texts = [(file.read_text("utf-8"), file.suffix == ".py") for file in files if file.is_file()]
+        code = "\n".join(line for text, is_python in texts for line in list_code_lines(text, is_python))
         hashes[name] = xxhash.xxh3_64_hexdigest(code.encode())
     return hashes
 
 
-def list_code_lines(file: Path) -> list[str]:
+@cache
+def list_code_lines(text: str, is_python: bool) -> list[str]:
     """The lines of a source file but for empty ones, those that are comments alone and, in Python, docstrings."""
-    text = file.read_text("utf-8")
     lines = [line.rstrip() for line in text.splitlines()]
-    if file.suffix == ".py":
+    if is_python:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 match node.body:
                     case [ast.Expr(value=ast.Constant(value=str())) as text_node, *_]:
                         span = slice(text_node.lineno - 1, text_node.end_lineno)
                         lines[span] = [""] * len(lines[span])
-    comment = "#" if file.suffix == ".py" else "//"
+    comment = "#" if is_python else "//"
     return [line for line in lines if line and not line.lstrip().startswith(comment)]
 
 
