@@ -70,13 +70,20 @@ def command(recipe: Path, out: Path, layout: Layout, words: Sequence[str] = ()) 
 
 def start(recipe: Path, out: Path, layout: Layout, log: Path, words: Sequence[str] = ()) -> Process:
     """Start in a process group of its own; what it prints is added to `log`. It does not outlive the soak."""
+    follow_parent = at_parent_death(signal.SIGKILL)
+
+    def prepare_child() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT):  # nohup and a job in the background begin with them ignored
+            signal.signal(number, signal.SIG_DFL)
+        follow_parent()
+
     with log.open("ab") as file:
         return subprocess.Popen(
             command(recipe, out, layout, words),
             stdout=file,
             stderr=file,
             start_new_session=True,
-            preexec_fn=at_parent_death(signal.SIGKILL),
+            preexec_fn=prepare_child,
         )
 
 
