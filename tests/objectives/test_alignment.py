@@ -312,6 +312,7 @@ def test_a_damaged_reference_is_made_again_or_missed(base: Path, tmp_path: Path)
     [
         ("grpo", ["objective.group=1"], ConfigError, "a group of 1 has no difference to learn from"),
         ("ppo", ["objective.group=3"], ConfigError, "8 sequences is not whole groups of 3 .* fit: 1, 2, 4, or"),
+        ("grpo", ["objective.group=3"], ConfigError, "8 sequences is not whole groups of 3 .* fit: 2, 4, 8, or"),
         ("grpo", ["model.value_head=true"], ConfigError, "objective grpo has no use for a value head"),
         ("ppo", ["model.value_head=false"], ConfigError, "objective ppo needs a value head"),
         ("grpo", ["objective.updates=4"], ConfigError, "every 2steps would fall .* the 4 updates .*: 4steps"),

@@ -155,7 +155,7 @@ def validate_model(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
         yield "model.rope_low", what, "LLaMA 3.1 has 1 and 4"
 
 
-def nearest_divisors(value: int, whole: int) -> str:
-    """The three divisors of `whole` nearest to `value`, in words."""
-    divisors = [d for d in range(1, min(whole, 1 << 20) + 1) if whole % d == 0]
+def nearest_divisors(value: int, whole: int, low: int = 1) -> str:
+    """The three divisors of `whole`, from `low` on, nearest to `value`, in words; empty where there is none."""
+    divisors = [d for d in range(low, min(whole, 1 << 20) + 1) if whole % d == 0]
     return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - value))[:3])))

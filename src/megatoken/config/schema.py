@@ -444,8 +444,10 @@ def _validate_batch(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "machine.micro_batch", what, f"nearest that do: {fits}, or auto"
     elif config.objective.samples and config.batch_seqs % config.objective.group:
         what = f"a batch of {config.batch_seqs} sequences is not whole groups of {config.objective.group} answers"
-        fits = nearest_divisors(config.objective.group, config.batch_seqs)
-        yield "objective.group", what, f"nearest that fit: {fits}, or another budget.batch_tokens"
+        low = 2 if config.objective.name == "grpo" else 1  # a group of 1 is refused
+        fits = nearest_divisors(config.objective.group, config.batch_seqs, low)
+        fix = "set another budget.batch_tokens"
+        yield "objective.group", what, f"nearest that fit: {fits}, or {fix}" if fits else fix
     if bool(budget.batch_start) != bool(budget.batch_ramp):
         given, missing = ("batch_start", "batch_ramp") if budget.batch_start else ("batch_ramp", "batch_start")
         yield f"budget.{given}", f"has no effect without budget.{missing}", f"set budget.{missing}, too"
