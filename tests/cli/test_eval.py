@@ -231,6 +231,9 @@ def test_python_function_returns_what_the_command_prints(
     }
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
         evaluate(loaded.model, loaded.tokenizer)
+    for wrong, says in ({"split": "test"}, "no split 'test'"), ({"limit": -1}, "limit is -1"):
+        with pytest.raises(ConfigError, match=says):
+            evaluate(loaded.model, loaded.tokenizer, data=data / "shards", **wrong)  # type: ignore[arg-type]
 
 
 def test_text_without_a_known_character_is_no_nan(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

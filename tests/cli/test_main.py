@@ -376,3 +376,26 @@ def test_words_after_an_option_are_positional(line: str, name: str, expected: ob
 def test_a_word_too_many_is_an_error_wherever_it_stands() -> None:
     with pytest.raises(ConfigError, match="unrecognized arguments: more"):
         parse(["sample", "run", "hello", "--tokens", "5", "more"], COMMANDS)
+
+
+def test_the_home_folder_is_meant_where_a_shell_leaves_its_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of --out=~/run and data.path=~/data the shell expands nothing, and of a recipe or a call no shell reads."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
+    assert main(["prepare", "~/text.txt", "--tokenizer", "bytes", "--out=~/data"]) == 0
+    small = "machine.threads=1 machine.micro_batch=1 model.n_layer=1 model.seq_len=32 budget.batch_tokens=32"
+    for name, path in ("run", "~/data"), ("mixed", "~/data:0.5,~/data:0.5"):
+        words = ["train", "quickstart", f"data.path={path}", f"--out=~/{name}", "budget.steps=1", *small.split()]
+        assert main(words) == 0
+    assert (tmp_path / "run" / "config.yaml").is_file()
+    assert main(["sample", str(tmp_path / "run"), "~/", "--tokens", "1"]) == 0
+    assert parse(["train", "finetune", "--init=~/run"], COMMANDS).init == f"{tmp_path}/run"
+    words = ["train", "quickstart", "sample.prompt=~/", "model.init=~/run", "--out", "~"]
+    options = parse(words, COMMANDS)
+    assert (options.overrides, options.out) == (["sample.prompt=~/", f"model.init={tmp_path}/run"], Path("~"))
+    capsys.readouterr()
+    assert not list(Path().iterdir())

@@ -91,6 +91,7 @@ NEW = [
     ("eval m --ppl", 2, "without --tasks it is printed"),
     ("report m --out m.pdf", 2, "the report is a page of HTML — m.pdf — --out m.html"),
     ("launch slurm gpt2-124m --gpus-per-node 8", 2, "did you mean --nproc?"),
+    ("launch slurm gpt2-124m --nodes 1.5", 2, "'1.5' — megatoken launch — give a whole number"),
     ("config quickstart optim.schedule=step", 2, "did you mean multi-step?"),
     (
         "train quickstart optim.lrr=1 model.n_layr=2",

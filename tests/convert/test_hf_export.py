@@ -212,6 +212,13 @@ def test_a_switch_that_no_model_of_transformers_has_is_refused(switch: dict[str,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dtype_that_no_format_has_is_refused(tmp_path: Path) -> None:
+    for to in ("hf", "llmc"):
+        with pytest.raises(ConfigError, match="unknown dtype 'fp8' — export — choose one of fp32, bf16"):
+            export(LoadedModel(draw_model(), byte_tokenizer(), "it"), to, tmp_path / to, "fp8")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unused_ids_are_left_out(tmp_path: Path) -> None:
     model = draw_model(replace(TINY_GPT, vocab_size=300))  # 43 ids more than the tokenizer has
     export(str(save_run(tmp_path / "run", model)), "hf", tmp_path / "hf", "fp32", Console(quiet=True))

@@ -161,6 +161,17 @@ def test_skypilot_installs_what_is_there() -> None:
         (["slurm", "--sbatch", "--time=1"], "--sbatch time contradicts --time"),
         (["slurm", "--sbatch=ntasks=2"], "--sbatch ntasks contradicts --nodes and --nproc"),
         *(
+            (
+                ["slurm", "--sbatch", option],
+                f"contradicts how the script saves and goes on — --sbatch — leave {option} out",
+            )
+            for option in ("signal=TERM@10", "no-requeue", "array=1-4")
+        ),
+        *(
+            (["slurm", "--time", time], f"--time {time} is not longer than the 300 seconds before its end when")
+            for time in ("5", "4:59", "0:05:00", "0-0:05")
+        ),
+        *(
             (["slurm", "--time", time], f"not a time limit of Slurm: {time!r}")
             for time in ("banana", "12h", "1-", "1:2:3:4")
         ),
@@ -178,7 +189,7 @@ def test_options_without_effect_or_of_several_lines_are_refused(
 
 
 @pytest.mark.parametrize("words", [["--sbatch", "--constraint=a=b"], ["--sbatch=--constraint=a=b"]])
-@pytest.mark.parametrize("time", ["90", "90:30", "12:00:00", "2-12", "2-12:30", "2-12:30:00"])
+@pytest.mark.parametrize("time", ["0", "6", "5:01", "90", "90:30", "12:00:00", "2-12", "2-12:30", "2-12:30:00"])
 def test_sbatch_options_with_dashes_and_every_form_of_a_time(
     words: list[str], time: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,8 @@ TRANSLATED = {  # options that replace RECIPE by a recipe of another program
     "--composer": ("FILE", "translate a YAML of Composer or llm-foundry"),
 }
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
+# Before a ~/ that the shell has left: it expands one only where a word begins with it.
+HOME = re.compile(r"(?!\S*(prompt|system)=)(--[a-z][\w-]*|[A-Za-z_][\w.]*)=(?=~/)")
 TAKE_OVERRIDES = ("quickstart", "train", "sweep", "race", "launch", "config", "describe", "dryrun", "plan")
 RECIPE = "(RECIPE | --llmc FLAGS | --nanogpt WORDS | --composer FILE)"
 ENDING = "[--json] [--debug] [section.field=value ...]"
@@ -64,6 +66,7 @@ class Parser(argparse.ArgumentParser):
         if number := re.search("invalid (int|float) value: '(.*)'", message):
             many = re.fullmatch(r"(\d+)x(\w[\w-]*)", number[2]) if "--gpus" in message else None
             near = f"--gpus {many[1]} --gpu {many[2]}" if many else plain_number(number[2])
+            near = "" if near == number[2] else near
             wanted = "whole number" if number[1] == "int" else "number such as 0.1"
             fix = f"{f'did you mean {near}? ' if near else ''}give a {wanted}, {fix}"
         if "arguments are required" in message:
@@ -76,6 +79,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespace:
     """Options of one command, whose function is `call`; `a.b=c` words are accepted anywhere. Raises ConfigError."""
+    words = [f"{at[0]}{Path(word[at.end() :]).expanduser()}" if (at := HOME.match(word)) else word for word in words]
     given, overrides = words, list[str]()
     if words and words[0] in TAKE_OVERRIDES:
         others: list[str] = []

@@ -21,7 +21,7 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError, ConfigError, StorageError
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
-from megatoken.system.atomic_write import error_number
+from megatoken.system.atomic_write import error_number, local_path
 
 
 def export(
@@ -36,7 +36,9 @@ def export(
     """
     if to not in FORMATS:
         raise ConfigError(f"unknown format {to!r}", "export", f"choose one of {', '.join(FORMATS)}")
-    out, warn = Path(out), console.warn if console else warnings.warn
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}", "export", f"choose one of {', '.join(DTYPES)}")
+    out, warn = local_path(out), console.warn if console else warnings.warn
     if os.path.lexists(out):
         raise StorageError("the export's target exists", str(out), "choose another --out, or remove it first")
     loaded = copy.deepcopy(model) if isinstance(model, LoadedModel) else load_pretrained(model, warn)
@@ -108,4 +110,5 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
 
 
 # Each writes the folder, and returns the largest difference of logits found; None: not compared.
+DTYPES = ("fp32", "bf16")
 FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {"hf": _export_hf, "llmc": _export_llmc}

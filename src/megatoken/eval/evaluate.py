@@ -29,6 +29,8 @@ from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device, choose_device
 
+SPLITS = ("train", "val")
+
 
 def evaluate(
     model: GPT,
@@ -56,6 +58,8 @@ def evaluate(
     or a split of text, DataError for missing or malformed data or shards of another tokenizer, NumericsError for scores
     that are not finite.
     """
+    if (limit or 0) < 0:
+        raise ConfigError(f"limit is {limit}", "evaluate", "give a number, or 0 for all")
     comm = comm or Comm(DistEnv())
     device = device or choose_device(MachineConfig(device=str(model.lm_head_weight.device), precision="fp32"))
     if not tasks:
@@ -122,6 +126,8 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
             raise DataError(what, str(data), "give the text itself, or shards of the model's tokenizer")
         dataset.set_vocab_size(tokenizer.vocab_size)
         split = split or ("val" if len(dataset.val) else "train")
+        if split not in SPLITS:
+            raise ConfigError(f"no split {split!r}", str(data), f"choose of {', '.join(SPLITS)}")
         yield getattr(dataset, split), split
         return
     if split:

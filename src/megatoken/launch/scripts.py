@@ -28,6 +28,7 @@ SBATCH_TAKEN = {  # options of sbatch whose values an option of ours gives
     **{name: f"--{name}" for name in ("nodes", "time", "partition", "account")},
     **dict.fromkeys(("ntasks", "ntasks-per-node"), "--nodes and --nproc"),
 }
+SBATCH_OWN = ("signal", "no-requeue", "array")  # the script saves, goes on and has a run folder by these
 INSTALL_CHECKOUT = 'pip install ".[data,s3]"'
 ONE_LINE = ("partition", "account", "namespace", "image", "gpus", "time")
 GPU, TIME = "H100", "24:00:00"  # defaults of --gpus and --time
@@ -103,9 +104,15 @@ def check_options(engine: str, job: Job) -> None:
             raise ConfigError(f"not an option of sbatch: {option!r}", "--sbatch", fix)
         if ours := SBATCH_TAKEN.get(name := option.split("=")[0]):
             raise ConfigError(f"--sbatch {name} contradicts {ours}", "--sbatch", f"use {ours}")
+        if name in SBATCH_OWN:
+            what = f"--sbatch {name} contradicts how the script saves and goes on"
+            raise ConfigError(what, "--sbatch", f"leave {option} out")
     if not re.fullmatch(r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}", job.time):
         fix = "write it as 90 (minutes), 12:00:00 or 2-12:00:00 (days-hours:minutes:seconds)"
         raise ConfigError(f"not a time limit of Slurm: {job.time!r}", "--time", fix)
+    if 0 < _seconds(job.time) <= WARN_SECONDS:  # the signal would come at each start, and the job requeue for ever
+        what = f"--time {job.time} is not longer than the {WARN_SECONDS} seconds before its end when the run is to save"
+        raise ConfigError(what, "--time", "give 10 (minutes) or more")
     if not re.fullmatch(r"[A-Za-z][\w.-]*", job.gpus):
         fix = "give a name such as H100; how many a machine has is --nproc"
         raise ConfigError(f"not the name of a GPU: {job.gpus!r}", "--gpus", fix)
@@ -161,6 +168,14 @@ def write_script(engine: str, job: Job) -> str:
         if not values[name]:
             template = re.sub(rf".*%{{{name}}}.*\n", "", template)
     return ScriptTemplate(template).substitute(values)
+
+
+def _seconds(time: str) -> int:
+    """Of a time limit of Slurm; 0 is none."""
+    days, _, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _sbatch_lines(job: Job) -> Iterator[str]:

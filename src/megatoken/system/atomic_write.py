@@ -28,14 +28,15 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 
 
 def local_path(text: str | Path) -> Path:
-    """A path on this machine. Raises ConfigError for an address such as s3://bucket/run, and for what is no path."""
+    """A path on this machine, ~/ at its start the home folder. Raises ConfigError for an address such as s3://bucket/run,
+    and for what is no path."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(text)):  # a Path has lost the second slash
         raise ConfigError(f"not a path on this machine: {text}", "", "mount it, or copy it to a local folder")
     if "\0" in str(text):
         raise ConfigError(f"a path holds a NUL: {text!s:.200}", "", "write it without")
     if not str(text):
         raise ConfigError("a path is empty", "", "name a file or folder; . is the current one")
-    return Path(text)
+    return Path(text).expanduser() if str(text).startswith("~/") else Path(text)
 
 
 def read_small_file(path: Path, limit: int = LARGEST_BYTES) -> bytes:
