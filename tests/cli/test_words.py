@@ -56,6 +56,24 @@ FOUND = [
     ("bench ladders", 2, "did you mean ladder?"),
 ]
 NEW = [
+    ("train quickstart optim.fused=true", 2, "did you mean 'machine.adamw'?"),
+    ("train quickstart evaluate.steps=10", 2, "did you mean 'evaluate.every'?"),
+    ("train quickstart save.path=x", 2, "did you mean '--out'?"),
+    ("train quickstart use_lora=true", 2, "no LoRA"),
+    ("train quickstart n_expert=8", 2, "no mixture of experts"),
+    *(
+        (f"{theirs} x", 2, f"did you mean {ours}?")
+        for theirs, ours in (
+            ("tok_train", "prepare"),
+            ("base_train", "train"),
+            ("base_eval", "eval"),
+            ("chat_sft", "train"),
+            ("chat_cli", "chat"),
+            ("chat_web", "serve"),
+            ("chat_eval", "eval"),
+            ("finetune_full", "train"),
+        )
+    ),
     ("train quickstart report_to=wandb", 2, "did you mean 'log.sinks'?"),
     ("train quickstart --wandb_project=x", 2, "log.sinks=wandb sends the run, by its folder's name"),
     ("sample m hi --precision int8", 2, "did you mean --int8?"),

@@ -86,7 +86,7 @@ KEYS = _invert(
         "machine.micro_batch": "per_device_train_batch_size gradient_accumulation_steps micro_batch_size"
         " local_batch_size device_batch_size device_train_microbatch_size grad_accum grad_accum_steps"
         " train_micro_batch_size_per_gpu batch_size_per_device accumulate_grad_batches",
-        "machine.adamw": "implementation optim_implementation",
+        "machine.adamw": "implementation optim_implementation optim.fused fused_adamw",
         "machine.attention": "use_flash_attn attn_implementation attn_impl flash flash_attn",
         "machine.activation_checkpointing": "gradient_checkpointing activation_checkpoint activation_checkpoint.mode"
         " recompute",
@@ -103,7 +103,8 @@ KEYS = _invert(
         "save.time_limit": "max_time walltime",
         "evaluate.every": "eval_interval eval_steps eval_every eval_strategy evaluation_strategy val_loss_every"
         " validate_every_n_epochs validate_every_n_batches"
-        " eval.interval validation.freq val_every eval_freq val_interval val_check_interval",
+        " eval.interval validation.freq val_every eval_freq val_interval val_check_interval"
+        " evaluate.steps",
         "evaluate.patience": "early_stopping_patience early_stopping early_stopper",
         "evaluate.tasks": "icl_tasks eval_tasks benchmarks",
         "evaluate.tokens": "eval_iters val_tokens eval_tokens eval.max_iters val_max_steps max_eval_samples"
@@ -112,7 +113,8 @@ KEYS = _invert(
         "log.sinks": "report_to logger loggers logger_name wandb wandb_log use_wandb enable_wandb tensorboard"
         " enable_tensorboard tensorboard_dir",
         "log.every": "log_interval logging_steps log_freq print_freq log_every_n_steps",
-        "--out": "out_dir output_dir save_folder checkpoint.folder run_name logging_dir output out o model_tag",
+        "--out": "out_dir output_dir save_folder checkpoint.folder run_name logging_dir output out o model_tag"
+        " save.path save.dir",
         "--nproc": "nproc_per_node devices num_gpus gpus n_gpus num_processes ngpu world_size",
         "--explain": "verbose",
     }
@@ -237,13 +239,13 @@ RECIPES = PUBLISHED | _invert(
 )
 CHOICES = _invert(  # commands, and values of their options and arguments
     {
-        "train": "pretrain finetune resume fit continue",
+        "train": "pretrain finetune resume fit continue base_train mid_train chat_sft chat_rl finetune_full",
         "sample": "generate inference complete",
-        "chat": "talk repl converse",
-        "serve": "server api deploy host",
-        "eval": "evaluate validate test score",
-        "prepare": "tokenize preprocess data download",
-        "export": "convert convert_to_hf save hf upload push gguf",
+        "chat": "talk repl converse chat_cli",
+        "serve": "server api deploy host chat_web",
+        "eval": "evaluate validate test score base_eval base_loss chat_eval",
+        "prepare": "tokenize preprocess data download tok_train",
+        "export": "convert convert_to_hf save hf upload push gguf convert_from_litgpt",
         "describe": "info summary params flops count",
         "plan": "estimate cost price eta time budget",
         "dryrun": "dry-run dry_run memory",
@@ -338,11 +340,12 @@ REMARKS = {
         " context_parallel_degree context_parallel_size cp cp_size expert_parallel_degree ep ep_size",
         "data-parallel processes are what remains: all processes / machine.tensor_parallel; machine.sharding=hybrid"
         " shards within a machine": "data_parallel_replicate_degree dp_replicate data_parallel_size dp dp_size",
-        "no FP8: machine.precision is auto, fp32, bf16 or fp16": "fp8 float8 use_fp8 load_in_4bit",
+        "no FP8: machine.precision is auto, fp32, bf16 or fp16": "fp8 float8 use_fp8",
+        "weights of 4 bits are not here; sample and chat have --int8": "load_in_4bit",
         "nothing is kept on the CPU: machine.sharding and machine.activation_checkpointing save memory"
         " (docs/scaling-up.md)": "cpu_offload enable_cpu_offload offload offload_optimizer",
-        "no LoRA: every weight is trained": "lora lora_r lora_rank lora_alpha use_peft peft",
-        "no mixture of experts": "num_experts n_experts moe num_local_experts",
+        "no LoRA: every weight is trained": "lora lora_r lora_rank lora_alpha use_peft peft use_lora",
+        "no mixture of experts": "num_experts n_experts n_expert moe num_local_experts",
         "it is model.d_model / model.n_head": "head_dim d_head kv_channels head_size",
         "the recipe depth-N takes width, rate and length from its layers": "aspect_ratio",
         "megatoken plan RECIPE --tokens chinchilla says the length for a model": "target_flops",
