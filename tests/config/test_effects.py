@@ -159,8 +159,14 @@ def test_what_config_and_a_run_folder_write_is_read(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("command", [["config"], ["train"], ["launch", "slurm"]])
 def test_config_refuses_what_train_refuses(
-    command: list[str], word: str, says: str, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    word: str,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where no quickstart has left its data
     assert main([*command, "quickstart", word]) == 2
     out, err = capsys.readouterr()
     assert out == ""
