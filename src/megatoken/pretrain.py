@@ -107,6 +107,9 @@ class Trainer:
         if isinstance(reward, str) and reward in REWARDS:
             self.reward = None  # the recipe's word for it is enough
         if reward is not None:  # a resume without it is refused
+            if not (objective := self.resolved.config.objective).samples:
+                what = f"a reward has no effect with objective.name={objective.name}"
+                raise ConfigError(what, "Trainer", "leave it out, or train grpo or ppo")
             name = reward if isinstance(reward, str) else f"{reward.__module__}:{reward.__qualname__}"
             objective = replace(self.resolved.config.objective, reward=name)
             self.resolved = replace(self.resolved, config=replace(self.resolved.config, objective=objective))

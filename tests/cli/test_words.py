@@ -57,6 +57,11 @@ FOUND = [
 ]
 NEW = [
     ("train quickstart optim.fused=true", 2, "did you mean 'machine.adamw'?"),
+    ("train d20", 2, "did you mean 'depth-20'?"),
+    ("train depth_8", 2, "did you mean 'depth-8'?"),
+    ("train finetune_shakespeare", 2, "did you mean 'finetune'?"),
+    ("serve m --tensor-parallel-size 2", 2, "machine.tensor_parallel splits a model that trains"),
+    ("config quickstart log.sinks=wandb,wandb", 2, "wandb is named twice"),
     ("train quickstart evaluate.steps=10", 2, "did you mean 'evaluate.every'?"),
     ("train quickstart save.path=x", 2, "did you mean '--out'?"),
     ("train quickstart use_lora=true", 2, "no LoRA"),
@@ -329,6 +334,15 @@ SETTINGS = [
     ("fp8=True", "no FP8: machine.precision is", "no FP8: machine.precision is"),
     ("num_nodes=2", "megatoken launch ENGINE RECIPE --nodes N", "megatoken launch ENGINE RECIPE --nodes N"),
     ("push_to_hub=True", "megatoken export RUN --to hf", "megatoken export RUN --to hf"),
+    ("machine.nproc=2", "did you mean '--nproc'?", "did you mean --nproc?"),
+    ("lr_decay_ratio=0.4", "'optim.decay'? 0.4 is written 0.4dur", f"{SETTING}optim.decay=... 0.4 is written 0.4dur"),
+    ("init_std=0.02", "initial weights are GPT-2's", "initial weights are GPT-2's"),
+    ("pin_memory=true", "shards are mapped into memory", "shards are mapped into memory"),
+    ("resume_from_step=100", "the same command goes on", "the same command goes on"),
+    ("optim.ns_steps=6", "muon takes five steps", "muon takes five steps"),
+    ("optimizer.name=adamw", "did you mean 'optim.name'?", f"{SETTING}optim.name=adamw"),
+    ("tokenizer.name=gpt2", "did you mean 'data.tokenizer'?", f"{SETTING}data.tokenizer=gpt2"),
+    ("experiment_name=x", "did you mean '--out'?", "did you mean --out?"),
 ]
 
 
@@ -386,6 +400,29 @@ def test_settings_of_other_tools_in_three_forms(
         assert meant in capsys.readouterr().err, words
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["budget.steps", "=", "5"], "settings are section.field=value, in one word: budget.steps=5"),
+        (["budget.steps", "=5"], "settings are section.field=value, in one word: budget.steps=5"),
+        (["budget.steps=", "5"], "settings are section.field=value, in one word: budget.steps=5"),
+        (["budget.steps:", "5"], "settings are section.field=value, in one word: budget.steps=5"),
+        (["optim.lr", "3e-4"], "settings are section.field=value, in one word: optim.lr=3e-4"),
+        (["--name", "x"], "did you mean --out?"),
+        (["-o", "x"], "did you mean --out? flags of llm.c are one word: --llmc '-o x'"),
+        (["--train.max_tokens", "gpt2-124m"], f"{SETTING}budget.tokens=..."),
+        (["budget.steps=5,10"], "several are tried by megatoken sweep RECIPE 'budget.steps=5|10'"),
+        (["optim.lr=1e-4,3e-4"], "several are tried by megatoken sweep RECIPE 'optim.lr=1e-4|3e-4'"),
+        (["optim.lr=[1e-4, 3e-4]"], "several are tried by megatoken sweep RECIPE 'optim.lr=1e-4|3e-4'"),
+        (["budget.steps=1,000"], "did you mean 1000?"),
+        (["optim.lr=0,001"], "did you mean 0.001?"),
+    ],
+)
+def test_settings_in_another_form(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstart", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("word", ["budget.tokens=1e9tokens", "budget.tokens=10k", "save.time_limit=2h", "log.plots=No"])
 def test_other_spellings_of_a_value_are_read(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "quickstart", word]) == 0
@@ -401,7 +438,7 @@ def test_words_stand_for_what_exists() -> None:
     for key, words in [*VALUES.items(), *NEAREST.items()]:
         assert {parse_value(FIELDS[key], value) for value in words.values()} <= set(FIELDS[key].choices)
         assert not words.keys() & set(FIELDS[key].choices)
-    assert set(RECIPES.values()) <= PRESETS.keys() | {"shakespeare", "quickstart"}
+    assert set(RECIPES.values()) <= PRESETS.keys() | {"shakespeare", "quickstart", "finetune"}
     assert not any(word == ours for word, ours in CHOICES.items())
 
 

@@ -63,7 +63,7 @@ def test_what_is_derived_says_how_and_may_be_overridden(capsys: pytest.CaptureFi
 
 
 def test_a_name_like_it_is_pointed_to_it() -> None:
-    with pytest.raises(ConfigError, match=r"no recipe named 'depth12' — did you mean 'depth-N'\? known: .*, depth-N"):
+    with pytest.raises(ConfigError, match=r"no recipe named 'depth12' — did you mean 'depth-12'\? known: .*, depth-N"):
         resolve("depth12")
 
 

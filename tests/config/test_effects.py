@@ -17,7 +17,7 @@ ALWAYS_HAVE_AN_EFFECT = {
     *("seed", "model.preset", "model.n_layer", "model.n_head", "model.n_kv_head", "model.d_model", "model.d_ff"),
     *("model.vocab_size", "model.seq_len", "model.norm", "model.norm_eps", "model.pos_emb", "model.mlp", "model.bias"),
     *("model.qk_norm", "model.embedding_norm", "model.residual_scales", "model.value_embeddings"),
-    *("model.logit_softcap", "model.zero_init", "model.window", "model.value_head"),
+    *("model.logit_softcap", "model.zero_init", "model.value_head"),
     *("model.tie_embeddings", "model.dropout", "model.init", "data.path", "optim.name", "optim.lr"),
     *("optim.schedule", "objective.name"),
     *("optim.warmup", "optim.beta1", "optim.beta2", "optim.weight_decay", "optim.grad_clip"),
@@ -32,7 +32,7 @@ ALWAYS_HAVE_AN_EFFECT = {
     ),
     *("machine.loss_chunk", "machine.gemm_backend", "machine.activation_checkpointing", "machine.sharding"),
     *("machine.tensor_parallel", "machine.threads", "machine.deterministic", "save.every", "save.keep_last"),
-    *("data.order", "save.mirror", "log.sinks", "evaluate.patience"),  # the last by `validate`
+    *("data.order", "save.mirror", "log.sinks"),
     *("save.time_limit", "evaluate.tokens", "evaluate.tasks", "sample.every", "log.every", "log.plots"),
 }
 
@@ -70,6 +70,8 @@ def test_every_setting_has_a_rule_or_always_an_effect() -> None:
         ("save.every=0 save.keep_every=100", "save.every=0steps"),
         ("evaluate.tokens=0 evaluate.every=100", "evaluate.tokens=0"),
         ("evaluate.tokens=0 save.keep_best=true", "evaluate.tokens=0"),
+        ("evaluate.tokens=0 evaluate.patience=3", "evaluate.tokens=0"),
+        ("model.seq_len=256 model.window=256", "model.seq_len=256"),
         ("evaluate.tasks_every=100", 'evaluate.tasks=""'),
         ("evaluate.tasks_data=x", 'evaluate.tasks=""'),
         ("evaluate.tasks_limit=100", 'evaluate.tasks=""'),

@@ -348,6 +348,12 @@ def test_a_reward_that_is_none_is_refused_before_anything_is_measured(
     assert capsys.readouterr().out == ""
 
 
+def test_a_reward_without_an_objective_that_samples_is_refused(tmp_path: Path) -> None:
+    for reward in ("exact", lambda prompt, answer, right: 1.0):
+        with pytest.raises(ConfigError, match=r"a reward has no effect with objective.name=pretrain — Trainer — leave"):
+            Trainer(resolve("quickstart"), tmp_path / "run", reward=reward)
+
+
 def test_a_rule_may_be_named_as_one_s_own_reward_is(base: Path, tmp_path: Path) -> None:
     assert train(base, "grpo", tmp_path / "run", reward="number").code == ExitCode.DONE
     assert "reward: number" in (tmp_path / "run" / "config.yaml").read_text()

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,8 +100,11 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
         command = " ".join(filter(None, ("megatoken", options.command, getattr(options, "bench", ""))))
         known = re.findall(r"--[a-z][\w-]*|\b[A-Z_]{4,}\b", options.help())
         takes_settings = options.command in TAKE_OVERRIDES
+        before = next((first for first, second in pairwise(given) if second == unknown[0]), "")
         starts = [index for index, word in enumerate(unknown) if index == 0 or word.startswith("--")]
         fixes = dict.fromkeys(suggest_option(unknown[index:], known, settings=takes_settings) for index in starts)
+        if takes_settings and OVERRIDE.fullmatch(before) and before.endswith("="):
+            fixes = dict.fromkeys([suggest_option([before, *unknown], known, settings=True)])
         if options.command == "prepare" and not unknown[0].startswith("-"):
             fixes = dict.fromkeys(["give one SOURCE: a folder, or a pattern in quotes, such as 'texts/*.txt'"])
         if options.command == "quickstart" and not unknown[0].startswith("-"):

@@ -29,6 +29,12 @@ RULES = (
         lambda c: c.model.rope_factor > 1 and c.model.pos_emb == "rotary",
         "rotary positions are scaled by a factor above 1",
     ),
+    Rule(
+        "model.window",
+        "model.seq_len",
+        lambda c: bool(c.model.init) or c.model.window < c.model.seq_len,  # whose context is still to come
+        "all tokens are within it",
+    ),
     Rule("model.window_pattern", "model.window", lambda c: c.model.window > 0, "no layer has a window"),
     Rule(
         "data.tokenizer",
@@ -75,7 +81,12 @@ RULES = (
     ),
     Rule("optim.eps", "optim.name", lambda c: c.optim.name != "lion", "it is for adamw and muon"),
     Rule("save.keep_every", "save.every", lambda c: c.save.every.value > 0, "nothing is saved before the end"),
-    Rule("evaluate.every save.keep_best", "evaluate.tokens", lambda c: c.evaluate.tokens > 0, "nothing is evaluated"),
+    Rule(
+        "evaluate.every evaluate.patience save.keep_best",
+        "evaluate.tokens",
+        lambda c: c.evaluate.tokens > 0,
+        "nothing is evaluated",
+    ),
     Rule(
         "evaluate.tasks_every evaluate.tasks_data evaluate.tasks_limit",
         "evaluate.tasks",

@@ -138,10 +138,10 @@ def list_runs(folder: Path) -> list[str]:
     return []
 
 
-def load_config(recipe: str, *overrides: str) -> Config:
+def load_config(recipe: str | Path, *overrides: str) -> Config:
     """The config of a recipe, by file or name, with `section.field=value` overrides. Raises ConfigError."""
-    resolved = resolve(recipe, overrides)
-    for note in () if DEPTH.fullmatch(recipe) else resolved.notes:  # those of a depth warn of nothing
+    resolved = resolve(str(recipe), overrides)
+    for note in () if DEPTH.fullmatch(str(recipe)) else resolved.notes:  # those of a depth warn of nothing
         warnings.warn(note, stacklevel=2)
     return resolved.config
 

@@ -377,6 +377,10 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     for key, length in (("optim.warmup", optim.warmup), ("optim.decay", optim.decay)):
         if length != "auto" and length.unit == "dur" and length.value > 1:
             yield key, f"{length} is longer than the run", "a share of the run is at most 1dur"
+    lengths = optim.warmup, optim.decay_length or Duration(0)
+    if optim.schedule in END_DECAYS and sum(each.value for each in lengths if each.unit == "dur") > 1 + 1e-9:
+        what = f"a warm-up of {lengths[0]} and a decay of {lengths[1]} are longer than the run"
+        yield "optim.decay" if optim.decay != "auto" else "optim.warmup", what, "make them 1dur together, or less"
     if optim.schedule == "multi-step" and not optim.min_lr_ratio:
         yield "optim.min_lr_ratio", "multi-step falls by its square root twice, so to 0 at once", "use 0.1, or linear"
     if not re.fullmatch(DEVICE_WORDS, config.machine.device):
@@ -403,9 +407,12 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _validate_objective(config)
     if config.evaluate.patience and not config.evaluate.every.value:
         yield "evaluate.patience", "has no effect with evaluate.every=0", "set evaluate.every, or evaluate.patience=0"
-    for name in split_sinks(config.log.sinks):
+    sinks = split_sinks(config.log.sinks)
+    for name in sinks:
         if name not in SINKS:
             yield "log.sinks", f"unknown sink {name!r}", f"choose of {', '.join(SINKS)}"
+        elif sinks.count(name) > 1:
+            yield "log.sinks", f"{name} is named twice", "name it once"
     if config.save.mirror.startswith("memory:"):
         what = "memory: ends with its process, and each upload is a process of its own"
         yield "save.mirror", what, "use a folder, or an address such as s3://bucket/run"

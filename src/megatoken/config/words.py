@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from megatoken.config.fields import TRUTHS, ConfigField, Duration
+from megatoken.config.fields import TRUTHS, ConfigField, Duration, parse_value
 from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.config.schema import FIELDS
 
@@ -50,22 +50,23 @@ KEYS = _invert(
         "model.dropout": "attn_pdrop resid_pdrop embd_pdrop emb_pdrop hidden_dropout attention_dropout",
         "model.init": "init_from model_name_or_path load_path initial_checkpoint_dir checkpoint_dir pretrained"
         " resume_from from_pretrained",
-        "data.path": "dataset dataset_name dataset_path train_files val_files train_file data_path data_dir data_root"
-        " input_bin",
+        "data.path": "dataset dataset_name dataset.name data.name dataset_path train_files val_files train_file"
+        " data_path data_dir data_root input_bin",
         "data.order": "shuffle shuffle_data",
         "data.document_mask": "reset_attention_mask intra_doc_masking packing",
-        "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_dir hf_assets_path",
-        "optim.name": "optimizer optimizer_type",
+        "data.tokenizer": "tokenizer_path tokenizer_name tokenizer.name tokenizer_dir hf_assets_path",
+        "optim.name": "optimizer optimizer_type optimizer.name",
         "optim.lr": "learning_rate max_lr peak_lr adamw_lr embedding_lr adam_lr unembedding_lr scalar_lr base_lr",
         "optim.matrix_lr": "muon_lr",
         "optim.momentum": "muon_momentum mu",
         "optim.momentum_warmup": "momentum_warmup_steps muon_momentum_warmup_steps",
         "optim.cautious_decay": "cautious_weight_decay cautious_wd",
         "optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style decay_type decay_lr"
-        " scheduler.name",
+        " scheduler.name lr_scheduler.name",
         "optim.warmup": "warmup_iters warmup_steps t_warmup lr_warmup_steps warmup_ratio"
         " lr_warmup_iters num_warmup_steps",
-        "optim.decay": "lr_decay_iters cooldown_frac cooldown_iters warmdown_iters warmdown_ratio decay_ratio cooldown",
+        "optim.decay": "lr_decay_iters cooldown_frac cooldown_iters warmdown_iters warmdown_ratio decay_ratio"
+        " lr_decay_ratio cooldown",
         "optim.min_lr_ratio": "min_lr alpha_f final_lr_frac min_lr_factor",
         "optim.beta1": "betas adam_beta1",
         "optim.beta2": "adam_beta2",
@@ -114,8 +115,8 @@ KEYS = _invert(
         " enable_tensorboard tensorboard_dir",
         "log.every": "log_interval logging_steps log_freq print_freq log_every_n_steps",
         "--out": "out_dir output_dir save_folder checkpoint.folder run_name logging_dir output out o model_tag"
-        " save.path save.dir",
-        "--nproc": "nproc_per_node devices num_gpus gpus n_gpus num_processes ngpu world_size",
+        " save.path save.dir experiment_name job_name",
+        "--nproc": "nproc nproc_per_node devices num_gpus gpus n_gpus num_processes ngpu world_size",
         "--explain": "verbose",
     }
 )
@@ -136,7 +137,7 @@ CONVERSIONS = {
     "optim.min_lr_ratio": ("min_lr", "it is a share of optim.lr"),
     "optim.warmup": ("warmup_ratio", "0.1 is written 0.1dur"),
     "optim.decay": (
-        "cooldown_frac warmdown_ratio decay_ratio lr_decay_iters",
+        "cooldown_frac warmdown_ratio decay_ratio lr_decay_ratio lr_decay_iters",
         "0.4 is written 0.4dur; iterations count from the end of the warm-up",
     ),
     "optim.beta1": ("betas", "the second is optim.beta2"),
@@ -233,6 +234,7 @@ RECIPES = PUBLISHED | _invert(
         "gpt2-774m": "gpt2-762m 774m d36",
         "gpt2-1558m": "gpt2-1.5b gpt2-1542m gpt2xl d48",
         "gpt3-1.3b": "gpt3-xl",
+        "finetune": "finetune_shakespeare",
         "shakespeare": "shakespeare_char train_shakespeare_char tinyshakespeare",
         "quickstart": "default demo example",
     }
@@ -279,6 +281,7 @@ CHOICES = _invert(  # commands, and values of their options and arguments
     }
 )
 OPTIONS = {  # ours, by the words of others
+    "--out": "name",
     "--tokens": "max_new_tokens max_tokens length num_tokens max_length",
     "--data": "tasks_data eval_data dataset_path text input file corpus",
     "--nodes": "nnodes num_nodes",
@@ -326,7 +329,7 @@ REMARKS = {
     word: remark
     for remark, words in {
         "the same command goes on with its run": "resume auto_resume autoresume resume_from_checkpoint"
-        " init_from=resume",
+        " init_from=resume resume_from_step resume_step",
         "nothing is sent unless log.sinks names where to": "report_to=none",
         "log.sinks=wandb sends the run, by its folder's name, to the project megatoken": "wandb_project wandb_run_name"
         " wandb_entity wandb_name wandb_group wandb_tags",
@@ -334,7 +337,12 @@ REMARKS = {
         "every value of the run has its panel": "y y_axis",
         "with --harness the model's own template is used; --no-template leaves it out": "apply_chat_template",
         "the model's folder has its tokenizer": "tokenizer tokenizer_name tokenizer_path",
-        "shards are mapped into memory and read ahead, without workers": "num_workers dataloader_num_workers",
+        "shards are mapped into memory and read ahead, without workers": "num_workers dataloader_num_workers"
+        " pin_memory dataloader_pin_memory prefetch_factor persistent_workers",
+        "initial weights are GPT-2's (normal, 0.02; model.zero_init)": "init_std initializer_range init_method_std",
+        "muon takes five steps of its iteration": "ns_steps newton_schulz_steps",
+        "machine.tensor_parallel splits a model that trains, or give dryrun --tp; one process writes text": "tp tp_size"
+        " tensor_parallel tensor_parallel_size tensor_model_parallel_size",
         "no pipeline, context or expert parallelism: machine.sharding and machine.tensor_parallel split a model"
         " (docs/scaling-up.md)": "pipeline_parallel_degree pipeline_parallel pipeline_model_parallel_size pp pp_size"
         " context_parallel_degree context_parallel_size cp cp_size expert_parallel_degree ep ep_size",
@@ -365,6 +373,7 @@ MAIN_FIELDS = {"model": "model.preset", "data": "data.path", "optim": "optim.nam
 TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".gz", ".zst", ".json", ".csv")  # suffixes of what is no recipe
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
 SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in FIELDS if "." in key))
+_NUMBER = r"[\d.]+(?:[eE][-+]?\d+)?"
 _OURS = {key.rpartition(".")[2]: key for key in FIELDS}  # of fields with one name the last, as `every`
 
 
@@ -403,26 +412,42 @@ def suggest_option(words: Sequence[str], options: Collection[str], *, settings: 
     """
     word, equals, value = words[0].partition("=")
     if re.fullmatch("-[a-z]", words[0]) and "--llmc" in options:
-        return f"flags of llm.c are one word: --llmc {shlex.quote(shlex.join(words))}"
-    name = word.strip("-.").replace("-", "_").lower()
-    value = value if equals else next((word for word in words[1:2] if not word.startswith("-")), "")
+        ours = "did you mean --out? " if word == "-o" else ""
+        return f"{ours}flags of llm.c are one word: --llmc {shlex.quote(shlex.join(words))}"
+    name = word.strip("-.:").replace("-", "_").lower()
+    value = value or next((each.strip("=:") for each in words[1:3] if each not in ("=", ":")), "")
+    value = "" if value.startswith("-") else value
     known = next((ours for ours, others in OPTIONS.items() if ours in options and name in others.split()), "")
     field, note = find_key(name) if settings and (equals or word.startswith("-") or "." in word) else ("", "")
     if field.startswith("--"):
         known, field = known or (field if field in options else ""), ""
     if known.isupper():
         return f"write {known} alone, without {word}"
-    remark = REMARKS.get(f"{name}={value}", "") or ("" if known or field else find_remark(name))
+    certain = _is_known(name)
+    remark = REMARKS.get(f"{name}={value}", "") or ("" if known or (field and certain) else find_remark(name))
     if remark:
         return remark
     option = known or nearest_option(name, options)
-    certain = name in KEYS | MAIN_FIELDS or name.split(".")[-1] in KEYS | _OURS
-    if not field or (option and not certain):
+    if not field or (known and "." not in name and name not in KEYS) or (option and not certain):
         if option and word.startswith("-"):
             return f"did you mean {option}?"
         return "settings are section.field=value" if settings and not word.startswith("-") else ""
     value = find_value(FIELDS[field], value) or value if certain and not note else ""
-    return f"settings are section.field=value, without --: {field}={value or '...'} {note}".strip()
+    form = ", without --" if word.startswith("-") else "" if equals and words[0] != f"{word}=" else ", in one word"
+    return f"settings are section.field=value{form}: {field}={value if _fits(field, value) else '...'} {note}".strip()
+
+
+def _is_known(name: str) -> bool:
+    """Whether a setting's name is ours or another tool's, not one that is only like it."""
+    return name in KEYS | MAIN_FIELDS or name.split(".")[-1] in KEYS | _OURS
+
+
+def _fits(key: str, text: str) -> bool:
+    """Whether a setting can have this value."""
+    try:
+        return bool(text) and parse_value(FIELDS[key], text) is not None
+    except ValueError:
+        return False
 
 
 def find_key(key: str) -> tuple[str, str]:
@@ -446,7 +471,7 @@ def suggest_key(key: str, value: str = "") -> str:
     """What to write for an unknown setting, or what there is where nothing is known or alike."""
     found, note = find_key(key)
     name = key[:200].lower().replace("-", "_")
-    if remark := REMARKS.get(f"{name}={value}", "") or ("" if found else find_remark(name)):
+    if remark := REMARKS.get(f"{name}={value}", "") or ("" if _is_known(name.replace("/", ".")) else find_remark(name)):
         return remark
     if found:
         return f"did you mean '{found}'?{f' {note}' if note else ''}"
@@ -486,8 +511,11 @@ def suggest_value(spec: ConfigField, text: str) -> str:
     if spec.is_duration and re.fullmatch(r"\d*\.\d+|[\d.]+%", text.strip()):
         share = float(text.strip(" %")) / (100 if "%" in text else 1)
         return f"did you mean {share:g}dur? a share of the run;" if share <= 1 else "steps are whole;"
-    if spec.type in (int, float) and (number := plain_number(text)) != text:
+    if spec.type in (int, float) and _fits(spec.key, number := plain_number(text)):
         found = number
+    if spec.type in (int, float) and not found and re.fullmatch(rf"[(\[]?{_NUMBER}([,| ]+{_NUMBER})+[)\]]?", text):
+        values = "|".join(re.findall(_NUMBER, text))
+        return f"several are tried by megatoken sweep RECIPE '{spec.key}={values}';"
     if near := NEAREST.get(spec.key, {}).get(text.strip().lower().replace("_", "-")):
         return f"{text.strip()} is not here, the nearest is {near};"
     if found:
@@ -511,6 +539,8 @@ def suggest_recipe(word: str, known: Sequence[str]) -> str:
     if path.suffix in TEXTS:
         return f"text is trained on by: megatoken quickstart --data {quoted}; recipes: {', '.join(known)}"
     name = re.sub(r"\.ya?ml$", "", path.name)
+    if deep := re.fullmatch(r"(?:d|depth)[-_]?(\d+)", name) if name not in RECIPES else None:
+        return f"did you mean 'depth-{int(deep[1])}'? known: {', '.join(known)}"
     begin = [each for each in known if len(name) > 2 and each.startswith(name)]
     near = RECIPES.get(name, "") if RECIPES.get(name) in known else ""
     preset = name if name in PRESETS else nearest(name, PRESETS, 0.8)
