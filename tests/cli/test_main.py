@@ -178,6 +178,17 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["plot", "runs/nope"], 3, "no metrics to read: No such file or directory — runs/nope/metrics.jsonl — "),
         (["train", "quickstart", "--restarts", "2"], 2, "--restarts has no effect here — --restarts — leave it out"),
         (["prepare", "a.txt", "--root", "x", "--out", "OUT"], 2, "--root has no effect beside a.txt"),
+        (["prepare", "python", "--text-key", "x", "--out", "OUT"], 2, "--text-key has no effect here"),
+        (
+            ["plan", "gpt2-124m", "--gpus", "8xH100", "--law", "fitted"],
+            2,
+            "--law has no effect here — --law — leave it",
+        ),
+        (
+            ["plot", "m", "--pictures", "--x", "steps"],
+            2,
+            "--x has no effect here — --x — leave it out: it is for the c",
+        ),
         (["eval", "m", "--data", "x", "--no-token-mean"], 2, "--no-token-mean has no effect here"),
         (["prepare", "python", "--out", ""], 2, "a path is empty"),
         (["prepare", "python", "--out", "nothing://bucket/out"], 2, "not an address: Protocol not known: nothing"),

@@ -180,7 +180,7 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     arg("folder", metavar="DIR", type=path_or_address, help=doc)
     arg = add("plot", "plot the curves of one or more runs in one picture").add_argument
     arg("runs", metavar="RUN", nargs="+", type=local_path)
-    arg("--x", choices=("tokens", "steps", "seconds"), default="tokens", help="horizontal axis (default tokens)")
+    arg("--x", choices=("tokens", "steps", "seconds"), help="horizontal axis (default tokens)")
     arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
     doc = "also plot weights of the first run; of any MODEL of `sample` these alone, in --out (default plots/MODEL)"
     arg("--pictures", action="store_true", help=doc)
@@ -321,7 +321,7 @@ def _add_training(add: Callable[..., Parser]) -> None:
     arg("--deadline", metavar="TIME", help="find the fewest GPUs that end within it, such as 24h")
     arg("--budget", type=float, metavar="USD", help="find the compute-optimal model and its tokens for it")
     doc = "for --budget: 20 tokens a parameter, or the law fitted by Hoffmann et al. (default chinchilla)"
-    arg("--law", choices=("chinchilla", "fitted"), default="chinchilla", help=doc)
+    arg("--law", choices=("chinchilla", "fitted"), help=doc)
     arg("--plot", type=local_path, metavar="FILE", help="PNG of speed and hours over the number of GPUs")
     doc = "folder with records of `megatoken bench batch` on such a GPU, which correct the speed (default records)"
     arg("--records", type=local_path, metavar="DIR", help=doc)

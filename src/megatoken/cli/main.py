@@ -128,10 +128,14 @@ def run_prepare(options: argparse.Namespace) -> Result:
     from megatoken.data.sources import HUB, find_source
 
     names = ("tokenizer", "workers", "val_fraction", "shard_tokens", "invalid", "text_key", "root")
-    is_remote = options.source in HUB  # text, whose listing takes a while
-    if not is_remote and (found := peek_format(find_source(options.source, options.root), options.text_key)):
-        return _prepare_chats(options, TRAIN_ON[found.kind])
+    has_keys = True
+    if options.source not in HUB:  # text in rows, whose listing takes a while
+        source = find_source(options.source, options.root)
+        if found := peek_format(source, options.text_key):
+            return _prepare_chats(options, TRAIN_ON[found.kind])
+        has_keys = any(file.format in ("lines", "rows") for file in source.files)
     refuse_without_effect(
+        ("--text-key", options.text_key != "text", has_keys, "JSONL and parquet"),
         ("--context", options.context is not None, False, "rows of conversations"),
         ("--long", options.long != "fail", False, "rows of conversations"),
     )
@@ -520,10 +524,11 @@ def run_plot(options: argparse.Namespace) -> Result:
     first: Path = options.runs[0]
     target = options.out or first / "plots"
     if options.pictures and len(options.runs) == 1 and not (first / METRICS).is_file():  # a model, perhaps not ours
+        refuse_without_effect(("--x", options.x, False, "the curves of runs"))
         pictures = draw_weights(first, options.out or Path("plots") / (first.stem if first.is_file() else first.name))
     else:
         file = target / "curves.png" if target.is_dir() or not options.out else target
-        pictures = [draw_curves(options.runs, file, options.x, Console(to_stderr=True).warn)]
+        pictures = [draw_curves(options.runs, file, options.x or "tokens", Console(to_stderr=True).warn)]
         pictures += draw_weights(first, first / "plots") if options.pictures else []
     if not options.json:
         print(*pictures, sep="\n")

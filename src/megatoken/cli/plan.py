@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatoken.cli.arguments import refuse_without_effect
 from megatoken.config.fields import parse_time, parse_value
 from megatoken.config.load import PREPARE, ResolvedConfig, list_recipes, resolve, resolve_preset
 from megatoken.config.model_config import ModelConfig
@@ -58,11 +59,12 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         left_out = "the second answer of each pair" if config.objective.name in PAIRS else "sampling of answers"
         options.console.print(f"note: {left_out}, the reference and whole copies of sharded weights are not counted")
     if options.calibrate:
-        for name in ("gpus", "deadline", "budget", "plot"):
+        for name in ("gpus", "deadline", "budget", "law", "plot"):
             if getattr(options, name) is not None:
                 what = f"--calibrate plans for this machine, --{name} for GPUs"
                 raise ConfigError(what, f"--{name}", "leave one of the two out")
         return plan_here(options, config, model, tokens or budget_tokens(config), price)
+    refuse_without_effect(("--law", options.law, bool(budget), "--budget"))
     if options.gpus is None:
         fix = "give a number and a name, as --gpus 8xA100-40GB, or --calibrate for this machine"
         raise ConfigError("no GPUs given", "megatoken plan", fix)
@@ -76,7 +78,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     known["measured"] = measured if n_measured else 0.0
     chosen = plan_run(config, model, gpu, gpus, **known)
     met = find_deadline(config, model, gpu, hours, **known) if hours else None
-    optimum = spend_budget(config, budget, gpu, gpus, price, options.law, modes) if budget else None
+    optimum = spend_budget(config, budget, gpu, gpus, price, options.law or "chinchilla", modes) if budget else None
     counts = sorted({*GPU_COUNTS, gpus})
     divided = scale_gpus(config, model, gpu, counts, **known)
     scaled = [each for each in divided if each.fits]
