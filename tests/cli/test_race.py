@@ -195,7 +195,7 @@ def test_contenders_of_different_tokenizers_race_in_bits_per_byte(
         (["RECIPE", "--tokens", "1024"], 2, "a race of one"),
         (["RECIPE", "RECIPE", "--tokens", "1024"], 2, "two contenders would share the folder"),
         (["RECIPE", "RECIPE optim.lrr=1", "--tokens", "1024"], 2, "did you mean 'optim.lr'?"),
-        (["RECIPE", "quikstart", "--tokens", "1024"], 2, "did you mean 'quickstart'?"),
+        (["RECIPE data.path=nowhere", "quikstart", "--tokens", "1024"], 2, "did you mean 'quickstart'?"),
         (["RECIPE", "RECIPE 'optim.lr=1", "--tokens", "1024"], 2, "No closing quotation"),
         (["RECIPE", "RECIPE optim.lr=1", "--tokens", "many"], 2, "budget.tokens: expected a whole number"),
         (["RECIPE", "RECIPE optim.lr=1", "--target-loss", "-1"], 2, "a loss of -1"),

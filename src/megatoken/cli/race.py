@@ -102,7 +102,8 @@ def race(options: Namespace) -> tuple[int, dict[str, Any]]:
     when another process races in the folder, and the error of a run that fails.
     """
     turn_seconds = check_options(options)
-    contenders = [read_contender(text, options) for text in options.contenders]
+    settings = [read_settings(text, options) for text in options.contenders]  # all, before any data is opened
+    contenders = [open_contender(text, *given) for text, given in zip(options.contenders, settings, strict=True)]
     metric = check_contenders(contenders, options.console)
     options.out = options.out or Path("races") / contenders[0].folder
     rounds = list_rounds(contenders, options, turn_seconds)
@@ -143,8 +144,8 @@ def check_options(options: Namespace) -> int:
         raise ConfigError(str(wrong), "--turn", "write it as 45s, 5m or 1h; 0: whole runs") from None
 
 
-def read_contender(text: str, options: Namespace) -> Contender:
-    """A contender, its recipe resolved and its dataset opened. Raises ConfigError and DataError."""
+def read_settings(text: str, options: Namespace) -> tuple[str, tuple[str, ...], Config]:
+    """A contender's recipe, its overrides and what they resolve to. Raises ConfigError."""
     try:
         recipe, *own = shlex.split(text) or [""]
     except ValueError as wrong:
@@ -155,10 +156,13 @@ def read_contender(text: str, options: Namespace) -> Contender:
     words = (*options.overrides, *own)
     if options.tokens is not None and not any(word.partition("=")[0] in ALTERNATIVES for word in words):
         words = (f"budget.tokens={options.tokens}", *words)
-    config = resolve(recipe, words).config
-    return Contender(
-        text, recipe, words, config, load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
-    )
+    return recipe, words, resolve(recipe, words).config
+
+
+def open_contender(text: str, recipe: str, words: tuple[str, ...], config: Config) -> Contender:
+    """A contender with its dataset opened. Raises ConfigError and DataError."""
+    data = load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
+    return Contender(text, recipe, words, config, data)
 
 
 def check_contenders(contenders: Sequence[Contender], console: Console) -> str:
