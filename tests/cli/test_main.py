@@ -179,6 +179,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "quickstart", "--restarts", "2"], 2, "--restarts has no effect here — --restarts — leave it out"),
         (["prepare", "a.txt", "--root", "x", "--out", "OUT"], 2, "--root has no effect beside a.txt"),
         (["prepare", "python", "--text-key", "x", "--out", "OUT"], 2, "--text-key has no effect here"),
+        (["prepare", "exercises", "--workers", "2", "--out", "OUT"], 2, "--workers has no effect here"),
         (
             ["plan", "gpt2-124m", "--gpus", "8xH100", "--law", "fitted"],
             2,

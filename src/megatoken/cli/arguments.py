@@ -47,6 +47,9 @@ class Parser(argparse.ArgumentParser):
 
     given: Sequence[str] = ()
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs, allow_abbrev=False)  # else --gpu is --gpus, and --seed --seeds
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.given = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
@@ -63,6 +66,8 @@ class Parser(argparse.ArgumentParser):
                 f"no {wrong[1].lower()} '{wrong[2]}'" if wrong[1].isupper() else f"{wrong[1]} cannot be '{wrong[2]}'"
             )
             near = f"train {wrong[2]}" if wrong[1] == "COMMAND" and wrong[2] in list_recipes() else near
+            if engine := next((word for word in self.given if wrong[1] == "engine" and word in choices), ""):
+                near = f"launch {engine} {wrong[2]}"
             fix = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(choices)}"
         if number := re.search("invalid (int|float) value: '(.*)'", message):
             many = re.fullmatch(r"(\d+)x(\w[\w-]*)", number[2]) if "--gpus" in message else None
@@ -72,7 +77,7 @@ class Parser(argparse.ArgumentParser):
             fix = f"{f'did you mean {near}? ' if near else ''}give a {wanted}, {fix}"
         if "arguments are required" in message:
             options = {*self._option_string_actions, *re.findall("[A-Z_]{4,}", message)}
-            unknown = [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in options]
+            unknown = [word for word in self.given if word.startswith("-") and word.partition("=")[0] not in options]
             found = [suggest_option([word], options, settings=False) for word in unknown]
             fix = "; ".join(dict.fromkeys(filter(None, found))) or fix
         raise ConfigError(message, self.prog, fix)
@@ -107,6 +112,15 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
             fixes = dict.fromkeys([suggest_option([before, *unknown], known, settings=True)])
         if options.command == "prepare" and not unknown[0].startswith("-"):
             fixes = dict.fromkeys(["give one SOURCE: a folder, or a pattern in quotes, such as 'texts/*.txt'"])
+        if (
+            takes_settings
+            and OVERRIDE.fullmatch(before)
+            and re.fullmatch("[a-z]+", unknown[0])
+            and before[-1].isdigit()
+        ):
+            fixes = dict.fromkeys([f"a setting is one word: {before}{unknown[0]}"])  # as optim.warmup=100 steps
+        if options.command == "sample" and not unknown[0].startswith("-"):
+            fixes = dict.fromkeys([f"put the prompt in quotes: {shlex.quote(' '.join([options.prompt, *unknown]))}"])
         if options.command == "quickstart" and not unknown[0].startswith("-"):
             fixes = dict.fromkeys([f"your text is named by --data {shlex.quote(unknown[0])}"])
         fix = "; ".join(filter(None, fixes)) or f"see `{command} --help`"
@@ -447,6 +461,10 @@ def check_eval(options: argparse.Namespace) -> None:
     """Raise ConfigError for an option of `eval` that has no effect beside the others."""
     if options.limit < 0:
         raise ConfigError(f"--limit is {options.limit}", "megatoken eval", "give a number, or 0 for all")
+    if options.tasks == "" or (options.harness and not options.tasks):
+        what = "--tasks is empty" if options.tasks == "" else "--harness without --tasks"
+        fix = f"name tasks: {'any of the harness' if options.harness else ', '.join(TASKS)}"
+        raise ConfigError(what, "megatoken eval", fix)
     if texts := [name for name in options.models if Path(name).suffix in TEXTS]:
         fix = f"give a model, and the text as --data {shlex.quote(texts[0])}"
         raise ConfigError("text, not a model", texts[0], fix)

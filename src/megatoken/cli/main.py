@@ -166,6 +166,7 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
     refuse_without_effect(
         ("--text-key", options.text_key != "text", False, "text"),
         ("--invalid", options.invalid != "replace", False, "text"),
+        ("--workers", options.workers != 0, False, "text"),
     )
     named, init = Path(options.tokenizer), "RUN"
     is_tokenizer = any((named / name).is_file() for name in ("tokenizer.json", MANIFEST_NAME))
@@ -189,9 +190,12 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
 
 def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """train: train a recipe into a run folder."""
-    options.overrides += [f"model.init={options.init}"] if options.init else []
-    options.overrides += ["data.order=one-batch"] if options.overfit_batch else []
-    options.overrides += [f"objective.reward={options.reward}"] if options.reward else []
+    add_settings(
+        options,
+        ("--init", "model.init", options.init),
+        ("--overfit-batch", "data.order", "one-batch" if options.overfit_batch else None),
+        ("--reward", "objective.reward", options.reward),
+    )
     refuse_without_effect(("--restarts", options.restarts is not None, options.nproc != 1, "--nproc above 1"))
     with stop_at_once(options.ending):
         resolved, named_out = find_recipe(options)
@@ -217,6 +221,20 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         summary = Trainer(resolved, out, **fields).fit()
         answer = dataclasses.asdict(summary) if is_main else None
         return write_stop_marker(options.ending) if summary.code == ExitCode.STOPPED else summary.code, answer
+
+
+def add_settings(options: argparse.Namespace, *rows: tuple[str, str, Any]) -> None:
+    """Add options that stand for a setting to the overrides. rows: option, setting, its value or None.
+
+    Raises ConfigError for an empty value, and for one that is given in both ways.
+    """
+    given = {word.partition("=")[0]: word for word in options.overrides}
+    for flag, key, value in rows:
+        if value == "":
+            raise ConfigError(f"{flag} is empty", flag, "give a value, or leave it out")
+        if value is not None and key in given:
+            raise ConfigError(f"{flag} and {given[key]} are both given", "command line", f"{flag} sets {key}: give one")
+        options.overrides += [f"{key}={value}"] if value is not None else []
 
 
 def launch_ranks(options: argparse.Namespace, restarts: int = 0, config: Config | None = None) -> int | None:
@@ -351,9 +369,9 @@ def run_config(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, {"values": dataclasses.asdict(resolved.config), "origins": resolved.origins}
 
 
-def _resolve_preset_or_recipe(options: argparse.Namespace, *overrides: str) -> tuple[Config, ModelConfig]:
+def _resolve_preset_or_recipe(options: argparse.Namespace) -> tuple[Config, ModelConfig]:
     """The config, and its model with a vocabulary."""
-    name, words = options.preset, [*options.overrides, *overrides]
+    name, words = options.preset, options.overrides
     resolved = resolve_preset(name, words) if name in PRESETS else resolve(name, words, tuple(PRESETS))
     return resolved.config, resolved.config.model.resolve(find_vocabulary(resolved.config)[0])
 
@@ -415,11 +433,12 @@ def describe_tensors(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_dryrun(options: argparse.Namespace) -> Result:
     """dryrun: estimate memory and communication of one process of many."""
+    add_settings(
+        options, ("--tp", "machine.tensor_parallel", options.tp), ("--shard", "machine.sharding", options.shard)
+    )
+    config, model = _resolve_preset_or_recipe(options)
     from megatoken.estimate.dry_run import check_fit, describe_estimate, dry_run, gpu_memory_bytes
 
-    fields = {"machine.tensor_parallel": options.tp, "machine.sharding": options.shard}
-    given = [f"{key}={value}" for key, value in fields.items() if value is not None]
-    config, model = _resolve_preset_or_recipe(options, *given)
     memory_bytes = gpu_memory_bytes(options.gpu)
     estimate = dry_run(config, model, options.gpus, memory_bytes)
     fits, advice = check_fit(estimate, config, options.gpu, memory_bytes)
@@ -434,8 +453,22 @@ def run_plan(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, plan(options)
 
 
+def refuse_greedy_choices(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options of sampling beside --temperature 0, which takes the likeliest token."""
+    samples, purpose = options.temperature != 0, "temperatures above 0"
+    refuse_without_effect(
+        ("--top-k", options.top_k != 50, samples, purpose),
+        ("--top-p", options.top_p != 1, samples, purpose),
+        ("--n", getattr(options, "n", 1) > 1, samples, f"{purpose}: these texts would be the same"),
+    )
+
+
 def run_sample(options: argparse.Namespace) -> Result:
     """sample: continue a prompt."""
+    refuse_greedy_choices(options)
+    if find_run(options.prompt) and not Path(options.model).exists():
+        words = shlex.join(["megatoken", "sample", options.prompt, options.model])
+        raise ConfigError("the model comes before the prompt", options.prompt, f"did you mean {words}?")
     from megatoken.cli.sample import sample
 
     if options.prompt == "-" and sys.stdin.isatty():
@@ -446,6 +479,7 @@ def run_sample(options: argparse.Namespace) -> Result:
 
 def run_chat(options: argparse.Namespace) -> Result:
     """chat: talk to a model."""
+    refuse_greedy_choices(options)
     from megatoken.cli.chat import chat
 
     return ExitCode.DONE, chat(options)
@@ -460,10 +494,12 @@ def run_serve(options: argparse.Namespace) -> Result:
 
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: score models on tasks, or compute their loss."""
-    if not (options.tasks or options.data or options.chat) and (path := find_own_data(options.models)):
-        options.data = path
-        options.console.print(f"data: {path}, which the run trained on; --data names another")
+    is_named = options.tasks is not None or options.data or options.chat or options.harness
+    path = "" if is_named else find_own_data(options.models)
+    options.data = options.data or path or None
     check_eval(options)
+    if path:
+        options.console.print(f"data: {path}, which the run trained on; --data names another")
     if options.tasks and not options.harness:
         find_tasks(options.tasks)
     if (code := launch_ranks(options)) is not None:

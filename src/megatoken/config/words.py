@@ -191,7 +191,7 @@ VALUES = {
     ),
     "data.order": _invert({"shuffled": "shuffle random true", "sequential": "in-order false"}),
     "objective.name": _invert(
-        {"pretrain": "lm clm causal-lm", "sft": "finetune instruct chat", "reward": "rm reward-model"}
+        {"pretrain": "lm clm causal-lm", "sft": "finetune instruct chat", "reward": "rm reward-model", "ppo": "rlhf"}
     ),
     "machine.activation_checkpointing": _invert({"block": "full true on yes", "none": "off false no"}),
     "model.pos_emb": _invert({"rotary": "rope", "learned": "absolute learned-absolute"}),
@@ -203,7 +203,7 @@ VALUES = {
             "relu2": "relu-squared squared-relu relusquared",
         }
     ),
-    "optim.name": _invert({"adamw": "adam adamw-torch adamw-torch-fused decoupled-adamw adamw8bit"}),
+    "optim.name": _invert({"adamw": "adam adamw-torch adamw-torch-fused decoupled-adamw adamw8bit adam8bit"}),
     "optim.schedule": _invert(
         {
             "cosine": "cosine-with-warmup cosine-decay cosine-decay-with-warmup cosineannealinglr",
@@ -261,10 +261,11 @@ CHOICES = _invert(  # commands, and values of their options and arguments
         "runs": "list ls status compare",
         "scaling": "scaling-law chinchilla",
         "slurm": "sbatch srun",
+        "torchrun": "mpi mpirun torchelastic accelerate deepspeed",
         "seconds": "time wallclock wall_time hours",
         "steps": "iterations iters step",
-        "k8s": "kubernetes kubectl",
-        "skypilot": "sky",
+        "k8s": "kubernetes kubectl helm gke eks",
+        "skypilot": "sky aws gcp azure lambda runpod cloud",
         "hf": "huggingface transformers safetensors gguf",
         "llmc": "llm.c bin",
         "tinyshakespeare": "shakespeare shakespeare_char tiny_shakespeare",
@@ -373,7 +374,9 @@ MAIN_FIELDS = {"model": "model.preset", "data": "data.path", "optim": "optim.nam
 TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".gz", ".zst", ".json", ".csv")  # suffixes of what is no recipe
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
 SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in FIELDS if "." in key))
-_NUMBER = r"[\d.]+(?:[eE][-+]?\d+)?"
+_NUMBER = r"\d*\.?\d+(?:[eE][-+]?\d+)?"
+_RANGE = rf"(log:)?{_NUMBER}\.\.{_NUMBER}"
+_NONE = ("none", "off", "no", "false", "never", "null", "disabled")  # 0, where a number's description says what that is
 _OURS = {key.rpartition(".")[2]: key for key in FIELDS}  # of fields with one name the last, as `every`
 
 
@@ -411,10 +414,15 @@ def suggest_option(words: Sequence[str], options: Collection[str], *, settings: 
     options: of the command, `--like-this` or PLACEHOLDERS. settings: it takes section.field=value words.
     """
     word, equals, value = words[0].partition("=")
+    ours = "did you mean --out? " if word == "-o" and "--out" in options else ""
     if re.fullmatch("-[a-z]", words[0]) and "--llmc" in options:
-        ours = "did you mean --out? " if word == "-o" else ""
         return f"{ours}flags of llm.c are one word: --llmc {shlex.quote(shlex.join(words))}"
-    name = word.strip("-.:").replace("-", "_").lower()
+    if ours:
+        return ours.strip()
+    if not equals and not word.startswith("-"):
+        word, _, value = word.partition(":")
+    name = word.strip("-.:+ ").replace("-", "_").lower()
+    value = value.strip()
     value = value or next((each.strip("=:") for each in words[1:3] if each not in ("=", ":")), "")
     value = "" if value.startswith("-") else value
     known = next((ours for ours, others in OPTIONS.items() if ours in options and name in others.split()), "")
@@ -497,7 +505,10 @@ def plain_number(text: str) -> str:
     match = re.fullmatch(r"\$?(\d[\d.,]*(?:[eE][-+]?\d+)?)([%bmtgG]?)", text.strip())
     if match is None:
         return ""
-    digits = match[1].replace(",", "." if re.fullmatch(r"0,\d+|\d+,\d{1,2}", match[1]) else "")
+    is_decimal = re.fullmatch(r"0,\d+|\d+,\d{1,2}", match[1])
+    if "," in match[1] and not is_decimal and not re.fullmatch(r"\d{1,3}(,\d{3})+([.e].*)?", match[1].lower()):
+        return ""  # a list
+    digits = match[1].replace(",", "." if is_decimal else "")
     try:
         share = f"{float(digits) / 100:g}"
     except ValueError:
@@ -515,11 +526,29 @@ def suggest_value(spec: ConfigField, text: str) -> str:
         found = number
     if spec.type in (int, float) and not found and re.fullmatch(rf"[(\[]?{_NUMBER}([,| ]+{_NUMBER})+[)\]]?", text):
         values = "|".join(re.findall(_NUMBER, text))
-        return f"several are tried by megatoken sweep RECIPE '{spec.key}={values}';"
+        second = " or, as betas, are optim.beta1 and optim.beta2" if spec.key in ("optim.beta1", "optim.beta2") else ""
+        return f"several are tried by megatoken sweep RECIPE '{spec.key}={values}'{second};"
+    parts = [part.strip() for part in re.split("[,|]", text.strip(" ()[]"))]
+    is_list = len(parts) > 1 and all(_fits(spec.key, part) for part in parts)
+    if not found and (is_list or re.fullmatch(_RANGE, text.strip())):
+        return f"several are tried by megatoken sweep RECIPE '{spec.key}={'|'.join(parts)}';"
+    if another := re.fullmatch(r"(.*?)[,; ]+([a-z]+\.\w+=.*)", text):
+        return f"each setting is a word of its own: {spec.key}={another[1]} {another[2]};"
+    if not found and _fits(spec.key, bare := text.strip(" =:,;'\"()[]")):
+        return f"did you mean {bare}?"
+    zero = re.search(r"\b0: (\w+)", spec.doc)
+    is_default = not getattr(spec.default, "value", spec.default)
+    zeros = (*_NONE, zero[1], *(("auto", "default") if is_default else ())) if zero else ()
+    if not found and text.strip().lower() in zeros and _fits(spec.key, "0"):
+        return "did you mean 0?"
     if near := NEAREST.get(spec.key, {}).get(text.strip().lower().replace("_", "-")):
         return f"{text.strip()} is not here, the nearest is {near};"
     if found:
         return f"did you mean {found}?"
+    if spec.is_duration and (
+        batches := re.fullmatch(r"(\d+)? ?(ba|batch(?:es)?|it|iters?|iterations?|epoch)", text.strip())
+    ):
+        return f"did you mean {batches[1] or 1}{'ep' if batches[2] == 'epoch' else 'steps'}?"
     if spec.type is Duration and re.fullmatch(r"\d+ ?(h|m|min|minutes?|hours?|s|seconds?|days?)", text.strip().lower()):
         return "it is counted in steps or tokens, a wall-clock time is for save.time_limit;"
     return ""
