@@ -36,6 +36,12 @@ OTHERS = ("budget.steps=6", "budget.batch_tokens=128", "save.every=0", "evaluate
 WORDS = (*MODEL, *MACHINE, *OTHERS, "log.plots=false", "data.tokenizer=bytes", "optim.name=adamw")
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No data/python of an earlier quickstart is beside these tests, whose recipe names it."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_layers_and_micro_batches_add_up() -> None:
     known = Calibration(
         layers=[1, 4],

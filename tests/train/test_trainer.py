@@ -212,7 +212,7 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> N
         Trainer(config, tmp_path / "run", nproc=0)
     with pytest.raises(ConfigError, match="give the model it was built over"):
         Trainer(config, tmp_path / "run", optimizer=optimizer)
-    shorter = load_config("quickstart", *SMALL, "model.seq_len=8")
+    shorter = load_config("quickstart", f"data.path={config.data.path}", *SMALL, "model.seq_len=8")
     with pytest.raises(ConfigError, match=r"the model differs from config.model — model — set model.seq_len=8"):
         fit(config, tmp_path / "run", model=GPT(shorter.model, vocab_size=257))
     with pytest.raises(ConfigError, match="the optimizer updates 0 of the model's 16 parameters and 16 others"):

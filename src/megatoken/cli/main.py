@@ -450,6 +450,7 @@ def run_dryrun(options: argparse.Namespace) -> Result:
 
 def run_plan(options: argparse.Namespace) -> Result:
     """plan: what a run will take on some GPUs."""
+    refuse_without_effect(("--law", options.law, options.budget is not None, "--budget"))
     return ExitCode.DONE, plan(options)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatoken.cli.arguments import refuse_without_effect
 from megatoken.config.fields import parse_time, parse_value
 from megatoken.config.load import PREPARE, ResolvedConfig, list_recipes, resolve, resolve_preset
 from megatoken.config.model_config import ModelConfig
@@ -59,12 +58,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         left_out = "the second answer of each pair" if config.objective.name in PAIRS else "sampling of answers"
         options.console.print(f"note: {left_out}, the reference and whole copies of sharded weights are not counted")
     if options.calibrate:
-        for name in ("gpus", "deadline", "budget", "law", "plot"):
+        for name in ("gpus", "deadline", "budget", "plot"):
             if getattr(options, name) is not None:
                 what = f"--calibrate plans for this machine, --{name} for GPUs"
                 raise ConfigError(what, f"--{name}", "leave one of the two out")
         return plan_here(options, config, model, tokens or budget_tokens(config), price)
-    refuse_without_effect(("--law", options.law, bool(budget), "--budget"))
     if options.gpus is None:
         fix = "give a number and a name, as --gpus 8xA100-40GB, or --calibrate for this machine"
         raise ConfigError("no GPUs given", "megatoken plan", fix)
