@@ -287,6 +287,8 @@ def full_disk(chaos: Chaos) -> None:
 
 def full_disk_at_start(chaos: Chaos) -> None:
     chaos.kill()
+    for draft in (chaos.out / "checkpoints").glob(".tmp-*"):  # of a save that was under way: the start would remove it
+        shutil.rmtree(draft)
     filler = fill_disk(chaos)
     chaos.start()
     chaos.end(ExitCode.STORAGE)
