@@ -213,6 +213,9 @@ def test_errors_are_one_line(s3: str) -> None:
         load_dataset("s3://a-bucket-that-is-not-there/data")
     with pytest.raises(StorageError, match=r"cannot write: .*bucket does not exist.* — s3://a-bucket-that"):
         ObjectStore("s3://a-bucket-that-is-not-there/data").write("x", b"")
+    for address in ("s3:bucket/run", "s3:/bucket/run"):
+        with pytest.raises(ConfigError, match=f"not an address: {address} — write it as s3://bucket/folder"):
+            ObjectStore(address)
     with pytest.raises(ConfigError, match="not a path on this machine"):
         load_dataset(Path("s3://bucket/data"))
     assert not is_address("C:/data")

@@ -112,7 +112,8 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
 
     Earlier names of settings and values are accepted.
     """
-    key = ALIASES.get(f"machine.{name}", f"machine.{name}")
+    key = f"machine.{name.removeprefix('machine.')}"
+    key = ALIASES.get(key, key)
     setting = key.removeprefix("machine.")
     if key not in FIELDS or setting in NOT_TIMED:
         settings = [k.removeprefix("machine.") for k in FIELDS if k.startswith("machine.")]

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         if "expected one argument" in message:
             fix = "give a value; one that begins with - as --option='-value'"
         if wrong := re.search(r"argument (.*?): invalid choice: '(.*)' \(choose from (.*)\)", message):
-            choices = re.findall(r"[\w-]+", wrong[3])
+            choices = re.findall(r"[\w.-]+", wrong[3])
             as_option = f"--{wrong[2].lower()}"  # of another option's value, as --precision int8
             near = as_option if as_option in self.format_usage() else suggest_choice(wrong[2], choices)
             message = (

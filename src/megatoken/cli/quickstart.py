@@ -17,7 +17,7 @@ from typing import Any
 
 from megatoken.cli.arguments import Command, parse
 from megatoken.config.load import prepare_words, resolve
-from megatoken.errors import ExitCode
+from megatoken.errors import ConfigError, ExitCode
 
 RECIPE = "quickstart"
 EVAL_TOKENS = 250_000  # to measure at most; the default corpus holds out fewer
@@ -34,6 +34,8 @@ def quickstart(options: Namespace, commands: Mapping[str, Command]) -> tuple[int
     from megatoken.data.shard_format import MANIFEST_NAME
 
     console, overrides, own = options.console, list(options.overrides), options.data
+    if own == "":
+        raise ConfigError("--data is empty", "--data", "name a text, or leave it out for this machine's Python files")
     name = RECIPE if own is None else re.sub(r"[^\w.-]+", "-", Path(own).stem).strip("-.") or "mine"
     out, answers = str(options.out or Path("runs") / name), dict[str, Any]()
 

@@ -23,6 +23,7 @@ from megatoken.errors import ConfigError, StorageError
 BLOCK_BYTES = 1 << 20  # read, then hashed: in the second-level cache of most CPUs
 SYNC_BYTES, SYNC_AND_WAIT = 64 << 20, 7  # Linux's sync_file_range: wait before, write, wait after
 LARGEST_BYTES = 8 << 20  # of files that are read as a whole; parsed JSON takes up to 20 times its size
+NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|(s3|gs|gcs|az|abfss?|hdfs|https?):")  # a Path has lost a slash
 # What content of other types, sizes or depth than expected raises where it is used. A file may hold anything.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -30,7 +31,7 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 def local_path(text: str | Path) -> Path:
     """A path on this machine, ~/ at its start the home folder. Raises ConfigError for an address such as s3://bucket/run,
     and for what is no path."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(text)):  # a Path has lost the second slash
+    if NO_PATH.match(str(text)):
         raise ConfigError(f"not a path on this machine: {text}", "", "mount it, or copy it to a local folder")
     if "\0" in str(text):
         raise ConfigError(f"a path holds a NUL: {text!s:.200}", "", "write it without")

@@ -16,7 +16,7 @@ import xxhash
 
 from megatoken.errors import ConfigError, StorageError
 from megatoken.redact import redact
-from megatoken.system.atomic_write import local_path
+from megatoken.system.atomic_write import NO_PATH, local_path
 
 RETRY_SECONDS = (1.0, 5.0)  # before a call that failed is made again
 LIBRARIES = {"s3": "megatoken[s3]", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
@@ -103,6 +103,8 @@ class ObjectStore:
         if redact(address) != address:
             fix = "give them as the library wants them: AWS_... variables or ~/.aws for s3"
             raise ConfigError("an address holds credentials", address, fix)
+        if not is_address(address) and NO_PATH.match(address):
+            raise ConfigError(f"not an address: {address}", "", "write it as s3://bucket/folder")
         self.address = address.rstrip("/")
         local = {"auto_mkdir": True} if not is_address(address) or address.startswith(("file:", "local:")) else {}
         try:
