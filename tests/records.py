@@ -34,7 +34,12 @@ CODE = {  # record: the packages whose code decides its figures; others: all
     ),
     **dict.fromkeys(
         (
-            *("peers-avx512-bf16-transformers", "peers-avx512-bf16-llmc", "peers-4x256-avx512-bf16"),
+            *(
+                "peers-avx512-bf16-transformers",
+                "peers-avx512-bf16-llmc",
+                "peers-avx512-bf16-half",
+                "peers-4x256-avx512-bf16",
+            ),
             *("peers-avx2", "peers-4x256-avx2"),
             *(f"peers-small-{ids}-{name}" for ids in (256, 4096, 50257) for name in ("avx512-bf16", "avx2")),
         ),
