@@ -27,7 +27,8 @@ def test_only_code_that_decides_the_figures_makes_a_record_old(source: Path, tmp
     record.write_text(json.dumps({"code": report.hash_code()}))
     source.write_text(SOURCE.replace("What it does.", "What\n\n    it does.") + "\n    # another comment\n")
     (source.parents[1] / "plots.py").write_text("y = 1\n")
-    (source.parent / report.NO_FIGURES).write_text("z = 1\n")
+    (source.parents[1] / "config").mkdir()
+    (source.parents[1] / report.NO_FIGURES).write_text("z = 1\n")
     assert list_changed(record) == []
     source.write_text(SOURCE.replace("7", "8"))
     assert list_changed(record) == ["data"]

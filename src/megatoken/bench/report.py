@@ -35,7 +35,7 @@ FEWEST_REPEATS = 3  # fewer have no middle half
 MOST_HEADLINES = 3
 SOURCE = Path(__file__).parents[1]
 CODE_FILES = "*.py", "*.cc", "*.h"
-NO_FIGURES = "words.py"  # of config, which errors suggest
+NO_FIGURES = "config/words.py"  # it decides what errors suggest, and no figure
 
 
 def write_record(folder: Path, name: str, answer: dict[str, Any], device: str, command: Sequence[str]) -> Path:
@@ -69,7 +69,7 @@ def hash_code() -> dict[str, str]:
     hashes = {}
     for name in LAYERS:
         files = sorted([SOURCE / f"{name}.py", *(path for end in CODE_FILES for path in (SOURCE / name).rglob(end))])
-        files = [file for file in files if file.is_file() and file.name != NO_FIGURES]
+        files = [file for file in files if file.is_file() and file != SOURCE / NO_FIGURES]
         texts = [(file.read_text("utf-8"), file.suffix == ".py") for file in files]
         code = "\n".join(line for text, is_python in texts for line in list_code_lines(text, is_python))
         hashes[name] = xxhash.xxh3_64_hexdigest(code.encode())

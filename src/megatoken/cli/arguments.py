@@ -108,17 +108,13 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
         before = next((first for first, second in pairwise(given) if second == unknown[0]), "")
         starts = [index for index, word in enumerate(unknown) if index == 0 or word.startswith("--")]
         fixes = dict.fromkeys(suggest_option(unknown[index:], known, settings=takes_settings) for index in starts)
-        if takes_settings and OVERRIDE.fullmatch(before) and before.endswith("="):
-            fixes = dict.fromkeys([suggest_option([before, *unknown], known, settings=True)])
+        if takes_settings and OVERRIDE.fullmatch(before):  # a setting in two words
+            if before.endswith("="):
+                fixes = dict.fromkeys([suggest_option([before, *unknown], known, settings=True)])
+            elif before[-1].isdigit() and re.fullmatch("[a-z]+", unknown[0]):  # as optim.warmup=100 steps
+                fixes = dict.fromkeys([f"a setting is one word: {before}{unknown[0]}"])
         if options.command == "prepare" and not unknown[0].startswith("-"):
             fixes = dict.fromkeys(["give one SOURCE: a folder, or a pattern in quotes, such as 'texts/*.txt'"])
-        if (
-            takes_settings
-            and OVERRIDE.fullmatch(before)
-            and re.fullmatch("[a-z]+", unknown[0])
-            and before[-1].isdigit()
-        ):
-            fixes = dict.fromkeys([f"a setting is one word: {before}{unknown[0]}"])  # as optim.warmup=100 steps
         if options.command == "sample" and not unknown[0].startswith("-"):
             fixes = dict.fromkeys([f"put the prompt in quotes: {shlex.quote(' '.join([options.prompt, *unknown]))}"])
         if options.command == "quickstart" and not unknown[0].startswith("-"):

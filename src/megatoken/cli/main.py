@@ -129,7 +129,7 @@ def run_prepare(options: argparse.Namespace) -> Result:
 
     names = ("tokenizer", "workers", "val_fraction", "shard_tokens", "invalid", "text_key", "root")
     has_keys = True
-    if options.source not in HUB:  # text in rows, whose listing takes a while
+    if options.source not in HUB:  # those hold text in rows, and listing them takes a while
         source = find_source(options.source, options.root)
         if found := peek_format(source, options.text_key):
             return _prepare_chats(options, TRAIN_ON[found.kind])

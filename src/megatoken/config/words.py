@@ -524,14 +524,11 @@ def suggest_value(spec: ConfigField, text: str) -> str:
         return f"did you mean {share:g}dur? a share of the run;" if share <= 1 else "steps are whole;"
     if spec.type in (int, float) and _fits(spec.key, number := plain_number(text)):
         found = number
-    if spec.type in (int, float) and not found and re.fullmatch(rf"[(\[]?{_NUMBER}([,| ]+{_NUMBER})+[)\]]?", text):
-        values = "|".join(re.findall(_NUMBER, text))
-        second = " or, as betas, are optim.beta1 and optim.beta2" if spec.key in ("optim.beta1", "optim.beta2") else ""
-        return f"several are tried by megatoken sweep RECIPE '{spec.key}={values}'{second};"
-    parts = [part.strip() for part in re.split("[,|]", text.strip(" ()[]"))]
+    parts = re.split("[,| ]+", text.strip(" ()[]"))
     is_list = len(parts) > 1 and all(_fits(spec.key, part) for part in parts)
     if not found and (is_list or re.fullmatch(_RANGE, text.strip())):
-        return f"several are tried by megatoken sweep RECIPE '{spec.key}={'|'.join(parts)}';"
+        betas = " or, as betas, are optim.beta1 and optim.beta2" if spec.key in ("optim.beta1", "optim.beta2") else ""
+        return f"several are tried by megatoken sweep RECIPE '{spec.key}={'|'.join(parts)}'{betas};"
     if another := re.fullmatch(r"(.*?)[,; ]+([a-z]+\.\w+=.*)", text):
         return f"each setting is a word of its own: {spec.key}={another[1]} {another[2]};"
     if not found and _fits(spec.key, bare := text.strip(" =:,;'\"()[]")):
