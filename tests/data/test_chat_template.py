@@ -133,7 +133,7 @@ USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "conten
     [
         ([], "a conversation is a list of messages — f:3"),
         ("text", "a conversation is a list of messages — f:3"),
-        ([USER], "no message of the assistant — f:3"),
+        ([USER], "no message of the assistant to train on — f:3"),
         ([USER, USER, ANSWER], "two messages of the user in a row — f:3, message 2"),
         ([USER, ANSWER, ANSWER], "two messages of the assistant in a row — f:3, message 3"),
         ([USER, {"role": "system", "content": "x"}, ANSWER], "a system message is not the first — f:3, message 2"),

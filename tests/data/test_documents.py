@@ -1,6 +1,8 @@
 """Pieces and documents: every policy with its exact counts, and cuts that change no id."""
 
+import csv
 import gzip
+import io
 import json
 import os
 from collections import Counter
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megatoken.data import corpus_reader as reader
-from megatoken.data import documents
+from megatoken.data import documents, text_files
 from megatoken.data.corpus_reader import ReadPosition, read_chunks, sample_texts
 from megatoken.data.documents import PrepareOptions, choose_split, encode_segments, find_split_point, read_documents
 from megatoken.data.sources import NAMES, Source, classify, find_source
@@ -89,56 +91,90 @@ def pack(data: bytes, compression: str) -> bytes:
     return pyarrow.compress(data, "zstd", asbytes=True) if compression == ".zst" else data
 
 
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-def test_jsonl_gives_one_document_a_line(tmp_path: Path, compression: str) -> None:
-    rows = ['{"text": "one", "id": 1}', "", '{"id": 2, "text": "tw\\u00f6\\n"}', '{"text": ""}', "  "]
-    write(tmp_path / f"a.jsonl{compression}", pack("\n".join(rows).encode(), compression))
-    assert read_all(find_source(str(tmp_path))) == (["one", "twö\n"], {"empty": 1})
+def write_rows(path: Path, form: str, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as "array", "lines", "csv", "tsv" or "parquet", compressed as the name of the file says."""
+    text = json.dumps(rows, indent=1) if form == "array" else "".join(json.dumps(row) + "\n\n" for row in rows)
+    if form in ("csv", "tsv"):
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, list(rows[0]), delimiter="," if form == "csv" else "\t")
+        writer.writeheader()
+        writer.writerows(rows)
+        text = buffer.getvalue()
+    if form == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+        return path
+    return write(path, pack(text.encode(), path.suffix))
+
+
+FORMS = {
+    **dict.fromkeys(("a.jsonl", "a.ndjson.gz", "a.jsonl.zst", "a.json", "a.json.gz"), "lines"),
+    **dict.fromkeys(("b.json", "b.json.gz", "b.json.zst", "b.jsonl"), "array"),
+    **{"a.csv": "csv", "a.csv.zst": "csv", "a.tsv": "tsv", "a.TSV.gz": "tsv", "a.parquet": "parquet"},
+}
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS.items())
+def test_rows_give_one_document_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
+    texts = ["one", 'tw\u00f6 "[2]"\r\n, {x}\t]', "", *(f"row {number} é" * 9 for number in range(30))]
+    rows = [{"id": number, "text": text} for number, text in enumerate(texts)]
+    source = find_source(str(write_rows(tmp_path / name, form, rows).parent))
+    expected = [text for text in texts if text]
+    assert read_all(source) == (expected, {"empty": 1})
+    monkeypatch.setattr(text_files, "READ_BYTES", 7)  # an array whose rows span many blocks
+    shrink(monkeypatch, 50)
+    assert read_all(source) == (expected, {"empty": 1})
+    options = PrepareOptions()
+    chunks = list(read_chunks(source, options, ReadPosition()))
+    assert chunks[-1].done_bytes == source.size_bytes
+    for number, chunk in enumerate(chunks[:-1]):
+        assert list(read_chunks(source, options, chunk.next)) == chunks[number + 1 :]
+    assert f"{tmp_path / name}{':1' if form == 'lines' else ', row 1'} " in str(refuse(source, text_key="body"))
+
+
+@pytest.mark.parametrize("name", [*FORMS, "a.txt", "b.txt.gz"])
+def test_text_in_utf_16_is_named(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, pack('text\n"a"'.encode("utf-16"), Path(name).suffix))
+    assert ("cannot read" if name == "a.parquet" else "UTF-16") in str(refuse(path))
 
 
 @pytest.mark.parametrize("dtype", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
-def test_parquet_gives_one_document_a_row(tmp_path: Path, dtype: pyarrow.DataType) -> None:
-    values = [f"row {number} é" for number in range(700)]
-    table = pyarrow.table({"id": range(700), "body": pyarrow.array([v.encode() for v in values]).cast(dtype)})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300)
-    source = find_source(str(tmp_path))
-    assert read_all(source, text_key="body") == (values, {})
-    resumed = next(read_chunks(source, PrepareOptions(text_key="body"), ReadPosition(0, 650, 651)))
-    assert [segment.data.decode() for segment in resumed.segments] == values[650:]
-    assert "no column 'text' (there are: id, body)" in str(refuse(source))
-
-
-@pytest.mark.parametrize("values", [[1, 2], [1.5], [{"a": 1}], [[1]], [True]])
-def test_a_parquet_column_that_is_no_text_is_named(tmp_path: Path, values: list[Any]) -> None:
-    parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
-    message = str(refuse(tmp_path / "a.parquet"))
-    assert "column 'text' holds " in message
-    assert f", not text — {tmp_path / 'a.parquet'} — name the column" in message
-
-
-def test_parquet_without_text_in_a_row(tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.table({"text": ["one", None, "three"]}), tmp_path / "a.parquet")
-    assert "a.parquet, row 2" in str(refuse(tmp_path))
-    assert read_all(find_source(str(tmp_path)), invalid="skip") == (["one", "three"], {"skipped": 1})
+def test_bytes_of_parquet_are_text(tmp_path: Path, dtype: pyarrow.DataType) -> None:
+    values = pyarrow.array([b"one \xe9", "é".encode()]).cast(dtype, safe=False)
+    parquet.write_table(pyarrow.table({"day": [1.5, 2], "text": values}), tmp_path / "a.parquet")
+    assert read_all(find_source(str(tmp_path))) == (["one \ufffd", "é"], {"replaced": 1})
+    assert read_all(find_source(str(tmp_path)), invalid="skip") == (["é"], {"skipped": 1})
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("name", "start", "row", "end", "reason"),
     [
-        ("{", "Expecting property name"),
-        ("[1]", "must be a JSON object, not [1] — "),
-        ('{"txt": "x"}', "no key 'text' (it has: txt)"),
-        ('{"text": null}', "'text' is null, not a string"),
-        ('{"text": 5}', "'text' is 5, not a string"),
-        ("[" * 100_000, "recursion"),
+        ("a.jsonl", '{"text": "one"}\n\n', "{", '\n{"text": "two"}\n', "Expecting property name"),
+        ("a.jsonl", '{"text": "one"}\n\n', '{"txt": 1}', '\n{"text": "two"}\n', "no key 'text' (it has: txt)"),
+        ("a.jsonl", '{"text": "one"}\n\n', '{"text": null}', '\n{"text": "two"}\n', "'text' is null, not a string"),
+        ("a.jsonl", '{"text": "one"}\n\n', "[" * 100_000, '\n{"text": "two"}\n', "recursion"),
+        ("a.json", '[{"text": "one"}, {"text": ""}', ", [1]", ', {"text": "two"}]', "named values, not [1]"),
+        ("a.csv", 'text,n\none,1\n"",2\n', "a,b,3\n", "two,4", 'not ["a", "b", "3"]'),
+        ("a.csv", 'text\none\n""\n', '"a" b\n', "two", "expected after"),
+        ("a.tsv", "n\ttext\n1\tone\n2\t\n", "3\n", "4\ttwo", 'not ["3"]'),
     ],
 )
-def test_bad_lines_are_named_or_skipped(tmp_path: Path, line: str, reason: str) -> None:
-    path = write(tmp_path / "a.jsonl", '{"text": "one"}\n\n' + line + '\n{"text": "two"}\n')
+def test_bad_rows_are_named_or_skipped(tmp_path: Path, name: str, start: str, row: str, end: str, reason: str) -> None:
+    path = write(tmp_path / name, start + row + end)
     message = str(refuse(path))
-    assert f"{path}:3" in message
+    assert f"{path}:3" in message if name == "a.jsonl" else f"{path}, row 3" in message
     assert reason in message
-    assert read_all(find_source(str(path)), invalid="skip") == (["one", "two"], {"skipped": 1})
+    texts, counts = read_all(find_source(str(path)), invalid="skip")
+    assert (texts, counts["skipped"]) == (["one", "two"], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [('[{"text": "a"}, {"text": 01}]', ", row 2"), ('[{"text": "a"}', " — copy"), ('[{"text": "a"}]\n[2]', " — write")],
+)
+def test_a_malformed_array_is_named(tmp_path: Path, text: str, place: str) -> None:
+    path = write(tmp_path / "a.json", text)
+    for invalid in ("replace", "skip"):
+        assert f"{path}{place}" in str(refuse(path, invalid=invalid))
 
 
 # --- bytes that are no text --------------------------------------------------------------------------------------
@@ -285,7 +321,7 @@ def test_seams(data: bytes, split_points: SplitPoints, expected: tuple[int, bool
 
 def test_a_cut_document_gives_the_ids_of_the_whole(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     text = PROSE * 50
-    segment = documents.Segment("a.parquet", 1, "rows", "", True, text.encode())
+    segment = documents.Segment("a.md", 1, "whole", "", True, text.encode())
     monkeypatch.setattr(documents, "CHUNK_BYTES", 64)
     encoded = encode_segments([segment], PrepareOptions(split_points="words"), bpe)
     assert encoded.train.tolist() == [bpe.eot, *bpe.encode(text).tolist()]
@@ -294,7 +330,7 @@ def test_a_cut_document_gives_the_ids_of_the_whole(bpe: Tokenizer, monkeypatch: 
 
 def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, 64)
-    monkeypatch.setattr(reader, "LINE_BYTES", 512)
+    monkeypatch.setattr(reader, "LARGEST_ROW", 512)
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n' + "x" * 5000)
     assert f"{path}:2" in str(refuse(path))
 
@@ -304,7 +340,7 @@ def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_an_endless_line_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     shrink(monkeypatch, 64)
-    monkeypatch.setattr(reader, "LINE_BYTES", 512)
+    monkeypatch.setattr(reader, "LARGEST_ROW", 512)
     for name in ("a.jsonl", "b.jsonl"):
         write(tmp_path / name, '{"text": "one"}\n' + "x" * 5000 + end)
     expected = ["one", *(word for word in ("two", "three") if word in end)] * 2
@@ -354,19 +390,39 @@ def test_a_sample_is_bounded_even_and_repeatable(tmp_path: Path, monkeypatch: py
 
 def test_names_decide_the_form() -> None:
     assert classify("a.TXT.gz") == ("separated", "gz")
-    assert classify("a.jsonl.zst") == ("lines", "zst")
-    assert classify("a.parquet") == ("rows", "")
+    assert classify("a.jsonl.zst") == ("json", "zst")
+    assert classify("a.parquet") == ("parquet", "")
     assert classify("README") == ("whole", "")
 
 
 def test_folders_and_patterns_are_sorted_and_leave_the_output_out(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.txt", "a/b.md", "out/x.txt", "c.csv"):
+    for name in ("b.txt", "a/z.txt", "a/b.md", "out/x.txt", "c.py"):
         write(tmp_path / name, name)
     source = find_source(str(tmp_path), exclude=tmp_path / "out")
     assert [file.name for file in source.files] == ["a/b.md", "a/z.txt", "b.txt"]
     pattern = find_source(f"{tmp_path}/**/*.txt")
     assert [file.name for file in pattern.files] == ["a/z.txt", "b.txt", "out/x.txt"]
     assert source.digest(times=True) != source.digest(times=False)
+
+
+def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot"
+    write(snapshot / "data" / "train.jsonl", '{"text": "one"}')
+    write(snapshot / "README.md", "# Dataset card")
+    write(snapshot / "dataset_infos.json", "{}")
+    for name in ("a.pdf", "b.pdf", "LICENSE"):
+        write(snapshot / name, "x")
+    write(tmp_path / "elsewhere" / "b.txt", "two")
+    (snapshot / "linked").symlink_to(tmp_path / "elsewhere")  # a folder
+    (snapshot / "linked2").symlink_to(snapshot / "linked")
+    (tmp_path / "elsewhere" / "loop").symlink_to(snapshot)
+    (snapshot / "copy.jsonl").symlink_to(snapshot / "data" / "train.jsonl")
+    (snapshot / "gone.txt").symlink_to(tmp_path / "nowhere")
+    source = find_source(str(snapshot))
+    assert [file.name for file in source.files] == ["copy.jsonl", "linked/b.txt"]
+    counts = {".pdf": 2, "README.md": 1, "dataset_infos.json": 1, "no extension": 1}
+    assert source.skipped == counts | {"broken link": 1, "second link to a file": 1}
+    assert read_all(find_source(str(snapshot / "README.md"))) == (["# Dataset card"], {})
 
 
 @pytest.mark.parametrize("spec", ["nowhere", "*.nothing", "."])

@@ -2,20 +2,20 @@
 
 import json
 import math
-import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megatoken.data.chat_dataset import find_kind, open_rows, read_answers, require_kind
 from megatoken.data.chat_formats import peek_format, read_examples
-from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.data.chat_template import LLAMA_3, Message, add_control_tokens, find_template
 from megatoken.data.dataset import load_dataset
+from megatoken.data.prepare import prepare as prepare_text
 from megatoken.data.prepare_chats import _pack, prepare_chats
 from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import load_tokenizer
@@ -97,7 +97,8 @@ def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
     (first / "manifest.json").unlink()
     with pytest.raises(MegatokenError, match="holds other data already"):
         prepare(tmp_path, chats(9), "a")
-    (first / "progress.json").write_text("{}")  # as a preparation that was killed leaves it
+    progress = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}, "tokens": {"train": 0, "val": 0}}
+    (first / "progress.json").write_text(json.dumps(progress))  # as a preparation that was killed leaves it
     prepare(tmp_path, chats(9), "a")
     assert (first / "manifest.json").read_bytes() == (second / "manifest.json").read_bytes()
 
@@ -191,25 +192,29 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([GOOD, {"messages": [USER]}], "no message of the assistant — {}:2"),
+        ([GOOD, {"messages": [USER]}], "no message of the assistant to train on — {}:2"),
         ([GOOD, {"messages": [{"role": "tool", "content": "x"}]}], "unknown role 'tool' — {}:2, message 1"),
         ([{"conversations": [{"from": "function_call", "value": "x"}]}], "unknown role 'function_call' — {}:1"),
         ([{"messages": [USER, USER, ANSWER]}], "two messages of the user in a row — {}:1, message 2"),
         ([{"instruction": " ", "output": "x"}], "the user's content is empty — {}:1, message 1"),
-        ([GOOD, {"prompt": "a", "completion": "b"}], "prompt/completion here, messages at {}:1 — {}:2"),
+        ([GOOD, {"prompt": "a", "completion": "b"}], "prompt/completion here, messages before — {}:2"),
         ([GOOD, {"chat": 1}], "a row of no known format, its keys are chat — {}:2"),
         ([{"prompt": "a", "answer": "c", "completion": ""}], "two formats, prompt/completion and prompt/answer — {}:1"),
         ([PAIR, {**PAIR, "answer": "c"}], "two formats, prompt/chosen/rejected and prompt/answer — {}:2 — leave out"),
         ([{**GOOD, "conversations": []}], "two formats, messages and conversations (ShareGPT) — {}:1"),
         ([GOOD, 3], "a row of no known format, its keys are int — {}:2"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "b"}], "chosen equals rejected — {}:1"),
+        ([PAIR, {**PAIR, "chosen": "c"}], "chosen and rejected are the same tokens — {}:2"),
+        ([{"prompt": "a", "completion": "b", "label": False}], "a row for KTO, "),
+        ([{**GOOD, "kto_tag": True}], "a row for KTO, "),
+        ([{"messages": [USER, {**ANSWER, "weight": 0}]}], "no message of the assistant to train on — {}:1"),
+        ([{"messages": [USER, {**ANSWER, "weight": 0.5}]}], "weight is 0.5 — {}:1, message 2"),
         ([{**PAIR, "chosen": [USER, USER]}], "two messages of the user in a row — {}:1, chosen"),
         ([{"prompt": "a"}], "no answer beside the prompt — {}:1"),
         ([{"prompt": "a", "answer": ""}], "no answer beside the prompt — {}:1"),
         ([{"prompt": "a", "answer": None}], "no answer beside the prompt — {}:1"),
         ([{"prompt": "a", "answer": True}], "no answer beside the prompt — {}:1"),
         ([{"prompt": "a", "answer": [4]}], "no answer beside the prompt — {}:1"),
-        ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": math.nan}], "NaN is no number — {}:2 — mend it"),
+        ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": math.nan}], "NaN is no number — {}:2"),
         ([{"prompt": "a", "answer": -math.inf}], "-Infinity is no number — {}:1"),
         ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "no answer beside the prompt — {}:2"),
         ([{"prompt": [USER, ANSWER], "answer": "1"}], "the last message is the assistant's — {}:1"),
@@ -224,27 +229,81 @@ def test_rows_that_cannot_be_used(rows: list[Any], message: str, tmp_path: Path)
     assert not (tmp_path / "data" / "manifest.json").exists()
 
 
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+    bad = [3, {"messages": [USER]}, {"prompt": "a"}, {"messages": [USER, {**ANSWER, "role": "bot"}]}, {"text": "a"}]
+    dataset = load_dataset(prepare(tmp_path, [bad[0], GOOD, *bad[1:], GOOD], invalid="skip"))
+    assert (dataset.manifest.documents, dataset.manifest.source["counts"]) == ({"train": 2, "val": 0}, {"skipped": 5})
+    with pytest.raises(MegatokenError, match=r"no rows, 5 skipped — .*rows.jsonl"):
+        prepare(tmp_path, bad, "none", invalid="skip")
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path) -> None:
+    turns = [USER, {**ANSWER, "weight": 0}, {"role": "user", "content": "3+3"}, {**ANSWER, "content": "6", "weight": 1}]
+    if key == "conversations":
+        turns = [{"from": row.pop("role"), "value": row.pop("content"), **row} for row in map(dict, turns)]
+    dataset = load_dataset(prepare(tmp_path, [{key: turns}]))
+    ids, trained = open_rows(dataset, "train").sequence(0)
+    assert BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == "6<|im_end|>"
+    assert "4<|im_end|>" in BYTES.decode(ids)
+
+
+def test_a_pair_of_the_same_tokens_is_refused(tmp_path: Path) -> None:
+    llama = load_tokenizer("bytes").add_special_tokens([*LLAMA_3, "<|begin_of_text|>"], "llama")  # its template trims
+    source = find_source(write_rows(tmp_path / "rows.jsonl", [PAIR, {**PAIR, "rejected": "b "}]))
+    with pytest.raises(MegatokenError, match=r"chosen and rejected are the same tokens — .*rows.jsonl:2"):
+        prepare_chats(source, tmp_path / "data", llama, seq_len=64)
+
+
+def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "data"
+    text.write_text("0123456789" * 200)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_text(text, out, tokenizer="bytes", shard_tokens=100, on_progress=interrupt)
+    before = {path.name: path.read_bytes() for path in out.glob("*.*")}
+    assert len(before) > 10
+    with pytest.raises(MegatokenError, match="source differs from when this folder was prepared"):
+        prepare(tmp_path, chats(9))
+    assert {path.name: path.read_bytes() for path in out.glob("*.*")} == before
+    assert prepare_text(text, out, tokenizer="bytes", shard_tokens=100).resumed
+
+
 def test_what_is_no_json(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n{broken\n")
-    with pytest.raises(MegatokenError, match=r"not a line of JSON: .* — .*rows.jsonl:3 — mend it"):
+    with pytest.raises(MegatokenError, match=r"not a row of JSON: .* — .*rows.jsonl:3 — fix it"):
         list(read_examples(find_source(str(path))))
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
-@pytest.mark.parametrize("indent", [None, 1])
-def test_an_array_of_conversations_is_not_text(name: str, indent: int | None, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(json.dumps([GOOD, GOOD], indent=indent))
-    with pytest.raises(MegatokenError, match=r"an array of messages, not a line of JSON .* — write a row a line"):
-        peek_format(find_source(str(tmp_path / name)), "text")
-    (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=indent))
-    assert peek_format(find_source(str(tmp_path / name)), "text") is None
-    (tmp_path / name).write_text(json.dumps([{"a": 1, "b": 2}, GOOD], indent=indent))
-    if name == "rows.json":  # is text, whatever it holds
-        assert peek_format(find_source(str(tmp_path / name)), "text") is None
-        return
-    with pytest.raises(MegatokenError, match=r"rows of no known format, the first has the keys a, b, not a line .*jq"):
-        peek_format(find_source(str(tmp_path / name)), "text")
+@pytest.mark.parametrize(
+    "name", ["a.json", "a.jsonl", "array.json", "array.jsonl", "a.jsonl.zst", "a.csv", "a.parquet"]
+)
+def test_conversations_are_read_from_every_form_of_rows(name: str, tmp_path: Path) -> None:
+    path, rows = tmp_path / name, [{"instruction": f"{n}?", "output": f"{n} é\n"} for n in range(3)]
+    if name == "a.parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif name == "a.csv":
+        path.write_text("instruction,output\n" + "".join(f'{row["instruction"]},"{row["output"]}"\n' for row in rows))
+    else:
+        text = json.dumps(rows, indent=1) if "array" in name else "\n".join(map(json.dumps, rows))
+        data = text.encode()
+        path.write_bytes(pyarrow.compress(data, "zstd", asbytes=True) if name.endswith(".zst") else data)
+    source = find_source(str(path))
+    assert (found := peek_format(source, "text")) is not None
+    assert found.name == "instruction/output (alpaca)"
+    answers = [example.answers for _, example in read_examples(source)]
+    assert answers == [[[Message("user", f"{n}?"), Message("assistant", f"{n} é\n")]] for n in range(3)]
+    assert peek_format(source, "output") is None
+
+
+def test_parquet_of_messages(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]}), tmp_path / "a.parquet")
+    ((_, example),) = read_examples(find_source(str(tmp_path)))
+    assert example.answers == [PLAIN]
 
 
 def test_a_first_row_without_an_answer_is_not_text(tmp_path: Path) -> None:
@@ -262,43 +321,12 @@ def test_an_answer_beyond_the_largest_number_is_none(tmp_path: Path) -> None:
         list(read_examples(find_source(str(path))))
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_lines_of_conversations_that_are_named_json_are_not_text(indent: int | None, tmp_path: Path) -> None:
-    for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text("\n".join(json.dumps(row, indent=indent) for row in (GOOD, GOOD)))
-    for spec in ("a.json", "*.json"):
-        with pytest.raises(MegatokenError, match=r"messages in a file that is not named .jsonl — .*a.json — write a"):
-            peek_format(find_source(str(tmp_path / spec)), "text")
-    (tmp_path / "a.json").write_text('{"name": "a"}')
-    assert peek_format(find_source(str(tmp_path / "a.json")), "text") is None
-    (tmp_path / "a.py").write_text("x = 1")  # among other files it is one of them
-    assert peek_format(find_source(str(tmp_path / "[ab].*")), "text") is None
-
-
-def test_parquet_of_conversations_says_how_to_make_lines(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "FILE.parquet"
-    parquet.write_table(pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]}), path)
-    with pytest.raises(MegatokenError) as caught:
-        peek_format(find_source(str(path)), "text")
-    what, where, fix = str(caught.value).split(" — ")
-    assert (what, where) == ("messages in parquet, of which text alone is read", str(path))
-    words = shlex.split(fix.removeprefix("write lines: "))
-    lines = subprocess.run([sys.executable, *words[1:3]], cwd=tmp_path, capture_output=True, check=True).stdout
-    assert (words[0], words[3:]) == ("python", [">", "FILE.jsonl"])
-    assert json.loads(lines) == {"messages": [USER, ANSWER], "id": 1}
-    parquet.write_table(pyarrow.table({"messages": [[USER, ANSWER]], "text": ["a"]}), path)
-    assert peek_format(find_source(str(path)), "text") is None
-    path.write_bytes(b"PAR1")
-    assert peek_format(find_source(str(path)), "text") is None
-
-
 def test_rows_beside_text_are_not_text(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [GOOD])
-    (tmp_path / "README.md").write_text("# Rows")
-    with pytest.raises(MegatokenError, match=r"messages in rows.jsonl, text beside them — .*README.md — name the rows"):
+    (tmp_path / "README.md").write_text("# Rows")  # a card
+    assert peek_format(find_source(str(tmp_path)), "text") is not None
+    (tmp_path / "notes.md").write_text("# Notes")
+    with pytest.raises(MegatokenError, match=r"messages in rows.jsonl, text next to them — .*notes.md — name the rows"):
         peek_format(find_source(str(tmp_path)), "text")
     write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
     assert peek_format(find_source(str(tmp_path)), "text") is None
@@ -308,5 +336,5 @@ def test_conversations_that_are_no_utf_8_are_conversations(tmp_path: Path) -> No
     path = tmp_path / "rows.jsonl"
     path.write_bytes(json.dumps(GOOD, ensure_ascii=False).encode().replace(b'"user"', b'"user\xe9"') + b"\n")
     assert peek_format(find_source(str(path)), "text")
-    with pytest.raises(MegatokenError, match=r"not a line of JSON: 'utf-8' codec .* — .*rows.jsonl:1"):
+    with pytest.raises(MegatokenError, match=r"not a row of JSON: 'utf-8' codec .* — .*rows.jsonl:1"):
         list(read_examples(find_source(str(path))))

@@ -79,7 +79,6 @@ def test_prepare_names_the_recipe_that_trains_on_the_rows(
     for words, flag in (
         (["--tokenizer", str(base / "pairs"), "--context", "64"], ""),  # a dataset's tokenizer
         (["--tokenizer", str(base / "run"), "--text-key", "prompts"], "--text-key"),
-        (["--tokenizer", str(base / "run"), "--invalid", "skip"], "--invalid"),
     ):
         code = main(["prepare", str(file), "--out", str(tmp_path / "other"), *words])
         assert code == (ExitCode.CONFIG if flag else ExitCode.DONE)

@@ -239,7 +239,7 @@ def _add_runs(add: Callable[..., Parser]) -> None:
 
 def _add_prepare(add: Callable[..., Parser]) -> None:
     arg = add("prepare", "tokenize text into shards").add_argument
-    sources = "file, folder or glob of .txt .md .jsonl(.gz|.zst) .parquet, or "
+    sources = "file, folder or glob of .txt .md .json .jsonl .csv .tsv (also .gz, .zst) .parquet, or "
     arg(
         "source",
         metavar="SOURCE",
@@ -254,7 +254,7 @@ def _add_prepare(add: Callable[..., Parser]) -> None:
     arg("--workers", type=int, default=0, help="processes; does not change the result (default 0: all cores)")
     arg("--val-fraction", type=float, default=0.01, help="share of documents for validation (default 0.01)")
     arg("--shard-tokens", type=int, default=100_000_000, help="tokens per shard (default 100000000)")
-    doc = "what to do with text that is not UTF-8 (default replace); skip also skips bad JSON lines"
+    doc = "what to do with text that is not UTF-8 (default replace); skip also skips rows that cannot be used"
     arg("--invalid", choices=("replace", "skip", "fail"), default="replace", help=doc)
     arg("--text-key", default="text", help="field or column that holds the text (default text)")
     arg("--context", type=int, metavar="N", help="of chats: tokens in a row (default: the context of RUN)")

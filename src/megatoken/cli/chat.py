@@ -55,8 +55,7 @@ def chat(options: Namespace) -> dict[str, Any]:
     for flag, given in ((source, text), ("--system", options.system)):
         if given is not None and not given.strip():
             raise ConfigError("the text is empty", flag, "give some, or leave it out")
-    messages = Console(to_stderr=True)
-    loaded = load_pretrained(options.model, messages.warn)
+    loaded = load_pretrained(options.model, Console(to_stderr=True).warn)
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
     template = find_template(loaded.tokenizer)
     prepare_decoding(loaded.model.to(device.torch_device), device)
@@ -75,7 +74,8 @@ def chat(options: Namespace) -> dict[str, Any]:
     options.console.print(about, MUTED)
     options.console.print("/help for what can be typed; Ctrl-C stops an answer, Ctrl-D leaves", MUTED)
     talk(conversation, options)
-    return {"messages": [asdict(message) for message in conversation.messages], "model": loaded.source}
+    messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
+    return {"messages": messages, "model": loaded.source}
 
 
 def talk(conversation: Conversation, options: Namespace) -> None:

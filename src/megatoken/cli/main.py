@@ -133,9 +133,9 @@ def run_prepare(options: argparse.Namespace) -> Result:
         source = find_source(options.source, options.root)
         if found := peek_format(source, options.text_key):
             return _prepare_chats(options, TRAIN_ON[found.kind])
-        has_keys = any(file.format in ("lines", "rows") for file in source.files)
+        has_keys = source.has_rows
     refuse_without_effect(
-        ("--text-key", options.text_key != "text", has_keys, "JSONL and parquet"),
+        ("--text-key", options.text_key != "text", has_keys, "rows of JSON, CSV and parquet"),
         ("--context", options.context is not None, False, "rows of conversations"),
         ("--long", options.long != "fail", False, "rows of conversations"),
     )
@@ -164,9 +164,7 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
     if is_address(options.out):
         raise ConfigError("conversations are prepared in a folder", str(options.out), "name one, and copy it")
     refuse_without_effect(
-        ("--text-key", options.text_key != "text", False, "text"),
-        ("--invalid", options.invalid != "replace", False, "text"),
-        ("--workers", options.workers != 0, False, "text"),
+        ("--text-key", options.text_key != "text", False, "text"), ("--workers", options.workers != 0, False, "text")
     )
     named, init = Path(options.tokenizer), "RUN"
     is_tokenizer = any((named / name).is_file() for name in ("tokenizer.json", MANIFEST_NAME))
@@ -180,7 +178,7 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
         raise ConfigError("rows of conversations are prepared for a model", "--tokenizer", fix)
     else:
         tokenizer, seq_len = load_tokenizer(options.tokenizer), options.context
-    own = _pick(options, "val_fraction", "shard_tokens", "long")
+    own = _pick(options, "val_fraction", "shard_tokens", "invalid", "long")
     prepared = prepare_chats(find_source(options.source, options.root), options.out, tokenizer, seq_len=seq_len, **own)
     with PrepareBar(options.console) as bar:
         reward = " objective.reward=gym" if options.source.startswith(PREFIX) else ""

@@ -7,6 +7,7 @@ from typing import Self
 
 from megatoken.console import SEPARATOR, Console, format_count, format_duration, format_quantity
 from megatoken.data.prepare import PrepareResult, Progress
+from megatoken.data.sources import describe_skipped
 
 
 class PrepareBar:
@@ -51,4 +52,6 @@ class PrepareBar:
         for name, number in result.counts.items():
             if number:
                 self.console.print(f"  {name.replace('_', ' ')}: {number:,}")
+        if result.skipped_files:
+            self.console.print(f"  files skipped: {describe_skipped(result.skipped_files)}")
         self.console.print(f"dataset: {out}; next: megatoken train {train} {shlex.quote(f'data.path={out}')}")

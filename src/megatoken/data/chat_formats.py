@@ -1,4 +1,4 @@
-"""Rows of JSON to conversations, preferences and prompts; a row's keys say which program's format it is.
+"""Rows to conversations, preferences and prompts; a row's keys say which program's format it is.
 
 | keys | what | source |
 |---|---|---|
@@ -15,25 +15,19 @@ A prompt or an answer of these is text, or a list of messages. A row has the key
 
 import json
 import math
-import re
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
-from megatoken.data.corpus_reader import decompress
-from megatoken.data.sources import File, Source
+from megatoken.data.documents import FIX_ROW
+from megatoken.data.sources import ROW_FORMATS, Source
+from megatoken.data.text_files import read_rows
 from megatoken.errors import DataError
 
 Kind = Literal["chat", "preference", "prompt"]
-ARRAY_HEAD_BYTES = 1 << 20  # of a file, in which its first row ends
-TO_LINES = (
-    "python -c \"import json, pyarrow.parquet as p; [print(json.dumps(row)) for row in p.read_table('FILE.parquet')"
-    '.to_pylist()]" > FILE.jsonl'
-)
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_KTO_LABELS = ("label", "kto_tag")  # trl's, LLaMA-Factory's
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +59,24 @@ def detect_format(row: Any) -> Format | None:
 
 
 def peek_format(source: Source, text_key: str) -> Format | None:
-    """The format of the first row of a corpus of JSON lines; None for text, which stands below `text_key`.
+    """Return the format of a corpus by its first row; None for text, also in rows under `text_key`.
 
-    Raises DataError for conversations in another form, which as text would be trained with their punctuation, and for a
-    prompt without an answer.
+    Raises DataError for a prompt without an answer, and for rows of conversations next to files of text.
     """
-    if source.files and all(re.search(r"\.(json|jsonl|ndjson)(\.|$)", file.name) for file in source.files):
-        _refuse_other_json(source, source.files[0], text_key)
-    if source.files and all(file.format == "rows" for file in source.files):
-        _refuse_parquet(source, source.files[0], text_key)
-    lines = tuple(file for file in source.files if file.format == "lines")
-    found = _peek_row(replace(source, files=lines), text_key)
-    if found and (others := [file for file in source.files if file.format != "lines"]):
+    row_files = tuple(file for file in source.files if file.format in ROW_FORMATS.values())
+    row_format = _peek_row(replace(source, files=row_files), text_key)
+    if row_format and (others := [file for file in source.files if file not in row_files]):
         fix = "name the rows alone, such as 'FOLDER/*.jsonl'"
-        raise DataError(f"{found.name} in {lines[0].name}, text beside them", others[0].path, fix)
-    return found
+        raise DataError(f"{row_format.name} in {row_files[0].name}, text next to them", others[0].path, fix)
+    return row_format
 
 
 def _peek_row(source: Source, text_key: str) -> Format | None:
-    for where, line in _read_lines(source):
+    for where, line in read_rows(source):
         try:
-            row = json.loads(line.decode(errors="replace"))  # what is no UTF-8 is an error of its row
+            row = json.loads(line.decode(errors="replace"))  # invalid UTF-8 is an error of its row
         except (ValueError, RecursionError):
-            return None
+            continue
         if isinstance(row, dict) and text_key in row:
             return None
         _refuse_prompt_alone(row, where)
@@ -107,78 +96,34 @@ def _refuse_two_formats(row: Any, where: str) -> None:
         raise DataError(f"a row of two formats, {names[0]} and {names[1]}", where, "leave out the keys of one")
 
 
-def _refuse_other_json(source: Source, file: File, text_key: str) -> None:
-    """Raise DataError for an array of rows, but of text, and for conversations in a file of another suffix than lines'.
-
-    An array of anything in a file that is not one of lines is text.
-    """
-    head = ""
-    with source.open(file) as raw, suppress(OSError, EOFError, zlib.error):  # the reader reports it
-        head = decompress(raw, file).read(ARRAY_HEAD_BYTES).decode("utf-8-sig", errors="replace")
-    start = re.match(r"\s*(\[?)\s*(?=\{)", head)
-    if start is None or (file.format == "lines" and not start[1]):
-        return
-    try:
-        row, _ = json.JSONDecoder().raw_decode(head, start.end())
-    except (ValueError, RecursionError):
-        return
-    found = detect_format(row)
-    if start[1] and (found or (file.format == "lines" and text_key not in row)):
-        keys = ", ".join(row) or "none"
-        what = found.name if found else f"rows of no known format, the first has the keys {keys:.80}"
-        fix = "write a row a line, such as by: jq -c '.[]' FILE.json > FILE.jsonl"
-        raise DataError(f"an array of {what}, not a line of JSON for each row", file.path, fix)
-    if found:
-        fix = "write a row a line, such as by: jq -c . FILE.json > FILE.jsonl"
-        raise DataError(f"{found.name} in a file that is not named .jsonl", file.path, fix)
-
-
-def _refuse_parquet(source: Source, file: File, text_key: str) -> None:
-    """Raise DataError for conversations in parquet, of which text alone is read."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:  # which the reader reports
-        return
-    with source.open(file) as raw, suppress(ArrowException, OSError):  # so does it damage
-        names = parquet.read_schema(raw).names
-        if text_key not in names and (found := detect_format(dict.fromkeys(names))):
-            raise DataError(
-                f"{found.name} in parquet, of which text alone is read", file.path, f"write lines: {TO_LINES}"
-            )
-
-
 def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
-    """Every row of a corpus, checked. Raises DataError, naming file:line, for a row that cannot be used."""
-    first: tuple[Format, str] | None = None
-    for where, line in _read_lines(source):
-        try:
-            row = json.loads(line, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"not a line of JSON: {error!s:.100}", where, "mend it or leave it out") from error
-        found = detect_format(row)
-        _refuse_prompt_alone(row, where)
-        _refuse_two_formats(row, where)
-        if found is None:
-            keys = ", ".join(list(row)[:8]) if isinstance(row, dict) else type(row).__name__
-            known = "; ".join(" + ".join(each.keys) for each in FORMATS)
-            raise DataError(f"a row of no known format, its keys are {keys or 'none'}", where, f"formats: {known}")
-        first = first or (found, where)
-        if found is not first[0]:
-            what = f"two formats in one dataset: {found.name} here, {first[0].name} at {first[1]}"
-            raise DataError(what, where, "prepare them as two datasets")
-        yield found, found.read(row, where)
+    """Yield every row of a corpus. Raises DataError, naming file:line, for a row that cannot be used."""
+    first: Format | None = None
+    for where, line in read_rows(source):
+        first, example = parse_row(line, where, first)
+        yield first, example
 
 
-def _read_lines(source: Source) -> Iterator[tuple[str, bytes]]:
-    for file in source.files:
-        number = 0
-        with source.open(file) as raw:
-            try:
-                for number, line in enumerate(decompress(raw, file), start=1):
-                    if line.strip():
-                        yield f"{file.path}:{number}", line
-            except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"cannot read: {error}", f"{file.path}:{number + 1}", "copy the file again") from error
+def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format, Example]:
+    """Return the format and the content of a row. Raises DataError unless it has the expected format, if any."""
+    try:
+        row = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not a row of JSON: {error!s:.100}", where, FIX_ROW) from error
+    row_format = detect_format(row)
+    _refuse_prompt_alone(row, where)
+    _refuse_two_formats(row, where)
+    if row_format is None:
+        keys = ", ".join(list(row)[:8]) if isinstance(row, dict) else type(row).__name__
+        known = "; ".join(" + ".join(each.keys) for each in FORMATS)
+        raise DataError(f"a row of no known format, its keys are {keys or 'none'}", where, f"formats: {known}")
+    if expected not in (None, row_format):
+        what = f"two formats in one dataset: {row_format.name} here, {expected.name} before"
+        raise DataError(what, where, "prepare them as two datasets")
+    if any(isinstance(row.get(key), bool) for key in _KTO_LABELS):
+        what = "a row for KTO, whose label says whether the answer is good: no objective trains on those"
+        raise DataError(what, where, "keep the good answers and leave out the label, or pair good with bad for DPO")
+    return row_format, row_format.read(row, where)
 
 
 def _refuse_constant(name: str) -> None:
@@ -199,11 +144,11 @@ def _read_sharegpt(row: dict[str, Any], where: str) -> Example:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError("conversations is no list of turns", where, 'write {"from": ..., "value": ...} for each')
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    rows = [
-        {"role": _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
-        for turn in turns
-        for role, content in [(turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))]
-    ]
+    rows = []
+    for turn in turns:
+        role = turn.get("from", turn.get("role"))
+        role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+        rows.append({**turn, "role": role, "content": turn.get("value", turn.get("content"))})
     return _make_chat(system + rows, where)
 
 
@@ -239,8 +184,6 @@ def _read_preference(row: dict[str, Any], where: str) -> Example:
         answers.append(parse_messages(whole, f"{where}, {key}"))
         if answers[-1][-1].role != "assistant":
             raise DataError(f"{key} does not end with the assistant's answer", where, "leave the pair out")
-    if answers[0] == answers[1]:
-        raise DataError("chosen equals rejected", where, "leave the pair out: it says nothing")
     return Example(where, parse_messages(prompt, f"{where}, prompt", reply=True), answers)
 
 

@@ -45,10 +45,11 @@ _LLAMA_3 = (
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. role: system, user or assistant."""
+    """One turn of a conversation. role: system, user or assistant; weight: 0 for an answer that is context only."""
 
     role: str
     content: str
+    weight: int = 1
 
 
 class _Frame(NamedTuple):
@@ -86,7 +87,7 @@ class ChatTemplate:
             text = self.tokenizer.encode(header + content).tolist()
             first = self._count_header(header, header + content, text)
             ids += [*opening, *text, *closing]
-            is_trained = message.role == "assistant"
+            is_trained = message.role == "assistant" and message.weight > 0
             trained += [False] * (len(opening) + first) + [is_trained] * (len(text) - first + 1)
             trained += [False] * (len(closing) - 1)
         if reply:
@@ -169,11 +170,16 @@ def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Messag
         if messages and role in (messages[-1].role, "system"):
             what = "a system message is not the first" if role == "system" else f"two messages of the {role} in a row"
             raise DataError(what, place, "user and assistant take turns, after one system message or none")
-        messages.append(Message(role, content))
+        weight = 1 if row.get("weight") is None else row["weight"]
+        if weight not in (0, 1):
+            raise DataError(
+                f"weight is {weight!r:.40}", place, "give 1 to train on the message, 0 to use it as context"
+            )
+        messages.append(Message(role, content, int(weight)))
     if reply and messages[-1].role != "user":
         raise DataError(f"the last message is the {messages[-1].role}'s", where, "end with one of the user")
-    if not reply and all(message.role != "assistant" for message in messages):
-        raise DataError("no message of the assistant", where, "there is nothing to train on: leave it out")
+    if not reply and not any(message.role == "assistant" and message.weight for message in messages):
+        raise DataError("no message of the assistant to train on", where, "leave it out")
     return messages
 
 

@@ -1,14 +1,13 @@
 """Reads a corpus in chunks of about 1 MiB, in order, from any position on, in bounded memory."""
 
 import codecs
-import gzip
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple
 
 from megatoken.data.documents import (
     CHUNK_BYTES,
@@ -20,13 +19,11 @@ from megatoken.data.documents import (
     find_split_point,
     read_documents,
 )
-from megatoken.data.sources import INSTALL_DATA, File, Source
+from megatoken.data.sources import File, Source
+from megatoken.data.text_files import LARGEST_ROW, TextFormat, fill, open_text
 from megatoken.errors import DataError, MegatokenError
 
-BINARY_BYTES = 8192  # a NUL among the first so many means: not text
-LINE_BYTES = 64 * CHUNK_BYTES  # a longer line of JSON is refused
 CHUNK_SEGMENTS = 4096
-ROWS = 8  # read from parquet at a time: with one dictionary each may be as long as the file
 
 
 class ReadPosition(NamedTuple):
@@ -58,21 +55,13 @@ def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) ->
     size, done_bytes = 0, sum(file.size for file in source.files[: start.file])
     for index, file in enumerate(source.files[start.file :], start=start.file):
         position = start if index == start.file else ReadPosition(index)
-        read = _read_rows if file.format == "rows" else _read_text
-        try:
-            for segment, next_position, read_bytes in read(source, file, options, position, counts):
-                segments.append(segment)
-                size += len(segment.data)
-                if size >= CHUNK_BYTES // 2 or len(segments) >= CHUNK_SEGMENTS:
-                    yield Chunk(segments, next_position, done_bytes + read_bytes, dict(counts))
-                    segments, size = [], 0
-                    counts.clear()
-        except MegatokenError:
-            raise
-        except Exception as error:  # gzip, zstd, parquet and the network each raise their own exceptions
-            reason = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
-            fix = "repair or remove the file, check its permissions; a started preparation goes on where it was"
-            raise DataError(f"cannot read: {reason:.200}", file.path, fix) from error
+        for segment, next_position, read_bytes in _read_segments(source, file, options, position, counts):
+            segments.append(segment)
+            size += len(segment.data)
+            if size >= CHUNK_BYTES // 2 or len(segments) >= CHUNK_SEGMENTS:
+                yield Chunk(segments, next_position, done_bytes + read_bytes, dict(counts))
+                segments, size = [], 0
+                counts.clear()
         done_bytes += file.size
     yield Chunk(segments, ReadPosition(len(source.files)), done_bytes, dict(counts))
 
@@ -89,7 +78,7 @@ def sample_texts(source: Source, options: PrepareOptions, limit_bytes: int) -> I
 
 
 def _sample_chunks(source: Source, options: PrepareOptions, limit_bytes: int) -> Iterator[Chunk]:
-    if source.size_bytes <= limit_bytes and not any(f.compression or f.format == "rows" for f in source.files):
+    if source.size_bytes <= limit_bytes and not any(f.is_packed for f in source.files):
         yield from read_chunks(source, options, ReadPosition())
         return
     n_chunks = max(1, limit_bytes // CHUNK_BYTES)
@@ -99,37 +88,37 @@ def _sample_chunks(source: Source, options: PrepareOptions, limit_bytes: int) ->
         yield from islice(read_chunks(replace(source, files=(source.files[index],)), options, ReadPosition()), hits)
 
 
-def _read_text(
+def _read_segments(
     source: Source, file: File, options: PrepareOptions, start: ReadPosition, counts: Counter[str]
 ) -> _Steps:
     _, offset, line, split = start
-    with source.open(file) as raw, decompress(raw, file) as stream:
-        _skip_bytes(stream, file, offset)
-        buffer, ended = _fill(stream, b"", CHUNK_BYTES)
-        if offset == 0 and b"\0" in buffer[:BINARY_BYTES]:
+    with open_text(source, file, options.text_key) as (stream, format, tell, is_binary):
+        if is_binary:
             if source.direct:
                 raise DataError("binary file: it holds NUL bytes", file.path, "give text")
             counts["binary_files"] += 1
             return
+        _skip_bytes(stream, offset)
+        buffer, ended = fill(stream, b"", CHUNK_BYTES)
         if offset == 0 and buffer.startswith(codecs.BOM_UTF8):
             offset = len(codecs.BOM_UTF8)
             buffer = buffer[offset:]
         is_done, is_empty = False, start.offset == 0 and not buffer
         while not is_done:
             size = CHUNK_BYTES
-            while file.format == "lines" and not ended and b"\n" not in buffer:
+            while format in ("lines", "rows") and not ended and b"\n" not in buffer:
                 size *= 2
-                if size > LINE_BYTES:
+                if size > LARGEST_ROW:
                     if options.invalid != "skip":
-                        fix = "is it one JSON object a line? --invalid skip passes over it"
-                        raise DataError(f"a line of more than {LINE_BYTES >> 20} MiB", f"{file.path}:{line}", fix)
+                        fix = "is it one JSON object per line? --invalid skip skips it"
+                        raise DataError(f"a line of more than {LARGEST_ROW >> 20} MiB", f"{file.path}:{line}", fix)
                     buffer, passed = _skip_line(stream, buffer)
                     offset, line, size = offset + passed, line + 1, CHUNK_BYTES
                     counts["skipped"] += 1
-                buffer, ended = _fill(stream, buffer, size)
-            length, gap, ends, exact = _find_end(buffer, ended, file, options)
+                buffer, ended = fill(stream, buffer, size)
+            length, gap, ends, exact = _find_end(buffer, ended, format, options)
             data, used = buffer[:length], length + gap
-            segment = Segment(file.path, line, file.format, split, ends, data)
+            segment = Segment(file.path, line, format, split, ends, data)
             counts["seams"] += not exact
             if not split and not ends:
                 split = choose_split(data[: 2 * SPLIT_BYTES].decode(errors="replace"), options.val_fraction)
@@ -139,56 +128,21 @@ def _read_text(
             is_done = ended and used == len(buffer)
             position = ReadPosition(start.file + 1) if is_done else ReadPosition(start.file, offset, line, split)
             if used or is_empty:
-                yield segment, position, min(raw.tell(), file.size)
-            buffer, ended = _fill(stream, buffer[used:], CHUNK_BYTES)
+                yield segment, position, tell()
+            buffer, ended = fill(stream, buffer[used:], CHUNK_BYTES)
 
 
-def _find_end(buffer: bytes, ended: bool, file: File, options: PrepareOptions) -> tuple[int, int, bool, bool]:
+def _find_end(buffer: bytes, ended: bool, format: TextFormat, options: PrepareOptions) -> tuple[int, int, bool, bool]:
     """A segment's length, bytes to pass over after it, whether its last document ends there, whether ids are sure."""
     if ended:
-        gap = len(SEPARATOR) if file.format == "separated" and buffer.endswith(SEPARATOR) else 0
+        gap = len(SEPARATOR) if format == "separated" and buffer.endswith(SEPARATOR) else 0
         return len(buffer) - gap, gap, True, True
-    if file.format == "lines":
+    if format in ("lines", "rows"):
         return buffer.rindex(b"\n") + 1, 0, True, True
-    if file.format == "separated" and (end := buffer.rfind(SEPARATOR)) >= 0:
+    if format == "separated" and (end := buffer.rfind(SEPARATOR)) >= 0:
         return end, len(SEPARATOR), True, True
     length, exact = find_split_point(buffer, options.split_points)
     return length, 0, False, exact
-
-
-def _read_rows(
-    source: Source, file: File, options: PrepareOptions, start: ReadPosition, counts: Counter[str]
-) -> _Steps:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError("parquet needs pyarrow", file.path, INSTALL_DATA) from error
-    with source.open(file) as raw:
-        table = parquet.ParquetFile(raw)
-        names = table.schema_arrow.names
-        if options.text_key not in names:
-            what = f"no column {options.text_key!r} (there are: {', '.join(names):.200})"
-            raise DataError(what, file.path, "name the column that holds the text with --text-key")
-        row, total = 0, table.metadata.num_rows
-        for batch in table.iter_batches(ROWS, columns=[options.text_key], use_threads=False):
-            try:
-                texts = batch.column(0).cast(pyarrow.large_binary()).to_pylist()
-            except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-                what = f"column {options.text_key!r} holds {batch.schema.field(0).type}, not text"
-                raise DataError(what, file.path, "name the column that holds the text with --text-key") from error
-            for text in texts:
-                row += 1
-                if row <= start.offset:
-                    continue
-                if text is not None:
-                    segment = Segment(file.path, row, "rows", "", True, text)
-                    yield segment, ReadPosition(start.file, row, row + 1), file.size * row // total
-                elif options.invalid == "skip":
-                    counts["skipped"] += 1
-                else:
-                    fix = 'remove the row, or pass over such rows: invalid "skip"'
-                    raise DataError(f"no {options.text_key!r} here", f"{file.path}, row {row}", fix)
 
 
 def _skip_line(stream: BinaryIO, buffer: bytes) -> tuple[bytes, int]:
@@ -196,35 +150,15 @@ def _skip_line(stream: BinaryIO, buffer: bytes) -> tuple[bytes, int]:
     passed, ended = 0, False
     while not ended and b"\n" not in buffer:
         passed += len(buffer)
-        buffer, ended = _fill(stream, b"", CHUNK_BYTES)
+        buffer, ended = fill(stream, b"", CHUNK_BYTES)
     length = buffer.find(b"\n") + 1 or len(buffer)
     return buffer[length:], passed + length
 
 
-def decompress(raw: BinaryIO, file: File) -> BinaryIO:
-    if file.compression == "gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    if file.compression == "zst":
-        try:
-            import pyarrow
-        except ImportError as error:
-            raise DataError(".zst needs pyarrow", file.path, INSTALL_DATA) from error
-        # Unlike other readers it detects a file that ends too early.
-        return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"))
-    return raw
-
-
-def _skip_bytes(stream: BinaryIO, file: File, offset: int) -> None:
-    """Move from the beginning to `offset`, counted in uncompressed bytes."""
-    if file.compression != "zst":
+def _skip_bytes(stream: BinaryIO, offset: int) -> None:
+    """Move from the start to `offset`, counted in uncompressed bytes."""
+    if stream.seekable():
         stream.seek(offset)
         return
-    while offset and (passed := stream.read(min(offset, CHUNK_BYTES))):
-        offset -= len(passed)
-
-
-def _fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
-    """`buffer` and what follows, up to `size` bytes; and whether the file ended before that."""
-    while len(buffer) < size and (part := stream.read(size - len(buffer))):
-        buffer += part
-    return buffer, len(buffer) < size
+    while offset and (part := stream.read(min(offset, CHUNK_BYTES))):
+        offset -= len(part)

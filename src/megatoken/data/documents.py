@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatoken.data.sources import Format
+from megatoken.data.text_files import TextFormat
 from megatoken.data.tokenizer import EOT, SplitPoints, Tokenizer
 from megatoken.errors import DataError
 
@@ -25,6 +25,7 @@ SPLIT_BYTES = 4096  # of a document's beginning are hashed for its split, so dup
 # A visible character before white space: no word of GPT-2 reaches across. The upper bytes are those in which no
 # Unicode white space ends (U+0085, U+00A0, U+1680, U+2000..200A, U+2028, U+2029, U+202F, U+205F, U+3000).
 _LAST_WORD_END = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[\t\n\r ])", re.DOTALL)
+FIX_ROW = "fix it, or skip all such rows and documents with --invalid skip"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -33,7 +34,7 @@ class PrepareOptions:
     """What turns bytes into documents and decides their split."""
 
     invalid: Invalid = "replace"  # policy for bytes that are not UTF-8
-    text_key: str = "text"  # the key (jsonl) or column (parquet) that holds the text
+    text_key: str = "text"  # the key or column of a row that holds the text
     val_fraction: float = 0.0
     split_points: SplitPoints = "nowhere"  # where the tokenizer allows a long document to be split, ids unchanged
 
@@ -44,7 +45,7 @@ class Segment:
 
     file: str  # for messages
     line: int  # number of its first line, or of its row; from 1
-    format: Format
+    format: TextFormat
     split: str  # of the long document that goes on at its beginning; "" where a document begins
     ends: bool  # its last document ends here
     data: bytes
@@ -97,7 +98,7 @@ def read_documents(segment: Segment, options: PrepareOptions, counts: Counter[st
     Raises DataError, naming file and line, for bytes that are not UTF-8 under the policy "fail" and for lines that hold
     no text; "skip" counts these instead, and replaces what is invalid in a part of a long document.
     """
-    is_lines, is_rows = segment.format == "lines", segment.format == "rows"
+    is_lines = segment.format in ("lines", "rows")
     separator = b"\n" if is_lines else SEPARATOR
     pieces = segment.data.split(separator) if is_lines or segment.format == "separated" else [segment.data]
     line = segment.line
@@ -114,9 +115,8 @@ def read_documents(segment: Segment, options: PrepareOptions, counts: Counter[st
                 counts["skipped"] += 1
                 continue
             bad_line = first_line + data.count(b"\n", 0, getattr(error, "start", 0))
-            where = f"{segment.file}, row {first_line}" if is_rows else f"{segment.file}:{bad_line}"
-            fix = "mend it, or pass over such lines and documents with --invalid skip"
-            raise DataError(f"bad text: {error}", where, fix) from error
+            where = f"{segment.file}, row {first_line}" if segment.format == "rows" else f"{segment.file}:{bad_line}"
+            raise DataError(f"bad text: {error}", where, FIX_ROW) from error
         if is_whole and (not text or text.isspace()):
             counts["empty"] += 1
             continue
@@ -171,7 +171,7 @@ def _parse_line(line: bytes, policy: Invalid, text_key: str) -> tuple[str, bool]
     content, replaced = _decode(line, policy)
     row = json.loads(content)
     if not isinstance(row, dict):
-        raise ValueError(f"a line must be a JSON object, not {content.strip():.60}")
+        raise ValueError(f"a row must be an object with named values, not {content.strip():.60}")
     if text_key not in row:
         raise ValueError(f"no key {text_key!r} (it has: {', '.join(sorted(row)):.200})")
     text = row[text_key]

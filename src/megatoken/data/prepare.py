@@ -73,6 +73,7 @@ class PrepareResult:
     val_tokens: int
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint
     counts: dict[str, int]  # empty, replaced, skipped (documents), binary_files, seams, val_from_tail_tokens
+    skipped_files: dict[str, int]  # in the source, by extension or reason
     resumed: bool  # an earlier call had been interrupted
     unchanged: bool  # the same dataset was there already
 
@@ -128,19 +129,22 @@ def prepare(
     }
 
     def sample() -> Iterator[str]:
-        if on_progress:
-            on_progress(Progress("vocabulary", 0, 0, 0, corpus.size_bytes))
-        return sample_texts(corpus, options, SAMPLE_BYTES)
+        sampled, size = 0, min(corpus.size_bytes, SAMPLE_BYTES)
+        for text in sample_texts(corpus, options, SAMPLE_BYTES):
+            if on_progress:
+                on_progress(Progress("vocabulary", 0, 0, min(sampled, size), size))
+            yield text
+            sampled += len(text)
 
     leftover = any((out / name).exists() for name in (PROGRESS_NAME, LOCK_NAME))
     if not leftover and (finished := find_finished(out, recipe, corpus)):
-        return summarize(finished, started, unchanged=True)  # without the lock: the folder may be read-only
+        return summarize(finished, started, corpus, unchanged=True)  # without the lock: the folder may be read-only
     with hold_lock(out):
         if finished := find_finished(out, recipe, corpus):
             with storage_errors(out):
                 (out / PROGRESS_NAME).unlink(missing_ok=True)  # left by a kill after the manifest was written
-            return summarize(finished, started, unchanged=True)
-        state, resumed = _load_or_create_state(out, ResumeState(recipe, corpus.digest(times=True)))
+            return summarize(finished, started, corpus, unchanged=True)
+        state, resumed = load_or_create_state(out, ResumeState(recipe, corpus.digest(times=True)))
         if (out / "tokenizer" / DESCRIPTION_NAME).exists():  # an earlier call may have trained it
             saved = load_saved_tokenizer(out / "tokenizer")
         else:
@@ -152,7 +156,7 @@ def prepare(
             writer.write_documents(options, workers)
             writer.balance_splits(val_fraction)
             manifest = writer.finish()
-        return summarize(manifest, started, resumed=resumed)
+        return summarize(manifest, started, corpus, resumed=resumed)
 
 
 @dataclass
@@ -178,7 +182,7 @@ class _DatasetWriter:
         Raises DataError as `read_chunks` and `encode_segments`.
         """
         files, free = self.corpus.files, shutil.disk_usage(self.out).free
-        packed = any(file.compression or file.format == "rows" for file in files)
+        packed = any(file.is_packed for file in files)
         written = sum(self.state.tokens.values())
         if self._token_bytes(self.corpus.size_bytes * (MOST_COMPRESSED if packed else 1) - written) <= free:
             return  # a token has at least one byte of text
@@ -247,9 +251,7 @@ class _DatasetWriter:
                 shards=tuple(shards),
                 source=state.recipe | {"counts": {name: state.counts[name] for name in COUNTS}},
             )
-            replace_file(self.out / INPUTS_NAME, state.listing + "\n", durable=True)
-            write_manifest(self.out, manifest)
-            (self.out / PROGRESS_NAME).unlink()
+            finish_dataset(self.out, manifest, state)
         return manifest
 
     def close(self) -> None:
@@ -345,8 +347,11 @@ def _refuse_difference(out: Path, existing: dict[str, Any], recipe: dict[str, An
             raise DataError(what, out, _ANOTHER_OUT)
 
 
-def _load_or_create_state(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
-    """The state to start from, and whether an earlier call left it."""
+def load_or_create_state(out: Path, new: ResumeState) -> tuple[ResumeState, bool]:
+    """Return the state to start from, and whether an earlier call left it.
+
+    Raises DataError for an `out` that holds something else, such as durable tokens of another recipe.
+    """
     earlier = _load_state(out)
     if earlier and any(earlier.tokens.values()):
         _refuse_difference(out, earlier.recipe, new.recipe)
@@ -357,17 +362,20 @@ def _load_or_create_state(out: Path, new: ResumeState) -> tuple[ResumeState, boo
         return earlier, True
     if earlier:  # another recipe, but none of its tokens count
         shutil.rmtree(out / "tokenizer", ignore_errors=True)
-    else:
-        refuse_other_data(out)
+        for path in out.glob("*.marks"):
+            path.unlink()
+    elif other := [path for name in ("*.bin", "*.npy", "tokenizer") for path in sorted(out.glob(name))]:
+        raise DataError("the output folder holds other data already", other[0], "choose another --out or delete it")
     with storage_errors(out):
         _save_state(out, new)
     return new, False
 
 
-def refuse_other_data(out: Path) -> None:
-    """Raise DataError where an output folder holds shards or a tokenizer."""
-    if other := [path for name in ("*.bin", "*.npy", "tokenizer") for path in sorted(out.glob(name))]:
-        raise DataError("the output folder holds other data already", other[0], "choose another --out or delete it")
+def finish_dataset(out: Path, manifest: Manifest, state: ResumeState) -> None:
+    """Write the manifest and remove `progress.json`."""
+    replace_file(out / INPUTS_NAME, state.listing + "\n", durable=True)
+    write_manifest(out, manifest)
+    (out / PROGRESS_NAME).unlink()
 
 
 def _save_state(out: Path, state: ResumeState) -> None:
@@ -390,8 +398,10 @@ def _load_state(out: Path) -> ResumeState | None:
         raise DataError(f"cannot read how far the preparation was: {error}", path, fix) from error
 
 
-def summarize(manifest: Manifest, started: float, *, resumed: bool = False, unchanged: bool = False) -> PrepareResult:
-    """The result of a preparation that began at `started` (time.monotonic)."""
+def summarize(
+    manifest: Manifest, started: float, source: Source, *, resumed: bool = False, unchanged: bool = False
+) -> PrepareResult:
+    """Return the result of a preparation that began at `started` (time.monotonic)."""
     train, val = (manifest.tokens(split) for split in SPLITS)
     return PrepareResult(
         tokens=train + val,
@@ -402,6 +412,7 @@ def summarize(manifest: Manifest, started: float, *, resumed: bool = False, unch
         val_tokens=val,
         tokenizer=manifest.tokenizer,
         counts=manifest.source["counts"],
+        skipped_files=dict(source.skipped),
         resumed=resumed,
         unchanged=unchanged,
     )

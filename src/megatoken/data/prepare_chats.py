@@ -3,7 +3,7 @@
 import json
 import time
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +13,22 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatoken.data.chat_dataset import PADDING, START, TRAINED, answers_name, marks_name
-from megatoken.data.chat_formats import Example, Format, read_examples
+from megatoken.data.chat_formats import Example, Format, parse_row
 from megatoken.data.chat_template import ChatTemplate, add_control_tokens, find_template
-from megatoken.data.documents import token_dtype
-from megatoken.data.prepare import PrepareResult, find_finished, hold_lock, refuse_other_data, summarize
-from megatoken.data.shard_format import INPUTS_NAME, PROGRESS_NAME, Manifest, Shard, write_manifest
+from megatoken.data.documents import Invalid, token_dtype
+from megatoken.data.prepare import (
+    PrepareResult,
+    ResumeState,
+    find_finished,
+    finish_dataset,
+    hold_lock,
+    load_or_create_state,
+    summarize,
+)
+from megatoken.data.shard_format import Manifest, Shard
 from megatoken.data.shard_writer import ShardWriter
 from megatoken.data.sources import Source
+from megatoken.data.text_files import read_rows
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import replace_file, storage_errors
@@ -36,14 +45,15 @@ def prepare_chats(
     seq_len: int,
     val_fraction: float = 0.01,
     shard_tokens: int = 100_000_000,
+    invalid: Invalid = "replace",
     long: Long = "fail",
 ) -> PrepareResult:
-    """Prepare the dataset `out` from rows of JSON (chat_formats.py), of which all are in memory at once.
+    """Prepare the dataset `out` from rows (chat_formats.py), of which all are in memory at once.
 
-    tokenizer: the model's; it gets control tokens where it has no template. seq_len: the context of the model. long:
-    what to do with a conversation that is longer. Prompts that are alike are in the same split. Raises ConfigError for
-    an unknown template or a wrong setting, DataError for rows that cannot be used or an `out` that holds something
-    else, StorageError when the disk fails.
+    tokenizer: the model's; it gets control tokens where it has no template. seq_len: the context of the model. invalid:
+    "skip" skips rows that cannot be used. long: what to do with a conversation longer than the context. Equal prompts
+    are in the same split. Raises ConfigError for an unknown template or a wrong setting, DataError for rows that cannot
+    be used or an `out` that holds something else, StorageError when the disk fails.
     """
     started = time.monotonic()
     if seq_len < 1 or not 0 <= val_fraction < 1:
@@ -58,27 +68,19 @@ def prepare_chats(
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint[:16]}",
         "val_fraction": float(val_fraction),
         "shard_tokens": shard_tokens,
+        "invalid": invalid,
         "long": long,
         "seq_len": seq_len,
         "template": template.name,
     }
     with hold_lock(out):
         if finished := find_finished(out, recipe, source):
-            return summarize(finished, started, unchanged=True)
-        if (out / PROGRESS_NAME).exists():  # an earlier call was killed
-            for path in (*out.glob("*.bin"), *out.glob("*.marks"), *out.glob("tokenizer/*")):
-                path.unlink()
-        else:
-            refuse_other_data(out)
-        examples = list(read_examples(source))
-        if not examples:
-            raise DataError("no rows", source.files[0].path, "name files that hold some")
-        found = examples[0][0]
-        encoded = [_encode(example, found, template) for _, example in examples]
-        splits, n_skipped = _split_examples([example for _, example in examples], encoded, seq_len, val_fraction, long)
-        about = {"kind": found.kind, "format": found.name, "counts": {"skipped": n_skipped}}
+            return summarize(finished, started, source, unchanged=True)
+        state, _ = load_or_create_state(out, ResumeState(recipe, source.digest(times=True)))
+        examples, encoded, row_format = _encode_rows(source, template, invalid, state.counts)
+        splits = _split_examples(examples, encoded, seq_len, val_fraction, long, state.counts)
+        about = {"kind": row_format.kind, "format": row_format.name, "counts": dict(state.counts)}
         with storage_errors(out):
-            replace_file(out / PROGRESS_NAME, json.dumps(recipe), durable=True)
             tokenizer.save(out / "tokenizer")
             shards: list[Shard] = []
             files: dict[str, str] = {}
@@ -87,10 +89,10 @@ def prepare_chats(
                 writer = ShardWriter(
                     out, split, token_dtype(tokenizer.vocab_size), shard_tokens, tokenizer.fingerprint, 0
                 )
-                beside = _write_split(writer, rows, seq_len + 1, tokenizer.eot, pack=found.kind == "chat")
+                beside = _write_split(writer, rows, seq_len + 1, tokenizer.eot, pack=row_format.kind == "chat")
                 shards += writer.finish()
-                if found.kind == "prompt" and chosen:
-                    lines = (json.dumps(examples[number][1].row) + "\n" for number in chosen)
+                if row_format.kind == "prompt" and chosen:
+                    lines = (json.dumps(examples[number].row) + "\n" for number in chosen)
                     beside[answers_name(split)] = "".join(lines).encode()
                 for name, data in beside.items():
                     replace_file(out / name, data, durable=True)
@@ -102,18 +104,41 @@ def prepare_chats(
                 shards=tuple(shards),
                 source=recipe | about | {"files_beside": files},
             )
-            replace_file(out / INPUTS_NAME, source.digest(times=True) + "\n", durable=True)
-            write_manifest(out, manifest)
-            (out / PROGRESS_NAME).unlink()
-    return summarize(manifest, started)
+            finish_dataset(out, manifest, state)
+    return summarize(manifest, started, source)
 
 
-def _encode(example: Example, found: Format, template: ChatTemplate) -> list[Encoded]:
-    """The sequences of a row: the conversation, the chosen and the rejected one, or the prompt."""
+def _encode_rows(
+    source: Source, template: ChatTemplate, invalid: Invalid, counts: Counter[str]
+) -> tuple[list[Example], list[list[Encoded]], Format]:
+    """Return the rows, the sequences of each, and their format. counts: rows skipped are added to `skipped`."""
+    examples: list[Example] = []
+    encoded: list[list[Encoded]] = []
+    row_format: Format | None = None
+    for where, line in read_rows(source):
+        try:
+            row_format, example = parse_row(line, where, row_format)
+            sequences = _encode(example, row_format, template)
+        except DataError:
+            if invalid != "skip":
+                raise
+            counts["skipped"] += 1
+            continue
+        examples.append(example)
+        encoded.append(sequences)
+    if row_format is None or not examples:
+        raise DataError(f"no rows, {counts['skipped']:,} skipped", source.files[0].path, "name files that hold some")
+    return examples, encoded, row_format
+
+
+def _encode(example: Example, row_format: Format, template: ChatTemplate) -> list[Encoded]:
+    """Return the sequences of a row: the conversation, the chosen and the rejected one, or the prompt."""
     whole = [template.encode(messages) for messages in example.answers]
-    if found.kind == "prompt":
+    if row_format.kind == "prompt":
         whole = [template.encode(example.prompt, reply=True)]
-    elif found.kind == "preference":  # the prompt may hold earlier answers: the last one alone is preferred
+    elif row_format.kind == "preference":  # the prompt may hold earlier answers: the last one alone is preferred
+        if whole[0][0] == whole[1][0]:
+            raise DataError("chosen and rejected are the same tokens", example.where, "leave the pair out")
         n_prompt = len(template.encode(example.prompt, reply=True)[0])
         whole = [(ids, [place >= n_prompt and mark for place, mark in enumerate(marks)]) for ids, marks in whole]
     sequences = []
@@ -125,11 +150,17 @@ def _encode(example: Example, found: Format, template: ChatTemplate) -> list[Enc
 
 
 def _split_examples(
-    examples: Sequence[Example], encoded: Sequence[list[Encoded]], seq_len: int, val_fraction: float, long: Long
-) -> tuple[dict[str, list[int]], int]:
-    """The numbers of the rows of each split, in order, and how many were too long. Raises DataError.
+    examples: Sequence[Example],
+    encoded: Sequence[list[Encoded]],
+    seq_len: int,
+    val_fraction: float,
+    long: Long,
+    counts: Counter[str],
+) -> dict[str, list[int]]:
+    """Return the numbers of the rows of each split, in order. Raises DataError.
 
-    A row's split is decided by the hash of its prompt; where that leaves a split empty, the nearest hash is moved.
+    counts: the rows that are too long are added to `skipped`. A row's split is decided by the hash of its prompt; where
+    that leaves a split empty, the nearest hash is moved.
     """
     room = seq_len + 1
     lengths = [max(len(ids) for ids, _ in sequences) for sequences in encoded]
@@ -156,7 +187,8 @@ def _split_examples(
         limit = 0
     val = [number for number in kept if hashes[number] < limit]
     train = [number for number in kept if hashes[number] >= limit]
-    return {"train": train, "val": val}, len(too_long)
+    counts["skipped"] += len(too_long)
+    return {"train": train, "val": val}
 
 
 def _pack(sequences: Sequence[Encoded], length: int) -> list[list[Encoded]]:

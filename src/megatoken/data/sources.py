@@ -5,12 +5,12 @@ import hashlib
 import io
 import os
 import re
-import stat
 import sysconfig
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -25,14 +25,17 @@ from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
 
-# Documents between <|endoftext|>s; one document per file, per line of JSON, per row of parquet.
-Format = Literal["separated", "whole", "lines", "rows"]
+# Documents separated by <|endoftext|>; one document per file; rows with named fields.
+Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]
 Compression = Literal["", "gz", "zst"]
 
-# Other suffixes, such as .md and .py, are "whole".
-FORMATS: dict[str, Format] = {".txt": "separated", ".jsonl": "lines", ".ndjson": "lines", ".parquet": "rows"}
+ROW_FORMATS: dict[str, Format] = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+ROW_FORMATS |= {".json": "json", ".jsonl": "json", ".ndjson": "json"}  # a row per line, or one array of rows
+FORMATS: dict[str, Format] = {".txt": "separated", **ROW_FORMATS}  # other suffixes, such as .md and .py, are "whole"
 COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
-IN_FOLDERS = (".txt", ".md", ".jsonl", ".parquet")  # read from a folder; other files must be named
+IN_FOLDERS = (*FORMATS, ".md")  # read from a folder; other files must be named
+# Descriptions of a dataset, skipped in folders: README.md, dataset_card.md, dataset_infos.json, dataset_dict.json.
+_CARD = re.compile(r"(readme|dataset_?card|dataset_infos?|dataset_dict)(\.\w+)?", re.IGNORECASE)
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -76,20 +79,35 @@ class File:
     format: Format
     compression: Compression
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the text is longer than the file."""
+        return bool(self.compression) or self.format == "parquet"
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files in reading order. direct: the user named this one file, so it must be text."""
+    """Files in reading order.
+
+    direct: the user named this one file, so it must be text. skipped: number of files that were not listed, by
+    extension or reason.
+    """
 
     name: str
     files: tuple[File, ...]
     open: Callable[[File], BinaryIO]
     direct: bool = False
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         """Bytes on disk of all files, compressed as they are."""
         return sum(file.size for file in self.files)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any file holds rows with named fields."""
+        return any(file.format in ROW_FORMATS.values() for file in self.files)
 
     def digest(self, *, times: bool) -> str:
         """xxh3_128 of the listing: names and sizes, with `times` also when each file was changed."""
@@ -112,16 +130,16 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         raise ConfigError(what, path.absolute(), f"write ./{spec} for what is here, or start elsewhere for the corpus")
     if spec == "python":
         library = Path(root or sysconfig.get_paths()["stdlib"])
-        found = [(name, path) for name, path in _walk(library, None, _NOT_PYTHON) if path.suffix == ".py"]
-        found = [(name, path) for name, path in found if not _is_table(path)]
-        if not found:
+        files = [(name, path) for name, path in _walk(library, None, _NOT_PYTHON) if path.suffix == ".py"]
+        files = [(name, path) for name, path in files if path.exists() and not _is_table(path)]
+        if not files:
             raise DataError("no Python sources here", library, "give root=, a folder of .py files")
-        return _list_local("python", found)
+        return _list_local("python", files)
     if spec in EXERCISES or spec.startswith(gym.PREFIX):
         if root:
             raise ConfigError(f"--root has no effect beside {spec}", "--root", "leave it out: it is made here")
         lines = EXERCISES[spec]() if spec in EXERCISES else gym.write_prompts(spec)
-        made = File(f"{spec}.jsonl", spec, len(lines), 0, "lines", "")
+        made = File(f"{spec}.jsonl", spec, len(lines), 0, "json", "")
         return Source(spec, (made,), lambda _: io.BytesIO(lines), direct=True)
     if spec == "tinyshakespeare":
         return _find_shakespeare(root)
@@ -134,11 +152,7 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         if exclude and path.resolve() == exclude.resolve():
             raise DataError("the folder of the text is the output folder, too", path, "choose another --out")
         _refuse_shards(path.iterdir())
-        found = [(name, file) for name, file in _walk(path, exclude) if _split_suffix(name)[0] in IN_FOLDERS]
-        if not found:
-            what = f"no {', '.join(IN_FOLDERS)} files (.gz and .zst included) in this folder"
-            raise DataError(what, path, "name another folder, a file or a pattern")
-        return _list_local(path.resolve().name, found)
+        return _list_folder(path, exclude)
     if glob.has_magic(spec):
         paths = [Path(match) for match in glob.glob(spec, recursive=True)]  # noqa: PTH207 (absolute patterns)
         named = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
@@ -160,6 +174,32 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         else "check it; of another corpus name the folder of its .parquet, .jsonl or .txt files"
     )
     raise DataError(f"no such file, folder or named corpus (names: {', '.join(NAMES)})", spec, fix)
+
+
+def _list_folder(folder: Path, exclude: Path | None) -> Source:
+    """List the text files below a folder, and count the others by extension."""
+    files: list[tuple[str, Path]] = []
+    skipped: Counter[str] = Counter()
+    for name, path in _walk(folder, exclude):
+        suffix, _ = _split_suffix(path.name)
+        if not path.exists():
+            skipped["broken link"] += 1
+        elif suffix in IN_FOLDERS and not _CARD.fullmatch(path.name):
+            files.append((name, path))
+        else:
+            skipped[path.name if _CARD.fullmatch(path.name) else path.suffix or "no extension"] += 1
+    if not files:
+        what = f"no {', '.join(IN_FOLDERS)} files (.gz and .zst included) in this folder"
+        if skipped:
+            what += f", only {describe_skipped(skipped)}"
+        raise DataError(what, folder, "name another folder, a file or a pattern")
+    source = _list_local(folder.resolve().name, files)
+    return replace(source, skipped=skipped + Counter(source.skipped))
+
+
+def describe_skipped(skipped: Mapping[str, int]) -> str:
+    """Return "2 .pdf, 1 README.md, 1 broken link" for the counts of `Source.skipped`."""
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(skipped.items(), key=lambda item: -item[1]))
 
 
 def _is_table(path: Path) -> bool:
@@ -206,20 +246,26 @@ def _find_on_hub(name: str) -> Source:
     if not listing:
         raise DataError(f"no files {pattern}", f"dataset {repository}", "it may have moved; give root")
     prefix, rows = f"datasets/{repository}/", sorted(listing.items())
-    files = tuple(File(path.removeprefix(prefix), path, int(row["size"]), 0, "rows", "") for path, row in rows)
+    files = tuple(File(path.removeprefix(prefix), path, int(row["size"]), 0, "parquet", "") for path, row in rows)
     return Source(name, files, lambda file: hub.open(file.path, "rb"))
 
 
-def _list_local(name: str, found: Iterable[tuple[str, Path]], direct: bool = False) -> Source:
-    files = []
-    for relative, path in sorted(found):
+def _list_local(name: str, paths: Iterable[tuple[str, Path]], direct: bool = False) -> Source:
+    """List files sorted by name, each one once: of several links to a file the first counts."""
+    files: dict[tuple[int, int], File] = {}
+    skipped: Counter[str] = Counter()
+    for relative, path in sorted(paths):
         try:
             status = path.stat()
         except OSError as error:
             raise DataError(f"cannot read: {error.strerror}", path, "check permissions, or leave it out") from error
+        identity = (status.st_dev, status.st_ino)
+        if identity in files:
+            skipped["second link to a file"] += 1
+            continue
         format, compression = classify(path.name)
-        files.append(File(relative, str(path), status.st_size, status.st_mtime_ns, format, compression))
-    return Source(name, tuple(files), open_local, direct)
+        files[identity] = File(relative, str(path), status.st_size, status.st_mtime_ns, format, compression)
+    return Source(name, tuple(files.values()), open_local, direct, skipped)
 
 
 def classify(name: str) -> tuple[Format, Compression]:
@@ -245,22 +291,28 @@ def open_local(file: File) -> BinaryIO:
 
 
 def _walk(folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()) -> list[tuple[str, Path]]:
-    """(relative name, path) of every regular file below; hidden ones and links to folders are left out."""
-    skip, found = set(unwanted), []
+    """Return (relative name, path) of every regular file and broken link below, except hidden ones.
+
+    Links to folders are followed, and each folder is visited once.
+    """
+    skip, visited, files = set(unwanted), set[tuple[int, int]](), []
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot read the folder: {error.strerror}", error.filename, "check its permissions") from error
 
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        if _is_output(Path(parent), exclude):
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        status = Path(parent).stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in visited or _is_output(Path(parent), exclude):
             folders.clear()
             continue
+        visited.add(identity)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
         for name in names:
             path = Path(parent, name)
-            if not name.startswith(".") and stat.S_ISREG(path.stat().st_mode if path.exists() else 0):
-                found.append((path.relative_to(folder).as_posix(), path))
-    return found
+            if not name.startswith(".") and (path.is_file() or not path.exists()):
+                files.append((path.relative_to(folder).as_posix(), path))
+    return files
 
 
 def _is_output(folder: Path, out: Path | None) -> bool:

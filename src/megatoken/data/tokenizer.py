@@ -31,6 +31,7 @@ EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>")
 LARGEST_VOCABULARY = 1 << 24  # tables have a row for each id, used or not
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; that of 256k ids has 33 MB
+LONGEST_TRAINED_WORD = 1024  # bytes
 LARGEST_TRAINED = 1_000_000  # the trainer takes memory for all of them at once, or aborts the process
 
 Ids = NDArray[np.uint32]
@@ -50,6 +51,8 @@ class Tokenizer:
         self._inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is text like any other
         self._inner.no_truncation()
         self._inner.no_padding()
+        if getattr(self._inner.model, "dropout", None):
+            self._inner.model.dropout = None  # random merges, which would give other ids each time
         self.name, self.eot = name, eot
         self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if not 0 <= eot < self.vocab_size:
@@ -283,9 +286,13 @@ def _assemble(name: str, vocabulary: dict[str, int], merges: Merges) -> Tokenize
 
 
 def _train_bpe(name: str, vocab_size: int, texts: Iterator[str]) -> Tokenizer:
-    """Train a BPE. Deterministic: the trainer breaks ties by id, whatever the number of threads."""
+    """Train a BPE. Deterministic: the trainer breaks ties by id, whatever the number of threads.
+
+    The trainer takes quadratic time in the length of a word, so longer ones, as in DNA, are split for it.
+    """
     inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    long_words = pre_tokenizers.Split(tokenizers.Regex(f".{{{LONGEST_TRAINED_WORD}}}"), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), long_words])
     merged_size = vocab_size - 1  # the last id is <|endoftext|>
     trainer = trainers.BpeTrainer(
         vocab_size=merged_size, min_frequency=2, initial_alphabet=byte_characters(), show_progress=False
@@ -301,7 +308,7 @@ def _load_vocabulary(folder: Path) -> Tokenizer:
     fix = "copy them again from the model's repository"
     with _rust_errors("vocab.json and merges.txt make no byte-level BPE", folder, fix):
         vocabulary = read_json(folder / "vocab.json")
-        lines = read_small_file(folder / "merges.txt").decode().split("\n")
+        lines = read_small_file(folder / "merges.txt").decode().splitlines()
         pairs = (line.partition(" ")[::2] for line in lines)
         merges = [(left, right) for left, right in pairs if right and left != "#version:"]
         return _assemble(folder.name, vocabulary, merges)
