@@ -251,10 +251,11 @@ def test_text_without_a_known_character_is_no_nan(data: Path, capsys: pytest.Cap
         assert main(["eval", str(folder), "--data", str(folder / "unknown.txt"), "--json"]) == 0
         printed = capsys.readouterr()
         assert "NaN" not in printed.out
-        assert json.loads(printed.out)["bits_per_byte"] is None
+        found = json.loads(printed.out)
+        assert (found["text_bytes"], found["bits_per_byte"] is None) == ((0, True) if warned else (8, False))
         assert ("has neither all bytes nor an unk token" in printed.err) == warned
         assert main(["eval", str(folder), "--data", str(folder / "unknown.txt")]) == 0
-        assert "no token is text" in capsys.readouterr().out
+        assert ("no token is text" in capsys.readouterr().out) == warned
 
 
 def test_a_model_that_diverged_has_no_scores(data: Path) -> None:

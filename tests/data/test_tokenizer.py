@@ -16,7 +16,7 @@ from megatoken.data import bpe_cache, gpt2_vocab
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.data.sources import download
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import DataError, ExitCode, MegatokenError
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 VOCAB = DATA / "tiktoken" / gpt2_vocab.TIKTOKEN_VOCAB
@@ -197,6 +197,9 @@ def test_a_changed_tokenizer_is_refused_with_both_hashes(small: Tokenizer, tmp_p
     (tmp_path / DESCRIPTION_NAME).write_text(json.dumps(description))
     with pytest.raises(MegatokenError, match=f"has changed.*expected {small.fingerprint}"):
         load_saved_tokenizer(tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match=r"No such file.*tokenizer\.json"):
+        load_saved_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": 3}'])
@@ -230,6 +233,8 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
     word_level().save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(MegatokenError, match="no end-of-text token"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"eos_token_id": [2, 99]}')
+    assert load_tokenizer(str(tmp_path)).eot == 2
 
 
 def test_an_unwritable_place_is_a_storage_error(small: Tokenizer, tmp_path: Path) -> None:

@@ -17,9 +17,14 @@ from tests.eval.reference_scorer import CPU, SINGLE, log_probabilities, make_mod
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and its dependencies
 
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+
 from megatoken.console import Console  # noqa: E402
+from megatoken.convert.export import export  # noqa: E402
 from megatoken.convert.load_pretrained import LoadedModel  # noqa: E402
-from megatoken.eval.lm_eval_adapter import Adapter, cut_at, run_harness  # noqa: E402
+from megatoken.errors import ConfigError  # noqa: E402
+from megatoken.eval.lm_eval_adapter import Adapter, run_harness  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
 TASKS = {
@@ -128,9 +133,27 @@ def test_log_likelihoods_are_in_order_with_greedy_flags(loaded: LoadedModel) -> 
     assert not any(greedy for _, greedy in results)
 
 
-def test_cut_at_first_stop() -> None:
-    assert cut_at("one two\nthree", ["\n", "two"]) == "one "
-    assert cut_at("one", ["two"]) == "one"
+def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path) -> None:
+    """Prompts longer than the context, stop strings, an end of text, and no room for a prompt."""
+    model = make_model(seq_len=48, n_layer=1).eval()
+    export(LoadedModel(model, BYTES, "a model"), "hf", tmp_path / "hf")
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", batch_size=1, dtype="float32")
+    ours = Adapter(model, BYTES, CPU, SINGLE)
+    prompts = [str(row["question"]) for row in ROWS]
+
+    def ask(settings: dict[str, Any]) -> list[list[str]]:
+        rows = [Instance("generate_until", {}, (prompt, settings), 0) for prompt in prompts]
+        return [each.generate_until(rows) for each in (ours, theirs)]
+
+    found, expected = ask({"max_gen_toks": 30})
+    assert found == expected
+    stops = [text[3:5] for text in expected[:3]]
+    for settings in ({"until": stops, "max_new_tokens": 20}, {"until": expected[0][7], "max_gen_toks": 47}):
+        found, expected = ask(settings)
+        assert found == expected
+    for adapter, error in ((ours, ConfigError), (theirs, AssertionError)):
+        with pytest.raises(error, match=r"256.*48"):
+            adapter.generate_until([Instance("generate_until", {}, ("a", {}), 0)])
 
 
 def test_unknown_task_is_a_one_line_error(

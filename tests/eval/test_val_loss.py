@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatoken.data.tokenizer import load_tokenizer
+from megatoken.data.dataset import load_dataset
+from megatoken.data.prepare import prepare
+from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import DataError
-from megatoken.eval.evaluate import open_tokens
+from megatoken.eval.evaluate import evaluate, open_tokens
 from megatoken.eval.val_loss import loss_metrics, validation_loss
 from tests.eval.reference_scorer import CPU, SINGLE, make_model
 
@@ -28,7 +32,7 @@ def test_mean_over_all_targets_and_bits_per_byte() -> None:
     model = make_model(seq_len=16, n_layer=1)
     ids = np.array([*BYTES.encode(TEXT)[:80], BYTES.eot, *BYTES.encode(TEXT)[:24]], np.uint16)
     rows = [ids[:34].reshape(2, 17), ids[34:102].reshape(4, 17)]
-    result = validation_loss(model, rows, CPU, chunk=8, comm=SINGLE, byte_lengths=BYTES.byte_lengths)
+    result = validation_loss(model, rows, CPU, chunk=8, comm=SINGLE, count_bytes=BYTES.count_bytes)
     inputs = torch.from_numpy(np.concatenate(rows).astype(np.int64))
     with torch.no_grad():
         loss = F.cross_entropy(model.logits(inputs[:, :-1]).flatten(0, 1), inputs[:, 1:].flatten())
@@ -46,35 +50,55 @@ def test_extreme_values() -> None:
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
-def test_byte_lengths_sum_to_the_text(spec: str) -> None:
+def test_bytes_of_byte_level_ids_sum_to_the_text(spec: str) -> None:
     tokenizer = load_tokenizer(spec, lambda: iter([TEXT]))
-    lengths = tokenizer.byte_lengths
-    assert lengths[tokenizer.encode(TEXT)].sum() == len(TEXT.encode())
-    assert lengths[tokenizer.eot] == 0
-    assert lengths.shape == (tokenizer.vocab_size,)
+    ids = np.array([[tokenizer.eot, *tokenizer.encode(TEXT), tokenizer.eot]], np.int64)
+    assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == len(TEXT.encode())
 
 
-def test_byte_lengths_of_sentencepiece(tmp_path: Path) -> None:
-    vocabulary = {"<unk>": 0, "</s>": 1, "<0xE5>": 2, "\u2581hé": 3, "llo": 4, "\u2581": 5}
-    content = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-             "special": True} for t, i in (("<unk>", 0), ("</s>", 1))
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False},
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"},
-        ]},
-        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "vocab": vocabulary,
-                  "merges": []},
-    }  # fmt: skip
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(content))
-    assert load_tokenizer(str(path)).byte_lengths.tolist() == [0, 0, 1, 4, 3, 1]
+def build_tokenizer(kind: str) -> Tokenizer:
+    """Bytes and a few words, with a way of its own to change a text."""
+    space = "\u2581"
+    words = ["the", "a", "n", "fi", *([] if kind == "no U+2581" else [space, f"{space}the"])]
+    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    inner = tokenizers.Tokenizer(
+        models.BPE({token: id for id, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    first = {"prefix": [normalizers.Prepend(space)], "NFKC": [normalizers.NFKC()]}.get(kind, [])
+    inner.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", space)])
+    strip = [decoders.Strip(" ", 1, 0)] if kind == "prefix" else []
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(space, " "), *strip])
+    if kind == "added space":
+        inner = tokenizers.Tokenizer.from_str(load_tokenizer("bpe:300", lambda: iter([TEXT])).to_json())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    inner.add_special_tokens(["<unk>", "</s>"])
+    return Tokenizer(inner, kind, inner.token_to_id("</s>"))
+
+
+@pytest.mark.parametrize("kind", ["no U+2581", "prefix", "NFKC", "added space"])
+def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(kind)
+    model = make_model(seq_len=16, n_layer=1, vocab_size=tokenizer.vocab_size)
+    texts = ["a", "an the \ufb01n \u5927 \u2014  the", "then a \n", "\u304d a"]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "text.jsonl").write_text(rows)
+    found = evaluate(model, tokenizer, data=tmp_path / "text.jsonl")
+    known = 0 if kind in ("prefix", "added space") else 1  # of "a", the first token
+    assert found["text_bytes"] == sum(len(text.encode()) for text in texts) - known
+    nats = found["loss"] * found["target_tokens"]
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["text_bytes"])
+    tokenizer.save(tmp_path / "tokenizer")
+    prepare(str(tmp_path / "text.jsonl"), tmp_path / "shards", tokenizer=str(tmp_path / "tokenizer"), val_fraction=0)
+    tokens = load_dataset(tmp_path / "shards").train
+    if kind in ("no U+2581", "prefix"):  # the others change the text
+        ids = tokens.gather(np.array([0]), len(tokens)).astype(np.int64)
+        assert tokenizer.count_bytes(ids[:, :-1], ids[:, 1:]) == found["text_bytes"]
+    if kind == "prefix":
+        for limit in (0, 32):
+            expected, few = (
+                evaluate(model, tokenizer, data=tmp_path / name, limit=limit) for name in ("text.jsonl", "shards")
+            )
+            assert (few["text_bytes"], few["bits_per_byte"]) == (expected["text_bytes"], expected["bits_per_byte"])
 
 
 class MailboxComm(Comm):

@@ -174,7 +174,7 @@ def test_beyond_the_context_the_window_slides(model_config: ModelConfig, context
 
 
 def test_samples_beyond_the_context_are_those_of_their_seeds(model: GPT) -> None:
-    options = {"max_new_tokens": 100, "stop_id": 7}
+    options = {"max_new_tokens": 100, "stop_ids": (7,)}
     together = generate_ids(model, [1, 2], seed=5, num_samples=3, **options)  # type: ignore[arg-type]
     assert together == [generate_ids(model, [1, 2], seed=5 + i, **options)[0] for i in range(3)]  # type: ignore[arg-type]
 
@@ -279,7 +279,9 @@ def test_stop_id_ends_a_sequence_and_is_left_out(model: GPT) -> None:
     free = generate_ids(model, [4], max_new_tokens=30, seed=2, num_samples=2)
     stop = free[0][6]
     steps: list[list[int | None]] = []
-    stopped = generate_ids(model, [4], max_new_tokens=30, seed=2, num_samples=2, stop_id=stop, on_tokens=steps.append)
+    stopped = generate_ids(
+        model, [4], max_new_tokens=30, seed=2, num_samples=2, stop_ids=(stop,), on_tokens=steps.append
+    )
     assert stopped == [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
     assert [[row[i] for row in steps if row[i] is not None] for i in range(2)] == stopped
     assert stop not in stopped[0]
@@ -417,9 +419,9 @@ def test_sentencepiece_keeps_the_space_behind_the_prompt_and_begins_with_begin_o
 def test_text_is_the_decoded_ids_and_several_samples_are_a_list() -> None:
     tokenizer = load_tokenizer("bytes")
     model = build(replace(TINY, vocab_size=tokenizer.vocab_size))
-    ids = generate_ids(model, [*b"cat"], max_new_tokens=9, seed=4, num_samples=2, stop_id=tokenizer.eot)
+    ids = generate_ids(model, [*b"cat"], max_new_tokens=9, seed=4, num_samples=2, stop_ids=(tokenizer.eot,))
     texts = [tokenizer.decode(each) for each in ids]
     assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4, num_samples=2) == texts
     assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4) == texts[0]
-    fresh = generate_ids(model, [tokenizer.eot], max_new_tokens=128, temperature=0, stop_id=tokenizer.eot)
+    fresh = generate_ids(model, [tokenizer.eot], max_new_tokens=128, temperature=0, stop_ids=(tokenizer.eot,))
     assert generate(model, tokenizer, "", temperature=0) == tokenizer.decode(fresh[0])

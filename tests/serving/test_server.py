@@ -29,7 +29,7 @@ def complete(prompt: str, tokens: int, **options: Any) -> str:
     """What `generate_ids` alone gives."""
     model, tokenizer = build_model()
     ids = tokenizer.encode(prompt).tolist()
-    return tokenizer.decode(generate_ids(model, ids, max_new_tokens=tokens, stop_id=tokenizer.eot, **options)[0])
+    return tokenizer.decode(generate_ids(model, ids, max_new_tokens=tokens, stop_ids=(tokenizer.eot,), **options)[0])
 
 
 def test_a_completion_is_what_generate_gives(served: Served) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, spell_controls
 from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.data.chat_template import find_stop_ids
 from megatoken.sampling.choose import check_settings
 from megatoken.sampling.generate import TextStream, describe_window, generate_ids, prepare_decoding
 from megatoken.system.device import memory_errors, open_device
@@ -51,7 +52,7 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
         top_p=options.top_p,
         seed=options.seed,
         num_samples=options.n,
-        stop_id=tokenizer.eot,
+        stop_ids=find_stop_ids(tokenizer),
         device=device,
         on_tokens=print_tokens if streams else None,
     )

@@ -119,7 +119,7 @@ def find_template(tokenizer: Tokenizer) -> ChatTemplate:
     special = tokenizer.special_ids
     for name, tokens, jinja in (("chatml", CHATML, _CHATML), ("llama-3", LLAMA_3, _LLAMA_3)):
         if all(token in special for token in tokens):
-            stop_ids = dict.fromkeys((special[tokens[-1]], tokenizer.eot))
+            stop_ids = dict.fromkeys((special[tokens[-1]], tokenizer.eot, *tokenizer.end_ids))
             begin = "".join(f"{{{{ {json.dumps(tokenizer.decode([id]))} }}}}" for id in tokenizer.bos_ids)
             return ChatTemplate(name, tokenizer, tuple(stop_ids), begin + jinja)
     _refuse_other_templates(tokenizer)
@@ -133,6 +133,12 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
         return find_template(tokenizer)
     except ConfigError:
         return None
+
+
+def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end a generation: those its files name, or end of text and the template's end of turn."""
+    template = template_of(tokenizer)
+    return tokenizer.end_ids or (template.stop_ids if template else (tokenizer.eot,))
 
 
 def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:

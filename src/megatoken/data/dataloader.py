@@ -257,10 +257,13 @@ class EvaluationWindows:
 
     def rows(self, first: int, count: int) -> Ids:
         """Windows [first, first + count), cut off at the set's end, as (rows, seq_len + 1)."""
+        return self.tokens.gather(self.starts(first, count), self.seq_len + 1)
+
+    def starts(self, first: int, count: int) -> NDArray[np.int64]:
+        """Place in the split of the first token of each of these windows."""
         n_windows = (len(self.tokens) - 1) // self.seq_len  # of the split, in `count` equal parts: the middle of each
         index = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64)
-        windows = (2 * index + 1) * n_windows // max(1, 2 * self.count)
-        return self.tokens.gather(windows * self.seq_len, self.seq_len + 1)
+        return (2 * index + 1) * n_windows // max(1, 2 * self.count) * self.seq_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,14 @@ from megatoken.data.bpe_cache import BpeCache
 from megatoken.data.gpt2_vocab import Merges, byte_characters, find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.errors import ConfigError, DataError, MegatokenError
-from megatoken.system.atomic_write import MALFORMED, read_json, read_small_file, replace_file, storage_errors
+from megatoken.system.atomic_write import (
+    MALFORMED,
+    read_json,
+    read_object,
+    read_small_file,
+    replace_file,
+    storage_errors,
+)
 
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>")
@@ -54,6 +61,7 @@ class Tokenizer:
         if getattr(self._inner.model, "dropout", None):
             self._inner.model.dropout = None  # random merges, which would give other ids each time
         self.name, self.eot = name, eot
+        self.end_ids: tuple[int, ...] = ()  # that end a generation, where the model's own files name them
         self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if not 0 <= eot < self.vocab_size:
             what = f"end of text {eot} is none of the tokenizer's {self.vocab_size:,} ids"
@@ -102,18 +110,39 @@ class Tokenizer:
         alphabet = [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else [""]
         return not set(byte_characters() if "ByteLevel" in splitter else alphabet) <= set(model["vocab"])
 
+    def count_bytes(self, inputs_BT: NDArray[np.int64], targets_BT: NDArray[np.int64]) -> int:
+        """Count the bytes of text in the targets, those not below 0, of rows; special tokens are not text."""
+        if self._byte_lengths is not None:
+            return int(self._byte_lengths[targets_BT[targets_BT >= 0]].sum())
+        total = 0
+        for inputs, targets in zip(inputs_BT, targets_BT, strict=True):
+            ids = np.append(inputs[:1], targets[targets >= 0])  # the first tells whether the row begins a document
+            documents = np.split(ids, np.flatnonzero(ids == self.eot))
+            total += sum(map(self._count_decoded, documents)) - self._count_decoded(ids[:1])
+        return total
+
+    def measure_tokens(self, text: str) -> NDArray[np.int64]:
+        """Return how many bytes of `text` each of its ids stands for, whatever normalizer and decoder make of them."""
+        sizes = np.cumsum([0, *(len(character.encode()) for character in text)])
+        starts = [start for start, _ in self._inner.encode(text, add_special_tokens=False).offsets]
+        return np.diff(sizes[[0, *starts[1:], -1]] if starts else [])  # the last of several ids gets their character
+
     @cached_property
-    def byte_lengths(self) -> NDArray[np.int64]:
-        """Bytes of text (vocab_size,) of each id; special tokens are not text and have 0."""
+    def _byte_lengths(self) -> NDArray[np.int64] | None:
+        """Bytes of text (vocab_size,) of each id where every character of a token is a byte; special tokens have 0."""
         content = json.loads(self._inner.to_str())
-        by_bytes = "ByteLevel" in json.dumps(content["decoder"])  # every character of a token is a byte
+        if "ByteLevel" not in json.dumps(content["decoder"]):
+            return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, id in self._inner.get_vocab(with_added_tokens=True).items():
-            is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", token)  # SentencePiece
-            lengths[id] = len(token) if by_bytes else 1 if is_byte else len(token.replace("\u2581", " ").encode())
+            lengths[id] = len(token)
         for token in content["added_tokens"]:
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         return lengths
+
+    def _count_decoded(self, ids: NDArray[np.int64]) -> int:
+        text = self._inner.decode(ids.tolist(), skip_special_tokens=True)
+        return len(text.replace("\ufffd", "?").encode())  # each byte of an incomplete character
 
     def shares_ids(self, other: "Tokenizer") -> bool:
         """Whether every token has the same id in both, so that a model of one can read text of the other."""
@@ -236,10 +265,10 @@ def load_saved_tokenizer(folder: Path) -> Tokenizer:
     try:
         row = read_json(path)
         name, eot, expected = str(row["name"]), int(row["eot"]), str(row["fingerprint"])
+        actual = xxhash.xxh3_128_hexdigest(read_small_file(folder / "tokenizer.json", LARGEST_FILE))
     except (OSError, *MALFORMED) as error:
         fix = "copy the folder again or prepare the dataset again"
         raise DataError(f"cannot read the tokenizer's description: {error}", path, fix) from error
-    actual = xxhash.xxh3_128_hexdigest(read_small_file(folder / "tokenizer.json", LARGEST_FILE))
     if row.get("xxh3_128", actual) != actual:  # older ones have no hash
         what = f"tokenizer has changed since it was saved: xxh3-128 {actual}, expected {row['xxh3_128']!s:.40}"
         raise DataError(what, folder / "tokenizer.json", "restore the file, or prepare the dataset again")
@@ -316,11 +345,21 @@ def _load_vocabulary(folder: Path) -> Tokenizer:
 
 def _load_file(path: Path, name: str) -> Tokenizer:
     inner = _read_inner(path)
-    eot = next((id for id in map(inner.token_to_id, EOT_NAMES) if id is not None), None)
-    if eot is None:
+    ends = read_end_ids(path.parent, inner.get_vocab_size())
+    named = [id for id in map(inner.token_to_id, EOT_NAMES) if id is not None]
+    if not (found := [*sorted(named, key=lambda id: id not in ends), *ends]):
         what = f"tokenizer has no end-of-text token (looked for {', '.join(EOT_NAMES)})"
-        raise DataError(what, path, "add one of these to its added_tokens")
-    return Tokenizer(inner, name, eot)
+        raise DataError(what, path, "add one of these to its added_tokens, or eos_token_id to config.json")
+    return Tokenizer(inner, name, found[0])
+
+
+def read_end_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids below `vocab_size` that end a generation by a folder's config.json and generation_config.json."""
+    ends: list[Any] = []
+    for name in ("config.json", "generation_config.json"):
+        found = read_object(folder / name).get("eos_token_id")
+        ends += found if isinstance(found, list) else [found]
+    return tuple(dict.fromkeys(id for id in ends if type(id) is int and 0 <= id < vocab_size))
 
 
 def _read_inner(path: Path) -> tokenizers.Tokenizer:

@@ -7,16 +7,21 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatoken.config.schema import MachineConfig
 from megatoken.data.chat_dataset import require_kind
+from megatoken.data.corpus_reader import ReadPosition, read_chunks
 from megatoken.data.dataloader import evaluation_windows
 from megatoken.data.dataset import Tokens, load_dataset
+from megatoken.data.documents import PrepareOptions, encode_segments
 from megatoken.data.prepare import prepare
 from megatoken.data.remote import local_dataset
+from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
@@ -24,7 +29,7 @@ from megatoken.errors import ConfigError, DataError, NumericsError
 from megatoken.eval.multiple_choice import compute_metrics, encode_examples, score_examples
 from megatoken.eval.scorer import BATCH_NODES
 from megatoken.eval.tasks import SCORES, TASKS, Example, find_tasks, read_examples
-from megatoken.eval.val_loss import validation_loss
+from megatoken.eval.val_loss import loss_metrics, validation_loss
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.system.device import Device, choose_device
@@ -99,8 +104,13 @@ def evaluate_loss(
         )
         if rest := 0 if limit or rank else len(tokens) - 1 - windows.n_targets:  # behind the last whole window
             batches = itertools.chain(batches, [tokens.gather(np.array([windows.n_targets]), rest + 1)])
-        chunk, byte_lengths = LOSS_CHUNK[device.type], tokenizer.byte_lengths
-        metrics = validation_loss(model, batches, device, chunk=chunk, comm=comm, byte_lengths=byte_lengths)
+        chunk, count_bytes = LOSS_CHUNK[device.type], tokenizer.count_bytes
+        metrics = validation_loss(model, batches, device, chunk=chunk, comm=comm, count_bytes=count_bytes)
+        if split == "all" and tokenizer.split_points == "nowhere":  # else ids alone tell the bytes
+            ends, count = measure_text(str(data), tokenizer), metrics["target_tokens"]
+            starts = windows.starts(0, len(windows))
+            text_bytes = (ends[starts + windows.seq_len] - ends[starts]).sum() if limit else ends[-1] - ends[0]
+            metrics = loss_metrics(metrics["loss"] * count, count, int(text_bytes))
     if not math.isfinite(metrics["loss"]):
         raise NumericsError("the loss is not a finite number", str(data), "use an earlier checkpoint")
     if not metrics["text_bytes"]:
@@ -142,3 +152,11 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
         comm.run_on_rank0(prepare_text)
         yield load_dataset(folder / "data").train, "all"
         comm.barrier()
+
+
+def measure_text(source: str, tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """Return the bytes of a source's text up to the end of each token that `prepare` makes of it."""
+    meter: Any = SimpleNamespace(eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens)  # sizes in place of ids
+    chunks = read_chunks(find_source(source), options := PrepareOptions(), ReadPosition())
+    sizes = np.concatenate([encode_segments(chunk.segments, options, meter).train for chunk in chunks])
+    return sizes[1:].cumsum(dtype=np.int64)  # no end-of-text token is before the first document

@@ -4,7 +4,6 @@ Log-likelihoods come from eval/scorer.py, which computes a context once for all 
 chat template gets its prompts, and solved examples, as a conversation.
 """
 
-import contextlib
 import importlib.metadata
 import json
 import re
@@ -14,24 +13,26 @@ from typing import Any
 
 from megatoken.console import Console
 from megatoken.convert.load_pretrained import LoadedModel
-from megatoken.data.chat_template import ChatTemplate, Message, template_of
+from megatoken.data.chat_template import ChatTemplate, Message, find_stop_ids, template_of
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.errors import ConfigError, DataError
 from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT
-from megatoken.sampling.generate import generate_ids
+from megatoken.sampling.batch import BatchDecoder, Request
+from megatoken.sampling.generate import TextStream
 from megatoken.system.device import Device
 
 try:
     import lm_eval
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError:
     lm_eval, TemplateLM = None, object
 
-DEFAULT_NEW_TOKENS = 256
+NEW_TOKENS = 256  # where the task does not say, as the harness
 CONTROL = "\ufdd0"  # no character of any text: before each control token of a conversation, so that content has none
 
 
@@ -44,7 +45,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         super().__init__()
         self.model, self.tokenizer, self.compute_device, self.comm = model, tokenizer, device, comm
         self.max_length = model.config.seq_len
-        self.template, self.stop_ids = template, template.stop_ids if template else (tokenizer.eot,)
+        self.template, self.stop_ids = template, find_stop_ids(tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -122,40 +123,28 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         return [gathered[number % world_size][number // world_size] for number in range(len(requests))]
 
     def _generate(self, prompt: str, settings: dict[str, Any]) -> str:
-        """The continuation up to the first stop string."""
-        until = settings.get("until") or []
-        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        limit = settings.get("max_gen_toks") or settings.get("max_new_tokens") or DEFAULT_NEW_TOKENS
-        new_tokens = min(int(limit), self.max_length - 1)
-        do_sample = settings.get("do_sample", float(settings.get("temperature", 0) or 0) > 0)
-        new_ids: list[int] = []
-
-        def check_stop(ids: list[int | None]) -> None:
-            if ids[0] is None or ids[0] in self.stop_ids:
-                raise StopIteration
-            new_ids.append(ids[0])
-            text = self.tokenizer.decode(new_ids)
-            if any(stop in text for stop in stops):
-                raise StopIteration
-
-        with contextlib.suppress(StopIteration):
-            generate_ids(
-                self.model,
-                self.tok_encode(prompt)[-(self.max_length - new_tokens) :] or [self.prefix_token_id],
-                max_new_tokens=new_tokens,
-                temperature=float(settings.get("temperature", 1.0)) if do_sample else 0.0,
-                top_k=int(settings.get("top_k") or 0),
-                top_p=float(settings.get("top_p") or 1.0),
-                stop_id=self.tokenizer.eot,
-                device=self.compute_device,
-                on_tokens=check_stop,
-            )
-        return cut_at(self.tokenizer.decode(new_ids), stops)
-
-
-def cut_at(text: str, stops: list[str]) -> str:
-    """The text before the first of the stop strings."""
-    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+        """The continuation up to the first stop string, without special tokens."""
+        settings = normalize_gen_kwargs(settings, NEW_TOKENS)
+        stops = handle_stop_sequences(settings.get("until"), self.tokenizer.decode(self.stop_ids[:1]))
+        new_tokens, special = settings["max_gen_toks"], self.tokenizer.special_ids.values()
+        if new_tokens >= self.max_length:
+            what = f"max_gen_toks {new_tokens:,} leaves no room for a prompt in the context of {self.max_length:,}"
+            raise ConfigError(what, "--harness", "lower it in the task, or use a model with a longer context")
+        request = Request(
+            self.tok_encode(prompt)[new_tokens - self.max_length :] or [self.prefix_token_id],
+            new_tokens,
+            temperature=float(settings.get("temperature", 1.0)) if settings["do_sample"] else 0.0,
+            top_k=int(settings.get("top_k") or 0),
+            top_p=float(settings.get("top_p") or 1.0),
+            stop_ids=self.stop_ids,
+        )
+        stream, text = TextStream(self.tokenizer), ""
+        with BatchDecoder(self.model, rows=1, capacity=request.capacity, device=self.compute_device) as decoder:
+            decoder.add(0, request)
+            while decoder.rows and not any(stop in text for stop in stops if stop):
+                (token,) = decoder.step()
+                text += "" if token.id in special or token.finish_reason == "stop" else stream.push(token.id)
+        return str(postprocess_generated_text(text + stream.push(None), stops, None))
 
 
 def run_harness(

@@ -1,7 +1,7 @@
 """Mean loss over a fixed set of windows, the same for any micro-batch and number of ranks; bits per byte of text."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,15 @@ def validation_loss(
     *,
     chunk: int,
     comm: Comm,
-    byte_lengths: NDArray[np.int64],
+    count_bytes: Callable[[NDArray[np.int64], NDArray[np.int64]], int],
     dims: ParallelDims | None = None,
     softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> dict[str, Any]:
     """`loss_metrics` over the windows of all ranks. The model's mode is left as it was.
 
     windows: this rank's arrays (B, T+1) of token ids, or batches, perhaps none; ranks that share a model (`dims`) must
-    have the same number of them, of which some may be empty. byte_lengths (vocab_size,): tokenizer.byte_lengths.
-    chunk, softmax_cross_entropy: of `cross_entropy`.
+    have the same number of them, of which some may be empty. count_bytes: that of the tokenizer. chunk,
+    softmax_cross_entropy: of `cross_entropy`.
     """
     dims = dims or ParallelDims()
     was_training = model.training
@@ -71,7 +71,7 @@ def validation_loss(
         total += float(loss_sum)
         count += int(n)
         if dims.tp_rank == 0:  # tensor-parallel ranks have the same windows
-            text_bytes += int(byte_lengths[targets[targets >= 0].numpy()].sum())
+            text_bytes += count_bytes(batch.inputs_BT.numpy(), targets.numpy())
     model.train(was_training)
     # The widest dtype, so that the sum does not depend on the number of ranks.
     sums = torch.tensor([total, count, text_bytes], dtype=device.widest, device=device.torch_device)

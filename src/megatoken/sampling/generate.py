@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatoken.config.model_config import ModelConfig
+from megatoken.data.chat_template import find_stop_ids
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, Linear, set_attention, set_block_kernels
@@ -38,7 +39,7 @@ def generate(
     num_samples: int = 1,
     device: Device | None = None,
 ) -> str | list[str]:
-    """The text that follows `prompt`; a list of texts if num_samples is above 1. Stops at the end-of-text token.
+    """The text that follows `prompt`; a list of texts if num_samples is above 1. Stops where the model ends its text.
 
     max_new_tokens: 128 by default. The other arguments and errors are those of `generate_ids`; an empty prompt starts a
     new document. Warns of a prompt longer than the context, of which only the end is seen.
@@ -56,7 +57,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         num_samples=num_samples,
-        stop_id=tokenizer.eot,
+        stop_ids=find_stop_ids(tokenizer),
         device=device,
     )
     texts = [tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
@@ -82,11 +83,11 @@ def generate_ids(
     top_p: float = 1.0,
     seed: int = 0,
     num_samples: int = 1,
-    stop_id: int | None = None,
+    stop_ids: Sequence[int] = (),
     device: Device | None = None,
     on_tokens: Callable[[list[int | None]], None] | None = None,
 ) -> list[list[int]]:
-    """New ids of `num_samples` continuations of one prompt; `stop_id` ends a sequence and is left out.
+    """New ids of `num_samples` continuations of one prompt; any of `stop_ids` ends a sequence and is left out.
 
     temperature 0 takes the likeliest id; top_k and top_p draw from the k likeliest ids (0: all), or from the fewest
     whose probabilities sum to p (Holtzman et al. 2020). Sample i equals the only sample of seed + i. device: compute in
@@ -96,7 +97,6 @@ def generate_ids(
     when logits are not finite.
     """
     check_settings(max_new_tokens, temperature, top_k, top_p, num_samples)
-    stop_ids = () if stop_id is None else (stop_id,)
     request = Request(prompt_ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids)
     sequences: list[list[int]] = [[] for _ in range(num_samples)]
     with BatchDecoder(model, rows=num_samples, capacity=request.capacity, device=device) as decoder:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatoken.data.chat_template import ChatTemplate, parse_messages
+from megatoken.data.chat_template import ChatTemplate, find_stop_ids, parse_messages
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError, DataError
 from megatoken.sampling.batch import FinishReason, Request, Token
@@ -161,7 +161,7 @@ def parse_completion(body: dict[str, Any], model: ServedModel) -> Question:
             )
     else:
         raise ApiError(400, "the prompt is neither one text nor one list of token ids", param="prompt")
-    return _build(body, model, ids, "max_tokens", COMPLETION_TOKENS, (model.tokenizer.eot,), is_chat=False)
+    return _build(body, model, ids, "max_tokens", COMPLETION_TOKENS, find_stop_ids(model.tokenizer), is_chat=False)
 
 
 def _check_names(body: dict[str, Any], model: ServedModel, known: set[str]) -> None:

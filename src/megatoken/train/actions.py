@@ -14,7 +14,7 @@ from megatoken.checkpoint.commit import list_steps, prune, step_folder
 from megatoken.checkpoint.save import AsyncSave
 from megatoken.console import SHOWN_FIRST
 from megatoken.data.chat_dataset import open_rows
-from megatoken.data.chat_template import Message, find_template
+from megatoken.data.chat_template import Message, find_stop_ids, find_template
 from megatoken.data.dataloader import Batch, evaluation_rows, evaluation_windows, separate_documents
 from megatoken.data.dataset import Dataset
 from megatoken.distributed.comm import Comm
@@ -141,7 +141,7 @@ def _measure_loss(run: RunContext, dataset: Dataset, poll: Callable[[], None]) -
         run.device,
         chunk=run.step_config.loss_chunk,
         comm=run.comm,
-        byte_lengths=run.tokenizer.byte_lengths,
+        count_bytes=run.tokenizer.count_bytes,
         dims=dims,
         softmax_cross_entropy=state.cross_entropy_fn,
     )
@@ -182,11 +182,11 @@ def sample(run: RunContext) -> None:
     if model is None:
         return
     prompt_ids = run.tokenizer.encode(config.prompt).tolist()
-    prompt, stop_id, before = run.tokenizer.start_ids(prompt_ids), run.tokenizer.eot, config.prompt
+    prompt, before = run.tokenizer.start_ids(prompt_ids), config.prompt
     if run.config.objective.name != "pretrain":
         template, question = find_template(run.tokenizer), config.prompt or DEFAULT_QUESTION
         prompt = prompt_ids = template.encode([Message("user", question)], reply=True)[0]
-        stop_id, before = template.stop_ids[0], f"user: {question}\nassistant: "
+        before = f"user: {question}\nassistant: "
     try:
         sequences = generate_ids(
             model,
@@ -196,7 +196,7 @@ def sample(run: RunContext) -> None:
             top_k=config.top_k,
             seed=run.config.seed,
             num_samples=config.num_samples,
-            stop_id=stop_id,
+            stop_ids=find_stop_ids(run.tokenizer),
             device=run.device,
         )
     except NumericsError as error:  # of rank 0 alone; that of a step is raised by all
