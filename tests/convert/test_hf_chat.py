@@ -7,15 +7,17 @@ from typing import Any
 
 import jinja2
 import pytest
+import tokenizers
 import torch
 
 from megatoken.convert.export import export
 from megatoken.convert.hf import export as hf_export
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
-from megatoken.data.chat_template import ChatTemplate, Message, add_control_tokens, find_template
+from megatoken.data.chat_template import ChatTemplate, Message, add_control_tokens, find_stop_ids, find_template
+from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
-from megatoken.sampling.generate import generate_ids
+from megatoken.sampling.generate import generate, generate_ids
 from tests.convert.models import FAMILIES, TINY_GPT, byte_tokenizer, draw_model
 
 transformers = pytest.importorskip("transformers")
@@ -54,9 +56,30 @@ def test_ids_ends_and_greedy_answers_are_the_same(folder: Path) -> None:
     loaded = load_pretrained(folder)
     again = find_template(loaded.tokenizer)
     assert (again.stop_ids, again.jinja) == (TEMPLATE.stop_ids, TEMPLATE.jinja)
-    ours = generate_ids(loaded.model, ids, max_new_tokens=16, temperature=0, stop_id=TEMPLATE.stop_ids[0])[0]
+    assert find_stop_ids(loaded.tokenizer) == find_stop_ids(TEMPLATE.tokenizer) == TEMPLATE.stop_ids
+    ours = generate_ids(loaded.model, ids, max_new_tokens=16, temperature=0, stop_ids=TEMPLATE.stop_ids)[0]
     assert answer == [*ours, TEMPLATE.stop_ids[0]]
     assert len(ours) == 2
+
+
+def test_generation_ends_where_the_model_says(tmp_path: Path) -> None:
+    """At one of several ids, none of which is called an end of text; what is exported says the same."""
+    inner = tokenizers.Tokenizer.from_str(byte_tokenizer().to_json().replace("<|endoftext|>", "<end>"))
+    model = draw_model(FAMILIES["llama-untied"])
+    free = generate_ids(model, [*b"abc"], max_new_tokens=9, temperature=0)[0]
+    export(LoadedModel(model, Tokenizer(inner, "it", 256), "it"), "hf", tmp_path / "hf")
+    for name, ends in (("config.json", 256), ("generation_config.json", [256, free[3]])):
+        content = json.loads((tmp_path / "hf" / name).read_text())
+        (tmp_path / "hf" / name).write_text(json.dumps(content | {"eos_token_id": ends}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    expected = theirs.generate(torch.tensor([[*b"abc"]]), max_new_tokens=9, do_sample=False)[0, 3:].tolist()
+    loaded = load_pretrained(tmp_path / "hf")
+    text = generate(loaded.model, loaded.tokenizer, "abc", max_new_tokens=9, temperature=0)
+    assert text == loaded.tokenizer.decode(expected[:-1])
+    assert (expected, loaded.tokenizer.eot) == (free[: free.index(free[3]) + 1], 256)
+    export(loaded, "hf", tmp_path / "again")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "again" / name).read_text())["eos_token_id"] == [256, free[3]]
 
 
 def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path) -> None:

@@ -10,9 +10,10 @@ import torch
 from megatoken.cli.main import main
 from megatoken.convert.hf.export import write_hf
 from megatoken.convert.llmc import write_llmc
+from megatoken.convert.load_pretrained import read_model_config
 from megatoken.errors import ExitCode
 from megatoken.model.gpt import GPT
-from tests.convert.models import BYTES, NANOGPT, byte_tokenizer, draw_model, save_run
+from tests.convert.models import BYTES, NANOGPT, TINY_GPT, byte_tokenizer, draw_model, save_run
 from tests.convert.test_recipes_nanogpt import model_args, to_nanogpt
 
 NUMBERS = BYTES * 32 + 24 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
@@ -48,6 +49,16 @@ def test_files_of_other_programs(dtype: str, tmp_path: Path, capsys: pytest.Capt
     assert list(found)[:3] == ["tokens.weight", "positions.weight", "blocks.0.norm1.weight"]
     assert found["tokens.weight"] == ([BYTES, 32], full)
     assert found.keys() == own_names(model)
+
+
+def test_sizes_are_read_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    write_hf(tmp_path / "hf", draw_model(), byte_tokenizer(), "fp32")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    weights = max(save_run(tmp_path / "run", draw_model()).iterdir(), key=lambda p: p.stat().st_size)
+    weights.write_bytes(bytes(weights.stat().st_size))
+    for name in ("hf", "run"):
+        assert read_model_config(tmp_path / name) == TINY_GPT
 
 
 def test_nanogpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,15 +180,18 @@ def list_steps(root: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def find_checkpoint(source: Path, warn: Callable[[str], None]) -> tuple[Path, CheckpointManifest]:
+def find_checkpoint(
+    source: Path, warn: Callable[[str], None], *, hashes: Callable[[str], bool] | None = None
+) -> tuple[Path, CheckpointManifest]:
     """`source` if it is a checkpoint, else the newest valid one of a run folder or of a folder of checkpoints.
 
-    warn: called with a line for each damaged one that is skipped. Raises CheckpointError if there is no other.
+    warn: called with a line for each damaged one that is skipped. hashes: of `verify`. Raises CheckpointError if there
+    is no other.
     """
     if is_checkpoint(source):
-        return source, verify(source)
+        return source, verify(source, hashes=hashes)
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    found = find_newest(root, lambda folder, error: warn(f"{error} (skipping {folder.name})"))
+    found = find_newest(root, lambda folder, error: warn(f"{error} (skipping {folder.name})"), hashes)
     if found is None:
         what, fix = "holds no checkpoint", "name a run folder or one of its checkpoints; a new run has to train first"
         if steps := list_steps(root):
@@ -198,7 +201,7 @@ def find_checkpoint(source: Path, warn: Callable[[str], None]) -> tuple[Path, Ch
 
 
 def find_newest(
-    root: Path, on_damaged: Callable[[Path, CheckpointError], None]
+    root: Path, on_damaged: Callable[[Path, CheckpointError], None], hashes: Callable[[str], bool] | None = None
 ) -> tuple[Path, CheckpointManifest] | None:
     """The newest checkpoint that verifies, with its manifest; None if there is none.
 
@@ -210,7 +213,7 @@ def find_newest(
         for step in reversed(list_steps(root)):
             folder = step_folder(root, step)
             try:
-                return folder, verify(folder)
+                return folder, verify(folder, hashes=hashes)
             except DamagedError as error:
                 if not folder.exists():
                     break

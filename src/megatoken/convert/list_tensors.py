@@ -1,20 +1,18 @@
 """Names, shapes and dtypes of a model's tensors as its file has them, without reading the numbers."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatoken.checkpoint.commit import find_checkpoint
 from megatoken.checkpoint.tensor_files import MODEL, TensorReader
 from megatoken.config.model_config import ModelConfig
-from megatoken.convert.hf.load import AGAIN, find_folder, list_files
+from megatoken.convert.hf.load import find_folder, open_tensors
 from megatoken.convert.llmc import list_llmc_params
 from megatoken.convert.load_pretrained import find_format
 from megatoken.convert.nanogpt import read_content
-from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 
 NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
@@ -43,15 +41,9 @@ def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
     if kind == "nanogpt":
         return [_describe(name, tensor) for name, tensor in read_content(path)[0].items()]
     found = []
-    for file in list_files(find_folder(name)):
-        try:
-            opened: Any = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            what = f"cannot read the weights, the file is truncated or damaged: {error}"
-            raise CheckpointError(what, str(file), AGAIN) from error
-        for tensor in opened.keys():  # noqa: SIM118  # it is no mapping
-            values = opened.get_slice(tensor)
-            found.append(TensorInfo(tensor, tuple(values.get_shape()), NAMES.get(dtype := values.get_dtype(), dtype)))
+    for tensor, file in open_tensors(find_folder(name)):
+        values = file.get_slice(tensor)
+        found.append(TensorInfo(tensor, tuple(values.get_shape()), NAMES.get(dtype := values.get_dtype(), dtype)))
     return found
 
 

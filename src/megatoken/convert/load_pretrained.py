@@ -8,13 +8,15 @@ from pathlib import Path
 
 from megatoken.checkpoint.commit import find_checkpoint, list_steps
 from megatoken.checkpoint.load import load_checkpoint_model
+from megatoken.checkpoint.manifest import decode_model_config
 from megatoken.checkpoint.mirror import fetch_model
+from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY
-from megatoken.convert.hf.load import load_hf
-from megatoken.convert.llmc import read_llmc
-from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_nanogpt
+from megatoken.convert.hf.load import find_folder, load_hf, read_family
+from megatoken.convert.llmc import read_header, read_llmc
+from megatoken.convert.nanogpt import CHECKPOINT, SUFFIXES, read_content, read_nanogpt
 from megatoken.data.sources import IN_FOLDERS
-from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, read_end_ids
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 from megatoken.system.object_store import is_address
@@ -40,17 +42,18 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
     """
     kind, path = find_format(name, warn)
     source = str(path if kind == "nanogpt" else name)
-    if kind in ("llmc", "nanogpt"):
-        model = read_nanogpt(path) if kind == "nanogpt" else read_llmc(path)
-        tokenizer = load_tokenizer(find_tokenizer(path.parent, model.config.vocab_size))
-    elif kind == "hf":
-        model, folder = load_hf(str(name))
-        tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
-    else:
+    if kind == "run":
         folder, model, tokenizer = _load_newest(path, warn)
         source = (
             source if folder == path or is_address(name) else f"{path} at step {int(folder.name.removeprefix('step-'))}"
         )
+    else:
+        if kind == "hf":
+            model, folder = load_hf(str(name))
+        else:
+            model, folder = (read_nanogpt if kind == "nanogpt" else read_llmc)(path), path.parent
+        tokenizer = load_tokenizer(find_tokenizer(folder, model.config.vocab_size))
+        tokenizer.end_ids = read_end_ids(folder, model.config.vocab_size)
     if tokenizer.vocab_size > model.config.vocab_size:
         what = f"tokenizer has {tokenizer.vocab_size} ids, the model only {model.config.vocab_size}"
         raise CheckpointError(what, source, "use the tokenizer the model was trained with")
@@ -59,6 +62,19 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
             f"tokenizer {tokenizer.name} has neither all bytes nor an unk token: other characters are left out of texts"
         )
     return LoadedModel(model, tokenizer, source)
+
+
+def read_model_config(name: str | Path, warn: Callable[[str], None] = warnings.warn) -> ModelConfig:
+    """Read the architecture of a model that `load_pretrained` loads, not its weights. Raises as that does."""
+    kind, path = find_format(name, warn)
+    if kind == "llmc":
+        return read_header(path)[0]
+    if kind == "nanogpt":
+        return read_content(path)[1]
+    if kind == "hf":
+        return read_family(find_folder(str(name)))[1]
+    folder, manifest = find_checkpoint(path, warn, hashes=lambda _: False)
+    return decode_model_config(manifest.meta.get("shape"), folder)
 
 
 def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Path]:

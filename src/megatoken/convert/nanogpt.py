@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.serialization import safe_globals
 
+from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY
 from megatoken.convert.fill_model import HEAD, fill_model
 from megatoken.convert.hf.families import GPT2, build_config
@@ -45,11 +46,7 @@ def read_nanogpt(path: Path) -> GPT:
 
     Raises CheckpointError in one line for a file that is truncated, damaged, asks to run code, or is not nanoGPT's.
     """
-    state, args, build_nanogpt = read_content(path)
-    sizes, mlp = {"bias": True, **args}, "gelu" if build_nanogpt else "gelu-erf"
-    if str(sizes.get("vocab_size")) == str(PADDED_VOCABULARY):
-        sizes["vocab_size"] = GPT2_VOCABULARY
-    config = build_config(sizes, FIELDS, str(path), {"mlp": mlp})
+    state, config = read_content(path)
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not GPT2.buffers.fullmatch(name)}
     if config.vocab_size == GPT2_VOCABULARY:
@@ -57,18 +54,18 @@ def read_nanogpt(path: Path) -> GPT:
     return fill_model(config, tensors, replace(GPT2, conv1d=()).view_params, str(path))  # nn.Linear here
 
 
-def read_content(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], bool]:
-    """The memory-mapped tensors of a checkpoint by its names, its sizes, and whether build-nanogpt wrote it.
-
-    Raises as `read_nanogpt`.
-    """
+def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
+    """The memory-mapped tensors of a checkpoint by its names, and its architecture. Raises as `read_nanogpt`."""
     content = _load(path)
     build_nanogpt = isinstance(content.get("config"), SimpleNamespace)
     args = vars(content["config"]) if build_nanogpt else content.get("model_args")
     state = content.get("model")
     if not isinstance(state, dict) or not all(map(_is_entry, state.items())) or not isinstance(args, dict):
         raise CheckpointError("not nanoGPT's checkpoint: it holds no 'model' with 'model_args'", str(path), OTHER_FILE)
-    return state, args, build_nanogpt
+    sizes, mlp = {"bias": True, **args}, "gelu" if build_nanogpt else "gelu-erf"
+    if str(sizes.get("vocab_size")) == str(PADDED_VOCABULARY):
+        sizes["vocab_size"] = GPT2_VOCABULARY
+    return state, build_config(sizes, FIELDS, str(path), {"mlp": mlp})
 
 
 def _is_entry(entry: tuple[Any, Any]) -> bool:

@@ -15,7 +15,7 @@ from megatoken.checkpoint.commit import list_steps
 from megatoken.config.load import ResolvedConfig
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import validate
-from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.convert.load_pretrained import load_pretrained, read_model_config
 from megatoken.data.chat_dataset import ROW_OBJECTIVES, require_data_for
 from megatoken.data.mixture import load_mixture
 from megatoken.distributed.parallel_dims import ParallelDims
@@ -57,7 +57,7 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     own = {name for name in model.architecture() if origins.get(f"model.{name}", "default") != "default"}
     if not model.init or own - {"seq_len", "value_head"}:
         return resolved
-    given = load_pretrained(out if list_steps(out / CHECKPOINTS) else model.init).model.config
+    given = read_model_config(out if list_steps(out / CHECKPOINTS) else model.init)
     sizes = {name: value for name, value in given.architecture().items() if name not in {*own, "value_head"}}
     if resolved.config.objective.name != "pretrain":  # the dataset's tokenizer may have control tokens more
         dataset = load_mixture(resolved.config.data.path, external_tokenizer=resolved.config.data.tokenizer)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from megatoken.convert.hf.chat_files import describe_chat, drop_marks
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import CONFIG, WEIGHTS
-from megatoken.data.chat_template import Message, template_of
+from megatoken.data.chat_template import Message, find_stop_ids, template_of
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT, INIT_STD
@@ -43,11 +43,11 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     bos = next(iter(tokenizer.bos_ids), tokenizer.eot)  # end-of-text separates documents: it begins and ends them
     template = template_of(tokenizer)
-    special_ids: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": tokenizer.eot}
+    ends = find_stop_ids(tokenizer)
+    special_ids: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": list(ends) if len(ends) > 1 else ends[0]}
     special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.decode([tokenizer.eot]))
     special_tokens["bos_token"] = tokenizer.decode([bos])
     if template:
-        special_ids["eos_token_id"] = list(template.stop_ids)
         special_tokens["eos_token"] = tokenizer.decode(template.stop_ids[:1])
         special_tokens["pad_token"] = tokenizer.decode([tokenizer.eot])
     contents: dict[str, dict[str, Any]] = {
@@ -101,7 +101,8 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
     with torch.inference_mode():
         expected, found = model.eval().logits(ids), exported(ids).logits
     fix = "this is a bug of the export, nothing was written: report it"
-    difference = float((found - expected).abs().max() / expected.abs().max())
+    largest = float(expected.abs().max()) or 1.0  # 0 where all logits are
+    difference = float((found - expected).abs().max()) / largest
     if not difference <= TOLERANCE:
         what = f"logits differ in transformers by {difference:.1e} of the largest, more than {TOLERANCE:.0e}"
         raise CheckpointError(what, str(folder), fix)

@@ -2,16 +2,17 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
 
 from megatoken.config.load import list_recipes, list_runs
+from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PUBLISHED
 from megatoken.config.words import nearest
-from megatoken.convert.fill_model import HEAD, fill_model
+from megatoken.convert.fill_model import AGAIN, HEAD, fill_model
 from megatoken.convert.hf.families import Family, find_family
 from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.data.sources import IN_FOLDERS
@@ -21,10 +22,10 @@ from megatoken.system.atomic_write import MALFORMED, read_json
 from megatoken.system.environment import huggingface_cache
 from megatoken.system.object_store import is_address
 
-WEIGHTS, SHARDS, CONFIG = "model.safetensors", "model-*-of-*.safetensors", "config.json"
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-AGAIN, SAVE_PRETRAINED = "copy or download it again", "give a folder written by save_pretrained"
+SAVE_PRETRAINED = "give a folder written by save_pretrained"
 
 
 def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
@@ -35,6 +36,17 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
     missing, wrong, or of an unsupported family.
     """
     folder = find_folder(name_or_folder)
+    family, config = read_family(folder)
+    tensors = {}
+    for key, file in open_tensors(folder):
+        name = key if key == HEAD else family.prefix + key.removeprefix(family.prefix)
+        if not family.buffers.fullmatch(name):
+            tensors[name] = file.get_tensor(key)  # memory-mapped
+    return fill_model(config, tensors, family.view_params, str(folder)), folder
+
+
+def read_family(folder: Path) -> tuple[Family, ModelConfig]:
+    """Read the family and the architecture of a folder's config.json. Raises as `load_hf`."""
     _refuse_data(folder)
     where = str(folder / CONFIG)
     try:
@@ -45,8 +57,7 @@ def load_hf(name_or_folder: str) -> tuple[GPT, Path]:
         raise CheckpointError(what, str(folder), "name a run folder, or one written by save_pretrained") from None
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"cannot read {CONFIG}: {error}", where, SAVE_PRETRAINED) from None
-    model_config = family.read_config(config, where)
-    return fill_model(model_config, _list_tensors(folder, family), family.view_params, str(folder)), folder
+    return family, family.read_config(config, where)
 
 
 def find_folder(name_or_folder: str) -> Path:
@@ -113,29 +124,32 @@ def refuse_missing_path(name: str) -> None:
     raise CheckpointError("no such folder", name, f"did you mean {parent / near}?" if near else f"give {known}")
 
 
-def _list_tensors(folder: Path, family: Family) -> dict[str, Tensor]:
-    """Every tensor of the folder's files, without buffers, by its name with the family's prefix; memory-mapped."""
-    tensors: dict[str, Tensor] = {}
-    for path in list_files(folder):
-        try:
-            found = load_file(path)
-        except (SafetensorError, OSError) as error:
-            what = f"cannot read the weights, the file is truncated or damaged: {error}"
-            raise CheckpointError(what, str(path), AGAIN) from error
-        for key, tensor in found.items():
-            name = key if key == HEAD else family.prefix + key.removeprefix(family.prefix)
-            if not family.buffers.fullmatch(name):
-                tensors[name] = tensor
-    return tensors
+def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each tensor's name and the open file that holds it: all of model.safetensors, else what the index names.
 
-
-def list_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder. Raises CheckpointError when there are none."""
-    paths = [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob(SHARDS))
-    if not paths:
+    Raises CheckpointError for a folder without weights and for a file that is missing or damaged.
+    """
+    names: dict[Path, set[str]] = {}
+    try:
+        if (folder / WEIGHTS).is_file():  # transformers reads it first
+            names[folder / WEIGHTS] = set()
+        else:
+            for name, shard in read_json(folder / INDEX)["weight_map"].items():
+                names.setdefault(folder / shard, set()).add(name)
+    except FileNotFoundError:
         if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES):
             what = f"{pickles[0]} is a pickle, which can run code when it is read, so it is never loaded"
             fix = "convert it where you trust it: model.save_pretrained(folder, safe_serialization=True)"
-            raise CheckpointError(what, str(folder), fix)
-        raise CheckpointError(f"folder holds no {WEIGHTS}", str(folder), SAVE_PRETRAINED)
-    return paths
+            raise CheckpointError(what, str(folder), fix) from None
+        raise CheckpointError(f"folder holds no {WEIGHTS}, nor {INDEX}", str(folder), SAVE_PRETRAINED) from None
+    except (OSError, *MALFORMED) as error:
+        raise CheckpointError(f"cannot read the index: {error}", str(folder / INDEX), AGAIN) from None
+    for path, wanted in names.items():
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            what = f"cannot read the weights, the file is truncated or damaged: {error}"
+            raise CheckpointError(what, str(path), AGAIN) from error
+        for name in file.keys():  # noqa: SIM118  # it is no mapping
+            if not wanted or name in wanted:
+                yield name, file
