@@ -41,7 +41,7 @@ def test_number_and_name(text: str, count: int, name: str) -> None:
         ("", "unknown GPU ''"),
         ("8xA10000", "unknown GPU 'A10000' — --gpus — nearest: A100-80GB, A100-40GB"),
         ("h1000", "unknown GPU 'h1000' — --gpus — nearest: H100"),
-        ("quux", "unknown GPU 'quux' — --gpus — known: T4, V100-16GB"),
+        ("quux", "unknown GPU 'quux' — --gpus — known: GTX-1080, "),
     ],
 )
 def test_what_is_none_gets_one_line(text: str, message: str) -> None:

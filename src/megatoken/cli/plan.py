@@ -34,7 +34,7 @@ from megatoken.estimate.plan import (
 )
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.atomic_write import read_object
-from megatoken.system.gpus import PRICES_FROM, parse_gpus
+from megatoken.system.gpus import parse_gpus
 
 MOST_DOLLARS = 1e12
 PAIRS = ("dpo", "reward")  # objectives that train on preferences
@@ -302,7 +302,7 @@ def describe_price(plan: Plan) -> str:
     """Dollars of a run, and whose price it is."""
     if plan.dollars is None:
         return f"unknown: no price of {plan.gpu.name} here; give dollars of a GPU-hour by --price"
-    source = PRICES_FROM if plan.price == plan.gpu.price else "--price"
+    source = plan.gpu.price_source if plan.price == plan.gpu.price else "--price"
     sum_of_dollars = f"${plan.dollars:,.2f}" if plan.dollars >= 0.01 else "less than $0.01"
     return f"{sum_of_dollars} at ${plan.price:.2f} a GPU-hour ({source})"
 

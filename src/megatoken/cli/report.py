@@ -23,7 +23,7 @@ from megatoken.errors import ConfigError, StorageError
 from megatoken.eval.tasks import SCORES
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.system.gpus import GPUS, PRICES_FROM
+from megatoken.system.gpus import GPUS, Gpu
 from megatoken.train.metrics_log import read_metrics
 
 PAGE = Path(__file__).parent / "report_page"
@@ -35,12 +35,13 @@ ANSWERS = ("reward", "accuracy", "stopped", "answer_tokens", "kl")  # of trainin
 # HellaSwag as others published it: acc, acc_norm, acc_token_mean; see docs/evaluation.md for whose count is whose.
 PUBLISHED = (
     ("GPT-2 124M, lm-evaluation-harness", 0.2892, 0.3114, None),
-    ("GPT-2 124M, by llm.c", None, None, 0.2955),
-    ("llm.c's 124M, 10B tokens of FineWeb", None, None, 0.310),
-    ("124M, 1B tokens of TinyStories", 0.2669, 0.2631, None),
-    ("124M, 10B tokens of FineWeb-Edu", 0.2886, 0.3007, None),
-    ("1.5B, 10B tokens", 0.3450, 0.4122, None),
-    ("llm.c's 1.5B, 32B tokens", 0.3842, 0.4893, None),
+    ("GPT-2 124M, by build-nanogpt", None, None, 0.2955),
+    ("124M in llm.c, 10B tokens of FineWeb", None, None, 0.310),
+    ("124M, 1B tokens of TinyStories", None, None, 0.2631),
+    ("124M, 10B tokens of FineWeb-Edu", None, None, 0.3007),
+    ("1.5B, 10B tokens", None, None, 0.4122),
+    ("GPT-2 1558M, lm-evaluation-harness", 0.4004, 0.5089, None),
+    ("GPT-2 1558M, by build-nanogpt", None, None, 0.4893),
 )
 Row = dict[str, Any]
 
@@ -116,8 +117,8 @@ def build_page(
     facts = [read_run(run) for run in runs]
     rows = [read_metrics(run, warn) for run in runs]
     curves = [{"name": name, **read_curves(each)} for name, each in zip(names, rows, strict=True)]
-    is_listed = price is None and any(find_price(run) for run in runs)
-    note = f"cost of GPU-hours by {PRICES_FROM}; --price replaces it" if is_listed else ""
+    sources = dict.fromkeys(gpu.price_source for run in runs if (gpu := find_device(run)) and gpu.price)
+    note = f"cost of GPU-hours by {' and '.join(sources)}; --price replaces it" if sources and price is None else ""
     summaries = [summarize(*each, price) for each in zip(names, runs, facts, rows, strict=True)]
     title = ", ".join(names) if len(names) < 4 else f"{len(names)} runs"
     sections = [
@@ -234,7 +235,8 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
     each = [mfu / speed for mfu, speed in zip(mfus, speeds, strict=True) if speed > 0 and math.isfinite(mfu)]
     flops_per_token = float(np.median(each)) * processes * peak if each else math.nan
     steps = f"{facts['step'] or 0:,}" + (f" of {facts['total_steps']:,}" if facts["total_steps"] else "")
-    price = price or find_price(run)
+    gpu = find_device(run)
+    price = price or (gpu.price if gpu else 0.0)
     plans = [row for row in rows if row["kind"] == "event" and row.get("what") == "planned"]
     planned = number(last.get("tokens")) / number(plans[-1].get("tokens_per_second")) if plans else math.nan
     cells = [
@@ -269,10 +271,10 @@ def format_reward(train: Row, val: Row) -> str:
     return f"{number(train[key]):.3f}{held_out}"
 
 
-def find_price(run: Path) -> float:
-    """Dollars of a GPU-hour by the list, 0 where the run's device is not in it."""
+def find_device(run: Path) -> Gpu | None:
+    """The GPU that a run was trained on, None where it is not in the list."""
     device = read_object(run / "provenance.json").get("device")
-    return next((gpu.price for gpu in GPUS.values() if gpu.driver == device), 0.0)
+    return next((gpu for gpu in GPUS.values() if gpu.driver == device), None)
 
 
 def cell(value: float, form: str) -> str:
@@ -344,11 +346,11 @@ def tabulate_ladder(record: Row) -> str:
     rungs = [rung for rung in answer.get("rungs", []) if isinstance(rung, dict) and rung.get("tokens_per_second")]
     if not rungs:
         raise ConfigError("no record of `megatoken bench ladder`", "--ladder", "name its ladder.json")
-    fastest = max(number(rung["tokens_per_second"]) for rung in rungs)
+    rates = [number(rung["tokens_per_second"]) for rung in rungs]
     lines = []
-    for rung in rungs:
-        share = number(rung["tokens_per_second"]) / fastest
-        speed = f"{number(rung['tokens_per_second']):,.0f} tokens/s, {number(rung.get('speedup')):.2f}x"
+    for rung, rate in zip(rungs, rates, strict=True):
+        share = rate / max(rates)
+        speed = f"{rate:,.0f} tokens/s, {rate / rates[0]:.2f}x"
         bar = f'<td class="bar"><meter min="0" max="1" value="{share:.4f}">{share:.0%}</meter></td>'
         lines.append(f'<tr><th scope="row">{escape(rung.get("name"))}</th>{bar}<td>{escape(speed)}</td></tr>')
     what = f"{answer.get('preset')}, {answer.get('batch_tokens')} tokens a step, {answer.get('device')}"

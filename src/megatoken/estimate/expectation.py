@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from megatoken.console import format_duration, format_memory
-from megatoken.distributed.memory import estimate_memory
 from megatoken.estimate.calibrate import count_run_bytes, find_calibration
-from megatoken.estimate.speed import Layout, estimate_step
+from megatoken.estimate.plan import build_layout
+from megatoken.estimate.speed import estimate_step
 from megatoken.system.gpus import GPUS
 from megatoken.train.run_context import RunContext
 
@@ -54,28 +54,17 @@ def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
     gpu = next((gpu for gpu in GPUS.values() if gpu.driver == device.name), None)
     if gpu is None:
         return None
-    machine = run.config.machine
-    memory = estimate_memory(
+    layout, memory = build_layout(
+        run.config,
         model,
+        gpu,
         dims,
         precision=device.precision,
         micro_batch=micro_batch,
-        accumulates=micro_steps > 1,
-        checkpointing=machine.activation_checkpointing,
-        loss_chunk=run.step_config.loss_chunk,
-        optimizer=run.config.optim.name,
-    )
-    layout = Layout(
-        gpus=run.comm.dist_env.world_size,
-        micro_batch=micro_batch,
         micro_steps=micro_steps,
-        precision="tf32" if device.precision == "fp32" and machine.tf32 else device.precision,
-        program="compiled" if compiled else "eager",
-        attention="explicit" if model.dropout or run.state.model.attention_name == "explicit" else "flash",
-        checkpointing=machine.activation_checkpointing,
-        sharding=dims.sharding,
-        tensor_parallel=dims.tp_size,
-        optimizer=run.config.optim.name,
+        compiled=compiled,
+        attention=run.state.model.attention_name,
+        checkpointing=run.config.machine.activation_checkpointing,
     )
     step = estimate_step(model, gpu, layout)
     return Expectation(step_seconds=step.seconds, memory_bytes=memory.total_bytes, source="arithmetic")

@@ -18,7 +18,7 @@ from megatoken.config.presets import PRESETS
 from megatoken.config.schema import Config, nearest_multiples
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import USABLE, Memory, choose_dims, estimate_memory
-from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, build_dims, check_dims
+from megatoken.distributed.parallel_dims import SIMPLEST_FIRST, ParallelDims, build_dims, check_dims
 from megatoken.errors import ConfigError
 from megatoken.estimate.speed import Layout, StepTime, estimate_step
 from megatoken.model.flops import count_parameters, count_value_parameters, flops_per_token
@@ -32,7 +32,7 @@ GPU_COUNTS = tuple(2**i for i in range(11))
 SLOWEST, FASTEST = 0.77, 1.12
 MEASURED_SPREAD = 0.1  # either way, where this machine or a record was measured
 CHECKPOINTING = ("none", "gelu", "block")
-LOW_PRECISION = {"turing": "fp16", "volta": "fp16"}  # elsewhere bf16
+LOW_PRECISION = {"turing": "fp16", "volta": "fp16", "pascal": "fp32"}  # elsewhere bf16
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, where a cached property has no place
@@ -198,34 +198,65 @@ def list_layouts(
             if machine.micro_batch != "auto":
                 sizes = [machine.micro_batch]
             for size in sizes:
-                memory = estimate_memory(
+                layout, memory = build_layout(
+                    config,
                     model,
+                    gpu,
                     dims,
                     precision=precision,
                     micro_batch=size,
-                    accumulates=size < batch_seqs,
+                    micro_steps=max(1, batch_seqs // size),
+                    compiled=machine.compile != "off" and gpu.architecture != "pascal",  # too old for Triton
+                    attention=machine.attention,
                     checkpointing=mode,
-                    loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
-                    optimizer=config.optim.name,
                 )
                 if fits := memory.total_bytes <= USABLE * gpu.memory_bytes:
                     break
             if largest and not (fits and size > largest):
                 continue
             largest = size if fits else 0
-            layout = Layout(
-                gpus=gpus,
-                micro_batch=size,
-                micro_steps=max(1, batch_seqs // size),
-                precision="tf32" if precision == "fp32" and machine.tf32 else precision,
-                program="eager" if machine.compile == "off" else "compiled",
-                attention="explicit" if machine.attention == "explicit" or model.dropout else "flash",
-                checkpointing=mode,
-                sharding=dims.sharding,
-                tensor_parallel=tp,
-                optimizer=config.optim.name,
-            )
             yield layout, memory
+
+
+def build_layout(
+    config: Config,
+    model: ModelConfig,
+    gpu: Gpu,
+    dims: ParallelDims,
+    *,
+    precision: str,
+    micro_batch: int,
+    micro_steps: int,
+    compiled: bool,
+    attention: str,
+    checkpointing: str,
+) -> tuple[Layout, Memory]:
+    """The layout of a run on GPUs that may not be here, and its memory on each."""
+    machine, optimizer = config.machine, config.optim.name
+    memory = estimate_memory(
+        model,
+        dims,
+        precision=precision,
+        micro_batch=micro_batch,
+        accumulates=micro_steps > 1,
+        checkpointing=checkpointing,
+        loss_chunk=LOSS_CHUNK["cuda"] if machine.loss_chunk == "auto" else machine.loss_chunk,
+        optimizer=optimizer,
+    )
+    layout = Layout(
+        gpus=dims.dp_size * dims.tp_size,
+        micro_batch=micro_batch,
+        micro_steps=micro_steps,
+        precision=gpu.compute_precision("tf32") if precision == "fp32" and machine.tf32 else precision,
+        program="compiled" if compiled else "eager",
+        attention="explicit" if attention == "explicit" or model.dropout else "flash",
+        checkpointing=checkpointing,
+        sharding=dims.sharding,
+        tensor_parallel=dims.tp_size,
+        optimizer=optimizer,
+        adamw="fused" if machine.adamw in ("auto", "native") else machine.adamw,
+    )
+    return layout, memory
 
 
 def list_settings(config: Config, plan: Plan) -> list[str]:

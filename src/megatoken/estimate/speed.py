@@ -16,7 +16,7 @@ from megatoken.system.gpus import Gpu
 # Share of the data sheet's peak that large products reach, in 16 bits or TF32, and in fp32 without TF32; and that
 # attention reaches at long contexts (FlashAttention-2, figures of its paper for A100 and H100).
 PRODUCT_SHARE = {
-    "turing": (0.29, 0.55), "volta": (0.75, 0.87), "ampere": (0.78, 0.90), "ampere-graphics": (0.80, 0.60),
+    "pascal": (0.75, 0.87), "turing": (0.29, 0.55), "volta": (0.75, 0.87), "ampere": (0.78, 0.90), "ampere-graphics": (0.80, 0.60),
     "ada": (0.80, 0.60), "hopper": (0.62, 0.65), "blackwell": (0.60, 0.60), "cdna": (0.50, 0.60),
 }  # fmt: skip
 ATTENTION_SHARE = {"ampere": 0.58, "hopper": 0.36, "blackwell": 0.30, "turing": 0.2, "cdna": 0.25}
@@ -76,7 +76,7 @@ class Layout:
     program: str = "compiled"
     attention: str = "flash"  # or explicit
     optimizer: str = "adamw"
-    adamw: str = "fused"  # or foreach
+    adamw: str = "fused"  # foreach, or loop, which takes about as long
     checkpointing: str = "none"
     sharding: str = "none"
     tensor_parallel: int = 1
@@ -150,7 +150,7 @@ def forward_passes(layout: Layout) -> float:
 
 def updates_by_lists(layout: Layout) -> bool:
     """Whether the update is many operations instead of one kernel; Lion's are as many as AdamW's, about."""
-    return layout.adamw == "foreach" or layout.optimizer == "lion"
+    return layout.adamw != "fused" or layout.optimizer == "lion"
 
 
 def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
@@ -159,8 +159,7 @@ def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
     ranks = layout.gpus // tp
     shards = {"none": 1, "hybrid": min(gpu.per_machine // tp, ranks)}.get(layout.sharding, ranks)
     bytes_per_param = FOREACH_BYTES if updates_by_lists(layout) else PROGRAMS[layout.program].adamw_bytes
-    rate = gpu.peak_flops(layout.precision) * PRODUCT_SHARE[gpu.architecture][layout.precision == "fp32"]
-    products = count_optimizer_flops(layout.optimizer, model) / rate / layout.gpus
+    products = count_optimizer_flops(layout.optimizer, model) / product_rate(gpu, layout.precision) / layout.gpus
     return products + count_padded_parameters(model) / tp * bytes_per_param / (MEMORY_SHARE * gpu.memory_rate) / shards
 
 
@@ -185,12 +184,16 @@ def _three_products(gpu: Gpu, tokens: int, inner: int, outer: int, precision: st
     return sum(_product_seconds(gpu, *size, precision) for size in sizes)
 
 
+def product_rate(gpu: Gpu, precision: str) -> float:
+    """FLOP/s of large products."""
+    is_plain = gpu.compute_precision(precision) == "fp32"
+    return gpu.peak_flops(precision) * PRODUCT_SHARE[gpu.architecture][is_plain]
+
+
 def _product_seconds(gpu: Gpu, rows: int, columns: int, depth: int, precision: str) -> float:
-    tensor_cores, plain = PRODUCT_SHARE[gpu.architecture]
-    share = plain if precision == "fp32" else tensor_cores
-    half_depth = HALF_SPEED_DEPTH / 4 if precision == "fp32" else HALF_SPEED_DEPTH
+    half_depth = HALF_SPEED_DEPTH / 4 if gpu.compute_precision(precision) == "fp32" else HALF_SPEED_DEPTH
     tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE) * max(1.0, depth / SPLIT) / gpu.multiprocessors
-    rate = gpu.peak_flops(precision) * share * depth / (depth + half_depth) * tiles / (tiles + HALF_SPEED_TILES)
+    rate = product_rate(gpu, precision) * depth / (depth + half_depth) * tiles / (tiles + HALF_SPEED_TILES)
     item = 2 if precision in ("bf16", "fp16") else 4
     moved = item * (rows * columns + rows * depth + columns * depth)
     return max(2 * rows * columns * depth / rate, moved / (MEMORY_SHARE * gpu.memory_rate))
@@ -200,9 +203,9 @@ def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int
     context, precision = model.seq_len, layout.precision
     if layout.attention == "explicit":  # whole squares, several times through memory
         traffic = tokens * context * model.n_head * PROGRAMS[layout.program].score_bytes
-        share = PRODUCT_SHARE[gpu.architecture][precision == "fp32"] / 2
         flops = 12 * tokens * context * model.d_model
-        return model.n_layer * (traffic / (MEMORY_SHARE * gpu.memory_rate) + flops / gpu.peak_flops(precision) / share)
+        products = flops / product_rate(gpu, precision) * 2
+        return model.n_layer * (traffic / (MEMORY_SHARE * gpu.memory_rate) + products)
     share = ATTENTION_SHARE.get(gpu.architecture, ATTENTION_SHARE_OTHERS) * context / (context + HALF_SPEED_CONTEXT)
     flops = 7 * tokens * context * model.d_model  # half of each square; the backward computes it anew
     return model.n_layer * flops / (gpu.peak_flops(precision) * share)

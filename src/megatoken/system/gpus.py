@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from megatoken.errors import ConfigError
 from megatoken.system.peak_flops import PEAK_FLOPS
 
-PRICES_FROM = "RunPod's list of March 2026; A100-40GB: llm.c's account of 2024"
 MOST_GPUS = 100_000
 NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|rtx|gb\b|sxm\d?|hbm\d?e?|[^a-z0-9]")
 
@@ -35,10 +34,17 @@ class Gpu:
     price: float
     per_machine: int = 8
 
+    @property
+    def price_source(self) -> str:
+        return "llm.c's account of 2024" if self.name == "A100-40GB" else "RunPod's list of March 2026"
+
+    def compute_precision(self, precision: str) -> str:
+        """What products in fp32, tf32, bf16 or fp16 are computed in: fp32 where the card lacks the precision."""
+        return precision if precision in PEAK_FLOPS[self.driver] else "fp32"
+
     def peak_flops(self, precision: str) -> float:
-        """Dense FLOP/s of fp32, tf32, bf16 or fp16; of fp32 where the card has nothing faster."""
-        rates = PEAK_FLOPS[self.driver]
-        return rates.get(precision) or rates["fp32"]
+        """Dense FLOP/s of products in a precision."""
+        return PEAK_FLOPS[self.driver][self.compute_precision(precision)]
 
 
 # fmt: off
@@ -46,6 +52,9 @@ class Gpu:
 # watts, $/h. Data sheets as in peak_flops.py. Links: NVLink (SXM) or PCIe, one direction. Network: eight adapters of
 # 200 Gb/s a machine for A100, of 400 from H100 on; one of 100 Gb/s before and for PCIe cards.
 _ROWS = {
+    "GTX-1080": ("NVIDIA GeForce GTX 1080", "pascal", 7.92, 320, 20, 16, 1.6, 180, 0),
+    "GTX-1080Ti": ("NVIDIA GeForce GTX 1080 Ti", "pascal", 10.91, 484, 28, 16, 1.6, 250, 0),
+    "P100": ("Tesla P100-PCIE-16GB", "pascal", 15.9, 732, 56, 16, 1.6, 250, 0),
     "T4": ("Tesla T4", "turing", 14.74, 320, 40, 16, 1.6, 70, 0),
     "V100-16GB": ("Tesla V100-SXM2-16GB", "volta", 15.77, 900, 80, 150, 1.6, 300, 0),
     "V100-32GB": ("Tesla V100-SXM2-32GB", "volta", 31.74, 900, 80, 150, 1.6, 300, 0),
