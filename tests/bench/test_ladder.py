@@ -10,8 +10,10 @@ from megatoken.bench import ladder
 from megatoken.bench.ladder import PLAIN, Rung, choose_rungs, describe_rung, draw, list_rungs, measure_rungs
 from megatoken.bench.report import format_cell
 from megatoken.bench.runner import Worker
+from megatoken.bench.scoreboard import list_speeds
 from megatoken.bench.spec import OURS, WorkerSpec
 from megatoken.cli.main import main
+from megatoken.cli.report import tabulate_ladder
 from megatoken.config.presets import PRESETS
 from megatoken.console import Console
 from megatoken.errors import ExitCode, MegatokenError
@@ -43,10 +45,8 @@ def test_rungs_add_switches_and_keep_the_loss() -> None:
         assert row["tokens_per_second"] == row["rate"]["median"]
         assert row["first_step_seconds"] is not None
     assert measured[0]["speedup"] == 1.0
-    speedup = 1.0
     for row in measured[1:]:
-        assert row["speedup"] == pytest.approx(speedup * row["gain"]["median"])
-        speedup = row["speedup"] if row["kept"] else speedup
+        assert row["speedup"] == row["tokens_per_second"] / measured[0]["tokens_per_second"]
 
 
 def test_switches_change_what_they_are_named_after() -> None:
@@ -68,10 +68,10 @@ def make_worker(seconds: list[float]) -> Worker:
 @pytest.mark.parametrize(("ratios", "kept", "note"), [([1.2, 1.1, 1.3], True, ""), ([0.99], True, "no gain"),
                                                      ([0.5, 0.9, 0.7], False, "slower")])  # fmt: skip
 def test_a_slower_rung_is_left_out(ratios: list[float], kept: bool, note: str) -> None:
-    row = describe_rung(Rung(name="x"), make_worker([2.0, 4.0, 3.0]), ratios, 2.0, CPU)
+    row = describe_rung(Rung(name="x"), make_worker([2.0, 4.0, 3.0]), ratios, 200.0, CPU)
     assert row["kept"] is kept
     assert note in row["note"]
-    assert row["speedup"] == pytest.approx(2.0 * sorted(ratios)[len(ratios) // 2])
+    assert row["speedup"] == pytest.approx(8 / 3)
     assert row["tokens_per_second"] == pytest.approx(1600 / 3.0)
     assert (row["peak_memory_bytes"], row["loss"], row["skipped"], row["mfu"]) == (5, 1.5, None, None)
 
@@ -129,7 +129,7 @@ def test_a_rung_that_cannot_run_is_skipped_with_its_reason() -> None:
 
 def test_a_picture_of_kept_and_left_out_rungs(tmp_path: Path) -> None:
     seconds = {"plain": 2.0, "faster": 1.0, "slower": 4.0}
-    rows = [describe_rung(Rung(name=name), make_worker([s, s]), [2.0 / s], 1.0, CPU) for name, s in seconds.items()]
+    rows = [describe_rung(Rung(name=name), make_worker([s, s]), [2.0 / s], 800.0, CPU) for name, s in seconds.items()]
     assert draw(rows, "tiny", load_pyplot(), tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -153,6 +153,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
     assert main([*words, "--batch-tokens", "33", "--out", str(tmp_path)]) == ExitCode.CONFIG
     assert "33 tokens are no whole sequences" in capsys.readouterr().err
+
+
+def test_the_speed_up_is_the_same_wherever_it_is_shown() -> None:
+    """In the record, the scoreboard and the page of a run."""
+    record = json.loads((Path(__file__).parents[2] / "records" / "ladder.json").read_text())
+    ratios = [row["ratio"] for row in list_speeds({"here": record["answer"]}, every=True)]
+    rungs = [rung for rung in record["answer"]["rungs"] if rung["rate"]]
+    assert [rung["speedup"] for rung in rungs] == pytest.approx(ratios)
+    rungs[-1]["speedup"] = 99.0  # as a product of gains, in records of earlier versions
+    assert all(f"{ratio:.2f}x" in tabulate_ladder(record) for ratio in ratios)
 
 
 PLAIN_NAME = "plain: fp32, explicit attention, loop AdamW"

@@ -1,8 +1,8 @@
 """`bench ladder`: every speed-up on this machine, one switch at a time, from plain PyTorch to what a run would use.
 
 A rung is a worker process that takes turns with the rung it is built on, so its gain is a ratio of the same minutes;
-the speed-up over the first rung is the product of those ratios. A switch that makes the step slower here is shown and
-left out of the rungs above it. Losses after the same ids from the same weights show that only the speed changed.
+its speed-up is the ratio of its tokens/s to those of the first rung. A switch that makes the step slower here is shown
+and left out of the rungs above it. Losses after the same ids from the same weights show that only the speed changed.
 """
 
 import argparse
@@ -49,7 +49,9 @@ PLAIN: dict[str, Any] = {
 COLUMNS = {"name": "rung", "seconds": "step", "rate": "tokens/s", "mfu": "MFU", "mfu_causal": "MFU causal"}
 COLUMNS |= {"peak_memory_bytes": "memory", "gain": "gain", "speedup": "speed-up", "first_step_seconds": "first step"}
 COLUMNS |= {"loss": "loss", "note": ""}
-FOOTNOTE = "A gain is the ratio to the rung below in the same rounds; tokens/s are of a rung's own minutes."
+FOOTNOTE = (
+    "A gain is the ratio to the rung below in the same rounds; a speed-up is that of tokens/s to the first rung's."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,7 @@ def measure_rungs(
     Raises PeerError when the first cannot run, or the one that others are measured against is lost.
     """
     below: Worker | None = None
-    spec, speedup, steps = first, 1.0, 1
+    spec, plain, steps = first, 0.0, 1
     with ExitStack() as stack:
         stack.callback(console.close)
         for rung in rungs:
@@ -183,16 +185,16 @@ def measure_rungs(
                 what = f"the rung that others are measured against is lost: {lost}"
                 raise PeerError(what, "bench ladder", "give a smaller preset or --batch-tokens")
             larger = above.spec.batch_seqs / spec.batch_seqs  # times as many tokens a step
-            row = describe_rung(rung, above, [larger * ratio for ratio in above.ratios], speedup, device)
+            row = describe_rung(rung, above, [larger * ratio for ratio in above.ratios], plain, device)
             yield row
             if row["kept"]:
-                below, above, spec, speedup = above, below or above, above.spec, row["speedup"]
+                below, above, spec, plain = above, below or above, above.spec, plain or row["tokens_per_second"]
             if above is not below:
                 above.close()
 
 
-def describe_rung(rung: Rung, worker: Worker, ratios: list[float], speedup: float, device: Device) -> dict[str, Any]:
-    """A record's row. ratios: to the rung below, round by round; speedup: of the rung below over the first.
+def describe_rung(rung: Rung, worker: Worker, ratios: list[float], plain: float, device: Device) -> dict[str, Any]:
+    """A record's row. ratios: to the rung below, round by round; plain: tokens/s of the first rung, 0 for itself.
 
     A rung is kept unless it was slower than the one below.
     """
@@ -206,7 +208,7 @@ def describe_rung(rung: Rung, worker: Worker, ratios: list[float], speedup: floa
         "name": rung.name,
         "tokens_per_second": rate and rate["median"],
         "seconds": row["seconds"],
-        "speedup": speedup * factor if rate else None,
+        "speedup": rate["median"] / (plain or rate["median"]) if rate else None,
         **{key: row[key] for key in ("mfu", "mfu_causal", "peak_memory_bytes", "loss", "skipped")},
         "rate": rate,
         "gain": gain,
@@ -218,10 +220,7 @@ def describe_rung(rung: Rung, worker: Worker, ratios: list[float], speedup: floa
 
 
 def draw(rows: list[dict[str, Any]], title: str, pyplot: Any, path: Path) -> Path:
-    """Bars for each rung: speed-up, MFU, peak memory; pale where a rung was left out.
-
-    Speed-ups rather than rates: they are ratios of the same minutes, rates are of each rung's own.
-    """
+    """Bars for each rung: speed-up, MFU, peak memory; pale where a rung was left out."""
     rungs = [row for row in rows if not row["skipped"]][::-1]
     keys = ("speedup", "mfu", "peak_memory_bytes")
     figure, axes = pyplot.subplots(1, 3, layout="constrained", sharey=True, figsize=(15, 1.5 + 0.5 * len(rungs)))
@@ -233,5 +232,6 @@ def draw(rows: list[dict[str, Any]], title: str, pyplot: Any, path: Path) -> Pat
             bar.set_alpha(1.0 if row["kept"] else 0.35)
         axis.set(xlabel=COLUMNS[key], xlim=(0, 1.3 * max(widths) or 1.0))
         axis.xaxis.set_major_formatter(pyplot.FuncFormatter(lambda value, _, key=key: format_cell(key, value)))
-    figure.suptitle(title)
+        axis.xaxis.set_major_locator(pyplot.MaxNLocator(4))
+    figure.suptitle(f"{title} (pale: left out of the rungs below)" if any(not row["kept"] for row in rungs) else title)
     return save_figure(pyplot, figure, path)
