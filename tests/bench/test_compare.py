@@ -283,6 +283,7 @@ def test_a_value_that_cannot_run_does_not_end_the_others(tmp_path: Path, capsys:
     assert cudnn["tokens_per_second"] is cudnn["gain"] is None
     assert flash["tokens_per_second"]
     assert blocked["loss"] == pytest.approx(flash["loss"], rel=0.01)
+    assert (tmp_path / "knob-attention.json").is_file()
     assert main([*words, "--values", "cudnn"]) == ExitCode.PEER
     assert "no value ran: ConfigError: no cudnn attention" in capsys.readouterr().err
 

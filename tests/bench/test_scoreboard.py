@@ -85,6 +85,16 @@ def test_all_speeds_of_one_record(folders: list[str], capsys: pytest.CaptureFixt
     assert [len(row) for row in cells] == [4, 4, 4]  # figure, value, ratio, bar: the machine is said above
 
 
+def test_times_of_other_work_are_not_ranked(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    rows, cells = report(folders[0], "--record", "generate", capsys=capsys)
+    assert [(row[1], row[3]) for row in rows] == [
+        ("start_seconds", 1.0), ("rows[1].seconds", 1.0), ("rows[2].seconds", 1.0)
+    ]  # fmt: skip
+    assert [len(row) for row in cells] == [2, 2, 2]  # figure, value
+    rows, _ = report(*folders, "--record", "generate", capsys=capsys)
+    assert len(rows) == 6
+
+
 def test_on_a_terminal_it_fits_and_ends_without_json(folders: list[str], tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if not pid:

@@ -211,7 +211,11 @@ def test_loss_on_text_covers_all_of_it(run: Path, data: Path, capsys: pytest.Cap
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["text_bytes"])
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
     assert main(["eval", str(run), "--data", str(data / "text.txt")]) == 0
-    assert f"{result['bits_per_byte']:.4f}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{result['bits_per_byte']:.4f}" in printed
+    assert f" text, all of {data}" in printed
+    assert main(["eval", str(run), "--data", str(data / "text.txt"), "--limit", "64"]) == 0
+    assert f"spread evenly over all of {data}" in capsys.readouterr().out
 
 
 def test_python_function_returns_what_the_command_prints(

@@ -24,7 +24,10 @@ def write_run(folder: Path, *overrides: str, metrics: str = "", **status: Any) -
     facts = {"state": "done", "step": 100, "total_steps": 100, "host": socket.gethostname(), "pid": os.getpid()}
     (folder / "status.json").write_text(json.dumps(facts | status))
     rows = [{"kind": "val", "step": 90, "tokens": 9, "loss": 3.25}] + [
-        {"kind": "train", "step": step, "tokens": step, "loss": 400 / step, "tokens_per_second": 1234.5}
+        {
+            **{"kind": "train", "step": step, "tokens": step, "loss": 400 / step, "tokens_per_second": 9.0},
+            "elapsed_seconds": step / 1234.5,
+        }
         for step in (99, 100)
     ]
     (folder / "metrics.jsonl").write_text(metrics or "".join(json.dumps(row) + "\n" for row in rows))
@@ -58,7 +61,13 @@ def test_states_progress_and_losses(tmp_path: Path, capsys: pytest.CaptureFixtur
         **{"finished": "done", "live": "running", "dead": "dead", "elsewhere": "running", "failed": "failed"}
     }
     finished = {key: rows["finished"][key] for key in ("step", "total_steps", "loss", "val_loss", "tokens_per_second")}
-    assert finished == {"step": 100, "total_steps": 100, "loss": 4.0, "val_loss": 3.25, "tokens_per_second": 1234.5}
+    assert finished == {
+        "step": 100,
+        "total_steps": 100,
+        "loss": 4.0,
+        "val_loss": 3.25,
+        "tokens_per_second": 1234.5,
+    }  # of the run
     assert (rows["live"]["eta_seconds"], rows["live"]["phase"]) == (61.0, "validate")
     assert rows["live"]["bytes"] == sum(path.stat().st_size for path in (tmp_path / "live").iterdir())
     lines = table.splitlines()

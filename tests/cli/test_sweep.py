@@ -1,6 +1,7 @@
 """A sweep tries what its ranges say, keeps the best recipe, and goes on after a stop."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -18,6 +19,7 @@ from megatoken.console import Console
 from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.launch.local import COMMAND
+from megatoken.plots import load_pyplot
 
 optuna = pytest.importorskip("optuna")
 RECIPE = """version: 1
@@ -227,6 +229,15 @@ def test_a_sweep_that_is_ended_goes_on_where_it_was(
 
 def newest_step(out: Path) -> int:
     return max((int(path.name[5:]) for path in out.glob("trial-000/checkpoints/step-*")), default=0)
+
+
+def test_choices_have_places_in_their_order(tmp_path: Path) -> None:
+    best, other = ({"state": "complete", "values": {"optim.lr": rate}, "loss": 3.0} for rate in ("1e-3", "1e-2"))
+    path = sweep.draw_sweep(
+        load_pyplot(), tmp_path / "sweep.svg", [best, other], [SearchRange("optim.lr", ("1e-2", "1e-3"))]
+    )
+    texts = re.findall("<!-- (.*?) -->", path.read_text())
+    assert texts[:2] == ["1e-2", "1e-3"]
 
 
 def wait_for(condition: Any) -> None:

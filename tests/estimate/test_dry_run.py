@@ -150,6 +150,7 @@ def test_gpt3_175b_on_1024_gpus_equals_theory(capsys: pytest.CaptureFixture[str]
     assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count_175b(2, 8, 128)
     assert 0 <= answer["optimizer_bytes"] - 8 * count_175b(2, 8, 128) < 1000  # step counts
     assert (answer["readers"], answer["shard"], answer["tensor_parallel"]) == (128, "zero3", 8)
+    assert answer["micro_steps"] == 12  # of the recipe's batch, not of a preset's
     assert count_175b(96, 8, 128) * 4 == 682_975_488
 
 

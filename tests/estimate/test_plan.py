@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatoken.cli.main import main
-from megatoken.cli.plan import read_recipe
+from megatoken.cli.plan import resolve_recipe_or_preset
 from megatoken.config.load import load_config
 from megatoken.config.presets import PRESETS
 from megatoken.data.dataset import load_dataset
@@ -33,7 +33,7 @@ A100, H100 = GPUS["A100-40GB"], GPUS["H100"]
 
 
 def plan_recipe(name: str, gpu: str, gpus: int, *overrides: str, **options: float) -> Plan:
-    resolved, model, _ = read_recipe(name, overrides)
+    resolved, model, _ = resolve_recipe_or_preset(name, overrides)
     return plan_run(resolved.config, model, GPUS[gpu], gpus, **options)
 
 
@@ -95,11 +95,12 @@ def test_what_does_not_fit_has_no_price(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
     assert [answer[key] for key in ("hours", "gpu_hours", "dollars", "energy_kwh")] == [None] * 4
-    assert answer["fewest_gpus"] == 50
-    assert plan_recipe("gpt3-175b", "H100", 50).fits
-    assert not plan_recipe("gpt3-175b", "H100", 40).fits  # the next number among which 1,600 sequences divide
+    assert answer["fewest_gpus"] == 48
+    assert plan_recipe("gpt3-175b", "H100", 48).fits
+    assert not plan_recipe("gpt3-175b", "H100", 32).fits  # the next number among which 1,536 sequences divide
+    assert plan_recipe("gpt3-175b", "H100", 1024, "machine.tensor_parallel=8").fits  # as its header says
     above = printed.err.partition("the same batch")[0]
-    assert "fits on  50 x H100" in above
+    assert "fits on  48 x H100" in above
     assert not any(row in above for row in ("\ntime", "\nprice", "\nenergy"))
     assert main(["plan", "gpt2-124m", "--gpus", "1xT4", "machine.micro_batch=512", "--json"]) == ExitCode.DONE
     printed = capsys.readouterr()
@@ -108,7 +109,7 @@ def test_what_does_not_fit_has_no_price(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_strong_scaling() -> None:
-    resolved, model, _ = read_recipe("gpt2-124m", ())
+    resolved, model, _ = resolve_recipe_or_preset("gpt2-124m", ())
     config = resolved.config
     plans = scale_gpus(config, model, A100, (1, 8, 64, 3, 1024))
     assert [plan.layout.gpus for plan in plans] == [1, 8, 64]  # 512 sequences divide neither by 3 nor by 1,024
@@ -165,7 +166,7 @@ def test_the_form_of_adamw_counts(adamw: str, counted: str) -> None:
 
 
 def test_deadline_is_the_fewest_gpus() -> None:
-    resolved, model, _ = read_recipe("gpt2-124m", ())
+    resolved, model, _ = resolve_recipe_or_preset("gpt2-124m", ())
     config = resolved.config
     plan = find_deadline(config, model, A100, 2.0)
     assert plan is not None
@@ -223,16 +224,20 @@ def test_a_batch_that_grows_takes_longer(capsys: pytest.CaptureFixture[str]) -> 
     words = ["gpt2-124m", "--gpus", "32xH100", "budget.batch_start=16384", "budget.batch_ramp=500e6", "--json"]
     assert main(["plan", *words]) == ExitCode.DONE
     printed = capsys.readouterr()
-    assert "budget.batch_start=32768" in json.loads(printed.out)["settings"]
+    answer = json.loads(printed.out)
+    assert "budget.batch_start=32768" in answer["settings"]
+    times = {row["gpus"]: row["hours"] for row in answer["scaling"]}
+    assert times == {gpus: pytest.approx(plan_recipe("gpt2-124m", "H100", gpus).hours) for gpus in times}
+    assert answer["hours"] > times[32]
     assert "batches of 32,768 to 524,288 over the first 500 M" in printed.err
 
 
 def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_recipe("quickstart", ())[1].vocab_size == 4096  # as the shipped recipe's data are prepared
+    assert resolve_recipe_or_preset("quickstart", ())[1].vocab_size == 4096  # as the shipped recipe's data are prepared
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 300}}')
-    assert read_recipe("quickstart", (f"data.path={tmp_path}",))[1].vocab_size == 300
-    assert read_recipe("quickstart", ("model.vocab_size=512",))[1].vocab_size == 512
+    assert resolve_recipe_or_preset("quickstart", (f"data.path={tmp_path}",))[1].vocab_size == 300
+    assert resolve_recipe_or_preset("quickstart", ("model.vocab_size=512",))[1].vocab_size == 512
 
 
 def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,8 +335,8 @@ def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", "2d5"], "a deadline of 2d5 without a unit"),
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", " "], "a deadline of nothing"),
         (
-            ["gpt3-175b", "--gpus", "1024xH100", "machine.tensor_parallel=8"],
-            "a batch of 1,600 sequences does not divide among 128 replicas of 8 GPUs",
+            ["gpt3-175b", "--gpus", "1000xH100", "machine.tensor_parallel=8"],
+            "a batch of 1,536 sequences does not divide among 125 replicas of 8 GPUs",
         ),
         (["gpt2-124m", "--gpus", "8xH100", "--tokens", "many"], "give a number such as 10e9 or 10B, or chinchilla"),
         (["gpt2-124m", "--gpus", "8xH100", "--tokens", "0"], "no tokens"),

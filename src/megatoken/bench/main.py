@@ -43,12 +43,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             pass
     except OSError as error:
         raise StorageError(f"cannot write there: {error.strerror}", str(options.out), "choose another --out") from None
-    options.name = options.name or options.bench
+    setting = getattr(options, "setting", "").removeprefix("machine.")
+    options.name = options.name or "-".join(filter(None, (options.bench, setting)))
     with memory_errors(f"bench {options.bench}", "ask for smaller sizes"):
         answer = BENCHES[options.bench](options, console)
-    device, command = (
-        open_device(MachineConfig(device=getattr(options, "device", "auto"))),
-        ["megatoken", *sys.argv[1:]],
-    )
+    device = open_device(MachineConfig(device=getattr(options, "device", "auto")))
+    command = ["megatoken", *sys.argv[1:]]
     console.print(f"record: {write_record(options.out, options.name, answer, device.name, command)}")
     return answer

@@ -102,7 +102,7 @@ def format_cell(key: str, value: Any) -> str:
     if "mfu" in key or "share" in key:
         return f"{value:.1%}"
     if key in ("gain", "ratio", "speedup"):
-        return f"{value:.2f}x"
+        return f"{value:,.0f}x" if value >= 1000 else f"{value:.2f}x"
     if key.endswith("_bytes") or "flops" in key:
         return format_quantity(value, "B" if key.endswith("_bytes") else "FLOP/s" if "per_second" in key else "FLOP")
     if key.endswith("seconds") or "seconds_" in key:

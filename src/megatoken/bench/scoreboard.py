@@ -1,6 +1,7 @@
 """`bench report` of several folders: speeds of one record on several machines, with ratios, bars and a picture.
 
-A ratio is of speeds: how many times as fast as the first row of the same figure, also where the figure is a time.
+A ratio is of speeds: how many times as fast as the first row of the same figure, also where the figure is a time. Times
+of a list's rows are of different work: each is compared with itself on other machines alone.
 """
 
 import argparse
@@ -20,12 +21,14 @@ from megatoken.bench.report import (
     save_picture,
     show_rows,
 )
+from megatoken.bench.sweep import AXES
 from megatoken.console import Console
 from megatoken.errors import ConfigError, DataError
 from megatoken.plots import save_figure
 
 NO_SPEED = ("gain", "ratio", "speedup", "bytes", "share", "mfu")  # in the last key of a figure's path
 SETTINGS = ("preset", "n_layer", "d_model", "vocab_size", "seq_len", "batch_seqs")  # that must be equal in a comparison
+LABELS = AXES | {"rate": AXES["tokens_per_second"]}  # by the last key of a figure's path
 BAR = 30  # characters
 LOG_RANGE = 30.0  # bars of a picture that differ more have a logarithmic axis
 
@@ -56,14 +59,16 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     cells = [row | {"value": format_cell(row["figure"], row["value"])} for row in rows]
     kinds = {re.sub(r"\[.*?\]", "[]", row["figure"]) for row in rows}
     if record and len(kinds) == 1 and "[" in rows[0]["figure"]:
-        cells = [row | {"figure": ", ".join(re.findall(r"\[(.*?)\]", row["figure"]))} for row in cells]
+        cells = [row | {"figure": name} for row, name in zip(cells, name_rows(rows), strict=True)]
         heads["figure"] = kinds.pop()
     for key in ("machine", "record") if record else ():  # the same in every row
         if len({row[key] for row in rows}) == 1:
             console.print(f"{heads.pop(key)}: {rows[0][key]}")
+    if all(row["ratio"] == 1 for row in rows):  # nothing to compare
+        del heads["ratio"]
     room = console.rich.width - len(format_rows(heads, cells)[0]) - len("  |") if console.is_live else BAR
     bars = [row | {"bar": _fit(row["bar"], room)} for row in cells]
-    show_rows(heads | ({"bar": ""} if room >= BAR // 3 else {}), bars, console)
+    show_rows(heads | ({"bar": ""} if room >= BAR // 3 and "ratio" in heads else {}), bars, console)
     if options.plot:
         save_picture(partial(draw, rows), options.plot, console)
     return {"scoreboard": [{key: value for key, value in row.items() if key != "bar"} for row in rows]}
@@ -71,6 +76,13 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _fit(bar: str, room: int) -> str:
     return "#" * max(1, round(len(bar) * min(room, BAR) / BAR))
+
+
+def name_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the lists of figures call their rows: the first word where that tells them apart."""
+    names = [", ".join(re.findall(r"\[(.*?)\]", row["figure"])) for row in rows]
+    short = [re.split(r",(?! )", name)[0] for name in names]
+    return short if len({*short}) == len({*names}) else names
 
 
 def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str, Any]]:
@@ -86,7 +98,7 @@ def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
             if is_time and "[" in path and not every:  # the shortest is of the smallest work
                 continue
             speed = 1 / leaf["median"] if is_time else leaf["median"]
-            kind, entry = re.sub(r"\[.*?\]", "[]", path), (machine, path, speed, leaf)
+            kind, entry = path if is_time else re.sub(r"\[.*?\]", "[]", path), (machine, path, speed, leaf)
             if every:
                 kinds.setdefault(kind, []).append(entry)
             elif kind not in best or speed > best[kind][2]:
@@ -110,7 +122,7 @@ def _warn_of_settings(name: str, answers: Mapping[str, Any], console: Console) -
 
 
 def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
-    """A panel of bars for each kind of figure, a colour for each machine, the ratio beside each bar."""
+    """A panel of bars for each kind of figure, a color for each machine, the ratio beside each bar."""
     panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         panels.setdefault((row["record"], re.sub(r"\[.*?\]", "", row["figure"])), []).append(row)
@@ -119,14 +131,17 @@ def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(11, sum(inches)), height_ratios=inches, squeeze=False,
                                    layout="constrained")  # fmt: skip
     for axis, ((record, kind), panel) in zip(axes.flat, panels.items(), strict=True):
-        items = [", ".join(re.findall(r"\[(.*?)\]", row["figure"])) or row["machine"] for row in panel]
+        items = [name or row["machine"] for row, name in zip(panel, name_rows(panel), strict=True)]
         medians = [row["value"]["median"] for row in panel]
         bars = axis.barh(range(len(panel)), medians, color=[f"C{machines.index(row['machine']) % 10}" for row in panel])
-        texts = [f"{format_cell(row['figure'], row['value']['median'])}, {row['ratio']:.3g}x" for row in panel]
+        texts = [format_cell(kind, row["value"]["median"]) for row in panel]
+        if any(row["ratio"] != 1 for row in panel):
+            texts = [f"{text}, {format_cell('ratio', row['ratio'])}" for text, row in zip(texts, panel, strict=True)]
         axis.bar_label(bars, texts, padding=4, fontsize=8)
         is_wide = max(medians) > LOG_RANGE * min(medians)
         limits = (min(medians) / 2, max(medians) * 8) if is_wide else (0, 1.25 * max(medians))
-        axis.set(title=f"{record}: {kind}", xscale="log" if is_wide else "linear", xlim=limits)
+        label = LABELS.get(kind.rpartition(".")[2], kind.replace("_", " "))
+        axis.set(title=record, xlabel=label, xscale="log" if is_wide else "linear", xlim=limits)
         axis.set_yticks(range(len(panel)), items)
         axis.invert_yaxis()
         axis.xaxis.set_major_formatter(lambda value, _, key=kind: format_cell(key, value))

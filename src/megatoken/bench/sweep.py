@@ -200,7 +200,7 @@ def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -
         axis.grid(alpha=0.25)
         axis.yaxis.set_major_formatter(pyplot.FuncFormatter(lambda value, _, key=y_key: format_cell(key, value)))
         if series:
-            axis.legend(title=", ".join(AXES[key] for key in series))
+            axis.legend(title=", ".join(AXES[key] for key in series), loc="upper left", bbox_to_anchor=(1, 1))
         if y_key != "seconds":
             axis.set_ylim(0)
     return save_figure(pyplot, figure, path)

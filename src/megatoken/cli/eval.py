@@ -68,7 +68,7 @@ def evaluate_models(options: Namespace, run_harness: Evaluation | None = None) -
                 head = "" if len(answers) > 1 else f"{'model':<{width}}{'parameters':>14}  "
                 print_row(head, f"{name:<{width}}{about['parameters']:>14,}  ", result, console)
             elif not options.json:
-                (print_tasks if tasks else print_loss)(result, console)
+                print_tasks(result, console) if tasks else print_loss(result, options.limit, console)
     if not dist_env.is_main_process:
         return None
     if options.plot:
@@ -134,8 +134,9 @@ def print_tasks(result: dict[str, Any], console: Console, head: str | None = Non
         console.print(f"{lead}{name:<{width}}{metrics['n']:>7,}{scores}{perplexity}{describe_cut(metrics)}")
 
 
-def print_loss(result: dict[str, Any], console: Console) -> None:
+def print_loss(result: dict[str, Any], limit: int, console: Console) -> None:
     over = f"{result['target_tokens']:,} tokens, {result['text_bytes']:,} bytes of text, "
+    over += "spread evenly over " if limit else ""
     loss = f"{result['loss']:.4f} nats per token, perplexity {result['perplexity']:.3f}"
     bits = result["bits_per_byte"]
     rows = [("loss", loss), ("bits per byte", "no token is text" if bits is None else f"{bits:.4f}")]
@@ -161,15 +162,17 @@ def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], targ
             y, errors = zip(*values, strict=True)
             if None not in y:
                 axis.errorbar(parameters, y, errors, marker=marker, ms=5, lw=1, label=curve)
-        for place, index in enumerate(order):
-            axis.axvline(parameters[place], color="0.9", zorder=0)
-            axis.annotate(Path(names[index]).name, (parameters[place], 0), xycoords=axis.get_xaxis_transform(),
+        for size in sorted(set(parameters)):
+            models = "\n".join(Path(names[i]).name for i in order if answers[i]["parameters"] == size)
+            axis.axvline(size, color="0.9", zorder=0)
+            axis.annotate(models, (size, 0), xycoords=axis.get_xaxis_transform(),
                           rotation=90, fontsize=8, xytext=(2, 4), textcoords="offset points")  # fmt: skip
         axis.set(title=panel.replace("_", " ") if not tasks else panel, xlabel="parameters", xscale="log")
         axis.set_xticks(sorted(set(parameters)), [format_quantity(value) for value in sorted(set(parameters))])
         axis.minorticks_off()
         axis.margins(x=0.1, y=0.2)
         if tasks:
+            axis.set_ylim(bottom=max(0.0, axis.get_ylim()[0]))
             axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
             axis.legend()
     for axis in axes.flat[len(panels) :]:

@@ -23,7 +23,7 @@ from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import encode_model_config, verify
 from megatoken.cli.arguments import TRANSLATED, Command, build_parser, check_eval, parse, refuse_without_effect
 from megatoken.cli.completion import write_completion
-from megatoken.cli.plan import find_vocabulary, plan
+from megatoken.cli.plan import find_vocabulary, plan, resolve_recipe_or_preset
 from megatoken.cli.quickstart import quickstart
 from megatoken.cli.runs import find_own_data, show_runs
 from megatoken.config.load import (
@@ -34,10 +34,9 @@ from megatoken.config.load import (
     read_recipe,
     render,
     resolve,
-    resolve_preset,
     resolve_run,
 )
-from megatoken.config.model_config import ModelConfig, describe_heads
+from megatoken.config.model_config import describe_heads
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, Config
 from megatoken.console import Console, format_count, format_memory
@@ -367,18 +366,12 @@ def run_config(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, {"values": dataclasses.asdict(resolved.config), "origins": resolved.origins}
 
 
-def _resolve_preset_or_recipe(options: argparse.Namespace) -> tuple[Config, ModelConfig]:
-    """The config, and its model with a vocabulary."""
-    name, words = options.preset, options.overrides
-    resolved = resolve_preset(name, words) if name in PRESETS else resolve(name, words, tuple(PRESETS))
-    return resolved.config, resolved.config.model.resolve(find_vocabulary(resolved.config)[0])
-
-
 def run_describe(options: argparse.Namespace) -> Result:
     """describe: print the parameters, FLOPs and memory of a model, or its tensors."""
     if options.tensors:
         return ExitCode.DONE, describe_tensors(options)
-    config, model = _resolve_preset_or_recipe(options)
+    resolved, model, _ = resolve_recipe_or_preset(options.preset, options.overrides)
+    config = resolved.config
     answer = {
         "parameters": flops.count_parameters(model),
         "matmul_parameters": flops.count_matmul_parameters(model),
@@ -415,7 +408,7 @@ def describe_tensors(options: argparse.Namespace) -> dict[str, Any]:
 
     name = options.preset
     if name in (*PRESETS, *list_recipes()) or Path(name).suffix in (".yaml", ".yml"):
-        tensors = list_parameters(_resolve_preset_or_recipe(options)[1])
+        tensors = list_parameters(resolve_recipe_or_preset(name, options.overrides)[1])
     elif options.overrides:
         raise ConfigError("a model's file has its own sizes", options.overrides[0], "leave it out, or name a preset")
     else:
@@ -434,7 +427,8 @@ def run_dryrun(options: argparse.Namespace) -> Result:
     add_settings(
         options, ("--tp", "machine.tensor_parallel", options.tp), ("--shard", "machine.sharding", options.shard)
     )
-    config, model = _resolve_preset_or_recipe(options)
+    resolved, model, _ = resolve_recipe_or_preset(options.preset, options.overrides)
+    config = resolved.config
     from megatoken.estimate.dry_run import check_fit, describe_estimate, dry_run, gpu_memory_bytes
 
     memory_bytes = gpu_memory_bytes(options.gpu)

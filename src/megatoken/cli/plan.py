@@ -43,7 +43,7 @@ CALIBRATE_SECONDS = 30.0
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """Plan a recipe or preset; print it, and return what --json prints."""
-    resolved, model, is_recipe = read_recipe(options.recipe, options.overrides)
+    resolved, model, is_recipe = resolve_recipe_or_preset(options.recipe, options.overrides)
     config = resolved.config
     price, budget = read_dollars(options.price, "--price"), read_dollars(options.budget, "--budget")
     hours = read_hours(options.deadline)
@@ -72,15 +72,16 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     measured, n_measured = measured_factor(options.records or Path("records"), gpu)
     given = resolved.origins["machine.activation_checkpointing"] != "default"
     modes = (config.machine.activation_checkpointing,) if given else CHECKPOINTING
-    known: dict[str, Any] = {"tokens": tokens, "price": price, "modes": modes}
+    known: dict[str, Any] = {"tokens": tokens or budget_tokens(config), "price": price, "modes": modes}
     known["measured"] = measured if n_measured else 0.0
     chosen = plan_run(config, model, gpu, gpus, **known)
     met = find_deadline(config, model, gpu, hours, **known) if hours else None
     optimum = spend_budget(config, budget, gpu, gpus, price, options.law or "chinchilla", modes) if budget else None
     counts = sorted({*GPU_COUNTS, gpus})
-    divided = scale_gpus(config, model, gpu, counts, **known)
+    full = dataclasses.replace(config, budget=dataclasses.replace(config.budget, batch_start=0, batch_ramp=0))
+    divided = scale_gpus(full, model, gpu, counts, **known)
     scaled = [each for each in divided if each.fits]
-    family = plan_family(config, model.preset, gpu, [gpus], **known) if model.preset else {}
+    family = plan_family(full, model.preset, gpu, [gpus], **known) if model.preset else {}
     answer = plan_answer(chosen) | {"scaling": [plan_answer(each) for each in scaled]}
     answer |= {"family": {name: plan_answer(each) for name, (each,) in family.items()}}
     answer["settings"] = settings = list_settings(config, chosen) if chosen.fits else []
@@ -99,7 +100,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if n_measured:
         console.print(f"{n_measured} measurements of this GPU: {measured:.2f} times the speed of the formula")
     if scaled:
-        console.print(f"\nthe same batch of {config.budget.batch_tokens:,} tokens on other numbers of {gpu.name}")
+        size = f"{config.budget.batch_tokens:,} tokens{', from the first step on,' if chosen.ramp else ''}"
+        console.print(f"\nthe same batch of {size} on other numbers of {gpu.name}")
         print_costs(console, ("GPUs", "tokens/s", "speed-up"), [(scaling_cells(p, scaled[0]), p) for p in divided])
         if undivided := set(counts) - {each.layout.gpus for each in divided}:
             numbers = ", ".join(f"{count:,}" for count in sorted(undivided))
@@ -116,7 +118,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if options.plot:
         from megatoken.estimate.plan_plot import draw_plan
 
-        drawn = plan_family(config, model.preset, gpu, GPU_COUNTS, **known) if model.preset else {}
+        drawn = plan_family(full, model.preset, gpu, GPU_COUNTS, **known) if model.preset else {}
         picture = draw_plan(f"{options.recipe} on {gpu.name}", scaled, drawn, options.plot)
         console.print(f"\npicture   {picture}")
         answer["picture"] = str(picture)
@@ -178,10 +180,10 @@ def describe_speed_here(answer: dict[str, Any], model: ModelConfig) -> list[tupl
     return rows
 
 
-def read_recipe(name: str, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelConfig, bool]:
+def resolve_recipe_or_preset(name: str, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelConfig, bool]:
     """A recipe's config, else a preset's, with origins; its model with a vocabulary; whether it is a recipe."""
     is_recipe = name in list_recipes() or name not in PRESETS
-    resolved = resolve(name, overrides) if is_recipe else resolve_preset(name, overrides)
+    resolved = resolve(name, overrides, tuple(PRESETS)) if is_recipe else resolve_preset(name, overrides)
     if resolved.config.model.init:
         from megatoken.train.initial_state import take_architecture
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatoken import __version__
-from megatoken.cli.runs import PRETRAIN, list_differences, read_run
+from megatoken.cli.runs import PRETRAIN, average_rate, list_differences, read_run
 from megatoken.console import Console, format_duration, format_quantity
 from megatoken.errors import ConfigError, StorageError
 from megatoken.eval.tasks import SCORES
@@ -247,7 +247,7 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
         + (f", best {best:.4f}" if math.isfinite(best) else ""),
         format_reward(last, val[-1] if val else {}),
         cell(number(val[-1].get("bits_per_byte")) if val else math.nan, ".4f"),
-        cell(float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan, ",.0f"),
+        cell(average_rate(last) or math.nan, ",.0f"),
         cell(float(mfu), ".1%"),
         (format_duration(seconds) if math.isfinite(seconds) else "-")
         + (f" x {processes:.0f}" if processes > 1 else "")

@@ -124,13 +124,19 @@ def read_run(run: Path) -> Row:
         "total_steps": total,
         "loss": _number(train.get("loss")),
         "val_loss": _number(val.get("loss")),
-        "tokens_per_second": _number(train.get("tokens_per_second")),
+        "tokens_per_second": average_rate(train),
         "eta_seconds": _number(status.get("eta_seconds")) if state != "done" else 0.0,
         "bytes": _count_bytes(run),
         "updated": str(status.get("updated") or "") or None,
         "host": str(status.get("host") or ""),
         "message": redact("; ".join(filter(None, (message, *problems)))),
     }
+
+
+def average_rate(last: Row) -> float | None:
+    """Tokens/s of a run up to its last training step, evaluations and saves included; None where that is unknown."""
+    tokens, seconds = _number(last.get("tokens")), _number(last.get("elapsed_seconds"))
+    return tokens / seconds if tokens and seconds else None
 
 
 def read_config(run: Path) -> Config:

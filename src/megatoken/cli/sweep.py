@@ -347,15 +347,17 @@ def draw_sweep(pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], ranges: 
     figure, grid = pyplot.subplots(1, len(ranges), figsize=(5.5 * len(ranges), 4), layout="constrained", squeeze=False)
     styles = {"complete": ("o", "C0", "finished"), "pruned": ("x", "0.6", "stopped early, last loss")}
     for axis, space in zip(grid[0], ranges, strict=True):
+        place = space.choices.index if space.choices else float
         for state, (marker, colour, label) in styles.items():
             same = [row for row in rows if row["state"] == state and row["loss"]]
-            x = [row["values"][space.key] if space.choices else float(row["values"][space.key]) for row in same]
+            x = [place(row["values"][space.key]) for row in same]
             axis.scatter(x, [row["loss"] for row in same], marker=marker, color=colour, label=label)
-        best = rows[0]["values"][space.key]
-        axis.scatter(
-            [best if space.choices else float(best)], [rows[0]["loss"]], s=140, marker="*", color="C3", label="best"
-        )
+        best = place(rows[0]["values"][space.key])
+        axis.scatter([best], [rows[0]["loss"]], s=140, marker="*", color="C3", label="best")
         axis.set(title=space.key, xscale="log" if space.log else "linear", ylabel="validation loss (nats per token)")
+        if space.choices:
+            axis.set_xticks(range(len(space.choices)), space.choices)
+            axis.set_xlim(-0.5, len(space.choices) - 0.5)
         axis.grid(alpha=0.25)
     grid[0, 0].legend()
     return save_figure(pyplot, figure, path)

@@ -180,9 +180,9 @@ class Tokenizer:
         added = ours.keys() - theirs.keys()
         return bool(theirs.items() <= ours.items() and all(ours[token] >= other.vocab_size for token in added))
 
-    def encode(self, text: str) -> Ids:
-        """Ids of `text`, uint32, nothing added; special tokens in it are plain text."""
-        return self._encode(text)
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Ids of `text`, nothing added; special tokens in it are plain text."""
+        return self._encode(text).astype(np.int64)  # torch indexes with no unsigned integers
 
     def start_ids(self, prompt_ids: Sequence[int]) -> list[int]:
         """Ids for a model to continue: begin-of-text, then the prompt, as in transformers; end-of-text if empty."""

@@ -311,10 +311,9 @@ def plan_family(config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **
     """Every preset of a family (gpt2, gpt3, llama2, ...) at its compute-optimal length, with the config's full batch,
     on the numbers of GPUs among which that divides."""
     family, plans = preset.partition("-")[0], {}
-    budget = replace(config.budget, batch_start=0, batch_ramp=0)  # which is of this size of model
     for name, model in PRESETS.items():
         if name.partition("-")[0] == family and config.budget.batch_tokens % model.seq_len == 0:
-            sized = replace(config, model=model, budget=budget)
+            sized = replace(config, model=model)
             plans[name] = scale_gpus(sized, model, gpu, counts, **options | {"tokens": optimal_tokens(model)})
     return {name: scaled for name, scaled in plans.items() if scaled}
 

@@ -16,8 +16,9 @@ from megatoken.system.gpus import Gpu
 # Share of the data sheet's peak that large products reach, in 16 bits or TF32, and in fp32 without TF32; and that
 # attention reaches at long contexts (FlashAttention-2, figures of its paper for A100 and H100).
 PRODUCT_SHARE = {
-    "pascal": (0.75, 0.87), "turing": (0.29, 0.55), "volta": (0.75, 0.87), "ampere": (0.78, 0.90), "ampere-graphics": (0.80, 0.60),
-    "ada": (0.80, 0.60), "hopper": (0.62, 0.65), "blackwell": (0.60, 0.60), "cdna": (0.50, 0.60),
+    "pascal": (0.75, 0.87), "turing": (0.29, 0.55), "volta": (0.75, 0.87), "ampere": (0.78, 0.90),
+    "ampere-graphics": (0.80, 0.60), "ada": (0.80, 0.60), "hopper": (0.62, 0.65), "blackwell": (0.60, 0.60),
+    "cdna": (0.50, 0.60),
 }  # fmt: skip
 ATTENTION_SHARE = {"ampere": 0.58, "hopper": 0.36, "blackwell": 0.30, "turing": 0.2, "cdna": 0.25}
 ATTENTION_SHARE_OTHERS = 0.5

@@ -28,7 +28,8 @@ from megatoken.system.environment import HEARTBEAT, given_environment, python_co
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # not SIGINT: Ctrl-C stays an interrupt
 FORWARDED = (*STOP_SIGNALS, "SIGINT")
-COMMAND = python_command("from megatoken.__main__ import main; sys.exit(main())")  # `megatoken`, for its arguments
+# `megatoken`, for its arguments
+COMMAND = python_command("sys.argv[0] = 'megatoken'; from megatoken.__main__ import main; sys.exit(main())")
 RESTARTS = 3  # in a row without progress
 GRACE_SECONDS = 10.0  # for the others after one has failed, and again after SIGTERM
 LOST_SECONDS = 2.0  # for the others after one was killed
