@@ -76,7 +76,7 @@ def draw_curves(
     label = _set_x(rows, x)
     pyplot = load_pyplot()
     every_row = [row for run_rows in rows.values() for row in run_rows]
-    keys = [key for key in PANELS if any(_number(row.get(key)) == row.get(key) for row in every_row)]
+    keys = [key for key in PANELS if any(number(row.get(key)) == row.get(key) for row in every_row)]
     tasks = sorted({str(row.get("task")) for row in every_row if row["kind"] == "eval"})
     figure, panels, task_panels = _open_panels(pyplot, keys, tasks)
     are_unique = len({run.resolve().name for run in rows}) == len(rows)
@@ -122,7 +122,7 @@ def _read_runs(runs: Sequence[Path], warn: Callable[[str], None]) -> dict[Path, 
 def _set_x(rows: dict[Path, list[Row]], x: str) -> str:
     """Put the place of every row on the horizontal axis in `x`; return that axis's label."""
     key, label = X_AXES[x]
-    places = [_number(row.get(key)) for run_rows in rows.values() for row in run_rows if row["kind"] == "train"]
+    places = [number(row.get(key)) for run_rows in rows.values() for row in run_rows if row["kind"] == "train"]
     divisor = 1
     if key == "elapsed_seconds":
         for run, run_rows in rows.items():
@@ -132,7 +132,7 @@ def _set_x(rows: dict[Path, list[Row]], x: str) -> str:
         divisor, unit = choose_time_unit(np.nanmax(places, initial=0.0))
         label = f"{label} ({unit})"
     for run, run_rows in rows.items():
-        rows[run] = [row | {"x": _number(row.get(key)) / divisor} for row in run_rows]
+        rows[run] = [row | {"x": number(row.get(key)) / divisor} for row in run_rows]
     return label
 
 
@@ -217,12 +217,13 @@ def _space_notes(axis: Any) -> None:
 def _points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Places and values; values that are missing or not numbers become gaps in the curve."""
     rows = [row for row in rows if row["kind"] == kind]
-    return np.array([row["x"] for row in rows]), np.array([_number(row.get(key)) for row in rows])
+    return np.array([row["x"] for row in rows]), np.array([number(row.get(key)) for row in rows])
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """The value if it is a number that a picture can show, else NaN."""
-    return float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_VALUE else math.nan
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_VALUE
+    return float(value) if is_number else math.nan
 
 
 def _draw_scores(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
@@ -230,9 +231,9 @@ def _draw_scores(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
     for score, marker in zip(SCORES, "osv", strict=True):
         scored = [row for row in rows if row["kind"] == "eval" and row.get(score) is not None]
         if scored:
-            x, y = np.array([row["x"] for row in scored]), np.array([_number(row[score]) for row in scored])
+            x, y = np.array([row["x"] for row in scored]), np.array([number(row[score]) for row in scored])
             stderr = [row["stderr"] if isinstance(row.get("stderr"), dict) else {} for row in scored]
-            errors = np.abs(np.nan_to_num([_number(each.get(score)) for each in stderr]))
+            errors = np.abs(np.nan_to_num([number(each.get(score)) for each in stderr]))
             axis.errorbar(x, y, errors, marker=marker, ms=5, lw=1, **style)
             _note_last(axis, x, y, f"{{:.1%}} {score}", style["color"])
 

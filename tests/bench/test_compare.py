@@ -304,8 +304,7 @@ def test_values_are_those_of_the_config() -> None:
     [
         ("speed", "", "no machine setting 'speed' to time — bench knob — give one of precision, tf32"),
         ("device", "", "no machine setting 'device'"),
-        ("shard", "", "machine.sharding splits a model over processes; a bench's step is that of one"),
-        ("tensor_parallel", "1,2", "machine.tensor_parallel splits a model over processes"),
+        ("shard", "", "no machine setting 'shard' to time"),
         ("loss_chunk", "", "machine.loss_chunk has no list of values — --values"),
         ("compile", "fast", "got 'fast' — --values"),
     ],

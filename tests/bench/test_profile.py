@@ -186,5 +186,5 @@ def test_the_command(
     names = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
     assert (names[0], names[2:9], names[-1]) == ("part", [*GROUPS, "other"], "whole step")
     assert main([*words, "--batch-tokens", "30", "--seq-len", "8"]) == ExitCode.CONFIG
-    message = "30 tokens are not whole sequences of 8 — --batch-tokens — give a multiple of 8, or another --seq-len"
+    message = "30 tokens are no whole sequences of 8 — --batch-tokens — give a multiple of 8"
     assert capsys.readouterr().err == f"error: {message}\n"

@@ -204,7 +204,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "no machine setting 'machine.nope' to time — bench knob — give one of",
         ),
-        (["bench", "knob", "machine.shard", "--out", "."], 2, "machine.sharding splits a model over processes"),
+        (["bench", "knob", "machine.shard", "--out", "."], 2, "no machine setting 'machine.shard' to time"),
         (["bench", "batch", "--preset", "nope"], 2, "known: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, gpt3-125m,"),
         (["quickstart", "--out", "gs://bucket/run"], 2, "not a path on this machine"),
         (["launch", "slurm", "quickstart", "--out", "s3://bucket/run"], 2, "not a path on this machine"),

@@ -27,8 +27,8 @@ from megatoken.system.timing import Timing
 FILES = {"transformers": "", "nanogpt": "model.py", "build-nanogpt": "train_gpt2.py", LLMC: "train_gpt2.c"}
 SIZES = ("n_layer", "n_head", "d_model", "vocab_size", "seq_len")  # of a preset that options override
 REST = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}  # last columns of a worker
-NOT_TIMED = ("device", "threads", "deterministic")  # where, not how; what a process sets once
-SPLITS = ("sharding", "tensor_parallel")
+# Where, not how; what a process sets once; what splits a model over several.
+NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel")
 
 
 def run_settings(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -51,9 +51,7 @@ def run_settings(options: argparse.Namespace, console: Console) -> dict[str, Any
         row["gain"] = rows[0]["seconds"] / row["seconds"] if rows[0]["seconds"] and row["seconds"] else None
         row["batch_tokens"] = spec.batch_tokens
     show_rows({"value": setting, **SPEED, "gain": "gain", **REST}, rows, console)
-    shape = {name: getattr(spec.model_config, name) for name in SIZES}
-    about = {"knob": options.setting, "preset": options.preset, **shape, "batch_seqs": spec.batch_seqs}
-    return {**about, **describe_peak(device), "rows": rows}
+    return {"knob": options.setting, **describe_step(options, spec), **describe_peak(device), "rows": rows}
 
 
 def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -86,8 +84,13 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         )
         clean = answer["ratio_undisturbed"] or {"repeats": 0, "median": math.nan}
         console.print(f"{clean['repeats']} of {spread['repeats']} rounds undisturbed: {clean['median']:.3g}")
-    sizes = {name: getattr(ours.model_config, name) for name in SIZES}
-    return {"preset": options.preset, "batch_seqs": options.batch_seqs, **sizes, **answer}
+    return {**describe_step(options, ours), **answer}
+
+
+def describe_step(options: argparse.Namespace, spec: WorkerSpec) -> dict[str, Any]:
+    """The work of a step, for a record."""
+    sizes = {name: getattr(spec.model_config, name) for name in SIZES}
+    return {"preset": options.preset, "batch_seqs": spec.batch_seqs, **sizes}
 
 
 def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec, Device]:
@@ -117,12 +120,8 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
     setting = key.removeprefix("machine.")
     if key not in FIELDS or setting in NOT_TIMED:
         settings = [k.removeprefix("machine.") for k in FIELDS if k.startswith("machine.")]
-        fix = f"give one of {', '.join(each for each in settings if each not in (*NOT_TIMED, *SPLITS))}"
+        fix = f"give one of {', '.join(each for each in settings if each not in NOT_TIMED)}"
         raise ConfigError(f"no machine setting '{name}' to time", "bench knob", fix)
-    if setting in SPLITS:
-        what = f"machine.{setting} splits a model over processes; a bench's step is that of one, where it does nothing"
-        fix = "`megatoken dryrun PRESET --gpus N --shard KIND --tp N` shows memory and traffic of each value"
-        raise ConfigError(what, "bench knob", fix)
     field = FIELDS[key]
     known = [str(word) for word in get_args(field.type)] if get_origin(field.type) is Literal else []
     words = [word.strip() for word in text.split(",")] if text else known

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from megatoken.bench.report import show_rows
+from megatoken.bench.report import print_rates, show_rows
 from megatoken.config.presets import GPT2_VOCABULARY
 from megatoken.console import Console
 from megatoken.data.dataloader import DataLoader
@@ -128,8 +128,7 @@ def run_prepare(options: argparse.Namespace, console: Console) -> dict[str, Any]
             {"prepare": prepare_again, "tokenizers": lambda: bare.encode_batch_fast(documents)}, repeats=options.repeats
         )
     rates = {name: timing.rate(megabytes) for name, timing in timings.items()}
-    for name, rate in rates.items():
-        console.print(f"{name:<10} {rate['median']:8.2f} MB/s ({rate['low']:.2f} to {rate['high']:.2f})")
+    print_rates(rates, "MB/s", console)
     about = {"source": "python, shuffled", "tokenizer": tokenizer.name, "megabytes": megabytes}
     about |= {"documents": len(documents), "workers": cpu_count(), "megabytes_per_second": rates}
     return {**about, "ratio": {"tokenizers": rates["prepare"]["median"] / rates["tokenizers"]["median"]}}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatoken.bench.baselines import build_gpt2
+from megatoken.bench.report import print_rates
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
@@ -72,8 +73,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             )
     timings = time_interleaved(calls, repeats=options.repeats, synchronize=device.synchronize)
     rates = {name: timing.rate(options.tokens) for name, timing in timings.items()}
-    for name, rate in rates.items():
-        console.print(f"{name:<18} {rate['median']:8.1f} tokens/s ({rate['low']:.1f} to {rate['high']:.1f})")
+    print_rates(rates, "tokens/s", console)
     same = all(ids == written[0] for ids in written) if device.precision == "fp32" else None
     if same is False:
         console.warn("the programs gave different ids: rounding decided between two tokens, or one of them is wrong")

@@ -18,7 +18,7 @@ import torch
 from megatoken.bench.report import format_cell, format_rows, save_picture
 from megatoken.bench.runner import Worker, count_steps, run_rounds
 from megatoken.bench.spec import OURS, WorkerSpec
-from megatoken.bench.workload import describe_peak, describe_seconds, format_peak
+from megatoken.bench.workload import count_seqs, describe_peak, describe_seconds, format_peak
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
@@ -76,10 +76,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     device = with_peak(open_device(MachineConfig(device=options.device)))
     model_config = PRESETS[options.preset]
     tokens = options.batch_tokens or max(BATCH_TOKENS[device.type], model_config.seq_len)
-    seqs, rest = divmod(tokens, model_config.seq_len)
-    if rest:
-        fix = f"give a multiple of the context, {model_config.seq_len}"
-        raise ConfigError(f"{tokens} tokens are no whole sequences", "--batch-tokens", fix)
+    seqs = count_seqs(tokens, model_config.seq_len)
     rungs = choose_rungs(list_rungs(device, model_config, seqs), options.rungs)
     console.print(f"{options.preset}: {tokens:,} tokens a step, {format_peak(device)}")
     first = WorkerSpec(
@@ -103,15 +100,14 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     picture = partial(draw, rows, f"{options.preset} on {device.name}")
     save_picture(picture, options.out / f"{options.name}.png", console)
     speedup = max((row["speedup"] for row in rows if row["kept"]), default=None)
-    about = {"preset": options.preset, **describe_peak(device), "batch_tokens": tokens}
-    return {**about, "speedup": speedup, "rungs": rows}
+    about = {"preset": options.preset, **describe_peak(device), "batch_tokens": tokens, "speedup": speedup}
+    return {**about, "rungs": rows}
 
 
 def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> list[Rung]:
     """Every rung in order; `missing` is set on those that this hardware lacks. The last ones are 2, 4, 8 .. processes,
     as many as there are GPUs or cores, each with the batch that one process had."""
     on_cpu, low = device.type == "cpu", device.precision != "fp32"
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (8, 0)
     compiler = "" if not on_cpu or find_compiler() else "no C++ compiler found (install g++)"
     whole = "" if batch_seqs > FIRST_SEQS[device.type] else "the batch is one micro-batch already (--batch-tokens)"
     native = {"gemm_backend": "native", "attention": "native", "fused": "on", "adamw": "native", "compile": "off"}
@@ -121,7 +117,11 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
     most = {"cuda": torch.cuda.device_count(), "cpu": cpu_count()}.get(device.type, 1)
     return [
         Rung(name="plain: fp32, explicit attention, loop AdamW"),
-        Rung(name="TF32 products", machine={"tf32": True}, missing="" if ampere else "for NVIDIA GPUs since Ampere"),
+        Rung(
+            name="TF32 products",
+            machine={"tf32": True},
+            missing="" if device.is_ampere else "for NVIDIA GPUs since Ampere",
+        ),
         Rung(
             name=f"{device.precision if low else 'bf16'} products",
             machine={"precision": device.precision},
@@ -233,5 +233,5 @@ def draw(rows: list[dict[str, Any]], title: str, pyplot: Any, path: Path) -> Pat
         axis.set(xlabel=COLUMNS[key], xlim=(0, 1.3 * max(widths) or 1.0))
         axis.xaxis.set_major_formatter(pyplot.FuncFormatter(lambda value, _, key=key: format_cell(key, value)))
         axis.xaxis.set_major_locator(pyplot.MaxNLocator(4))
-    figure.suptitle(f"{title} (pale: left out of the rungs below)" if any(not row["kept"] for row in rungs) else title)
+    figure.suptitle(f"{title} (pale: left out of the rungs below)")
     return save_figure(pyplot, figure, path)

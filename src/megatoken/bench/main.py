@@ -43,8 +43,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             pass
     except OSError as error:
         raise StorageError(f"cannot write there: {error.strerror}", str(options.out), "choose another --out") from None
-    setting = getattr(options, "setting", "").removeprefix("machine.")
-    options.name = options.name or "-".join(filter(None, (options.bench, setting)))
+    if options.bench == "knob":
+        options.name = options.name or f"knob-{options.setting.removeprefix('machine.')}"
+    options.name = options.name or options.bench
     with memory_errors(f"bench {options.bench}", "ask for smaller sizes"):
         answer = BENCHES[options.bench](options, console)
     device = open_device(MachineConfig(device=getattr(options, "device", "auto")))

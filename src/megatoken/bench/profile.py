@@ -19,6 +19,7 @@ from megatoken.bench.report import show_rows
 from megatoken.bench.workload import (
     Workload,
     build_workload,
+    count_seqs,
     describe_mfu,
     describe_peak,
     describe_seconds,
@@ -27,7 +28,6 @@ from megatoken.bench.workload import (
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
-from megatoken.errors import ConfigError
 from megatoken.model.flops import count_matmul_parameters, flops_per_token
 from megatoken.native.library import Library
 from megatoken.system.atomic_write import storage_errors
@@ -51,10 +51,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Profile a preset's step. Raises ConfigError for a batch that is not whole sequences."""
     model_config = PRESETS[options.preset]
     model_config = replace(model_config, seq_len=options.seq_len or min(model_config.seq_len, options.batch_tokens))
-    seqs, rest = divmod(options.batch_tokens, model_config.seq_len)
-    if rest or not seqs:
-        what = f"{options.batch_tokens} tokens are not whole sequences of {model_config.seq_len}"
-        raise ConfigError(what, "--batch-tokens", f"give a multiple of {model_config.seq_len}, or another --seq-len")
+    seqs = count_seqs(options.batch_tokens, model_config.seq_len)
     machine = MachineConfig(device=options.device, precision=options.precision)
     workload = build_workload(model_config, machine, batch_seqs=seqs, micro_batch=seqs)
     device = with_peak(workload.device)

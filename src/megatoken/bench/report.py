@@ -103,8 +103,10 @@ def format_cell(key: str, value: Any) -> str:
         return f"{value:.1%}"
     if key in ("gain", "ratio", "speedup"):
         return f"{value:,.0f}x" if value >= 1000 else f"{value:.2f}x"
-    if key.endswith("_bytes") or "flops" in key:
-        return format_quantity(value, "B" if key.endswith("_bytes") else "FLOP/s" if "per_second" in key else "FLOP")
+    if key.endswith("_bytes"):
+        return format_quantity(value, "B")
+    if "flops" in key:
+        return format_quantity(value, "FLOP/s" if "per_second" in key else "FLOP")
     if key.endswith("seconds") or "seconds_" in key:
         unit, many = ("s", 1) if abs(value) >= 1 else ("ms", 1e3) if abs(value) >= 1e-3 else ("us", 1e6)
         return f"{many * value:.4g} {unit}"
@@ -129,6 +131,12 @@ def show_rows(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], con
     """Print rows as a Markdown table."""
     for line in format_rows(columns, rows) if rows else ():
         console.print(line)
+
+
+def print_rates(rates: Mapping[str, Mapping[str, float]], unit: str, console: Console) -> None:
+    """Print a line for each rate: its median and quartiles."""
+    for name, rate in rates.items():
+        console.print(f"{name:<18} {rate['median']:8.2f} {unit} ({rate['low']:.2f} to {rate['high']:.2f})")
 
 
 def save_picture(draw: Callable[[Any, Path], Path], path: Path, console: Console) -> None:

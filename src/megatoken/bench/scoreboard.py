@@ -40,15 +40,15 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         fix = "give the two folders alone for a scoreboard, or one folder and --against for what changed"
         raise ConfigError("--against has no effect on a scoreboard", "--against", fix)
     folders, record = {folder: read_records(folder, console) for folder in options.folders}, options.record
-    labels = {folder: {name: describe_hardware(each) for name, each in own.items()} for folder, own in folders.items()}
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for records in folders.values() for name in records):
         places = [folder for folder, records in folders.items() if name in records]
         if name != (record or name) or len(places) < (1 if record else 2):
             continue
-        are_unique = len({labels[folder][name] for folder in places}) == len(places)
-        machines = {folder: labels[folder][name] + ("" if are_unique else f" ({folder.name})") for folder in places}
-        answers = {machines[folder]: folders[folder][name]["answer"] for folder in places}
+        machines = [describe_hardware(folders[folder][name]) for folder in places]
+        if len({*machines}) < len(places):
+            machines = [f"{machine} ({folder.name})" for machine, folder in zip(machines, places, strict=True)]
+        answers = {machine: folders[folder][name]["answer"] for machine, folder in zip(machines, places, strict=True)}
         _warn_of_settings(name, answers, console)
         rows += [{"record": name, **row} for row in list_speeds(answers, every=bool(record))]
     if not rows:
@@ -67,15 +67,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if all(row["ratio"] == 1 for row in rows):  # nothing to compare
         del heads["ratio"]
     room = console.rich.width - len(format_rows(heads, cells)[0]) - len("  |") if console.is_live else BAR
-    bars = [row | {"bar": _fit(row["bar"], room)} for row in cells]
+    bars = [row | {"bar": "#" * max(1, round(row["share"] * min(room, BAR)))} for row in cells]
     show_rows(heads | ({"bar": ""} if room >= BAR // 3 and "ratio" in heads else {}), bars, console)
     if options.plot:
         save_picture(partial(draw, rows), options.plot, console)
-    return {"scoreboard": [{key: value for key, value in row.items() if key != "bar"} for row in rows]}
-
-
-def _fit(bar: str, room: int) -> str:
-    return "#" * max(1, round(len(bar) * min(room, BAR) / BAR))
+    return {"scoreboard": [{key: value for key, value in row.items() if key != "share"} for row in rows]}
 
 
 def name_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -109,8 +105,8 @@ def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
     for entries in shared if every else shared[:MOST_HEADLINES]:
         fastest, first = max(speed for _, _, speed, _ in entries), entries[0][2]
         for machine, path, speed, leaf in entries:
-            bar = "#" * max(1, round(BAR * speed / fastest))
-            yield {"figure": path, "machine": machine, "value": leaf, "ratio": speed / first, "bar": bar}
+            row = {"figure": path, "machine": machine, "value": leaf}
+            yield row | {"ratio": speed / first, "share": speed / fastest}
 
 
 def _warn_of_settings(name: str, answers: Mapping[str, Any], console: Console) -> None:

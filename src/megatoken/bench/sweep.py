@@ -209,8 +209,7 @@ def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -
 def open_dtypes(name: str) -> Iterator[tuple[str, Device]]:
     """A device in each dtype worth measuring: what it is fast in, TF32, fp32; each configures this process."""
     device = open_device(MachineConfig(device=name))
-    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (8, 0)
-    for dtype in dict.fromkeys([device.precision, *(["tf32"] if has_tf32 else []), "fp32"]):
+    for dtype in dict.fromkeys([device.precision, *(["tf32"] if device.is_ampere else []), "fp32"]):
         precision: Any = "fp32" if dtype == "tf32" else dtype
         yield dtype, open_device(MachineConfig(device=name, precision=precision, tf32=dtype == "tf32"))
 

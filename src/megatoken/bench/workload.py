@@ -18,6 +18,7 @@ from megatoken.data.dataloader import Batch
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import estimate_memory
 from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.errors import ConfigError
 from megatoken.model.flops import flops_per_token
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import FP32, LOSS_CHUNK
@@ -104,6 +105,14 @@ def build_model(model_config: ModelConfig) -> GPT:
     model = GPT(model_config, seed=None)
     model.load_state_dict(weights)
     return model
+
+
+def count_seqs(tokens: int, seq_len: int) -> int:
+    """Sequences of a batch. Raises ConfigError for a part of one."""
+    if tokens % seq_len:
+        what = f"{tokens} tokens are no whole sequences of {seq_len}"
+        raise ConfigError(what, "--batch-tokens", f"give a multiple of {seq_len}")
+    return tokens // seq_len
 
 
 def describe_mfu(tokens_per_second: float, model_config: ModelConfig, device: Device, peaks: int = 1) -> dict[str, Any]:

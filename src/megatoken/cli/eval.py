@@ -135,8 +135,8 @@ def print_tasks(result: dict[str, Any], console: Console, head: str | None = Non
 
 
 def print_loss(result: dict[str, Any], limit: int, console: Console) -> None:
-    over = f"{result['target_tokens']:,} tokens, {result['text_bytes']:,} bytes of text, "
-    over += "spread evenly over " if limit else ""
+    spread = "spread evenly over " if limit else ""
+    over = f"{result['target_tokens']:,} tokens, {result['text_bytes']:,} bytes of text, {spread}"
     loss = f"{result['loss']:.4f} nats per token, perplexity {result['perplexity']:.3f}"
     bits = result["bits_per_byte"]
     rows = [("loss", loss), ("bits per byte", "no token is text" if bits is None else f"{bits:.4f}")]
@@ -153,6 +153,7 @@ def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], targ
     size = {"figsize": (5.5 * columns, 4.2 * -(-len(panels) // columns)), "layout": "constrained", "squeeze": False}
     figure, axes = pyplot.subplots(-(-len(panels) // columns), columns, **size)
     parameters = [answer["parameters"] for answer in ordered]
+    sizes = sorted({*parameters})
     for axis, panel in zip(axes.flat, panels, strict=False):
         curves = {panel: [(answer.get(panel), 0.0) for answer in ordered]}
         if tasks:
@@ -162,13 +163,13 @@ def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], targ
             y, errors = zip(*values, strict=True)
             if None not in y:
                 axis.errorbar(parameters, y, errors, marker=marker, ms=5, lw=1, label=curve)
-        for size in sorted(set(parameters)):
+        for size in sizes:
             models = "\n".join(Path(names[i]).name for i in order if answers[i]["parameters"] == size)
             axis.axvline(size, color="0.9", zorder=0)
             axis.annotate(models, (size, 0), xycoords=axis.get_xaxis_transform(),
                           rotation=90, fontsize=8, xytext=(2, 4), textcoords="offset points")  # fmt: skip
         axis.set(title=panel.replace("_", " ") if not tasks else panel, xlabel="parameters", xscale="log")
-        axis.set_xticks(sorted(set(parameters)), [format_quantity(value) for value in sorted(set(parameters))])
+        axis.set_xticks(sizes, map(format_quantity, sizes))
         axis.minorticks_off()
         axis.margins(x=0.1, y=0.2)
         if tasks:

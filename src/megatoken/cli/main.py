@@ -443,6 +443,8 @@ def run_dryrun(options: argparse.Namespace) -> Result:
 def run_plan(options: argparse.Namespace) -> Result:
     """plan: what a run will take on some GPUs."""
     refuse_without_effect(("--law", options.law, options.budget is not None, "--budget"))
+    for name in ("gpus", "deadline", "budget", "plot"):
+        refuse_without_effect((f"--{name}", getattr(options, name), not options.calibrate, "plans without --calibrate"))
     return ExitCode.DONE, plan(options)
 
 

@@ -48,21 +48,14 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     price, budget = read_dollars(options.price, "--price"), read_dollars(options.budget, "--budget")
     hours = read_hours(options.deadline)
     tokens = read_tokens(options.tokens, model, is_recipe)
-    if options.plot:
-        from megatoken.plots import check_picture
-
-        check_picture(options.plot)
     if is_recipe and options.tokens is None and config.budget.epochs:
         tokens = config.budget.epochs * count_epoch_tokens(config, model.seq_len)
+    tokens = tokens or budget_tokens(config)
     if config.objective.name not in ("pretrain", "sft"):
         left_out = "the second answer of each pair" if config.objective.name in PAIRS else "sampling of answers"
         options.console.print(f"note: {left_out}, the reference and whole copies of sharded weights are not counted")
     if options.calibrate:
-        for name in ("gpus", "deadline", "budget", "plot"):
-            if getattr(options, name) is not None:
-                what = f"--calibrate plans for this machine, --{name} for GPUs"
-                raise ConfigError(what, f"--{name}", "leave one of the two out")
-        return plan_here(options, config, model, tokens or budget_tokens(config), price)
+        return plan_here(options, config, model, tokens, price)
     if options.gpus is None:
         fix = "give a number and a name, as --gpus 8xA100-40GB, or --calibrate for this machine"
         raise ConfigError("no GPUs given", "megatoken plan", fix)
@@ -70,24 +63,30 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if options.records is not None and not options.records.is_dir():
         raise ConfigError("no such folder", str(options.records), "give a folder of records of `megatoken bench batch`")
     measured, n_measured = measured_factor(options.records or Path("records"), gpu)
-    given = resolved.origins["machine.activation_checkpointing"] != "default"
-    modes = (config.machine.activation_checkpointing,) if given else CHECKPOINTING
-    known: dict[str, Any] = {"tokens": tokens or budget_tokens(config), "price": price, "modes": modes}
-    known["measured"] = measured if n_measured else 0.0
+    is_open = resolved.origins["machine.activation_checkpointing"] == "default"
+    modes = CHECKPOINTING if is_open else (config.machine.activation_checkpointing,)
+    known: dict[str, Any] = {"tokens": tokens, "price": price, "modes": modes, "measured": measured}
     chosen = plan_run(config, model, gpu, gpus, **known)
     met = find_deadline(config, model, gpu, hours, **known) if hours else None
-    optimum = spend_budget(config, budget, gpu, gpus, price, options.law or "chinchilla", modes) if budget else None
-    counts = sorted({*GPU_COUNTS, gpus})
     full = dataclasses.replace(config, budget=dataclasses.replace(config.budget, batch_start=0, batch_ramp=0))
+    optimum = spend_budget(full, budget, gpu, gpus, price, options.law or "chinchilla", modes) if budget else None
+    counts = sorted({*GPU_COUNTS, gpus})
     divided = scale_gpus(full, model, gpu, counts, **known)
     scaled = [each for each in divided if each.fits]
     family = plan_family(full, model.preset, gpu, [gpus], **known) if model.preset else {}
-    answer = plan_answer(chosen) | {"scaling": [plan_answer(each) for each in scaled]}
-    answer |= {"family": {name: plan_answer(each) for name, (each,) in family.items()}}
-    answer["settings"] = settings = list_settings(config, chosen) if chosen.fits else []
+    settings = list_settings(config, chosen) if chosen.fits else []
+    answer = plan_answer(chosen) | {
+        "scaling": [plan_answer(each) for each in scaled],
+        "family": {name: plan_answer(each) for name, (each,) in family.items()},
+        "settings": settings,
+    }
+    if options.plot:
+        from megatoken.estimate.plan_plot import draw_plan
+
+        drawn = plan_family(full, model.preset, gpu, GPU_COUNTS, **known) if model.preset else {}
+        answer["picture"] = str(draw_plan(f"{options.recipe} on {gpu.name}", scaled, drawn, options.plot))
     console: Console = options.console
-    title = f"{options.recipe}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
-    rows = [("model", title), *describe_plan(chosen)]
+    rows = [describe_model(options.recipe, model), *describe_plan(chosen)]
     if settings:
         rows.append(("settings", f"train with {' '.join(settings)}"))
     if not chosen.fits:
@@ -102,13 +101,15 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if scaled:
         size = f"{config.budget.batch_tokens:,} tokens{', from the first step on,' if chosen.ramp else ''}"
         console.print(f"\nthe same batch of {size} on other numbers of {gpu.name}")
-        print_costs(console, ("GPUs", "tokens/s", "speed-up"), [(scaling_cells(p, scaled[0]), p) for p in divided])
+        alone = scaled[0].tokens_per_second / scaled[0].layout.gpus
+        speeds = [((f"{p.layout.gpus:,}", f"{p.tokens_per_second / alone:,.1f}"), p) for p in divided]
+        print_costs(console, ("GPUs", "speed-up"), speeds)
         if undivided := set(counts) - {each.layout.gpus for each in divided}:
             numbers = ", ".join(f"{count:,}" for count in sorted(undivided))
             console.print(f"left out: {numbers}, among which {config.batch_seqs:,} sequences do not divide")
     if family:
         console.print(f"\nthe family at 20 tokens a parameter on {gpus} x {gpu.name}")
-        print_costs(console, ("model", "tokens", "tokens/s"), [(family_cells(n, p), p) for n, (p,) in family.items()])
+        print_costs(console, ("model", "tokens"), [((n, format_quantity(p.tokens)), p) for n, (p,) in family.items()])
     if hours:
         console.print(f"\ndeadline  {describe_deadline(met, options.deadline, gpu.name)}")
         answer["deadline"] = plan_answer(met) if met else None
@@ -116,12 +117,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         console.print(f"\nbudget    {describe_optimum(optimum, budget)}")
         answer["budget"] = dataclasses.asdict(optimum)
     if options.plot:
-        from megatoken.estimate.plan_plot import draw_plan
-
-        drawn = plan_family(full, model.preset, gpu, GPU_COUNTS, **known) if model.preset else {}
-        picture = draw_plan(f"{options.recipe} on {gpu.name}", scaled, drawn, options.plot)
-        console.print(f"\npicture   {picture}")
-        answer["picture"] = str(picture)
+        console.print(f"\npicture   {answer['picture']}")
     return answer
 
 
@@ -138,11 +134,12 @@ def plan_here(
     hours = measured.run_seconds(config, model, tokens) / 3600
     memory_bytes, free_bytes = count_run_bytes(measured, config, model, device), device.memory_bytes(1)
     fits = not free_bytes or memory_bytes <= free_bytes
+    mfu = rate * flops_per_token(model, causal=False) / device.peak_flops if device.peak_flops else None
     answer = {
         "fits": fits,
         "memory_bytes": memory_bytes,
         "tokens_per_second": rate,
-        "mfu": rate * flops_per_token(model, causal=False) / device.peak_flops if device.peak_flops else None,
+        "mfu": mfu,
         "hours": hours if fits else None,
         "dollars": hours * price if fits and price else None,
         "energy_kwh": None,
@@ -155,29 +152,17 @@ def plan_here(
     free = f"{format_quantity(free_bytes, 'B')} free now" if free_bytes else "unknown how much is free"
     needed = f"{format_quantity(memory_bytes, 'B')} with micro-batches of {measured.micro_batch}"
     rows = [
-        ("model", f"{options.recipe}: {count_parameters(model):,} parameters, context {model.seq_len:,}"),
+        describe_model(options.recipe, model),
         ("on", f"{device.name}, {device.precision}, by {layers} with micro-batches of {measured.timed_seqs}"),
         ("memory", f"{'fits' if fits else 'does not fit'}: {needed}, {free}"),
-        *describe_speed_here(answer, model),
+        ("speed", describe_speed(rate, MEASURED_SPREAD, mfu)),
+        ("length", describe_length(tokens, model)),
     ]
+    if fits:
+        cost = f", ${answer['dollars']:,.2f}" if answer["dollars"] else ""
+        rows.append(("time", describe_time(hours, MEASURED_SPREAD) + cost))
     console.table(rows)
     return answer
-
-
-def describe_speed_here(answer: dict[str, Any], model: ModelConfig) -> list[tuple[str, str]]:
-    """Rows of a table: speed and length of a calibrated plan; time and price where it fits."""
-    slowest, fastest = 1 - MEASURED_SPREAD, 1 + MEASURED_SPREAD
-    rate, hours, mfu = answer["tokens_per_second"], answer["hours"], answer["mfu"]
-    speed = f"{rate:,.0f} tokens/s ({rate * slowest:,.0f} to {rate * fastest:,.0f})" + (
-        f", MFU {mfu:.1%}" if mfu else ""
-    )
-    optimal = format_quantity(optimal_tokens(model))
-    rows = [("speed", speed), ("length", f"{format_quantity(answer['tokens'])} tokens (compute-optimal: {optimal})")]
-    if hours is not None:
-        span = " to ".join(format_duration(3600 * hours / share) for share in (fastest, slowest))
-        cost = f", ${answer['dollars']:,.2f}" if answer["dollars"] else ""
-        rows.append(("time", f"{format_duration(3600 * hours)} ({span}){cost}"))
-    return rows
 
 
 def resolve_recipe_or_preset(name: str, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelConfig, bool]:
@@ -219,21 +204,23 @@ def read_dollars(value: float | None, option: str) -> float:
     """Dollars above 0; 0 where the option is left out. Raises ConfigError."""
     if value is None:
         return 0.0
-    if not (math.isfinite(value) and 0 < value <= MOST_DOLLARS):
+    if not 0 < value <= MOST_DOLLARS:
         raise ConfigError(f"{option} is {value:g}", option, "give US dollars above 0: 1.99")
     return value
 
 
 def read_hours(text: str | None) -> float:
     """Hours of a deadline such as 24h or 2d12h; 0 where it is left out. Raises ConfigError."""
+    if text is None:
+        return 0.0
     try:
-        hours = parse_time(text or "") / 3600
-    except ValueError as wrong:
-        raise ConfigError(str(wrong), "--deadline", "write it as 90m, 24h or 2d12h") from None
-    if text is not None and (not hours or text.strip()[-1].isdigit()):
+        hours = parse_time(text) / 3600
+        if hours and not text.strip()[-1].isdigit():
+            return hours
         what = f"a deadline of {text.strip() or 'nothing'}{' without a unit' if hours else ''}"
-        raise ConfigError(what, "--deadline", "write it as 90m, 24h or 2d12h")
-    return hours
+    except ValueError as wrong:
+        what = str(wrong)
+    raise ConfigError(what, "--deadline", "write it as 90m, 24h or 2d12h")
 
 
 def read_tokens(text: str | None, model: ModelConfig, is_recipe: bool) -> float:
@@ -242,13 +229,18 @@ def read_tokens(text: str | None, model: ModelConfig, is_recipe: bool) -> float:
         return optimal_tokens(model)
     if text is None:
         return 0.0
+    what = "no tokens to train on"
     try:
-        tokens = parse_value(FIELDS["budget.tokens"], text)
+        if tokens := parse_value(FIELDS["budget.tokens"], text):
+            return float(tokens)
     except ValueError as wrong:
-        raise ConfigError(str(wrong), "--tokens", "give a number such as 10e9 or 10B, or chinchilla") from None
-    if not tokens:
-        raise ConfigError("no tokens to train on", "--tokens", "give a number such as 10e9 or 10B, or chinchilla")
-    return float(tokens)
+        what = str(wrong)
+    raise ConfigError(what, "--tokens", "give a number such as 10e9 or 10B, or chinchilla")
+
+
+def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
+    """The first row of a table."""
+    return "model", f"{name}: {count_parameters(model):,} parameters, context {model.seq_len:,}"
 
 
 def describe_plan(plan: Plan) -> list[tuple[str, str]]:
@@ -259,21 +251,19 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     share = f"{memory.total_bytes / usable:.0%} of {format_quantity(usable, 'B')} usable"
     times = {name: seconds for name, seconds in dataclasses.asdict(step).items() if name != "tokens"}
     where = sorted(times.items(), key=lambda part: -part[1])
-    low, high = (share * plan.tokens_per_second for share in plan.spread)
     shards = f"sharded {layout.sharding}" if layout.sharding != "none" else "not sharded"
     shards += f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     recomputed = {"none": "nothing", "gelu": "GELU outputs", "block": "blocks"}[layout.checkpointing]
     size = f"{layout.micro_steps} x {layout.micro_batch} sequences a GPU and step"
     fit = f"{'fits' if plan.fits else 'does not fit'}: {format_quantity(memory.total_bytes, 'B')}, {share}"
-    optimal = format_quantity(optimal_tokens(plan.model))
     rows = [
         ("on", f"{layout.gpus} x {gpu.name}, {layout.precision}, {layout.program}"),
         ("memory", fit),
         ("", ", ".join(f"{name.replace('_', ' ')} {format_quantity(part, 'B')}" for name, part in parts if part)),
         ("layout", f"{shards}, {size}, recomputed: {recomputed}"),
-        ("speed", f"{plan.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f}), MFU {plan.mfu:.1%}"),
+        ("speed", describe_speed(plan.tokens_per_second, plan.spread, plan.mfu)),
         ("", ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in where if seconds)),
-        ("length", f"{format_quantity(plan.tokens)} tokens (compute-optimal: {optimal})" + describe_ramp(plan)),
+        ("length", describe_length(plan.tokens, plan.model) + describe_ramp(plan)),
     ]
     if not plan.fits:
         return rows
@@ -281,16 +271,27 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     energy = f"{plan.energy_kwh:,.1f} kWh" if plan.energy_kwh >= 1 else f"{1000 * plan.energy_kwh:,.1f} Wh"
     return [
         *rows,
-        ("time", f"{describe_time(plan)}, {plan.gpu_hours * unit_size:,.1f} GPU-{unit}"),
+        ("time", f"{describe_time(plan.hours, plan.spread)}, {plan.gpu_hours * unit_size:,.1f} GPU-{unit}"),
         ("price", describe_price(plan)),
         ("energy", f"{energy}, estimated: the GPUs alone, at their full {gpu.watts:.0f} W"),
     ]
 
 
-def describe_time(plan: Plan) -> str:
+def describe_speed(rate: float, spread: tuple[float, float], mfu: float | None) -> str:
+    """The tokens/s that are expected, their range, MFU where it is known."""
+    low, high = (share * rate for share in spread)
+    return f"{rate:,.0f} tokens/s ({low:,.0f} to {high:,.0f})" + (f", MFU {mfu:.1%}" if mfu else "")
+
+
+def describe_length(tokens: float, model: ModelConfig) -> str:
+    """The length of a run beside the best one for its model."""
+    return f"{format_quantity(tokens)} tokens (compute-optimal: {format_quantity(optimal_tokens(model))})"
+
+
+def describe_time(hours: float, spread: tuple[float, float]) -> str:
     """The time that is expected, and its range."""
-    span = " to ".join(format_duration(3600 * plan.hours / share) for share in reversed(plan.spread))
-    return f"{format_duration(3600 * plan.hours)} ({span})"
+    span = " to ".join(format_duration(3600 * hours / share) for share in reversed(spread))
+    return f"{format_duration(3600 * hours)} ({span})"
 
 
 def describe_ramp(plan: Plan) -> str:
@@ -319,47 +320,24 @@ def with_digits(number: float, decimals: int) -> str:
     return f"{number:,.{decimals}f}" if number >= 10**-decimals else f"{number:.2g}"
 
 
-def scaling_cells(plan: Plan, first: Plan) -> list[str]:
-    """GPUs, tokens/s, speed-up. first: the fewest GPUs, to which the speed-up refers."""
-    speedup = plan.tokens_per_second / first.tokens_per_second * first.layout.gpus
-    cells = [f"{plan.tokens_per_second:,.0f}", f"{speedup:,.1f}"] if plan.fits else ["", ""]
-    return [f"{plan.layout.gpus:,}", *cells]
-
-
-def family_cells(name: str, plan: Plan) -> list[str]:
-    """Name, tokens, tokens/s."""
-    return [name, format_quantity(plan.tokens), f"{plan.tokens_per_second:,.0f}" if plan.fits else ""]
-
-
-def describe_excess(plan: Plan) -> str:
-    """What a plan that does not fit needs on each GPU."""
-    return f"does not fit: {format_quantity(plan.memory.total_bytes, 'B')}"
-
-
-def print_costs(console: Console, names: Sequence[str], rows: Sequence[tuple[list[str], Plan]]) -> None:
-    """Print first cells, then MFU, time, price and layout, of times all in the unit of the middle one."""
+def print_costs(console: Console, names: tuple[str, str], rows: Sequence[tuple[tuple[str, str], Plan]]) -> None:
+    """Print two cells each, then speed, time, price and layout, of times all in the unit of the middle one."""
     plans = [plan for _, plan in rows if plan.fits]
-    unit, size = time_unit(sorted(plan.hours for plan in plans)[len(plans) // 2] if plans else 0)
-    gpu_unit, gpu_size = time_unit(sorted(plan.gpu_hours for plan in plans)[len(plans) // 2] if plans else 0)
-    table = [[*names, "MFU", unit, f"GPU-{gpu_unit}", "dollars", "layout"]]
+    middle = len(plans) // 2
+    unit, size = time_unit(sorted([plan.hours for plan in plans] or [0])[middle])
+    gpu_unit, gpu_size = time_unit(sorted([plan.gpu_hours for plan in plans] or [0])[middle])
+    table = [[*names, "tokens/s", "MFU", unit, f"GPU-{gpu_unit}", "dollars", "layout"]]
     for cells, plan in rows:
         layout = plan.layout
         how = ", ".join(word for word in (layout.sharding, layout.checkpointing) if word != "none")
         dollars = "" if plan.dollars is None else with_digits(plan.dollars, 0)
         times = [with_digits(plan.hours * size, 2), with_digits(plan.gpu_hours * gpu_size, 1)]
-        costs = [f"{plan.mfu:.1%}", *times, dollars]
+        costs = [f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}", *times, dollars]
         layout_cell = f"{layout.micro_steps} x {layout.micro_batch}{', ' + how if how else ''}"
-        table.append([*cells, *costs, layout_cell] if plan.fits else [*cells, *[""] * 4, describe_excess(plan)])
-    print_rows(console, table)
-
-
-def print_rows(console: Console, table: Sequence[Sequence[str]]) -> None:
-    """Print a table; all but the first and the last column to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
-        cells[0], cells[-1] = f"{row[0]:<{widths[0]}}", row[-1]
-        console.print("  ".join(cells).rstrip())
+        excess = f"does not fit: {format_quantity(plan.memory.total_bytes, 'B')}"
+        table.append([*cells, *costs, layout_cell] if plan.fits else [cells[0], *[""] * 6, excess])
+    for line in console.align(table, left=1):
+        console.print(line)
 
 
 def describe_deadline(plan: Plan | None, deadline: str, gpu: str) -> str:
@@ -367,7 +345,7 @@ def describe_deadline(plan: Plan | None, deadline: str, gpu: str) -> str:
     if plan is None:
         return f"{deadline}: no number of {gpu} among which the batch divides is fast enough; raise budget.batch_tokens"
     cost = "" if plan.dollars is None else f", ${plan.dollars:,.2f}"
-    return f"{deadline}: {plan.layout.gpus:,} x {gpu}, {describe_time(plan)}{cost}"
+    return f"{deadline}: {plan.layout.gpus:,} x {gpu}, {describe_time(plan.hours, plan.spread)}{cost}"
 
 
 def describe_optimum(optimum: Optimum, dollars: float) -> str:

@@ -21,9 +21,10 @@ from megatoken.cli.runs import PRETRAIN, average_rate, list_differences, read_ru
 from megatoken.console import Console, format_duration, format_quantity
 from megatoken.errors import ConfigError, StorageError
 from megatoken.eval.tasks import SCORES
+from megatoken.plots import number
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.system.gpus import GPUS, Gpu
+from megatoken.system.gpus import find_driver
 from megatoken.train.metrics_log import read_metrics
 
 PAGE = Path(__file__).parent / "report_page"
@@ -117,7 +118,8 @@ def build_page(
     facts = [read_run(run) for run in runs]
     rows = [read_metrics(run, warn) for run in runs]
     curves = [{"name": name, **read_curves(each)} for name, each in zip(names, rows, strict=True)]
-    sources = dict.fromkeys(gpu.price_source for run in runs if (gpu := find_device(run)) and gpu.price)
+    devices = [find_driver(read_object(run / "provenance.json").get("device")) for run in runs]
+    sources = dict.fromkeys(gpu.price_source for gpu in devices if gpu and gpu.price)
     note = f"cost of GPU-hours by {' and '.join(sources)}; --price replaces it" if sources and price is None else ""
     summaries = [summarize(*each, price) for each in zip(names, runs, facts, rows, strict=True)]
     title = ", ".join(names) if len(names) < 4 else f"{len(names)} runs"
@@ -165,7 +167,7 @@ def read_curves(rows: Sequence[Row]) -> dict[str, Any]:
     has = {
         kind: [name for name in ANSWERS if any(name in row for row in of)] for kind, of in (("t", train), ("v", val))
     }
-    points = [columns(train, ("step", "tokens", "elapsed_seconds", *CURVES, *has["t"]))]
+    points = columns(train, ("step", "tokens", "elapsed_seconds", *CURVES, *has["t"]))
     bounds = np.linspace(0, len(train), min(len(train), MOST_POINTS) + 1).astype(int)[:-1]
     result: dict[str, Any] = {
         "train": {},
@@ -174,8 +176,8 @@ def read_curves(rows: Sequence[Row]) -> dict[str, Any]:
     if len(train):
         counts = np.diff([*bounds, len(train)])
         with np.errstate(invalid="ignore"):
-            result["train"] = to_lists({name: np.add.reduceat(x, bounds) / counts for name, x in points[0].items()})
-            loss = points[0]["loss"]
+            result["train"] = to_lists({name: np.add.reduceat(x, bounds) / counts for name, x in points.items()})
+            loss = points["loss"]
             result["train"] |= to_lists({"low": np.fmin.reduceat(loss, bounds), "high": np.fmax.reduceat(loss, bounds)})
     scores = [row for row in rows if row["kind"] == "eval"]
     tasks = dict.fromkeys(str(row.get("task")) for row in scores)
@@ -191,11 +193,6 @@ def read_curves(rows: Sequence[Row]) -> dict[str, Any]:
 def columns(rows: Sequence[Row], names: Sequence[str]) -> dict[str, np.ndarray]:
     """The numbers of rows by name; NaN where a row has none."""
     return {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in names}
-
-
-def number(value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
-    return float(value) if is_number else math.nan
 
 
 def to_lists(values: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
@@ -235,19 +232,18 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
     each = [mfu / speed for mfu, speed in zip(mfus, speeds, strict=True) if speed > 0 and math.isfinite(mfu)]
     flops_per_token = float(np.median(each)) * processes * peak if each else math.nan
     steps = f"{facts['step'] or 0:,}" + (f" of {facts['total_steps']:,}" if facts["total_steps"] else "")
-    gpu = find_device(run)
+    gpu = find_driver(provenance.get("device"))
     price = price or (gpu.price if gpu else 0.0)
     plans = [row for row in rows if row["kind"] == "event" and row.get("what") == "planned"]
     planned = number(last.get("tokens")) / number(plans[-1].get("tokens_per_second")) if plans else math.nan
     cells = [
         steps,
         format_quantity(number(last.get("tokens"))),
-        cell(number(last.get("loss")), ".4f"),
-        cell(number(val[-1].get("loss")) if val else math.nan, ".4f")
-        + (f", best {best:.4f}" if math.isfinite(best) else ""),
+        cell(last.get("loss"), ".4f"),
+        cell(val[-1].get("loss") if val else None, ".4f") + (f", best {best:.4f}" if math.isfinite(best) else ""),
         format_reward(last, val[-1] if val else {}),
-        cell(number(val[-1].get("bits_per_byte")) if val else math.nan, ".4f"),
-        cell(average_rate(last) or math.nan, ",.0f"),
+        cell(val[-1].get("bits_per_byte") if val else None, ".4f"),
+        cell(average_rate(last), ",.0f"),
         cell(float(mfu), ".1%"),
         (format_duration(seconds) if math.isfinite(seconds) else "-")
         + (f" x {processes:.0f}" if processes > 1 else "")
@@ -266,24 +262,20 @@ def format_reward(train: Row, val: Row) -> str:
     key = "reward" if "reward" in train else "accuracy"
     if not math.isfinite(number(train.get(key))):
         return "-"
-    error = f" ± {number(val.get('reward_stderr')):.3f}" if math.isfinite(number(val.get("reward_stderr"))) else ""
-    held_out = f", held out {number(val[key]):.3f}{error}" if math.isfinite(number(val.get(key))) else ""
-    return f"{number(train[key]):.3f}{held_out}"
+    reward, error = number(val.get(key)), number(val.get("reward_stderr"))
+    noise = f" ± {error:.3f}" if math.isfinite(error) else ""
+    return f"{train[key]:.3f}" + (f", held out {reward:.3f}{noise}" if math.isfinite(reward) else "")
 
 
-def find_device(run: Path) -> Gpu | None:
-    """The GPU that a run was trained on, None where it is not in the list."""
-    device = read_object(run / "provenance.json").get("device")
-    return next((gpu for gpu in GPUS.values() if gpu.driver == device), None)
-
-
-def cell(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "-"
+def cell(value: Any, form: str) -> str:
+    return format(value, form) if math.isfinite(number(value)) else "-"
 
 
 def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> str:
-    """A table in HTML; columns without a value are left out, the first is a heading of its row. name: for a screen
-    reader."""
+    """A table in HTML, nothing without rows; columns without a value are left out, the first is a heading of its row.
+    name: for a screen reader."""
+    if not rows:
+        return ""
     kept = [i for i in range(len(heads)) if i == 0 or any(str(row[i]) not in ("", "-") for row in rows)]
     head = "".join(f'<th scope="col">{escape(heads[i])}</th>' for i in kept)
     lines = []
@@ -329,15 +321,13 @@ def tabulate_scores(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
         lines += [
             (f"{name} (published)", "hellaswag", "", *(format_score(x) for x in scores)) for name, *scores in PUBLISHED
         ]
-    return (
-        table("Evaluation", ("run", "task", "step", *SCORES), lines, "percent, with standard errors") if lines else ""
-    )
+    return table("Evaluation", ("run", "task", "step", *SCORES), lines, "percent, with standard errors")
 
 
 def format_score(value: Any, stderr: Any = None) -> str:
     if not math.isfinite(number(value)):
         return "-"
-    return f"{100 * number(value):.2f}" + (f" ± {100 * number(stderr):.2f}" if math.isfinite(number(stderr)) else "")
+    return f"{100 * value:.2f}" + (f" ± {100 * stderr:.2f}" if math.isfinite(number(stderr)) else "")
 
 
 def tabulate_ladder(record: Row) -> str:
@@ -360,7 +350,7 @@ def tabulate_ladder(record: Row) -> str:
 def tabulate_differences(names: Sequence[str], runs: Sequence[Path]) -> str:
     differences = list_differences(runs) if len(runs) > 1 else {}
     lines = [(key, *values) for key, values in differences.items()]
-    return table("Settings that differ", ("setting", *names), lines) if lines else ""
+    return table("Settings that differ", ("setting", *names), lines)
 
 
 def list_events(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
@@ -370,7 +360,7 @@ def list_events(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
         for row in run_rows
         if row["kind"] == "event"
     ]
-    return table("Events", ("run", "step", "what", "message"), lines[-200:]) if lines else ""
+    return table("Events", ("run", "step", "what", "message"), lines[-200:])
 
 
 def list_provenance(names: Sequence[str], runs: Sequence[Path]) -> str:
@@ -382,8 +372,4 @@ def list_provenance(names: Sequence[str], runs: Sequence[Path]) -> str:
             return f"{value:.4g}"
         return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
 
-    return (
-        table("Provenance", ("of", *names), [(key, *(text(fact.get(key)) for fact in facts)) for key in keys])
-        if keys
-        else ""
-    )
+    return table("Provenance", ("of", *names), [(key, *(text(fact.get(key)) for fact in facts)) for key in keys])

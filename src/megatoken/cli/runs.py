@@ -22,9 +22,15 @@ from megatoken.train.metrics_log import METRICS, STATUS, find_last_rows
 MARKS = {"config.yaml", "provenance.json", METRICS, STATUS, "checkpoints"}
 # Keys of --sort: the key of a row, and whether the largest is the best.
 SORT_KEYS = {
-    **{"name": ("run", False), "state": ("state", False), "step": ("step", True), "loss": ("loss", False)},
-    **{"val_loss": ("val_loss", False), "speed": ("tokens_per_second", True), "left": ("eta_seconds", False)},
-    **{"size": ("bytes", True), "updated": ("updated", True)},
+    "name": ("run", False),
+    "state": ("state", False),
+    "step": ("step", True),
+    "loss": ("loss", False),
+    "val_loss": ("val_loss", False),
+    "speed": ("tokens_per_second", True),
+    "left": ("eta_seconds", False),
+    "size": ("bytes", True),
+    "updated": ("updated", True),
 }
 PRETRAIN = "pretrain"  # the objective that is not shown
 DEFAULT = Path("runs")  # where `train` puts them; it need not be there yet
@@ -47,10 +53,10 @@ def show_runs(folders: Sequence[Path], sort: str | None, console: Console) -> tu
         key, largest_first = SORT_KEYS[sort]
         known = sorted((row for row in rows if row[key] is not None), key=lambda row: row[key], reverse=largest_first)
         rows = known + [row for row in rows if row[key] is None]
+    cells = add_objectives([COLUMNS, *(format_row(row) for row in rows)], rows)
     if not rows:
         console.print(f"no runs below {', '.join(map(str, folders))}; next: megatoken train RECIPE")
     elif not is_comparison:
-        cells = add_objectives([COLUMNS, *(format_row(row) for row in rows)], rows)
         left = 2 + len(cells[0]) - len(COLUMNS)
         for row, line in zip([None, *rows], console.align(cells, left=left), strict=True):
             lost = row is not None and row["state"] in ("dead", "failed", "broken")
@@ -59,8 +65,8 @@ def show_runs(folders: Sequence[Path], sort: str | None, console: Console) -> tu
     differences: dict[str, list[str]] = {}
     if is_comparison:
         differences = list_differences([Path(row["run"]) for row in rows])
-        cells = list(zip(*add_objectives([COLUMNS, *(format_row(row) for row in rows)], rows), strict=True))
-        for line in console.align([*cells, *((key, *values) for key, values in differences.items())], left=1):
+        columns = zip(*cells, strict=True)
+        for line in console.align([*columns, *((key, *values) for key, values in differences.items())], left=1):
             console.print(line)
     return rows, differences
 

@@ -352,12 +352,11 @@ def draw_sweep(pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], ranges: 
             same = [row for row in rows if row["state"] == state and row["loss"]]
             x = [place(row["values"][space.key]) for row in same]
             axis.scatter(x, [row["loss"] for row in same], marker=marker, color=colour, label=label)
-        best = place(rows[0]["values"][space.key])
-        axis.scatter([best], [rows[0]["loss"]], s=140, marker="*", color="C3", label="best")
+        best = place(rows[0]["values"][space.key]), rows[0]["loss"]
+        axis.scatter(*best, s=140, marker="*", color="C3", label="best")
         axis.set(title=space.key, xscale="log" if space.log else "linear", ylabel="validation loss (nats per token)")
         if space.choices:
             axis.set_xticks(range(len(space.choices)), space.choices)
-            axis.set_xlim(-0.5, len(space.choices) - 0.5)
         axis.grid(alpha=0.25)
     grid[0, 0].legend()
     return save_figure(pyplot, figure, path)

@@ -8,6 +8,7 @@ run takes, which finds it there; its memory is measured by one pass.
 import statistics
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from megatoken.model.gpt import GPT
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.environment import cache_get, cache_put, peak_resident_bytes
+from megatoken.system.timing import time_once
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
 from megatoken.train.micro_batch import describe_step, find_rates, pick_micro_batch
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
@@ -218,25 +220,21 @@ def take_steps(state: TrainState, step_config: StepConfig, device: Device) -> tu
     """Seconds of forward and backward of one micro-batch, and of a step beyond its second one."""
     shape = 2 * step_config.micro_batch, state.model.config.seq_len
     ids = torch.randint(state.model.config.vocab_size, shape, device=device.torch_device)
-    device.synchronize()
-    start = time.perf_counter()
-    forward_backward(state, step_config, device, Batch(ids[: step_config.micro_batch], ids[: step_config.micro_batch]))
+    both = Batch(ids, ids)
+    one = both.split(step_config.micro_batch)[0]
+    backward = time_once(partial(forward_backward, state, step_config, device, one), device.synchronize)
     state.optimizer.zero_grad(set_to_none=True)
-    device.synchronize()
-    middle = time.perf_counter()
     state.step = 0
-    train_step(state, step_config, device, Batch(ids, ids))
-    device.synchronize()
-    return middle - start, time.perf_counter() - middle - (middle - start)
+    step = time_once(partial(train_step, state, step_config, device, both), device.synchronize)
+    return backward, step - backward
 
 
 def time_validation(state: TrainState, step_config: StepConfig, device: Device) -> float:
     """Seconds of the validation loss of one micro-batch."""
     model = state.model.config
     ids = np.random.default_rng(0).integers(model.vocab_size, size=(step_config.micro_batch, model.seq_len + 1))
-    device.synchronize()
-    start = time.perf_counter()
-    validation_loss(
+    validate = partial(
+        validation_loss,
         state.model,
         [ids],
         device,
@@ -245,5 +243,4 @@ def time_validation(state: TrainState, step_config: StepConfig, device: Device) 
         count_bytes=lambda *_: 0,
         softmax_cross_entropy=state.cross_entropy_fn,
     )
-    device.synchronize()
-    return time.perf_counter() - start
+    return time_once(validate, device.synchronize)

@@ -6,7 +6,7 @@ from megatoken.console import format_duration, format_memory
 from megatoken.estimate.calibrate import count_run_bytes, find_calibration
 from megatoken.estimate.plan import build_layout
 from megatoken.estimate.speed import estimate_step
-from megatoken.system.gpus import GPUS
+from megatoken.system.gpus import find_driver
 from megatoken.train.run_context import RunContext
 
 MOST_OFF = 0.005  # share below which the plan was exact for any reader
@@ -51,8 +51,7 @@ def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
         seconds = known.step_seconds(model.n_layer, run.step_config.batch_tokens // model.seq_len)
         memory_bytes = count_run_bytes(known, run.config, model, device)
         return Expectation(step_seconds=seconds, memory_bytes=memory_bytes, source="this machine, measured before")
-    gpu = next((gpu for gpu in GPUS.values() if gpu.driver == device.name), None)
-    if gpu is None:
+    if (gpu := find_driver(device.name)) is None:
         return None
     layout, memory = build_layout(
         run.config,

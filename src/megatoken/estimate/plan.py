@@ -30,7 +30,7 @@ TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, Chinchilla)
 GPU_COUNTS = tuple(2**i for i in range(11))
 # Of the predicted tokens/s: four in five published runs lie within (tests/estimate/test_published.py).
 SLOWEST, FASTEST = 0.77, 1.12
-MEASURED_SPREAD = 0.1  # either way, where this machine or a record was measured
+MEASURED_SPREAD = 0.9, 1.1  # where this machine or a record was measured
 CHECKPOINTING = ("none", "gelu", "block")
 LOW_PRECISION = {"turing": "fp16", "volta": "fp16", "pascal": "fp32"}  # elsewhere bf16
 
@@ -126,7 +126,7 @@ def plan_run(
     others: dict[str, Any] = {"tokens": tokens, "evaluated_tokens": count_evaluated_tokens(config, tokens)}
     others["price"] = price or gpu.price
     if measured:
-        others |= {"speed_factor": measured, "spread": (1 - MEASURED_SPREAD, 1 + MEASURED_SPREAD)}
+        others |= {"speed_factor": measured, "spread": MEASURED_SPREAD}
     if budget_ramp := config.budget.ramp:
         whole = gpus // config.machine.tensor_parallel * model.seq_len  # tokens of a sequence on each replica
         others["ramp"] = replace(budget_ramp, start=math.ceil(budget_ramp.start / whole) * whole)
@@ -143,7 +143,7 @@ def plan_run(
 
 def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
     """(measured over planned tokens/s, number of measurements) of `megatoken bench batch` records of this GPU in a
-    folder; their median, 1 where there is none. Raises ConfigError for a record whose numbers are none."""
+    folder; their median, 0 where there is none. Raises ConfigError for a record whose numbers are none."""
     ratios = list[float]()
     for path in sorted(folder.glob("*.json")):
         record = read_object(path)
@@ -163,7 +163,7 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
             what = f"not a record of `megatoken bench batch`: {type(error).__name__} {error}"
             raise ConfigError(what, str(path), "remove it, or choose another folder") from None
     if not ratios:
-        return 1.0, 0
+        return 0.0, 0
     ordered, middle = sorted(ratios), len(ratios) // 2
     return (ordered[middle] + ordered[~middle]) / 2, len(ratios)
 
@@ -265,9 +265,9 @@ def list_settings(config: Config, plan: Plan) -> list[str]:
     dist_env = DistEnv(world_size=layout.gpus, local_world_size=min(layout.gpus, plan.gpu.per_machine))
     precision = "fp32" if layout.precision == "tf32" else layout.precision
     dims = choose_dims(machine, plan.model, precision, plan.gpu.memory_bytes, dist_env, config.optim.name)
-    chosen = {"sharding": layout.sharding, "activation_checkpointing": layout.checkpointing}
-    trained = {"sharding": dims.sharding, "activation_checkpointing": machine.activation_checkpointing}
-    settings = [f"machine.{key}={value}" for key, value in chosen.items() if value != trained[key]]
+    settings = [f"machine.sharding={layout.sharding}"] if layout.sharding != dims.sharding else []
+    if layout.checkpointing != machine.activation_checkpointing:
+        settings.append(f"machine.activation_checkpointing={layout.checkpointing}")
     if plan.ramp and plan.ramp != config.budget.ramp:  # whose first batch does not divide among these GPUs
         settings.append(f"budget.batch_start={plan.ramp.start}")
     return settings
@@ -320,9 +320,9 @@ def plan_family(config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **
 
 def find_deadline(config: Config, model: ModelConfig, gpu: Gpu, hours: float, **options: Any) -> Plan | None:
     """The fewest GPUs that fit and end within `hours`; None if no number does."""
-    counts = [count for count in range(1, config.batch_seqs + 1) if config.batch_seqs % count == 0]
-    tp = config.machine.tensor_parallel
-    plans = scale_gpus(config, model, gpu, [count * tp for count in counts], **options)
+    seqs, tp = config.batch_seqs, config.machine.tensor_parallel
+    counts = [count * tp for count in range(1, seqs + 1) if seqs % count == 0]
+    plans = scale_gpus(config, model, gpu, counts, **options)
     return next((plan for plan in plans if plan.fits and plan.hours <= hours), None)
 
 
@@ -405,6 +405,6 @@ def spend_budget(
 def plan_preset(config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str]) -> Plan:
     """A plan of another model with about the config's batch, made to divide among the GPUs."""
     tokens_a_step = max(config.budget.batch_tokens // model.seq_len, gpus) // gpus * gpus * model.seq_len
-    budget = replace(config.budget, batch_tokens=tokens_a_step, batch_start=0, batch_ramp=0)
+    budget = replace(config.budget, batch_tokens=tokens_a_step)
     sized = replace(config, model=replace(config.model, seq_len=model.seq_len), budget=budget)
     return plan_run(sized, model, gpu, gpus, tokens=optimal_tokens(model), modes=modes)

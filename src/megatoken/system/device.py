@@ -56,6 +56,11 @@ class Device:
         return DTYPES[self.precision]
 
     @property
+    def is_ampere(self) -> bool:
+        """Whether it is an NVIDIA GPU since Ampere, with TF32 and bf16."""
+        return self.type == "cuda" and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
+    @property
     def widest(self) -> torch.dtype:
         """The dtype for sums over many numbers."""
         return torch.float32 if self.type == "mps" else torch.float64
@@ -275,6 +280,6 @@ def misses_triton(device: Device) -> str:
         return "Triton is not installed"
     if torch.version.hip:
         return "they were made for NVIDIA GPUs"
-    if torch.cuda.get_device_capability(device.torch_device) < (8, 0):
+    if not device.is_ampere:
         return f"{device.name} is older than Ampere"
     return ""

@@ -52,7 +52,6 @@ class Gpu:
 # watts, $/h. Data sheets as in peak_flops.py. Links: NVLink (SXM) or PCIe, one direction. Network: eight adapters of
 # 200 Gb/s a machine for A100, of 400 from H100 on; one of 100 Gb/s before and for PCIe cards.
 _ROWS = {
-    "GTX-1080": ("NVIDIA GeForce GTX 1080", "pascal", 7.92, 320, 20, 16, 1.6, 180, 0),
     "GTX-1080Ti": ("NVIDIA GeForce GTX 1080 Ti", "pascal", 10.91, 484, 28, 16, 1.6, 250, 0),
     "P100": ("Tesla P100-PCIE-16GB", "pascal", 15.9, 732, 56, 16, 1.6, 250, 0),
     "T4": ("Tesla T4", "turing", 14.74, 320, 40, 16, 1.6, 70, 0),
@@ -113,6 +112,11 @@ _BY_WORD |= {"a100": GPUS["A100-80GB"], "v100": GPUS["V100-32GB"], "a100pcie": G
 _BY_WORD |= {"h10080": GPUS["H100"], "h200141": GPUS["H200"]}
 
 
+def find_driver(name: object) -> Gpu | None:
+    """The GPU whose driver reports exactly this name, None where it is not in the table."""
+    return next((gpu for gpu in GPUS.values() if gpu.driver == name), None)
+
+
 def find_gpu(name: str, where: str = "--gpus") -> Gpu:
     """The GPU that a name means, in the driver's words or in short. Raises ConfigError with the nearest names."""
     if (gpu := _BY_WORD.get(_simplify(name))) is not None:
@@ -125,11 +129,6 @@ def find_gpu(name: str, where: str = "--gpus") -> Gpu:
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """Number and kind of `8xA100-40GB` or `H100`. Raises ConfigError for a count or a name that is none."""
     match = re.fullmatch(r"\s*([-+\d.]+)\s*[x*]\s*(\S.*)", text)
-    last = re.fullmatch(r"\s*(\S.*?)\s*[x*]\s*(\d+)\s*", text)
-    if match is None and last is not None and _simplify(last[1]) in _BY_WORD:
-        raise ConfigError(f"cannot read '{text}'", "--gpus", f"the number comes first: {last[2]}x{last[1]}")
-    if match is None and _simplify(text) not in _BY_WORD and re.match(r"\s*[-+.\d]", text):
-        raise ConfigError(f"cannot read '{text}'", "--gpus", "write a number, x and a name: 8xH100")
     count, name = match.groups() if match else ("1", text)
     if not count.isdecimal() or not 1 <= int(count) <= MOST_GPUS:
         raise ConfigError(f"{count} GPUs", "--gpus", f"give a whole number from 1 to {MOST_GPUS:,}: 8xH100")

@@ -14,13 +14,13 @@ def _row(fp32: float, tf32: float = 0.0, fp16: float = 0.0, bf16: float = 0.0) -
 
 # fmt: off
 # fp32, fp16 TFLOP/s before Ampere. Data sheets of P100, 2016, T4, 2018, and V100, 2020; Turing architecture whitepaper;
-# GTX 10: 2 * cores * boost clock.
+# GTX 1080 Ti: 2 * cores * boost clock.
 _BEFORE_AMPERE = {
     "Tesla P100-PCIE-16GB": (9.3, 18.7), "Tesla P100-SXM2-16GB": (10.6, 21.2), "Tesla T4": (8.1, 65.0),
     "Tesla V100-PCIE-16GB": (14.0, 112.0), "Tesla V100-PCIE-32GB": (14.0, 112.0),
     "Tesla V100S-PCIE-32GB": (16.4, 130.0), "Tesla V100-SXM2-16GB": (15.7, 125.0),
     "Tesla V100-SXM2-32GB": (15.7, 125.0), "NVIDIA GeForce RTX 2080 Ti": (13.4, 53.8),
-    "NVIDIA TITAN RTX": (16.3, 130.5), "NVIDIA GeForce GTX 1080": (8.9, 0.0), "NVIDIA GeForce GTX 1080 Ti": (11.3, 0.0),
+    "NVIDIA TITAN RTX": (16.3, 130.5), "NVIDIA GeForce GTX 1080 Ti": (11.3, 0.0),
 }
 # fp32, tf32, and fp16 or bf16 TFLOP/s. Data sheets: A100, A10, A30, A40, 2021; A10G (made for AWS), 2022; L4, L40 (at
 # GeForce's half rate), L40S, 2023; H100, H200, GH200, 2023-2024; HGX B200 and GB200 NVL72, 2025, an eighth and a 72nd

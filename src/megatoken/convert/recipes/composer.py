@@ -23,10 +23,7 @@ OPTIMIZERS = {  # Composer's and torch's defaults
     "decoupled_adamw": {"lr": 1e-3, "betas.0": 0.9, "betas.1": 0.95, "eps": 1e-8, "weight_decay": 1e-5},
     "adamw": {"lr": 1e-3, "betas.0": 0.9, "betas.1": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
 }
-EXAMPLES = {
-    "optimizer": "{name: decoupled_adamw, lr: 6e-4}",
-    "scheduler": "{name: cosine_with_warmup, t_warmup: 100ba}",
-}
+EXAMPLE = "optimizer: {name: decoupled_adamw, lr: 6e-4} or scheduler: {name: cosine_with_warmup, t_warmup: 100ba}"
 CLIPPING = ("grad_clip_norm", "algorithms.gradient_clipping.clipping_threshold", "deepspeed.gradient_clipping")
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
 # The same thing under one name: a section that contains one other section, and a list with one entry.
@@ -184,7 +181,7 @@ def _add_defaults(given: dict[str, Assignment], path: Path) -> None:
     for section in ("optimizer", "scheduler"):
         keys = [key for key in given if key.startswith(f"{section}.")]
         if not keys:
-            raise ConfigError(f"no {section}", str(path), f"write {section}: {EXAMPLES[section]}")
+            raise ConfigError(f"no {section}", str(path), f"write one as in {EXAMPLE}")
         if f"{section}.name" not in keys:  # Composer has {adamw: {lr: 1}}, llm-foundry {name: adamw, lr: 1}
             name = keys[0].split(".")[1]
             add(f"{section}.name", name, given[keys[0]].where)
