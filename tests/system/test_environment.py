@@ -55,7 +55,7 @@ def test_rows_are_consistent(name: str) -> None:
     assert "fp32" in row
     assert set(row) <= {"fp32", "tf32", "fp16", "bf16"}
     assert ("tf32" not in row) or ("bf16" in row)  # both came with Ampere and CDNA 3
-    assert "fp16" in row
+    assert "fp16" in row or "GTX" in name  # there at a 64th of the rate
     assert row["fp32"] <= row.get("tf32", row["fp32"]) <= row.get("bf16", row["fp32"])
     assert 1e12 < row["fp32"] <= max(row.values()) < 3e15  # a sparse figure or a wrong unit would show
 
