@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatoken.config.load import format_value, list_changes, list_recipes, load_config, render, resolve
 from megatoken.config.presets import PRESETS
+from megatoken.config.schema import DataConfig
 from megatoken.errors import ExitCode, MegatokenError
 
 RECIPE = """\
@@ -53,6 +54,15 @@ def test_a_preset_on_the_command_line_replaces_every_size_and_switch_of_a_recipe
     assert shorter.config.model.n_layer == 3  # the command line's own
 
 
+@pytest.mark.parametrize("null", ["null", "~", ""])
+def test_null_is_no_value(tmp_path: Path, null: str) -> None:
+    text = f"model: {{init: {null}}}\ndata:\n  path: {null}\nsample: {null}\nbudget: {{steps: 1, tokens: {null}}}\n"
+    resolved = resolve(write(tmp_path, text + "save: {mirror: 'null'}\n"))
+    config = resolved.config
+    assert (config.model.init, config.data, config.budget.tokens, config.save.mirror) == ("", DataConfig(), 0, "null")
+    assert resolved.origins["data.path"] == "default"
+
+
 def test_rendered_config_loads_again(tmp_path: Path) -> None:
     words = ['sample.prompt=a: b # c\n"d"', "sample.every=1", "save.time_limit=90m", "optim.lr=1e-05"]
     resolved = resolve(write(tmp_path, RECIPE), words)
@@ -61,7 +71,7 @@ def test_rendered_config_loads_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["*.npy", "-", "---", "\U0001f600", "a\u2028b\x85\x7f\ufeff\0", "\udc80", "#", "", "x" * 300, "?"]
+    "text", ["*.npy", "-", "---", "\U0001f600", "a\u2028b\x85\x7f\ufeff\0", "\udc80", "#", "", "x" * 300, "?", "Null"]
 )
 def test_any_text_is_rendered_so_that_it_loads_again(tmp_path: Path, text: str) -> None:
     resolved = resolve(write(tmp_path, RECIPE), [f"data.path={text}", f"sample.prompt={text}", "sample.every=1"])

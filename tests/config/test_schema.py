@@ -45,6 +45,7 @@ def test_duration_in_steps() -> None:
         ("budget.tokens", "10e9tok", 10_000_000_000),
         ("budget.steps", "500steps", 500),
         ("budget.batch_tokens", "524_288", 524288),
+        ("budget.batch_tokens", "64ktok", 64000),
         ("optim.lr", "6e-4", 6e-4),
         ("optim.lr", "1", 1.0),
         ("machine.compile", "on", "on"),

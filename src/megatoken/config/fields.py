@@ -137,7 +137,7 @@ def _parse(spec: ConfigField, text: str) -> Any:
         if not match[3] and number != int(number):  # a share of the run is meant, and would be one step
             raise ValueError
         return Duration(number, unit)
-    if number != int(number) or unit in ("ep", "dur"):
+    if number != int(number) or (match[3] and not spec.unit.startswith(unit)):
         raise ValueError
     return int(digits) if digits.lstrip("-+").replace("_", "").isdigit() and not prefix else int(number)
 

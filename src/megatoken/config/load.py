@@ -40,6 +40,7 @@ VERSION = 2  # in version 1 optim.decay had a meaning under wsd and wsd-sqrt onl
 SHIPPED = Path(__file__).parent / "recipes"
 RUN_CONFIG = "config.yaml"  # of a run folder
 LARGEST_BYTES = 1 << 20
+NULL = "tag:yaml.org,2002:null"  # the tag of null, ~ and an empty value
 COMMAND_LINE = "command line"  # the origin of an override
 # The datasets that shipped recipes name: source and options of the `megatoken prepare` command that makes each.
 PREPARE = {
@@ -312,7 +313,7 @@ def compose_yaml(path: Path) -> yaml.Node | None:
 
 
 def read_recipe(path: Path) -> list[Assignment]:
-    """Every value of a YAML recipe with its file:line.
+    """Every value of a YAML recipe with its file:line; a null is no value.
 
     Raises ConfigError on anything but `key: value` and `section:` with `key: value` below it.
     """
@@ -340,6 +341,8 @@ def _walk(node: yaml.Node, where: str, path: Path, prefix: str = "") -> Iterator
         raise ConfigError(what, where, "see `megatoken config`")
     for key, value in node.value:
         name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+        if value.tag == NULL:
+            continue
         if isinstance(value, yaml.ScalarNode):
             yield Assignment(name, value.value, where)
         else:
@@ -349,7 +352,8 @@ def _walk(node: yaml.Node, where: str, path: Path, prefix: str = "") -> Iterator
 def format_value(value: Any) -> str:
     """A value as it is written in YAML."""
     if isinstance(value, str):
-        plain = re.fullmatch(r"[\w./][\w./:*-]*(?<!:)", value)  # `-` and `*` mean something else in front
+        # `-` and `*` mean something else in front
+        plain = re.fullmatch(r"(?!null$)[\w./][\w./:*-]*(?<!:)", value, re.IGNORECASE)
         quoted: str = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
         return value if plain else quoted
     return str(value).lower() if isinstance(value, bool) else str(value)

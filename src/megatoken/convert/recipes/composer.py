@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from megatoken.config.load import Assignment, compose_yaml
+from megatoken.config.load import NULL, Assignment, compose_yaml
 from megatoken.convert.recipes.translation import Row, Translation, format_value, only
 from megatoken.errors import ConfigError
 
@@ -126,9 +126,7 @@ def translate_composer(path: Path) -> Translation:
     given = _read(path)
     _add_defaults(given, path)
     settings = [
-        setting
-        for setting in given.values()
-        if setting.text.lower() not in ("", "null") or setting.key.startswith(("algorithms.", "callbacks."))
+        setting for setting in given.values() if setting.text or setting.key.startswith(("algorithms.", "callbacks."))
     ]
     translation = Translation("Composer", TABLE, settings, IGNORED)
     get, where, assign = translation.get, translation.where, translation.set
@@ -262,7 +260,7 @@ def _read(path: Path) -> dict[str, Assignment]:
 
 def _list_leaves(node: yaml.Node, path: Path, key: str) -> Iterator[Assignment]:
     if isinstance(node, yaml.ScalarNode) or not node.value:
-        yield Assignment(key, node.value or "", f"{path}:{node.start_mark.line + 1}")
+        yield Assignment(key, "" if node.tag == NULL else node.value or "", f"{path}:{node.start_mark.line + 1}")
         return
     is_section = isinstance(node, yaml.MappingNode)
     entries = [(name.value, value) for name, value in node.value] if is_section else enumerate(node.value)
