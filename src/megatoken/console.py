@@ -14,6 +14,8 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
+from megatoken.redact import redact
+
 STEP_SECONDS = 5.0  # between step lines that are not updated in place
 LIVE_SECONDS = 0.1  # between updates of the line that is
 # Of the 256 colors, whose values no theme changes; each has a contrast of 4:1 or more to black and to white.
@@ -119,7 +121,10 @@ class Console:
         return False
 
     def print(self, text: str = "", style: str = "") -> None:
-        """Print a line above the live one."""
+        """Print a line, without secrets, above the live one."""
+        self._print(redact(text), style)
+
+    def _print(self, text: str, style: str = "") -> None:
         encoding = self.rich.encoding
         self.rich.print(Text(text.encode(encoding, "backslashreplace").decode(encoding), style=style))
 
@@ -158,7 +163,7 @@ class Console:
         """Print texts of a model, each below a rule with the title (and `2 of 3`), and a rule at the end."""
         for number, text in enumerate(texts, start=1):
             self.rule(f"{title} {number} of {len(texts)}" if len(texts) > 1 else title)
-            self.print(spell_controls(text))
+            self._print(spell_controls(text))
         self.rule()
 
     def step(self, line: str, *, share: float | None = None, last: bool = False) -> None:

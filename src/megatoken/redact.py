@@ -3,8 +3,10 @@
 import json
 import os
 import re
+from collections.abc import Iterable
 from typing import Any, TextIO
 
+MODEL_TEXT = ("text", "messages", "examples")  # keys of rows and answers below which a model's text is
 SHORTEST = 6  # characters of a variable's value; shorter ones occur by chance
 # Variables that hold a secret: HF_TOKEN, AWS_ACCESS_KEY_ID, WANDB_API_KEY, ...
 SECRET_NAME = re.compile(
@@ -37,14 +39,26 @@ def redact(text: str) -> str:
     return text
 
 
+def redact_values(value: Any) -> Any:
+    """Redact the strings of a JSON value, except those below MODEL_TEXT."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redact_values(key): item if key in MODEL_TEXT else redact_values(item) for key, item in value.items()}
+    return [redact_values(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 class RedactedStream:
-    """A text stream whose writes are redacted; everything else is that of the stream inside."""
+    """A stream of messages, such as stderr, whose writes are redacted; everything else is that of the stream inside."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         return self._stream.write(redact(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -6,9 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatoken.cli.main import main
+from megatoken.config.model_config import ModelConfig
+from megatoken.convert.hf.export import write_hf
+from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import DataError, ExitCode
+from megatoken.model.gpt import GPT
 from megatoken.redact import RedactedStream, redact
 from tests.cli.canaries import VARIABLES, WRITTEN, find_canaries, list_commands, write_inputs
 
@@ -77,4 +82,27 @@ def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) 
     assert str(DataError("no file", 'a"b\\c/d')) == "no file — ***"
     stream = io.StringIO()
     print('a"b\\c/d', file=RedactedStream(stream), flush=True)
-    assert stream.getvalue() == "***\n"
+    RedactedStream(stream).writelines(['a"b\\c/d'])
+    assert stream.getvalue() == "***\n***"
+
+
+def test_text_of_a_model_and_json_are_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    text = 'git clone ssh://git@host/x --token "abc" ?key="x" a_secret'
+    monkeypatch.setenv("MY_KEY", "a_secret")
+    tokenizer = load_tokenizer("bytes")
+    config = ModelConfig(n_layer=1, n_head=1, d_model=64, seq_len=64, vocab_size=tokenizer.vocab_size)
+    model = GPT(config, seed=0)
+    with torch.no_grad():  # the next id depends on the position alone
+        torch.nn.init.zeros_(model.tokens.weight)
+        model.tokens.weight[tokenizer.encode(text).tolist(), range(len(text))] = 1e-2
+        model.positions.weight.copy_(torch.eye(64))
+        for parameter in model.blocks.parameters():
+            parameter.zero_()
+    write_hf(tmp_path, model, tokenizer, "fp32")
+    words = ["sample", str(tmp_path), ">", "--tokens", str(len(text)), "--temperature", "0"]
+    assert main(words) == ExitCode.DONE
+    assert capsys.readouterr().out == f">{text}\n"
+    assert main([*words, "--json"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["text"] == [text]

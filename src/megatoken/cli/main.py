@@ -48,7 +48,7 @@ from megatoken.launch.local import COMMAND, RESTARTS, at_parent_death, launch, s
 from megatoken.launch.scripts import GPU, TIME, Job, check_batch, check_job, name_job, write_script
 from megatoken.model import flops
 from megatoken.optim.costs import count_saved_bytes
-from megatoken.redact import RedactedStream, redact
+from megatoken.redact import RedactedStream, redact, redact_values
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.environment import heartbeat_file, prepare_process
 from megatoken.system.object_store import is_address
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, answer = options.call(options)
         if options.json and answer is not None:
             try:
-                print(json.dumps(answer), flush=True)
+                print(json.dumps(redact_values(answer)), flush=True)
             except OSError:
                 if options.command != "train":  # a run is saved: its exit code counts
                     raise
@@ -91,16 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare_streams() -> None:
-    """Empty streams for those that this process was started without; what stdout cannot encode becomes ?, and secrets
-    become ***."""
+    """Open empty streams for those that this process was started without; hide secrets in stderr.
+
+    What stdout cannot encode becomes ?.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open to the end)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    for name in ("stdout", "stderr"):
-        if not isinstance(stream := getattr(sys, name), RedactedStream):
-            setattr(sys, name, RedactedStream(stream))
+    if not isinstance(sys.stderr, RedactedStream):
+        sys.stderr = RedactedStream(sys.stderr)  # type: ignore[assignment]
 
 
 def name_system_error(error: OSError) -> MegatokenError:
@@ -333,13 +334,13 @@ def run_launch(options: argparse.Namespace) -> Result:
     fields |= {"gpus": options.gpus or GPU, "time": options.time or TIME}
     job = Job(name=name_job(resolved.name), train_args=words, setup=options.setup, sbatch=options.sbatch, **fields)
     check_job(job, resolved.config)
-    script = write_script(options.engine, job)
+    script = redact(write_script(options.engine, job))
     if options.write:
         with storage_errors(options.write.parent, fix="choose another file"):
-            if options.write.exists() and options.write.read_text("utf-8", "replace") != redact(script):
+            if options.write.exists() and options.write.read_text("utf-8", "replace") != script:
                 fix = "remove it, or choose another file"
                 raise ConfigError("the file is there, and is not this script", options.write, fix)
-            options.write.write_text(redact(script), encoding="utf-8")
+            options.write.write_text(script, encoding="utf-8")
         options.console.print(f"written: {options.write}")
     elif not options.json:
         print(script, end="")
@@ -362,7 +363,7 @@ def run_config(options: argparse.Namespace) -> Result:
     """config: print the resolved recipe."""
     resolved, _ = find_recipe(options)
     if not options.json:
-        print(_render_with_notes(resolved), end="")
+        print(redact(_render_with_notes(resolved)), end="")
     return ExitCode.DONE, {"values": dataclasses.asdict(resolved.config), "origins": resolved.origins}
 
 
@@ -562,7 +563,7 @@ def run_plot(options: argparse.Namespace) -> Result:
         pictures = [draw_curves(options.runs, file, options.x or "tokens", Console(to_stderr=True).warn)]
         pictures += draw_weights(first, first / "plots") if options.pictures else []
     if not options.json:
-        print(*pictures, sep="\n")
+        print(redact("\n".join(map(str, pictures))))
     return ExitCode.DONE, {"pictures": [str(path) for path in pictures]}
 
 

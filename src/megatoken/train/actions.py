@@ -207,11 +207,11 @@ def sample(run: RunContext) -> None:
             raise
         run.console.warn("no sample: out of memory — sample — lower sample.num_samples or sample.tokens")
         return
-    texts = [before + run.tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
+    texts = [redact(before) + run.tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
     file = run.out / "samples" / f"step-{step:08d}.txt"
     try:
         file.parent.mkdir(exist_ok=True)
-        file.write_text(redact(RULE.join(texts)) + "\n", encoding="utf-8", errors="backslashreplace")
+        file.write_text(RULE.join(texts) + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         run.console.warn(f"sample not kept: {error.strerror} — {file}")
     run.write("sample", text=texts)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatoken.config.load import list_runs
 from megatoken.errors import DataError, StorageError
-from megatoken.redact import redact
+from megatoken.redact import redact_values
 from megatoken.system.atomic_write import MALFORMED, read_json, replace_file
 
 if TYPE_CHECKING:
@@ -131,7 +131,9 @@ class MetricsLogger:
         if self._file is None:
             return
         row = {"kind": kind, "step": step, "tokens": tokens, **values}
-        line = (json.dumps(_to_json(row), allow_nan=False) + "\n").encode()  # ASCII: no text can look like a line end
+        line = (
+            json.dumps(_to_json(redact_values(row)), allow_nan=False) + "\n"
+        ).encode()  # ASCII: no text can look like a line end
         try:
             written = self._file.write(line)  # one call: a reader never sees half of it
             if written < len(line):
@@ -173,7 +175,7 @@ class MetricsLogger:
             return
         facts = {**self._status, "pid": os.getpid(), "host": socket.gethostname(), "updated": _now()}
         try:
-            text = json.dumps(_to_json(facts), indent=1) + "\n"
+            text = json.dumps(_to_json(redact_values(facts)), indent=1) + "\n"
             replace_file(self.folder / STATUS, text, durable=facts["state"] != "running")
         except OSError as error:
             self._count_lost(STATUS, error)
@@ -258,10 +260,7 @@ def _read_seconds(value: Any) -> float:
 
 
 def _to_json(value: Any) -> Any:
-    """The value in terms of JSON: non-finite floats as strings, numpy scalars and arrays as numbers and lists; without
-    secrets."""
-    if isinstance(value, str):
-        return redact(value)
+    """The value in terms of JSON: non-finite floats as strings, numpy scalars and arrays as numbers and lists."""
     if isinstance(value, dict):
         return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
