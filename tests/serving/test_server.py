@@ -1,12 +1,13 @@
 """The server by plain HTTP: what it answers, to whom, and what it refuses."""
 
 import json
+import os
 import random
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from megatoken.data.chat_template import Message, find_template
 from megatoken.sampling.generate import generate_ids
 from megatoken.serving import server as server_module
+from megatoken.system.environment import allow_open_files
 from tests.serving.served import CHAT, COMPLETIONS, SIZES, Served, build_model, read_events, send_raw, serve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -418,8 +420,25 @@ def test_a_model_without_a_template_continues_text_alone() -> None:
         assert "megatoken train sft" in answer["error"]["message"]
 
 
-def test_a_failure_of_the_model_is_said_and_the_next_request_works() -> None:
+def test_a_connection_may_have_any_descriptor() -> None:
+    allow_open_files(1100)
+    with serve() as started, ExitStack() as files:
+        for _ in range(1100):
+            files.callback(os.close, os.dup(0))
+        assert started.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+def test_a_failure_of_the_model_is_said_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as started:
+        with monkeypatch.context() as context:
+            built = []
+            context.setattr("megatoken.sampling.batch.KeyValueCache", lambda *_, **__: built.append(1) or 1 / 0)
+            assert [started.ask(COMPLETIONS, {"prompt": "a"})[0] for _ in range(2)] == [500, 500]
+            assert len(built) == 2
+        with monkeypatch.context() as context:
+            context.setattr("torch.Generator", lambda: 1 / 0)  # as `add` begins a row
+            assert started.ask(COMPLETIONS, {"prompt": "a"})[0] == 500
+        assert started.engine.counts == (0, 0)
         hook = started.engine.model.norm.register_forward_hook(lambda _, __, hidden: hidden * float("nan"))
         for stream in (False, True):
             status, answer = started.ask(COMPLETIONS, {"prompt": "a", "stream": stream})

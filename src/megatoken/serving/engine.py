@@ -103,6 +103,8 @@ class Engine:
 
     def _run(self) -> None:
         while not self._is_stopping:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_stopping)
             try:
                 with BatchDecoder(self.model, rows=self._max_rows, device=self._device) as decoder:
                     for tokens in self._decode(decoder):
@@ -124,8 +126,8 @@ class Engine:
                     del self._running[key]
                 while decoder.free_rows and self._waiting:
                     job = self._waiting.pop(0)
-                    decoder.add(number, job.request)
                     self._running[number] = job
+                    decoder.add(number, job.request)
                     number += 1
                 self._changed.notify_all()
             yield decoder.step()
@@ -139,10 +141,13 @@ class Engine:
             self._changed.notify_all()
 
     def _end_all(self, error: Exception) -> None:
+        """End the jobs that are decoded; those that wait, if the engine has stopped or no decoder could be built."""
         with self._changed:
-            for job in [*self._running.values(), *(self._waiting if isinstance(error, Stopped) else ())]:
-                job.put(error)
-            self._running.clear()
-            if isinstance(error, Stopped):
+            ended = list(self._running.values())
+            if not ended or isinstance(error, Stopped):
+                ended += self._waiting
                 self._waiting.clear()
+            self._running.clear()
+            for job in ended:
+                job.put(error)
             self._changed.notify_all()

@@ -294,9 +294,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _read_answer(self, answer: Answer, job: Job) -> Iterator[str]:
         """Pieces of text as they come. Raises ClientGone."""
+        connection = select.poll()  # unlike select, of descriptors above 1,023 as well
+        connection.register(self.connection, select.POLLIN)
         while answer.finish_reason is None:
             tokens = job.read(POLL_SECONDS)
-            if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
+            if connection.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
                 raise ClientGone
             if text := answer.push(tokens):
                 yield text
