@@ -97,7 +97,7 @@ def train(base: Path, name: str, out: Path, *words: str, **options: Any) -> Summ
     data = base / ("pairs" if name in ("dpo", "reward") else "prompts")
     given = [f"model.init={base / 'run'}", f"data.path={data}", *SETTINGS]
     given += ROLLOUTS if name in ("grpo", "ppo") else []
-    if name in ("grpo", "ppo"):
+    if name in ("grpo", "ppo") and not any(word.startswith("objective.reward=") for word in words):
         options.setdefault("reward", pay_for_letters)
     options.setdefault("console", Console(quiet=True))
     return Trainer(resolve(name, [*given, *words]), out, **options).fit()
@@ -234,6 +234,23 @@ def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -
             assert known[0] == pytest.approx(known[1], rel=1e-6, abs=1e-6)
 
 
+def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(base: Path, tmp_path: Path) -> None:
+    """The loss does not use the output layer; of the one held-out prompt a rank has none."""
+    save_run(tmp_path / "run", GPT(replace(MODEL, tie_embeddings=False), seed=1), TOKENIZER)
+    words = [f"model.init={tmp_path / 'run'}", "budget.steps=2", "save.every=0"]
+    exact = [*words, "machine.deterministic=true"]
+    train(base, "reward", tmp_path / "one", *words)
+    run_ranks(train_as_ranks, base, "reward", words, {tmp_path / "two": "none"}, find_free_port(), 0, nprocs=2)
+    run_ranks(train_as_ranks, base, "reward", exact, {tmp_path / "exact": "none"}, find_free_port(), 0, nprocs=2)
+    for out in ("two", "exact"):
+        for key, weight in weights(tmp_path / "one").items():
+            assert torch.allclose(weight, weights(tmp_path / out)[key], rtol=0, atol=2e-5), (out, key)
+    prompts = prepare(tmp_path, "few", [{"prompt": f"{n}?", "answer": n} for n in range(5)])
+    own = [*words, f"data.path={prompts}", f"objective.reward={tmp_path / 'two'}"]
+    run_ranks(train_as_ranks, base, "grpo", own, {tmp_path / "grpo": "none"}, find_free_port(), 0, nprocs=2)
+    assert [row["prompts"] for row in read_metrics(tmp_path / "grpo") if row["kind"] == "val"] == [1, 1]
+
+
 def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: Path) -> None:
     """Its reference is lost, too: it is made again, of the model that the hash of the gathered weights names."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
@@ -280,11 +297,11 @@ def test_a_reward_model_takes_the_place_of_a_rule(
     # A row is cut to its sequence, so that what a token of the budget costs is not known; and the weights were given.
     assert all(words not in said for words in ("FLOP in all", "expected at first"))
     assert {row["mfu"] for row in read_metrics(tmp_path / "scorer") if row["kind"] == "train"} == {None}
-    assert train(base, "grpo", tmp_path / "run", f"objective.reward={tmp_path / 'scorer'}", reward=None).steps == 6
+    assert train(base, "grpo", tmp_path / "run", f"objective.reward={tmp_path / 'scorer'}").steps == 6
     spreads = [row["reward_std"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
     assert min(spreads) > 0
     with pytest.raises(ConfigError, match=r"run is no reward model — objective.reward — train one"):
-        train(base, "grpo", tmp_path / "other", f"objective.reward={base / 'run'}", reward=None)
+        train(base, "grpo", tmp_path / "other", f"objective.reward={base / 'run'}")
 
 
 def test_a_damaged_reference_is_made_again_or_missed(base: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def log_prob(model: GPT, row: Row) -> torch.Tensor:
 
 def with_reference(batch: Batch, model: GPT) -> Batch:
     rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-    log_probs, _ = measure_answers(model, tiny_step_config(4), CPU, rows)
+    log_probs = measure_answers(model, tiny_step_config(4), CPU, rows)
     return Batch(batch.inputs_BT, batch.targets_BT, values={"reference": log_probs.sum(1).view(-1, 2)})
 
 

@@ -80,8 +80,8 @@ def test_log_probabilities_are_of_the_distribution_sampled_from(tmp_path: Path, 
     run = open_run(tmp_path, model=model, temperature=temperature)
     batch = open_batches(run).get(0)
     measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch)
-    again, _ = measure(temperature=temperature)
-    at_one, _ = measure()
+    again = measure(temperature=temperature)
+    at_one = measure()
     assert torch.allclose(again, at_one) is (temperature == 1.0)
     torch.testing.assert_close(batch.values["log_probs"], again, rtol=0, atol=2e-6)
     assert (again < 0).sum() == (batch.targets_BT >= 0).sum()
@@ -101,11 +101,11 @@ def count_clipped(run: RunContext, batch: Batch) -> tuple[float, float]:
     """Shares of tokens whose ratio lies beyond the clip, where that takes the gradient away, and mean value loss."""
     objective, given = run.config.objective, batch.values
     measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch)
-    log_probs, values = measure(temperature=objective.temperature)
+    log_probs = measure(temperature=objective.temperature)
     mask, gains = batch.targets_BT >= 0, given["advantages"]
     ratio = (log_probs - given["log_probs"]).exp()
     beyond = ((ratio > 1 + objective.clip) & (gains > 0)) | ((ratio < 1 - objective.clip) & (gains < 0))
-    errors = (values - given.get("returns", values)).square() / 2
+    errors = (measure(values=True) - given["returns"]).square() / 2 if "returns" in given else 0 * mask
     return (beyond & mask).sum().item() / mask.sum().item(), (errors * mask).sum().item() / mask.sum().item()
 
 
@@ -193,7 +193,7 @@ def test_a_low_temperature_draws_likelier_answers(tmp_path: Path):
     def mean_log_prob(temperature: float) -> float:
         run = open_run(tmp_path, temperature=temperature, batch=64)
         batch = open_batches(run).get(0)
-        scores, _ = measure_answers(run.state.model, run.step_config, CPU, batch)
+        scores = measure_answers(run.state.model, run.step_config, CPU, batch)
         return (scores.sum() / (batch.targets_BT >= 0).sum()).item()
 
     assert mean_log_prob(0.05) > mean_log_prob(1.0) + 0.05
@@ -224,7 +224,7 @@ def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
     batch.values["log_probs"] += 0.3 * torch.randn(
         batch.values["log_probs"].shape, generator=torch.Generator().manual_seed(0)
     )
-    log_probs, _ = measure_answers(run.state.model, run.step_config, CPU, batch)
+    log_probs = measure_answers(run.state.model, run.step_config, CPU, batch)
     mask = batch.targets_BT >= 0
     losses, clipped = clipped_loss(log_probs, batch.values["log_probs"], batch.values["advantages"], clip=0.2)
     forward = run.state.forward

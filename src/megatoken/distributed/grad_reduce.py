@@ -41,16 +41,23 @@ class GradBucketReducer:
         collect_gradient(*pair)
         self._missing[index] -= 1
         if self._missing[index] == 0:
-            gradients = [local.grad for _, local in self._buckets[index] if local.grad is not None]
-            flat = torch.cat([gradient.view(-1) for gradient in gradients])
-            with peer_errors(self._comm.dist_env):
-                work = dist.all_reduce(flat, group=self._group, async_op=True)
-            assert work is not None
-            self._pending.append((work, flat, gradients))
+            self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        gradients = [local.grad for _, local in self._buckets[index] if local.grad is not None]
+        if not gradients:
+            return
+        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        with peer_errors(self._comm.dist_env):
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        self._pending.append((work, flat, gradients))
 
     def finish(self) -> None:
         """Wait for the sums and copy them to the local gradients. Raises PeerError when a process is gone."""
-        assert len(self._pending) == len(self._buckets), "a parameter had no gradient"
+        for index, missing in enumerate(self._missing):
+            if missing:  # parameters that the objective does not use: the same ones on every rank
+                self._reduce(index)
         for work, flat, gradients in self._pending:
             with peer_errors(self._comm.dist_env):
                 work.wait()
@@ -105,6 +112,7 @@ class PairwiseGradSum:
         self._local_params = local_params
         self._odd = micro_batches // (micro_batches & -micro_batches)  # terms that the backward itself adds up
         self._backwards = 0
+        self._summed: list[Tensor] = []  # parameters with a gradient
         self._sums: list[list[Tensor]] = []  # each of at least twice as many terms as the next
 
     def add(self) -> None:
@@ -113,6 +121,7 @@ class PairwiseGradSum:
         groups, remainder = divmod(self._backwards, self._odd)
         if remainder:
             return
+        self._summed = [param for param in self._local_params if param.grad is not None]
         self._sums.append([param.grad for param in self._local_params if param.grad is not None])
         for param in self._local_params:
             param.grad = None
@@ -125,7 +134,7 @@ class PairwiseGradSum:
     def finish(self, comm: Comm) -> None:
         """Set every gradient to the sum over all micro-batches of all ranks. Raises PeerError."""
         (sums,) = self._sums
-        for param, gradient in zip(self._local_params, sums, strict=True):
+        for param, gradient in zip(self._summed, sums, strict=True):
             terms = [gradient]
             if not comm.is_single_process:
                 terms = [torch.empty_like(gradient) for _ in range(comm.dist_env.world_size)]

@@ -56,7 +56,11 @@ def _policy_sums(
         rows = rows if len(rows) else rows.new_zeros(1)  # one at least: ranks of a split model compute together
         batch = batch.take(rows)
         dropout_keys_B = None if dropout_keys_B is None else dropout_keys_B[rows]
-    log_probs, values = _forward(state, step_config, device, batch, dropout_keys_B, config.temperature)
+    model = state.compute_model
+    with nullcontext() if state.uses_master_weights else device.autocast():
+        hidden = forward_hidden(state, batch, dropout_keys_B)
+        log_probs = _log_probs(model, hidden, batch, step_config.loss_chunk, config.temperature)
+        values = model.values(hidden) if config.name == "ppo" else log_probs
     given, mask = batch.values, batch.targets_BT >= 0
     losses, clipped = clipped_loss(log_probs, given["log_probs"], given["advantages"], clip=config.clip)
     sums = {"clip_share": (clipped & mask).sum()}
@@ -84,13 +88,17 @@ def _preference_sums(
     shape = batch.targets_BT.shape[:2]
     keys = None if dropout_keys_B is None else dropout_keys_B.repeat_interleave(2)  # the same masks for both
     rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-    log_probs, values = _forward(state, step_config, device, rows, keys)
+    with nullcontext() if state.uses_master_weights else device.autocast():
+        hidden = forward_hidden(state, rows, keys)
+        if config.name == "dpo":
+            scores = _log_probs(state.compute_model, hidden, rows, step_config.loss_chunk).sum(1).view(shape)
+        else:
+            scores = take_last(state.compute_model.values(hidden), rows.targets_BT).view(shape)
     if config.name == "dpo":
-        scores = log_probs.sum(1).view(shape)
         reference = batch.values["reference"]
         losses, chosen, rejected = dpo_loss(*scores.unbind(1), *reference.unbind(1), beta=config.beta)
     else:
-        chosen, rejected = take_last(values, rows.targets_BT).view(shape).unbind(1)
+        chosen, rejected = scores.unbind(1)
         losses = pairwise_loss(chosen, rejected)
     sums = {"accuracy": (chosen > rejected).sum(), "reward_chosen": chosen.sum(), "reward_rejected": rejected.sum()}
     return {"loss": losses.sum(), **{name: value.detach() for name, value in sums.items()}}
@@ -105,9 +113,9 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure_answers(
-    model: GPT, step_config: StepConfig, device: Device, batch: Batch, *, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, values) (B, T) of the rows' targets, in micro-batches, without dropout.
+    model: GPT, step_config: StepConfig, device: Device, batch: Batch, *, temperature: float = 1.0, values: bool = False
+) -> Tensor:
+    """Log-probabilities of the rows' targets, or values, (B, T), in micro-batches, without dropout.
 
     model: whole, its weights in fp32 or in the device's precision. temperature: of the distribution.
     """
@@ -118,32 +126,19 @@ def measure_answers(
         row_tokens = batch.inputs_BT.shape[1]
         for part in batch.split(fit_rows(step_config.micro_batch, len(batch), row_tokens, model.config.seq_len)):
             with nullcontext() if model.tokens.weight.dtype == device.dtype else device.autocast():
-                parts.append(_score(model, model(part.inputs_BT), part, step_config.loss_chunk, temperature))
+                hidden = model(part.inputs_BT)
+                chunk = step_config.loss_chunk
+                parts.append(model.values(hidden) if values else _log_probs(model, hidden, part, chunk, temperature))
     finally:
         model.train(was_training)
-    log_probs, values = zip(*parts, strict=True)
-    return torch.cat(log_probs), torch.cat(values)
+    return torch.cat(parts)
 
 
-def _forward(
-    state: TrainState,
-    step_config: StepConfig,
-    device: Device,
-    batch: Batch,
-    dropout_keys_B: Tensor | None,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, values) (B, T) of a micro-batch's targets, differentiable, through the compute model."""
-    with nullcontext() if state.uses_master_weights else device.autocast():
-        hidden = forward_hidden(state, batch, dropout_keys_B)
-        return _score(state.compute_model, hidden, batch, step_config.loss_chunk, temperature)
-
-
-def _score(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets and, with a value head, values, else zeros: (B, T) each."""
+def _log_probs(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities (B, T) of the targets, differentiable."""
     config, targets = model.config, batch.targets_BT
     kept = targets.numel() * config.padded_vocab_size <= KEPT_LOGITS
-    log_probs = token_log_probs(
+    return token_log_probs(
         hidden_BTC,
         model.lm_head_weight,
         targets,
@@ -152,4 +147,3 @@ def _score(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int, temperature
         temperature=temperature,
         chunk=0 if kept else chunk,
     )
-    return log_probs, model.values(hidden_BTC) if config.value_head else torch.zeros_like(log_probs)

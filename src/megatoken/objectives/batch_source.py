@@ -117,10 +117,12 @@ def build_model_score(run: RunContext, name: str) -> Score:
     model = loaded.model.to(run.device.torch_device)
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        if not prompts:  # of a rank without a held-out one
+            return []
         width = max(len(p.ids) + len(c.logprobs) for p, c in zip(prompts, completions, strict=True))
         rows, _ = build_rows(prompts, completions, width)
         batch = Batch(rows.inputs_BT.to(run.device.torch_device), rows.targets_BT.to(run.device.torch_device))
-        _, values = measure_answers(model, run.step_config, run.device, batch)
+        values = measure_answers(model, run.step_config, run.device, batch, values=True)
         rewards: list[float] = take_last(values, batch.targets_BT).tolist()
         return rewards
 

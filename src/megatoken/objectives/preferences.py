@@ -98,7 +98,7 @@ class PairBatches:
         for first in range(dist_env.rank * HELD_OUT_PAIRS, len(pairs), dist_env.world_size * HELD_OUT_PAIRS):
             batch = self._build(pairs, range(first, min(first + HELD_OUT_PAIRS, len(pairs))), None)
             rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-            log_probs, _ = measure_answers(model, run.step_config, run.device, rows)
+            log_probs = measure_answers(model, run.step_config, run.device, rows)
             sums[first] = log_probs.sum(1).view(-1, 2).cpu()
         found = {first: part for own in run.comm.gather(sums) for first, part in own.items()}
         return torch.cat([torch.zeros(0, 2), *(found[first] for first in sorted(found))])

@@ -128,7 +128,7 @@ class RolloutBatches:
             temperature=objective.temperature,
         )
         if self._reference is not None:
-            values["reference"] = measure(self._reference)[0].cpu()
+            values["reference"] = measure(self._reference).cpu()
         if objective.name == "grpo":
             advantages = group_advantages(rewards.view(-1, objective.group)).flatten()
             values["advantages"] = advantages.float()[:, None] * mask
@@ -137,7 +137,7 @@ class RolloutBatches:
             rewards_BT = torch.zeros_like(mask).scatter_(1, ends[:, None], rewards.float()[:, None])
             if "reference" in values:
                 rewards_BT -= objective.kl * (old_log_probs - values["reference"]) * mask
-            values["values"] = measure(model)[1].cpu() * mask
+            values["values"] = measure(model, values=True).cpu() * mask
             advantages, values["returns"] = gae(
                 rewards_BT, values["values"], mask, gamma=objective.gamma, lam=objective.lam
             )
