@@ -18,7 +18,7 @@ export MEGATOKEN_PRECISION := $(PRECISION)
 quickstart: $(VENV)/.user
 	$(BIN)megatoken quickstart
 
-# Everything that CI runs: ten minutes on two cores, up to fifteen where they are slow.
+# Everything that CI runs.
 test: check
 	$(BIN)pytest -n 2
 

@@ -38,7 +38,7 @@ from megatoken.train import initial_state, setup, tuning
 from megatoken.train.actions import BEST, Action, CheckpointSaver, is_due, list_actions
 from megatoken.train.extend import extend_budget, record_schedule, set_aside_decay
 from megatoken.train.live_mirror import Mirror, check_mirror, fetch_from_mirror
-from megatoken.train.metrics_log import read_metrics
+from megatoken.train.metrics_log import find_last_rows
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.restore import restore
@@ -110,7 +110,9 @@ class Trainer:
             if not (objective := self.resolved.config.objective).samples:
                 what = f"a reward has no effect with objective.name={objective.name}"
                 raise ConfigError(what, "Trainer", "leave it out, or train grpo or ppo")
-            name = reward if isinstance(reward, str) else f"{reward.__module__}:{reward.__qualname__}"
+            name = reward
+            if not isinstance(name, str):  # a callable object or functools.partial has no name of its own
+                name = f"{reward.__module__}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
             objective = replace(self.resolved.config.objective, reward=name)
             self.resolved = replace(self.resolved, config=replace(self.resolved.config, objective=objective))
 
@@ -131,7 +133,8 @@ class Trainer:
                 memory_errors(f"rank {dist_env.rank}", MEMORY_FIX),
             ):
                 code, steps, reason = self._fit(device, comm)
-        losses = {row["kind"]: row.get("loss") for row in read_metrics(self.out, self.console.warn)}
+        last = find_last_rows(self.out, ("train", "val"))
+        losses = {kind: float(row["loss"]) for kind, row in last.items()}  # "nan" in the log
         return Summary(
             code=code,
             run=str(self.out),
@@ -220,8 +223,8 @@ class Trainer:
             code = launch(command, self.nproc, RESTARTS)
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
             raise error_from_code(code, f"training in {self.nproc} processes failed, see their output — {self.out}")
-        steps = max((row["step"] for row in read_metrics(self.out) if row["kind"] == "save"), default=0)
-        return ExitCode(code), steps, ""
+        saves = find_last_rows(self.out, ("save",))
+        return ExitCode(code), saves["save"]["step"] if saves else 0, ""
 
 
 def open_folder(run: RunContext, allowed: Sequence[str]) -> list[Change]:

@@ -31,7 +31,7 @@ from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 QUIET = Console(quiet=True)
 MACHINE = MachineConfig(device="cpu", precision="fp32")
 PEAKED = replace(CPU, peak_flops=1e15, peak_source="data sheet")
-FORMS = [form for form in ATTENTION if form not in CUDA_ONLY]
+FORMS = [form for form in ATTENTION if form not in CUDA_ONLY and (form != "native" or find_library())]
 
 
 @pytest.fixture(autouse=True)

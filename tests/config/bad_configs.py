@@ -352,8 +352,6 @@ def wrong_options() -> Iterator[BadConfig]:
 def wrong_environment() -> Iterator[BadConfig]:
     for name, value, *says in (
         ("MEGATOKEN_PRECISION", "fp23", "MEGATOKEN_PRECISION", "fp23"),
-        ("MEGATOKEN_PRECISON", "fp32", "MEGATOKEN_PRECISON", "did you mean MEGATOKEN_PRECISION?"),
-        ("MEGATOKEN_OPTIM_LR", "1", "MEGATOKEN_OPTIM_LR"),
         ("WORLD_SIZE", "two", "WORLD_SIZE is 'two'"),
         ("WORLD_SIZE", "", "WORLD_SIZE is not set"),
         ("RANK", "-1", "rank -1 of 1"),

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,7 @@ def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: 
 
 
 def test_what_is_logged(base: Path, tmp_path: Path) -> None:
-    train(base, "grpo", tmp_path / "run", "objective.kl=0.1")
+    train(base, "grpo", tmp_path / "run", "objective.kl=0.1", reward=partial(pay_for_letters))
     rows = read_metrics(tmp_path / "run")
     first = next(row for row in rows if row["kind"] == "train")
     names = {"reward", "reward_std", "groups_without_difference", "answer_tokens", "stopped", "kl", "clip_share"}

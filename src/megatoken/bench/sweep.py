@@ -31,6 +31,7 @@ from megatoken.console import Console, format_quantity
 from megatoken.errors import ConfigError
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.model.kernels import ATTENTION, CUDA_ONLY
+from megatoken.native.library import find_library
 from megatoken.plots import save_figure
 from megatoken.system.device import Device, cache_peak, open_device, product_calls, with_peak
 from megatoken.system.timing import time_calls
@@ -321,6 +322,7 @@ def list_attention(
     again (Dao et al. 2022), half of each for the triangle. B batch, H heads, T length, D head width.
     """
     H, D = config.n_head, config.d_head
+    own = CUDA_ONLY if device.type == "cuda" else ("native",) if device.type == "cpu" and find_library() else ()
     for T in lengths:
         noise = torch.Generator(device.torch_device).manual_seed(T)
         like: dict[str, Any] = {"dtype": device.dtype, "device": device.torch_device, "generator": noise}
@@ -336,7 +338,7 @@ def list_attention(
                 needed_bytes=SCORES.get(form, 0.0) * device.dtype.itemsize * seqs * H * T**2,
             )
             for form in ATTENTION
-            if device.type == "cuda" or form not in CUDA_ONLY
+            if form in own or form not in ("native", *CUDA_ONLY)
         ]
 
 

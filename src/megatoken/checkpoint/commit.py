@@ -32,6 +32,7 @@ from megatoken.system.atomic_write import error_number, hash_file, storage_error
 
 IDENTITY = "mirror.json"  # of save.mirror: in the run folder and in the copy
 FileWriter = Callable[[Path], object]  # writes one file at the path it is given
+SLACK_BYTES = 1 << 20  # for the manifest and the other small files
 RETRY_SECONDS = (1.0, 5.0)  # before a file whose error may pass is written again
 MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
 
@@ -58,6 +59,11 @@ def commit(
         finally:
             discard(draft)
     return step_folder(root, step)
+
+
+def count_needed_bytes(content_bytes: int) -> int:
+    """Return the free space that a checkpoint of so many bytes needs."""
+    return content_bytes + SLACK_BYTES
 
 
 def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:

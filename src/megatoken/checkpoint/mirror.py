@@ -19,7 +19,16 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatoken.checkpoint.commit import IDENTITY, discard, list_steps, open_draft, publish, step_folder, write_files
+from megatoken.checkpoint.commit import (
+    IDENTITY,
+    count_needed_bytes,
+    discard,
+    list_steps,
+    open_draft,
+    publish,
+    step_folder,
+    write_files,
+)
 from megatoken.checkpoint.manifest import (
     MANIFEST,
     STEP,
@@ -41,7 +50,6 @@ from megatoken.system.object_store import MissingObjectError, ObjectInfo, Object
 CHECKPOINTS = "checkpoints"
 PROVENANCE = "provenance.json"
 RUN_FILES = ("config.yaml", "machine.json", "metrics.jsonl", PROVENANCE)
-SLACK_BYTES = 1 << 20  # beside the files
 NICENESS = 10
 
 
@@ -231,7 +239,7 @@ def fetch_newest(store: ObjectStore, steps: Sequence[int], root: Path, warn: Cal
 def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
     """Fetch one checkpoint, so that it appears whole and verified or not at all. Raises DamagedError, StorageError."""
     manifest, entries = read_mark(store, _step_name(step)), dict[str, FileEntry]()
-    needed_bytes = sum(entry.bytes for entry in manifest.files.values()) + SLACK_BYTES
+    needed_bytes = count_needed_bytes(sum(entry.bytes for entry in manifest.files.values()))
     draft = open_draft(root, step, needed_bytes)
     if draft is None:
         return step_folder(root, step)

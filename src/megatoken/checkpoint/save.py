@@ -13,7 +13,15 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from megatoken.checkpoint.commit import FileWriter, discard, open_draft, publish, step_folder, write_files
+from megatoken.checkpoint.commit import (
+    FileWriter,
+    count_needed_bytes,
+    discard,
+    open_draft,
+    publish,
+    step_folder,
+    write_files,
+)
 from megatoken.checkpoint.load import TrainingState, describe_optimizer, list_optimizer_tensors
 from megatoken.checkpoint.manifest import FileEntry, encode_model_config
 from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, tensor_file_name, write_tensors
@@ -21,7 +29,6 @@ from megatoken.errors import MegatokenError, StorageError
 from megatoken.model.kernels.attention import BUILT_IN
 
 POLL_SECONDS = 0.5
-SLACK_BYTES = 1 << 20  # beside the tensors
 
 
 class AsyncSave:
@@ -51,7 +58,7 @@ class AsyncSave:
         self.writing_seconds = 0.0
         self._n_bytes = 0  # hashed and made durable
         files, local_bytes = copy_tensors(state)
-        self._needed_bytes = sum(self.comm.gather(local_bytes)) + SLACK_BYTES
+        self._needed_bytes = count_needed_bytes(sum(self.comm.gather(local_bytes)))
         # None: that checkpoint exists.
         self._draft = self.comm.run_on_rank0(lambda: open_draft(root, self.step, self._needed_bytes))
         self._thread = Thread(target=self._write, args=(files, config, tokenizer), name="megatoken-save")

@@ -101,7 +101,7 @@ def prepare_streams() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     if not isinstance(sys.stderr, RedactedStream):
-        sys.stderr = RedactedStream(sys.stderr)  # type: ignore[assignment]
+        sys.stderr = RedactedStream(sys.stderr)
 
 
 def name_system_error(error: OSError) -> MegatokenError:

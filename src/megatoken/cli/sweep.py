@@ -29,7 +29,7 @@ from megatoken.plots import save_figure
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.environment import cpu_count
-from megatoken.train.metrics_log import STATUS, read_metrics
+from megatoken.train.metrics_log import METRICS, STATUS, parse_row
 
 JOURNAL, BEST, PICTURE, FOLDER = "journal.log", "best.yaml", "sweep.png", "trial-"
 UNPRUNED_TRIALS = 4  # before any is stopped for being worse than their median
@@ -233,13 +233,13 @@ def report_losses(trial: Any, folder: Path, losses: list[float]) -> bool:
 
 def _read_losses(folder: Path) -> list[tuple[float, bool]]:
     """Validation losses so far, and whether each is the last step's; one that is not finite is the largest number."""
-    try:
-        rows = read_metrics(folder, lambda text: None)
-    except DataError:  # not begun
-        return []
+    lines = (folder / METRICS).read_bytes().splitlines() if (folder / METRICS).exists() else []
     total = read_object(folder / STATUS).get("total_steps")
-    rows = [row for row in rows if row["kind"] == "val" and row["step"] > 0]
-    return [(row["loss"] if math.isfinite(row["loss"]) else 1e30, row["step"] == total) for row in rows]
+    rows = [row for line in lines if line.startswith(b'{"kind": "val"') and (row := parse_row(line)) and row["step"]]
+    losses = [float(row["loss"]) for row in rows]
+    return [
+        (loss if math.isfinite(loss) else 1e30, row["step"] == total) for loss, row in zip(losses, rows, strict=True)
+    ]
 
 
 def make_sampler(seed: int, jobs: int) -> Any:

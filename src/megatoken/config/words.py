@@ -350,7 +350,7 @@ REMARKS = {
         "data-parallel processes are what remains: all processes / machine.tensor_parallel; machine.sharding=hybrid"
         " shards within a machine": "data_parallel_replicate_degree dp_replicate data_parallel_size dp dp_size",
         "no FP8: machine.precision is auto, fp32, bf16 or fp16": "fp8 float8 use_fp8",
-        "weights of 4 bits are not here; sample and chat have --int8": "load_in_4bit",
+        "weights of 4 bits are not here; sample has --int8": "load_in_4bit",
         "nothing is kept on the CPU: machine.sharding and machine.activation_checkpointing save memory"
         " (docs/scaling-up.md)": "cpu_offload enable_cpu_offload offload offload_optimizer",
         "no LoRA: every weight is trained": "lora lora_r lora_rank lora_alpha use_peft peft use_lora",

@@ -3,7 +3,6 @@ beside distributed/env.py and redact.py."""
 
 import contextlib
 import ctypes
-import difflib
 import json
 import os
 import platform
@@ -20,7 +19,6 @@ from megatoken.system.atomic_write import read_object, replace_file
 
 HEARTBEAT = "MEGATOKEN_HEARTBEAT"
 INSTRUCTION_SET = "MEGATOKEN_INSTRUCTION_SET"
-OWN_VARIABLES = ("MEGATOKEN_CACHE", "MEGATOKEN_PRECISION", INSTRUCTION_SET, HEARTBEAT)
 # What a processor that has no more than this instruction set lacks: beginnings of names in /proc/cpuinfo.
 LACKING = {
     "avx512_bf16": ("amx",),
@@ -216,13 +214,8 @@ def prepare_process() -> None:
 
     GNU's OpenMP runtime spins for milliseconds while a thread waits, which loses a time slice at every parallel region
     when another program wants a core; with too short a spin an idle machine loses a quarter (LOG.md). OpenBLAS, numpy's
-    library, spins for 2^26 cycles. Raises ConfigError for a variable that looks like one of ours and is not.
+    library, spins for 2^26 cycles.
     """
-    for name in os.environ:
-        if name.startswith("MEGATOKEN_") and name not in OWN_VARIABLES:
-            near = difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.0)[0]
-            fix = f"did you mean {near}? settings go into a recipe"
-            raise ConfigError(f"unknown variable {name}", "environment", fix)
     defaults = {
         "OPENBLAS_THREAD_TIMEOUT": "10",  # a power of two, in cycles
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns about a late process with a page of C++ frames

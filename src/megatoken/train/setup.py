@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatoken import __version__
-from megatoken.checkpoint.commit import list_steps, list_surplus
+from megatoken.checkpoint.commit import count_needed_bytes, list_steps, list_surplus
 from megatoken.config.load import ResolvedConfig, render
 from megatoken.config.model_config import describe_heads
 from megatoken.console import format_count, format_quantity
@@ -157,7 +157,8 @@ def check_space(run: RunContext) -> None:
     surplus = list_surplus(saved, keep_last=save.keep_last, keep_every=steps.steps(save.keep_every))
     kept = save.keep_last + save.keep_best + bool(save.mirror)
     missing = min(n_saves, max(0, kept + 1 - min(len(saved), kept) - len(surplus)))
-    needed, free = missing * count_saved_bytes(run.config.optim.name, run.model_config), shutil.disk_usage(run.out).free
+    needed = missing * count_needed_bytes(count_saved_bytes(run.config.optim.name, run.model_config))
+    free = shutil.disk_usage(run.out).free
     if free < needed:
         what = f"no room for checkpoints, {missing} more needed at once: {format_quantity(needed, 'B')}"
         what += f", {format_quantity(free, 'B')} are free"
