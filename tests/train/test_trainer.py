@@ -1,6 +1,7 @@
 """Trainer as a Python program uses it: own model and optimizer, callbacks, several processes."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
 from megatoken.pretrain import Summary, Trainer
-from megatoken.train import actions, setup, tuning
+from megatoken.train import actions, micro_batch, setup, tuning
 from megatoken.train.actions import Action
 from megatoken.train.metrics_log import read_metrics
 from megatoken.train.run_context import RunContext
@@ -98,6 +99,28 @@ def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
     monkeypatch.setattr(pretrain, "list_actions", lambda run, saver: [every_six])
     fit(config, tmp_path / "run")
     assert events == ["prune", "all meet", *3 * ["action", "all meet"], "prune", "all meet"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_validation_and_samples_do_not_recompile_the_blocks(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[bool] = []
+
+    def keep_graph(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        compiled.append(torch.is_grad_enabled())
+        return graph.forward
+
+    def compile_blocks(model: GPT) -> None:
+        for block in model.blocks:
+            block.compile(backend=keep_graph)
+
+    monkeypatch.setattr(micro_batch, "_compile_blocks", compile_blocks)
+    machine = replace(config.machine, compile="blocks", gemm_backend="torch")
+    sample = replace(config.sample, every=Duration(6), at_start=True, tokens=4)
+    fit(replace(config, machine=machine, sample=sample), tmp_path / "run")
+    assert compiled
+    assert all(compiled)
 
 
 def test_a_sample_without_memory_does_not_end_the_run(

@@ -28,6 +28,7 @@ from megatoken.model.gpt import GPT
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.sampling.choose import check_settings, choose_ids
 from megatoken.system.device import Device
+from megatoken.system.torch_compat import uncompiled
 
 FinishReason = Literal["stop", "length"]
 BEGUN_TOKENS = 4096  # of prompts of one length that are computed at once
@@ -127,6 +128,7 @@ class BatchDecoder:
         self._contexts.callback(self._model.train, self._model.training)
         self._model.eval()
         self._contexts.enter_context(torch.inference_mode())
+        self._contexts.enter_context(uncompiled(self._model))
         if self._device is not None and self._device.dtype != self._model.tokens.weight.dtype:
             self._contexts.enter_context(self._device.autocast())
         return self

@@ -25,6 +25,7 @@ from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.redact import redact
 from megatoken.sampling.generate import generate_ids
 from megatoken.system.device import is_out_of_memory
+from megatoken.system.torch_compat import uncompiled
 from megatoken.train.live_mirror import Mirror
 from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
@@ -135,16 +136,17 @@ def _measure_loss(run: RunContext, dataset: Dataset, poll: Callable[[], None]) -
             rows = windows.rows(start, size)
             yield rows if documents is None else separate_documents(to_batch(rows), documents)
 
-    metrics = validation_loss(
-        state.model,
-        batches(),
-        run.device,
-        chunk=run.step_config.loss_chunk,
-        comm=run.comm,
-        count_bytes=run.tokenizer.count_bytes,
-        dims=dims,
-        softmax_cross_entropy=state.cross_entropy_fn,
-    )
+    with uncompiled(state.model) as model:
+        metrics = validation_loss(
+            model,
+            batches(),
+            run.device,
+            chunk=run.step_config.loss_chunk,
+            comm=run.comm,
+            count_bytes=run.tokenizer.count_bytes,
+            dims=dims,
+            softmax_cross_entropy=state.cross_entropy_fn,
+        )
     return {key: metrics[key] for key in ("loss", "target_tokens", "bits_per_byte")}
 
 

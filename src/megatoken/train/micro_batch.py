@@ -90,14 +90,15 @@ def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device,
         # No size needs more in proportion than a smaller one: each moment's memory is a constant and a part that grows.
         if is_split and state.comm.any(bytes_per_seq * size > MEMORY_SHARE * _free_bytes(device)):
             break
-        best = max(rates.values(), default=0.0)
-        seconds, bytes_per_seq = _time_on_all(state, replace(step_config, micro_batch=size), device)
-        if seconds and size * seq_len / seconds < best / 2:
-            seconds = min(seconds, _time_on_all(state, replace(step_config, micro_batch=size), device)[0] or seconds)
+        best, sized = max(rates.values(), default=0.0), replace(step_config, micro_batch=size)
+        rows = min(2 * size, batch_seqs)
+        seconds, bytes_per_seq = _time_on_all(state, sized, device, rows)
+        if seconds and rows * seq_len / seconds < best / 2:
+            seconds = min(seconds, _time_on_all(state, sized, device, rows)[0] or seconds)
         if not seconds:
             break
-        rates[size] = size * seq_len / seconds
-        slower_sizes = slower_sizes + 1 if rates[size] < 1.02 * best else 0
+        rates[size] = rows * seq_len / seconds
+        slower_sizes = slower_sizes + 1 if rates[size] < MARGIN * best else 0
         if slower_sizes == 2:
             break
     if not rates:
@@ -106,14 +107,14 @@ def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device,
     return rates
 
 
-def _time_on_all(state: TrainState, step_config: StepConfig, device: Device) -> tuple[float, float]:
-    """(seconds of a micro-batch, bytes that a sequence needed), the same seconds on all processes; 0 seconds where one
-    of them has no memory for it.
+def _time_on_all(state: TrainState, step_config: StepConfig, device: Device, rows: int) -> tuple[float, float]:
+    """(seconds of `rows` sequences, bytes that one of a micro-batch needed), the same seconds on all processes; 0
+    seconds where one of them has no memory for it.
     """
     seconds = needed = 0.0
     try:
         with _without_replicas(state):
-            seconds, needed = _time_forward_backward(state, step_config, device)
+            seconds, needed = _time_forward_backward(state, step_config, device, rows)
     except (RuntimeError, MemoryError) as error:
         if not state.dims.is_unsharded or not is_out_of_memory(error):  # other ranks of a split model see this one end
             raise
@@ -139,11 +140,14 @@ def _free_bytes(device: Device) -> float:
     return torch.cuda.mem_get_info(device.torch_device)[0] if device.type == "cuda" else float("inf")
 
 
-def _time_forward_backward(state: TrainState, step_config: StepConfig, device: Device) -> tuple[float, int]:
-    """Seconds of one micro-batch, the best of `REPEATS`, and the bytes that it needed on a GPU beside what is there."""
-    config, size = state.model.config, step_config.micro_batch
+def _time_forward_backward(state: TrainState, step_config: StepConfig, device: Device, rows: int) -> tuple[float, int]:
+    """Seconds of `rows` sequences, the best of `REPEATS`, and the bytes that they needed on a GPU beside what is there.
+
+    rows: two micro-batches where a step has several: the second meets the gradients that the first has left.
+    """
+    config = state.model.config
     # Many different ids, as in text, without drawing from the random state.
-    ids = torch.arange(size * config.seq_len, device=device.torch_device).remainder(config.vocab_size).view(size, -1)
+    ids = torch.arange(rows * config.seq_len, device=device.torch_device).remainder(config.vocab_size).view(rows, -1)
 
     def run_once() -> None:
         forward_backward(state, step_config, device, Batch(ids, ids))
@@ -192,6 +196,8 @@ def compile_forward(state: TrainState, step_config: StepConfig, device: Device, 
             else:
                 _try_small_model(state.model, device, ids)
     except Exception as error:  # a compiler fails in as many ways as there are compilers
+        if is_out_of_memory(error):
+            raise
         reason = _first_line(error)
     if state.comm.any(bool(reason)):
         state.forward, state.cuda_graphs = state.compute_model, False
