@@ -134,9 +134,8 @@ class Console:
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print `name  value` lines in two aligned columns."""
-        width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            self.print(f"{name:<{width}}  {value}")
+        for line in self.align(rows, 2):
+            self.print(line)
 
     def align(self, rows: Sequence[Sequence[str]], left: int) -> list[str]:
         """Lines of a table. left: number of columns that are aligned to the left; the others are to the right."""

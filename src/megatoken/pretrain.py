@@ -92,8 +92,6 @@ class Trainer:
         or its module:function, for the objectives grpo and ppo. Raises ConfigError for arguments that cannot be
         combined.
         """
-        if nproc < 1:
-            raise ConfigError(f"nproc is {nproc}", "Trainer", "give 1 or more")
         if nproc > 1 and (model is not None or optimizer is not None or callbacks or callable(reward)):
             what = "model, optimizer, reward and callbacks cannot be passed to the processes that nproc starts"
             raise ConfigError(what, "Trainer", "use nproc=1, or the config: model.init, optim.name")

@@ -227,9 +227,6 @@ def wrong_overrides() -> Iterator[BadConfig]:
         yield override(f"{key}=1e30", f"{key}: must be at least ", "and at most 1e+15, got 1e30")
     yield override("data.path=nothing://bucket/data", "not an address: Protocol not known: nothing")
     yield override("save.mirror=nothing://bucket/run", "not an address: Protocol not known: nothing")
-    yield override(
-        "save.mirror=memory://x", "save.mirror: memory: ends with its process", "use a folder, or an address"
-    )
     yield override("data.path=s3://KEY:a-secret@bucket/data", "an address holds credentials — s3://***@bucket/data")
 
 

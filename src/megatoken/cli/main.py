@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -481,13 +482,6 @@ def run_chat(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, chat(options)
 
 
-def run_serve(options: argparse.Namespace) -> Result:
-    """serve: put a model behind HTTP."""
-    from megatoken.cli.serve import serve
-
-    return ExitCode.DONE, serve(options)
-
-
 def run_eval(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """eval: score models on tasks, or compute their loss."""
     is_named = options.tasks is not None or options.data or options.chat or options.harness
@@ -573,27 +567,6 @@ def run_runs(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, {"runs": rows, "differences": differences}
 
 
-def run_sweep(options: argparse.Namespace) -> Result:
-    """sweep: search settings by short runs."""
-    from megatoken.cli.sweep import sweep
-
-    return sweep(options)
-
-
-def run_race(options: argparse.Namespace) -> Result:
-    """race: compare recipes by the tokens and time to a loss."""
-    from megatoken.cli.race import race
-
-    return race(options)
-
-
-def run_sync(options: argparse.Namespace) -> Result:
-    """sync: send the metrics of a run elsewhere."""
-    from megatoken.cli.sync import sync
-
-    return ExitCode.DONE, sync(options)
-
-
 def run_completion(options: argparse.Namespace) -> Result:
     """completion: print a completion script."""
     script = write_completion(build_parser(COMMANDS), options.shell)
@@ -602,30 +575,26 @@ def run_completion(options: argparse.Namespace) -> Result:
     return ExitCode.DONE, {"script": script}
 
 
-def run_report(options: argparse.Namespace) -> Result:
-    """report: write runs as a page."""
-    from megatoken.cli.report import report
-
-    return ExitCode.DONE, report(options)
-
-
-def run_scaling(options: argparse.Namespace) -> Result:
-    """scaling: fit the losses of finished runs."""
-    from megatoken.cli.scaling import scaling
-
-    return ExitCode.DONE, scaling(options)
-
-
 def _pick(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
+
+
+def _call_module(name: str) -> Command:
+    """Return the command that is the function of its name in a module of its name."""
+
+    def run(options: argparse.Namespace) -> Result:
+        answer = getattr(import_module(f"megatoken.cli.{name}"), name)(options)
+        return answer if isinstance(answer, tuple) else (ExitCode.DONE, answer)
+
+    return run
 
 
 COMMANDS: dict[str, Command] = {
     command.__name__.removeprefix("run_"): command
     for command in (
         *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
-        *(run_chat, run_serve, run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot),
-        *(run_completion, run_runs, run_report, run_sync, run_scaling, run_sweep, run_race),
+        *(run_chat, run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot, run_completion, run_runs),
     )
 }
+COMMANDS |= {name: _call_module(name) for name in ("serve", "report", "sync", "scaling", "sweep", "race")}
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)

@@ -15,7 +15,6 @@ from megatoken.config.load import format_value, resolve
 from megatoken.config.schema import Config, flatten
 from megatoken.console import WARNING, Console, format_duration, format_quantity
 from megatoken.errors import ConfigError, DataError, MegatokenError
-from megatoken.redact import redact
 from megatoken.system.atomic_write import read_json
 from megatoken.train.metrics_log import METRICS, STATUS, find_last_rows
 
@@ -135,7 +134,7 @@ def read_run(run: Path) -> Row:
         "bytes": _count_bytes(run),
         "updated": str(status.get("updated") or "") or None,
         "host": str(status.get("host") or ""),
-        "message": redact("; ".join(filter(None, (message, *problems)))),
+        "message": "; ".join(filter(None, (message, *problems))),
     }
 
 
@@ -224,7 +223,7 @@ def list_differences(runs: Sequence[Path]) -> dict[str, list[str]]:
             values = flatten(read_config(run))
         except MegatokenError:
             values = {}
-        settings.append({key: redact(format_value(value)) for key, value in values.items()})
+        settings.append({key: format_value(value) for key, value in values.items()})
     keys = dict.fromkeys(key for values in settings for key in values)
     table = {key: [values.get(key, "-") for values in settings] for key in keys}
     return {key: values for key, values in table.items() if len(set(values) - {"-"}) > 1}

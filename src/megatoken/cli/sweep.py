@@ -35,7 +35,7 @@ JOURNAL, BEST, PICTURE, FOLDER = "journal.log", "best.yaml", "sweep.png", "trial
 UNPRUNED_TRIALS = 4  # before any is stopped for being worse than their median
 MOST_FAILURES = 3  # without one success, after which the search ends
 DIGITS = 4  # of a number that is tried
-RANGE = re.compile(r"(log:)?([^.]\S*?)\.\.(\S+)")
+RANGE = re.compile(r"(log:)?([^.:]\S*?)\.\.([^.]\S*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,6 @@ def parse_space(recipe: str, words: Sequence[str]) -> tuple[list[SearchRange], l
 
 
 def _parse_range(recipe: str, key: str, log: str | None, low: str, high: str) -> SearchRange:
-    if (not log and ":" in low) or "..." in f"{low}..{high}":
-        what = f"{key}: cannot read the range {log or ''}{low}..{high}"
-        raise ConfigError(what, "command line", f"write {key}=log:LOW..HIGH or {key}=LOW..HIGH, with two dots")
     for end in (low, high):
         resolve(recipe, [f"{key}={end}"])  # its type and limits, and whether the key exists
     if FIELDS[key].type not in (int, float):
@@ -236,10 +233,7 @@ def _read_losses(folder: Path) -> list[tuple[float, bool]]:
     lines = (folder / METRICS).read_bytes().splitlines() if (folder / METRICS).exists() else []
     total = read_object(folder / STATUS).get("total_steps")
     rows = [row for line in lines if line.startswith(b'{"kind": "val"') and (row := parse_row(line)) and row["step"]]
-    losses = [float(row["loss"]) for row in rows]
-    return [
-        (loss if math.isfinite(loss) else 1e30, row["step"] == total) for loss, row in zip(losses, rows, strict=True)
-    ]
+    return [(row["loss"] if isinstance(row["loss"], float) else 1e30, row["step"] == total) for row in rows]
 
 
 def make_sampler(seed: int, jobs: int) -> Any:
@@ -296,11 +290,9 @@ def _open_study(optuna: Any, options: Namespace, ranges: Sequence[SearchRange], 
     except (ValueError, KeyError) as error:
         raise DataError(f"damaged: {error}", str(options.out / JOURNAL), "delete it, or name another --out") from None
     search = {"recipe": options.recipe, "ranges": [repr(space) for space in ranges], "fixed": list(fixed)}
-    if (before := study.user_attrs.get("search", search)) != search:
-        words = {"recipe": "another recipe", "ranges": "other ranges", "fixed": "other fixed settings"}
-        changed = ", ".join(words[name] for name in search if before[name] != search[name])
-        fix = "give the same, or name another --out"
-        raise ConfigError(f"the sweep in this folder has {changed}", str(options.out), fix)
+    if study.user_attrs.get("search", search) != search:
+        what = "the sweep in this folder has another recipe, other ranges or other fixed settings"
+        raise ConfigError(what, str(options.out), "give the same, or name another --out")
     study.set_user_attr("search", search)
     for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
         if "folder" in trial.user_attrs:

@@ -26,15 +26,14 @@ class Duration:
 
     def steps(self, *, batch_tokens: int, epoch_tokens: int = 0, total_steps: int = 0) -> int:
         """Length in optimizer steps, rounded to the nearest; anything above zero is at least one step."""
-        whole = {"steps": 1.0, "tok": 1.0 / batch_tokens, "ep": epoch_tokens / batch_tokens, "dur": float(total_steps)}
-        steps = round(self.value * whole[self.unit])
-        return max(steps, 1) if self.value > 0 else 0
+        return self._count(steps=1.0, tok=1.0 / batch_tokens, ep=epoch_tokens / batch_tokens, dur=float(total_steps))
 
     def tokens(self, *, batch_tokens: int, epoch_tokens: int, total_tokens: int) -> int:
         """Length in tokens, steps as full batches; anything above zero is at least one token."""
-        whole = {"steps": batch_tokens, "tok": 1, "ep": epoch_tokens, "dur": total_tokens}
-        tokens = round(self.value * whole[self.unit])
-        return max(tokens, 1) if self.value > 0 else 0
+        return self._count(steps=batch_tokens, tok=1, ep=epoch_tokens, dur=total_tokens)
+
+    def _count(self, **units: float) -> int:
+        return max(round(self.value * units[self.unit]), 1) if self.value > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

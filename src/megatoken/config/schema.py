@@ -407,15 +407,9 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _validate_objective(config)
     if config.evaluate.patience and not config.evaluate.every.value:
         yield "evaluate.patience", "has no effect with evaluate.every=0", "set evaluate.every, or evaluate.patience=0"
-    sinks = split_sinks(config.log.sinks)
-    for name in sinks:
+    for name in split_sinks(config.log.sinks):
         if name not in SINKS:
             yield "log.sinks", f"unknown sink {name!r}", f"choose of {', '.join(SINKS)}"
-        elif sinks.count(name) > 1:
-            yield "log.sinks", f"{name} is named twice", "name it once"
-    if config.save.mirror.startswith("memory:"):
-        what = "memory: ends with its process, and each upload is a process of its own"
-        yield "save.mirror", what, "use a folder, or an address such as s3://bucket/run"
     try:
         parse_time(config.save.time_limit)
     except ValueError as wrong:

@@ -529,10 +529,6 @@ def suggest_value(spec: ConfigField, text: str) -> str:
     if not found and (is_list or re.fullmatch(_RANGE, text.strip())):
         betas = " or, as betas, are optim.beta1 and optim.beta2" if spec.key in ("optim.beta1", "optim.beta2") else ""
         return f"several are tried by megatoken sweep RECIPE '{spec.key}={'|'.join(parts)}'{betas};"
-    if another := re.fullmatch(r"(.*?)[,; ]+([a-z]+\.\w+=.*)", text):
-        return f"each setting is a word of its own: {spec.key}={another[1]} {another[2]};"
-    if not found and _fits(spec.key, bare := text.strip(" =:,;'\"()[]")):
-        return f"did you mean {bare}?"
     zero = re.search(r"\b0: (\w+)", spec.doc)
     is_default = not getattr(spec.default, "value", spec.default)
     zeros = (*_NONE, zero[1], *(("auto", "default") if is_default else ())) if zero else ()

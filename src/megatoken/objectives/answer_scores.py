@@ -59,7 +59,7 @@ def _policy_sums(
     model = state.compute_model
     with nullcontext() if state.uses_master_weights else device.autocast():
         hidden = forward_hidden(state, batch, dropout_keys_B)
-        log_probs = _log_probs(model, hidden, batch, step_config.loss_chunk, config.temperature)
+        log_probs = _log_probs(model, hidden, batch, step_config, config.temperature)
         values = model.values(hidden) if config.name == "ppo" else log_probs
     given, mask = batch.values, batch.targets_BT >= 0
     losses, clipped = clipped_loss(log_probs, given["log_probs"], given["advantages"], clip=config.clip)
@@ -88,17 +88,17 @@ def _preference_sums(
     shape = batch.targets_BT.shape[:2]
     keys = None if dropout_keys_B is None else dropout_keys_B.repeat_interleave(2)  # the same masks for both
     rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
+    model = state.compute_model
     with nullcontext() if state.uses_master_weights else device.autocast():
         hidden = forward_hidden(state, rows, keys)
         if config.name == "dpo":
-            scores = _log_probs(state.compute_model, hidden, rows, step_config.loss_chunk).sum(1).view(shape)
+            scores = _log_probs(model, hidden, rows, step_config).sum(1)
         else:
-            scores = take_last(state.compute_model.values(hidden), rows.targets_BT).view(shape)
+            scores = take_last(model.values(hidden), rows.targets_BT)
+    chosen, rejected = scores.view(shape).unbind(1)
     if config.name == "dpo":
-        reference = batch.values["reference"]
-        losses, chosen, rejected = dpo_loss(*scores.unbind(1), *reference.unbind(1), beta=config.beta)
+        losses, chosen, rejected = dpo_loss(chosen, rejected, *batch.values["reference"].unbind(1), beta=config.beta)
     else:
-        chosen, rejected = scores.unbind(1)
         losses = pairwise_loss(chosen, rejected)
     sums = {"accuracy": (chosen > rejected).sum(), "reward_chosen": chosen.sum(), "reward_rejected": rejected.sum()}
     return {"loss": losses.sum(), **{name: value.detach() for name, value in sums.items()}}
@@ -127,14 +127,16 @@ def measure_answers(
         for part in batch.split(fit_rows(step_config.micro_batch, len(batch), row_tokens, model.config.seq_len)):
             with nullcontext() if model.tokens.weight.dtype == device.dtype else device.autocast():
                 hidden = model(part.inputs_BT)
-                chunk = step_config.loss_chunk
-                parts.append(model.values(hidden) if values else _log_probs(model, hidden, part, chunk, temperature))
+                score = model.values(hidden) if values else _log_probs(model, hidden, part, step_config, temperature)
+                parts.append(score)
     finally:
         model.train(was_training)
     return torch.cat(parts)
 
 
-def _log_probs(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int, temperature: float = 1.0) -> Tensor:
+def _log_probs(
+    model: GPT, hidden_BTC: Tensor, batch: Batch, step_config: StepConfig, temperature: float = 1.0
+) -> Tensor:
     """Log-probabilities (B, T) of the targets, differentiable."""
     config, targets = model.config, batch.targets_BT
     kept = targets.numel() * config.padded_vocab_size <= KEPT_LOGITS
@@ -145,5 +147,5 @@ def _log_probs(model: GPT, hidden_BTC: Tensor, batch: Batch, chunk: int, tempera
         vocab_size=config.vocab_size,
         softcap=config.logit_softcap,
         temperature=temperature,
-        chunk=0 if kept else chunk,
+        chunk=0 if kept else step_config.loss_chunk,
     )

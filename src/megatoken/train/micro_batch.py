@@ -90,7 +90,8 @@ def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device,
         # No size needs more in proportion than a smaller one: each moment's memory is a constant and a part that grows.
         if is_split and state.comm.any(bytes_per_seq * size > MEMORY_SHARE * _free_bytes(device)):
             break
-        best, sized = max(rates.values(), default=0.0), replace(step_config, micro_batch=size)
+        best = max(rates.values(), default=0.0)
+        sized = replace(step_config, micro_batch=size)
         rows = min(2 * size, batch_seqs)
         seconds, bytes_per_seq = _time_on_all(state, sized, device, rows)
         if seconds and rows * seq_len / seconds < best / 2:
