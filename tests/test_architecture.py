@@ -23,7 +23,7 @@ READ_ENVIRONMENT = {"system/environment.py", "distributed/env.py", "redact.py"}
 # Imports inside functions: optional extras and modules that a platform may lack, anywhere; ...
 OPTIONAL = {
     *("pyarrow", "matplotlib", "huggingface_hub", "datasets", "transformers", "lm_eval"),
-    *("optuna", "shtab", "tensorboard", "trackio", "wandb", "lzma", "resource", "triton", "fsspec", "reasoning_gym"),
+    *("optuna", "shtab", "tensorboard", "trackio", "wandb", "lzma", "resource", "triton", "fsspec"),
 }
 # ... and where a process starts or the API is entered, whatever brings one of these: a typo must not wait for torch.
 STARTERS = {

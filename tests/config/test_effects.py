@@ -61,8 +61,6 @@ def test_every_setting_has_a_rule_or_always_an_effect() -> None:
         ("optim.name=adamw optim.momentum=0.9", "optim.name=adamw"),
         ("optim.name=adamw optim.momentum_warmup=300steps", "optim.name=adamw"),
         ("optim.name=adamw optim.cautious_decay=true", "optim.name=adamw"),
-        ("optim.name=lion optim.cautious_decay=true", "optim.name=lion"),
-        ("optim.name=lion optim.eps=1e-6", "optim.name=lion"),
         ("machine.device=cpu machine.tf32=true", "machine.device=cpu"),
         ("machine.device=mps machine.fused=on", "machine.device=mps"),
         ("machine.device=mps machine.compile=graphs", "machine.device=mps"),

@@ -130,13 +130,6 @@ def test_muon_adds_its_products_to_the_optimizer() -> None:
     assert seconds[8] == pytest.approx(seconds[1] / 8)
 
 
-def test_lion_is_counted_as_an_update_by_lists() -> None:
-    model = PRESETS["gpt2-124m"]
-    lion = estimate_step(model, H100, Layout(optimizer="lion"))
-    assert lion == estimate_step(model, H100, Layout(adamw="foreach"))
-    assert lion.optimizer > estimate_step(model, H100, Layout()).optimizer
-
-
 @pytest.mark.parametrize(
     ("gpu", "given", "precision", "program"),
     [

@@ -16,7 +16,6 @@ from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels import ATTENTION
 from megatoken.optim.adamw import AdamW
-from megatoken.optim.lion import Lion
 from megatoken.optim.muon import Muon
 
 
@@ -130,11 +129,11 @@ def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`meta.optimizer` of the manifest: class and numbers of the parameter groups; empty for AdamW, the default.
 
-    The learning rate is left out: the schedule sets it in every step. Muon's and Lion's numbers are in the config.
+    The learning rate is left out: the schedule sets it in every step. Muon's numbers are in the config.
     """
     if type(optimizer) in (AdamW, torch.optim.AdamW):
         return {}
-    if type(optimizer) in (Muon, Lion):
+    if type(optimizer) is Muon:
         return {"optimizer": {"name": type(optimizer).__name__, "groups": []}}
     groups = [
         {key: value for key, value in group.items() if type(value) in (int, float) and key != "lr"}

@@ -245,7 +245,7 @@ def _add_prepare(add: Callable[..., Parser]) -> None:
         metavar="SOURCE",
         help=sources
         + "python, tinyshakespeare, exercises (sums and spelling as conversations; exercises-prompts and "
-        + "exercises-test: as prompts with answers), gym:TASK[:COUNT[:SEED]] (of reasoning-gym), tinystories, fineweb, "
+        + "exercises-test: as prompts with answers), tinystories, fineweb, "
         + "fineweb-edu (of 10B tokens; -100bt, -350bt, -full)",
     )
     doc = "dataset folder to write, or an address such as s3://bucket/data"

@@ -15,7 +15,7 @@ from megatoken.distributed.env import read_dist_env
 from megatoken.eval.answers import DEFAULT_TOKENS, check_samples, describe_answers, evaluate_answers, read_questions
 from megatoken.eval.evaluate import evaluate
 from megatoken.eval.multiple_choice import describe_cut, format_score
-from megatoken.eval.rewards import find_rule, load_reward
+from megatoken.eval.rewards import REWARDS, load_reward
 from megatoken.eval.tasks import SCORES, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
 from megatoken.plots import check_picture, load_pyplot, save_figure
@@ -85,7 +85,7 @@ def answer_questions(options: Namespace) -> Evaluation:
     new_tokens = DEFAULT_TOKENS if options.tokens is None else options.tokens
     check_samples(samples, temperature, new_tokens)
     name = options.reward or "exact"
-    reward = find_rule(name) or load_reward(name)
+    reward = REWARDS.get(name) or load_reward(name)
     questions = read_questions(options.chat, options.limit)
 
     def evaluate_chat(

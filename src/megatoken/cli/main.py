@@ -156,7 +156,6 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
     recipe: that trains on them, for what to type next.
     """
     from megatoken.cli.progress import PrepareBar
-    from megatoken.data.gym import PREFIX
     from megatoken.data.prepare_chats import prepare_chats
     from megatoken.data.shard_format import MANIFEST_NAME
     from megatoken.data.sources import find_source
@@ -182,8 +181,7 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
     own = _pick(options, "val_fraction", "shard_tokens", "invalid", "long")
     prepared = prepare_chats(find_source(options.source, options.root), options.out, tokenizer, seq_len=seq_len, **own)
     with PrepareBar(options.console) as bar:
-        reward = " objective.reward=gym" if options.source.startswith(PREFIX) else ""
-        bar.finish(options.out, prepared, f"{recipe} --init {shlex.quote(init)}{reward}")
+        bar.finish(options.out, prepared, f"{recipe} --init {shlex.quote(init)}")
     return ExitCode.DONE, dataclasses.asdict(prepared)
 
 

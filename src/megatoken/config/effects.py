@@ -76,10 +76,9 @@ RULES = (
     Rule(
         "optim.matrix_lr optim.momentum optim.momentum_warmup optim.cautious_decay",
         "optim.name",
-        lambda c: c.optim.name not in ("adamw", "lion"),
+        lambda c: c.optim.name != "adamw",
         "it is for muon",
     ),
-    Rule("optim.eps", "optim.name", lambda c: c.optim.name != "lion", "it is for adamw and muon"),
     Rule("save.keep_every", "save.every", lambda c: c.save.every.value > 0, "nothing is saved before the end"),
     Rule(
         "evaluate.every evaluate.patience save.keep_best",

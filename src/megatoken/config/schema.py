@@ -54,8 +54,7 @@ class ObjectiveConfig:
         0.1, "dpo: how far log-probabilities may go from the reference for a reward", low=0.0, open_low=True
     )
     reward: str = config_field(
-        "exact",
-        "grpo, ppo: exact, number, gsm8k or gym, or the run of a reward model; own code by --reward module:function",
+        "exact", "grpo, ppo: exact, number or gsm8k, or the run of a reward model; own code by --reward module:function"
     )
     group: int = config_field(8, "grpo, ppo: answers to each prompt", low=1)
     updates: int = config_field(1, "grpo, ppo: optimizer steps on the same answers, all of them each time", low=1)
@@ -96,10 +95,10 @@ class ObjectiveConfig:
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "muon", "lion"] = config_field(
+    name: Literal["adamw", "muon"] = config_field(
         "adamw",
-        "optimizer; muon: for the matrices of hidden layers, AdamW for all else; lion: signs of momentum, with rates "
-        "of a third to a tenth of AdamW's; more can be registered from Python (docs/hacking.md)",
+        "optimizer; muon: for the matrices of hidden layers, AdamW for all else; more can be registered from Python "
+        "(docs/hacking.md)",
     )
     lr: float = config_field(6e-4, "peak learning rate; under muon of what AdamW updates", low=0.0)
     matrix_lr: float = config_field(0.02, "peak learning rate of the matrices that muon updates", low=0.0)
@@ -114,10 +113,8 @@ class OptimConfig:
         low=0,
     )
     min_lr_ratio: float = config_field(0.1, "final learning rate, as a share of lr", low=0.0, high=1.0, alias="floor")
-    beta1: float = config_field(
-        0.9, "decay of the first moment; of lion, of the momentum in its update", low=0.0, high=0.9999999
-    )
-    beta2: float = config_field(0.95, "decay of the second moment; of lion, of its momentum", low=0.0, high=0.9999999)
+    beta1: float = config_field(0.9, "decay of the first moment", low=0.0, high=0.9999999)
+    beta2: float = config_field(0.95, "decay of the second moment", low=0.0, high=0.9999999)
     eps: float = config_field(1e-8, "added to the root of the second moment", low=0.0, open_low=True)
     momentum: float = config_field(0.95, "of muon, with Nesterov's look-ahead", low=0.0, high=0.9999999)
     momentum_warmup: Duration = config_field(Duration(0), "linear growth of muon's momentum from 0.85", low=0)

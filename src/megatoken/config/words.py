@@ -218,7 +218,7 @@ VALUES = {
 NEAREST = {
     "model.mlp": _invert({"swiglu": "geglu reglu glu bilinear", "relu2": "relu", "gelu": "quick-gelu"}),
     "model.pos_emb": _invert({"rotary": "alibi relative xpos nope none", "learned": "sinusoidal"}),
-    "optim.name": _invert({"muon": "shampoo soap", "lion": "signsgd signum"}),
+    "optim.name": _invert({"muon": "shampoo soap"}),
     "optim.schedule": _invert(
         {"wsd": "inverse-sqrt inverse-square-root noam", "linear": "polynomial", "cosine": "cosine-with-restarts"}
     ),

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from megatoken.config.words import suggest_choice
-from megatoken.data import gym
 from megatoken.data.exercises import EXERCISES
 from megatoken.data.shard_format import DESCRIPTION_NAME, INPUTS_NAME, MANIFEST_NAME, PROGRESS_NAME
 from megatoken.errors import ConfigError, DataError
@@ -116,7 +115,7 @@ class Source:
 
 
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
-    """The files of `spec`: a name of NAMES, a gym:TASK, a file, a folder (recursive) or a pattern, sorted by name.
+    """The files of `spec`: a name of NAMES, a file, a folder (recursive) or a pattern, sorted by name.
 
     root: a local folder with the layout of a named corpus, used instead of the internet. exclude: a folder to leave
     out, where the dataset is written; datasets and runs are left out, too. Raises DataError when nothing readable is
@@ -135,10 +134,10 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         if not files:
             raise DataError("no Python sources here", library, "give root=, a folder of .py files")
         return _list_local("python", files)
-    if spec in EXERCISES or spec.startswith(gym.PREFIX):
+    if spec in EXERCISES:
         if root:
             raise ConfigError(f"--root has no effect beside {spec}", "--root", "leave it out: it is made here")
-        lines = EXERCISES[spec]() if spec in EXERCISES else gym.write_prompts(spec)
+        lines = EXERCISES[spec]()
         made = File(f"{spec}.jsonl", spec, len(lines), 0, "json", "")
         return Source(spec, (made,), lambda _: io.BytesIO(lines), direct=True)
     if spec == "tinyshakespeare":

@@ -150,8 +150,8 @@ def forward_passes(layout: Layout) -> float:
 
 
 def updates_by_lists(layout: Layout) -> bool:
-    """Whether the update is many operations instead of one kernel; Lion's are as many as AdamW's, about."""
-    return layout.adamw != "fused" or layout.optimizer == "lion"
+    """Whether the update is many operations instead of one kernel."""
+    return layout.adamw != "fused"
 
 
 def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:

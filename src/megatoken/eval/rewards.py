@@ -15,7 +15,6 @@ from decimal import Decimal
 from pathlib import Path
 from threading import Thread
 
-from megatoken.data.gym import import_gym, score_entry
 from megatoken.errors import ConfigError, MegatokenError
 
 Reward = Callable[[str, str, str], float]
@@ -44,11 +43,6 @@ def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
     return float(bool(mark) and number is not None and last_number(number[0]) == last_number(right))
 
 
-def reward_gym(prompt: str, answer: str, right: str) -> float:
-    """What reasoning-gym pays; right: the entry of a prompt that was made as gym:TASK, as JSON."""
-    return score_entry(answer, right)
-
-
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, exactly; None where there is none. A hyphen between two numbers is no sign."""
     found = list(NUMBER.finditer(text))
@@ -60,14 +54,7 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(number.replace(",", ""))
 
 
-REWARDS: dict[str, Reward] = {"exact": reward_exact, "number": reward_number, "gsm8k": reward_gsm8k, "gym": reward_gym}
-
-
-def find_rule(name: str) -> Reward | None:
-    """The rule of a name, if there is one. Raises ConfigError where its package is missing."""
-    if name == "gym":
-        import_gym()
-    return REWARDS.get(name)
+REWARDS: dict[str, Reward] = {"exact": reward_exact, "number": reward_number, "gsm8k": reward_gsm8k}
 
 
 def load_reward(name: str) -> Reward:

@@ -8,9 +8,8 @@ from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_dataset import ROW_OBJECTIVES, open_rows, read_answers
 from megatoken.data.chat_template import find_template
 from megatoken.data.dataloader import Batch, Prefetcher
-from megatoken.data.gym import PREFIX
 from megatoken.errors import ConfigError
-from megatoken.eval.rewards import REWARDS, Reward, find_rule, load_reward, score_answers
+from megatoken.eval.rewards import REWARDS, Reward, load_reward, score_answers
 from megatoken.objectives.answer_scores import measure_answers, take_last
 from megatoken.objectives.preferences import PairBatches, Row
 from megatoken.objectives.rollouts import Prompt, RolloutBatches, Score, build_rows
@@ -63,10 +62,8 @@ def check_reward(name: str, reward: str | Reward | None) -> None:
     """
     if isinstance(reward, str):
         load_reward(reward)
-    if reward is not None or find_rule(name) is not None:
+    if reward is not None or name in REWARDS:
         return
-    if name.startswith(PREFIX):
-        raise ConfigError(f"reward {name}", "objective.reward", "write gym: each prompt names its task")
     if ":" in name:
         fix = f"name it on the command line, --reward {name}: a recipe runs no code"
         raise ConfigError(f"reward {name} is a function of your own", "objective.reward", fix)
@@ -78,7 +75,7 @@ def check_reward(name: str, reward: str | Reward | None) -> None:
 def build_score(run: RunContext, reward: Reward | None) -> Score:
     """What scores answers: a user's reward, a rule by name, or a reward model, as `check_reward` allows."""
     name = run.config.objective.reward
-    rule = reward or find_rule(name)
+    rule = reward or REWARDS.get(name)
     if rule is None:
         return build_model_score(run, name)
     return partial(score_by_rule, run, rule, name, is_own=reward is not None)

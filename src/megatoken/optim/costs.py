@@ -6,7 +6,7 @@ from megatoken.model.flops import count_matmul_parameters, count_padded_paramete
 FP32 = 4
 ORTHOGONALIZE_STEPS = 5
 # Bytes of state for a parameter, in fp32: in a matrix of a hidden layer, and in any other tensor.
-STATE_BYTES: dict[str, tuple[int, int]] = {"adamw": (8, 8), "muon": (4, 8), "lion": (4, 4)}
+STATE_BYTES: dict[str, tuple[int, int]] = {"adamw": (8, 8), "muon": (4, 8)}
 
 
 def count_optimizer_bytes(name: str, model: ModelConfig) -> int:

@@ -17,7 +17,6 @@ from megatoken.config.schema import OptimConfig
 from megatoken.errors import ConfigError
 from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import STATE_BYTES
-from megatoken.optim.lion import Lion
 from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
 ParamGroup = dict[str, Any]  # params, weight_decay; lr_scale: the group's rate as a multiple of the schedule's
@@ -151,11 +150,6 @@ def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str
     return Muon(adamw, hidden, matrices, **numbers, cautious_decay=optim.cautious_decay)
 
 
-def build_lion(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> Lion:
-    """Lion for every parameter; it has one form."""
-    return Lion(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
-
-
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS["adamw"] = OptimizerSpec(build=build_adamw, state_keys=ADAMW_KEYS, bytes_per_param=STATE_BYTES["adamw"])
 OPTIMIZERS["muon"] = OptimizerSpec(
@@ -164,5 +158,4 @@ OPTIMIZERS["muon"] = OptimizerSpec(
     bytes_per_param=STATE_BYTES["muon"],
     hidden_group=True,
 )
-OPTIMIZERS["lion"] = OptimizerSpec(build=build_lion, state_keys=("exp_avg",), bytes_per_param=STATE_BYTES["lion"])
 BUILT_IN = frozenset(OPTIMIZERS)

@@ -26,7 +26,6 @@ from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.native.library import Library
 from megatoken.optim.adamw import AdamW
-from megatoken.optim.lion import Lion
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.muon import Muon
 from megatoken.optim.optimizer import adopt_optimizer, build_optimizer, find_optimizer
@@ -103,7 +102,7 @@ class TrainState:
     @property
     def skips_bad_on_device(self) -> bool:
         """Whether the optimizer can skip an update by a flag on the device, without the host reading it."""
-        can_skip = isinstance(self.optimizer, torch.optim.AdamW | Muon | Lion) and supports_found_inf(self.optimizer)
+        can_skip = isinstance(self.optimizer, torch.optim.AdamW | Muon) and supports_found_inf(self.optimizer)
         return can_skip and not self.scaler.is_enabled() and self.found_bad.device.type in ("cpu", "cuda")
 
     def enable_master_weights(self, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ number of targets in the global batch, so every split into micro-batches and pro
 Loss and gradient norm stay on the device until `wait_for_steps` reads them, so that the host never waits. A step is bad
 when its loss or gradient norm is not finite, or is a spike that is to be skipped (train/spikes.py), or when the
 gradient is exactly 0 beside a loss: none reached the weights. A bad step leaves the weights as they are: torch's fused
-AdamW, Muon and Lion skip that update and all later ones on the device; for other optimizers the host decides at every
+AdamW and Muon skip that update and all later ones on the device; for other optimizers the host decides at every
 step.
 """
 
