@@ -14,7 +14,7 @@ from megatoken.cli.main import main
 from megatoken.config.fields import parse_value
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS
-from megatoken.config.words import CHOICES, CONVERSIONS, KEYS, MAIN_FIELDS, NEAREST, RECIPES, VALUES, find_key
+from megatoken.config.words import CHOICES, CONVERSIONS, KEYS, MAIN_FIELDS, RECIPES, VALUES, find_key
 from megatoken.convert.recipes import composer, nanogpt
 
 TOKENS = "it counts tokens: sequences x model.seq_len"
@@ -47,11 +47,6 @@ FOUND = [
     ("eval m --data d --split trian", 2, "did you mean train?"),
     ("eval m --data d --tasks piqa --split train", 2, "--split has no effect here"),
     ("launch slrum quickstart", 2, "did you mean slurm?"),
-    (
-        "config quickstart save.every=10minutes",
-        2,
-        "it is counted in steps or tokens, a wall-clock time is for save.time",
-    ),
     ("config quickstart save.time_limit=soon", 2, "write it as 45s, 90m, 11h30m or 2d"),
     ("bench ladders", 2, "did you mean ladder?"),
 ]
@@ -73,18 +68,8 @@ NEW = [
     ("dryrun gpt2-124m --gpus 2 --tp 2 machine.tensor_parallel=1", 2, "--tp sets machine.tensor_parallel: give one"),
     ("eval m --tasks ''", 2, "--tasks is empty — megatoken eval — name tasks: hellaswag, "),
     ("eval m --data d --harness", 2, "--harness without --tasks"),
-    ("prepare text.txt -o d", 2, "did you mean --out?"),
-    ("launch gpt2-124m slurm", 2, "did you mean launch slurm gpt2-124m?"),
     ("launch aws gpt2-124m", 2, "did you mean skypilot?"),
-    ("config quickstart seed=1,2,3", 2, "several are tried by megatoken sweep RECIPE 'seed=1|2|3'"),
-    ("config quickstart optim.lr=log:1e-4..3e-4", 2, "sweep RECIPE 'optim.lr=log:1e-4..3e-4'"),
-    ("config quickstart optim.name=adamw,muon", 2, "sweep RECIPE 'optim.name=adamw|muon'"),
-    ("config quickstart optim.beta1=0.9,0.95", 2, "or, as betas, are optim.beta1 and optim.beta2"),
     ("config quickstart optim.warmup=100ba", 2, "did you mean 100steps?"),
-    ("config quickstart optim.warmup=100 steps", 2, "a setting is one word: optim.warmup=100steps"),
-    ("config quickstart save.every=epoch", 2, "did you mean 1ep?"),
-    ("config quickstart optim.grad_clip=none", 2, "did you mean 0?"),
-    ("config quickstart machine.threads=auto", 2, "did you mean 0?"),
     ("config quickstart 'model.n_layer = 3'", 2, "settings are section.field=value: model.n_layer=3"),
     ("train quickstart budget.steps:5", 2, "in one word: budget.steps=5"),
     ("train d20", 2, "did you mean 'depth-20'?"),
@@ -110,7 +95,6 @@ NEW = [
     ),
     ("train quickstart report_to=wandb", 2, "did you mean 'log.sinks'?"),
     ("train quickstart --wandb_project=x", 2, "log.sinks=wandb sends the run, by its folder's name"),
-    ("sample m hi --precision int8", 2, "did you mean --int8?"),
     ("sample m hi --load-in-8bit", 2, "did you mean --int8?"),
     ("config --nanogpt --learning_rate=0.0", 2, "learning_rate"),
     ("tune quickstart", 2, "did you mean sweep?"),
@@ -119,15 +103,6 @@ NEW = [
     ("upload m", 2, "did you mean export?"),
     ("flops gpt2-124m", 2, "did you mean describe?"),
     ("deploy m", 2, "did you mean serve?"),
-    ("config quickstart optim.warmup=0.05", 2, "did you mean 0.05dur? a share of the run"),
-    ("config quickstart optim.warmup=5%", 2, "did you mean 0.05dur? a share of the run"),
-    ("config quickstart save.every=1.5", 2, "steps are whole;"),
-    ("config quickstart optim.lr=0,0006", 2, "did you mean 0.0006?"),
-    ("config quickstart budget.tokens=10b", 2, "did you mean 10B?"),
-    ("config quickstart budget.tokens=1,000,000", 2, "did you mean 1000000?"),
-    ("config quickstart model.dropout=10%", 2, "did you mean 0.1?"),
-    ("plan gpt2-124m --gpus 8xH100 --budget '$500'", 2, "did you mean 500?"),
-    ("dryrun gpt2-124m --gpus 8xH100", 2, "did you mean --gpus 8 --gpu H100?"),
     ("prepare python --out d --tokenizer bpe=4096", 2, "did you mean bpe:4096?"),
     ("prepare python --out d --tokenizer bpe:50k", 2, "did you mean bpe:50000?"),
     (
@@ -218,7 +193,6 @@ NEW = [
     ("config quickstart machine.attention=sdpa", 2, "did you mean flash?"),
     ("config quickstart machine.activation_checkpointing=full", 2, "did you mean block?"),
     ("config quickstart model.pos_emb=rope", 2, "did you mean rotary?"),
-    ("config quickstart save.every=2h", 2, "a wall-clock time is for save.time_limit"),
     ("config quickstart budget.tokens=10GB", 2, "expected a whole number, got '10GB'"),
     ("pretrain gpt2-xl", 2, "no command 'pretrain' — megatoken — did you mean train? known: quickstart, completion, "),
     ("gpt2-124m", 2, "did you mean train gpt2-124m? known: "),
@@ -257,12 +231,6 @@ NEW = [
     ("prepare python --out d --tokenizer bpe", 2, "did you mean bpe:N?"),
 ]
 MEANT = [  # of the words of nanoGPT, litgpt, torchtitan, Composer, nanochat and the Trainer
-    ("config quickstart optim.schedule=inverse_sqrt", 2, "inverse_sqrt is not here, the nearest is wsd;"),
-    ("config quickstart model.mlp=geglu", 2, "geglu is not here, the nearest is swiglu;"),
-    ("config quickstart model.pos_emb=alibi", 2, "alibi is not here, the nearest is rotary;"),
-    ("config quickstart machine.precision=fp8", 2, "fp8 is not here, the nearest is bf16;"),
-    ("config quickstart machine.activation_checkpointing=selective", 2, "selective is not here, the nearest is gelu;"),
-    ("config quickstart optim.name=soap", 2, "soap is not here, the nearest is muon;"),
     ("config quickstart machine.compile=reduce-overhead", 2, "did you mean graphs?"),
     ("config quickstart data.order=random", 2, "did you mean shuffled?"),
     ("config quickstart objective.name=instruct", 2, "did you mean sft?"),
@@ -279,11 +247,8 @@ MEANT = [  # of the words of nanoGPT, litgpt, torchtitan, Composer, nanochat and
     ("sample m hi --stop x", 2, "see `megatoken sample --help`"),
     ("sample m hi --min-p 0.1", 2, "see `megatoken sample --help`"),
     ("sample m hi --greedy", 2, "--temperature 0 takes the likeliest token"),
-    ("sample --out_dir=m", 2, "required: MODEL — megatoken sample — write MODEL alone, without --out_dir"),
-    ("prepare t.txt --output d", 2, "required: --out — megatoken prepare — did you mean --out?"),
     ("prepare t.txt --out d --num_workers 8", 2, "did you mean --workers?"),
     ("prepare t.txt --out d --column content", 2, "did you mean --text-key?"),
-    ("export m --output d", 2, "did you mean --out?"),
     ("launch slurm gpt2-124m --qos high", 2, "did you mean --sbatch?"),
     ("launch slurm gpt2-124m --ntasks 8", 2, "did you mean --nproc?"),
     ("launch slurm gpt2-124m --nnodes 2", 2, "did you mean --nodes?"),
@@ -435,17 +400,11 @@ def test_settings_of_other_tools_in_three_forms(
     [
         (["budget.steps", "=", "5"], "settings are section.field=value, in one word: budget.steps=5"),
         (["budget.steps", "=5"], "settings are section.field=value, in one word: budget.steps=5"),
-        (["budget.steps=", "5"], "settings are section.field=value, in one word: budget.steps=5"),
         (["budget.steps:", "5"], "settings are section.field=value, in one word: budget.steps=5"),
         (["optim.lr", "3e-4"], "settings are section.field=value, in one word: optim.lr=3e-4"),
         (["--name", "x"], "did you mean --out?"),
         (["-o", "x"], "did you mean --out? flags of llm.c are one word: --llmc '-o x'"),
         (["--train.max_tokens", "gpt2-124m"], f"{SETTING}budget.tokens=..."),
-        (["budget.steps=5,10"], "several are tried by megatoken sweep RECIPE 'budget.steps=5|10'"),
-        (["optim.lr=1e-4,3e-4"], "several are tried by megatoken sweep RECIPE 'optim.lr=1e-4|3e-4'"),
-        (["optim.lr=[1e-4, 3e-4]"], "several are tried by megatoken sweep RECIPE 'optim.lr=1e-4|3e-4'"),
-        (["budget.steps=1,000"], "did you mean 1000?"),
-        (["optim.lr=0,001"], "did you mean 0.001?"),
     ],
 )
 def test_settings_in_another_form(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,7 +424,7 @@ def test_words_stand_for_what_exists() -> None:
     assert all(word in KEYS for words, _ in CONVERSIONS.values() for word in words.split())
     assert not KEYS.keys() & {key.rpartition(".")[2] for key in FIELDS}, "our own names need no translation"
     assert set(MAIN_FIELDS.values()) <= FIELDS.keys()
-    for key, words in [*VALUES.items(), *NEAREST.items()]:
+    for key, words in VALUES.items():
         assert {parse_value(FIELDS[key], value) for value in words.values()} <= set(FIELDS[key].choices)
         assert not words.keys() & set(FIELDS[key].choices)
     assert set(RECIPES.values()) <= PRESETS.keys() | {"shakespeare", "quickstart", "finetune"}

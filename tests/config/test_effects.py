@@ -20,7 +20,7 @@ ALWAYS_HAVE_AN_EFFECT = {
     *("model.logit_softcap", "model.zero_init", "model.value_head"),
     *("model.tie_embeddings", "model.dropout", "model.init", "data.path", "optim.name", "optim.lr"),
     *("optim.schedule", "objective.name"),
-    *("optim.warmup", "optim.beta1", "optim.beta2", "optim.weight_decay", "optim.grad_clip"),
+    *("optim.warmup", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
     *("optim.spike", "optim.max_skips", "budget.steps", "budget.tokens", "budget.epochs", "budget.batch_tokens"),
     *(
         "budget.batch_start",

@@ -3,10 +3,8 @@
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +16,7 @@ from megatoken.config.fields import ConfigField, Duration, parse_value
 from megatoken.config.load import format_value, list_recipes
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import FIELDS, resume_class
-from megatoken.config.words import TEXTS, plain_number, suggest_choice, suggest_option
+from megatoken.config.words import TEXTS, suggest_choice, suggest_option
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS
@@ -50,36 +48,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, allow_abbrev=False)  # else --gpu is --gpus, and --seed --seeds
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.given = sys.argv[1:] if args is None else args
-        return super().parse_known_args(args, namespace)
-
     def error(self, message: str) -> NoReturn:
         fix = f"see `{self.prog} --help`"
         if "expected one argument" in message:
             fix = "give a value; one that begins with - as --option='-value'"
         if wrong := re.search(r"argument (.*?): invalid choice: '(.*)' \(choose from (.*)\)", message):
             choices = re.findall(r"[\w.-]+", wrong[3])
-            as_option = f"--{wrong[2].lower()}"  # of another option's value, as --precision int8
-            near = as_option if as_option in self.format_usage() else suggest_choice(wrong[2], choices)
+            near = suggest_choice(wrong[2], choices)
             message = (
                 f"no {wrong[1].lower()} '{wrong[2]}'" if wrong[1].isupper() else f"{wrong[1]} cannot be '{wrong[2]}'"
             )
             near = f"train {wrong[2]}" if wrong[1] == "COMMAND" and wrong[2] in list_recipes() else near
-            if engine := next((word for word in self.given if wrong[1] == "engine" and word in choices), ""):
-                near = f"launch {engine} {wrong[2]}"
             fix = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(choices)}"
         if number := re.search("invalid (int|float) value: '(.*)'", message):
-            many = re.fullmatch(r"(\d+)x(\w[\w-]*)", number[2]) if "--gpus" in message else None
-            near = f"--gpus {many[1]} --gpu {many[2]}" if many else plain_number(number[2])
-            near = "" if near == number[2] else near
-            wanted = "whole number" if number[1] == "int" else "number such as 0.1"
-            fix = f"{f'did you mean {near}? ' if near else ''}give a {wanted}, {fix}"
-        if "arguments are required" in message:
-            options = {*self._option_string_actions, *re.findall("[A-Z_]{4,}", message)}
-            unknown = [word for word in self.given if word.startswith("-") and word.partition("=")[0] not in options]
-            found = [suggest_option([word], options, settings=False) for word in unknown]
-            fix = "; ".join(dict.fromkeys(filter(None, found))) or fix
+            fix = f"give a {'whole number' if number[1] == 'int' else 'number such as 0.1'}, {fix}"
         raise ConfigError(message, self.prog, fix)
 
 
@@ -105,14 +87,8 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
         command = " ".join(filter(None, ("megatoken", options.command, getattr(options, "bench", ""))))
         known = re.findall(r"--[a-z][\w-]*|\b[A-Z_]{4,}\b", options.help())
         takes_settings = options.command in TAKE_OVERRIDES
-        before = next((first for first, second in pairwise(given) if second == unknown[0]), "")
         starts = [index for index, word in enumerate(unknown) if index == 0 or word.startswith("--")]
         fixes = dict.fromkeys(suggest_option(unknown[index:], known, settings=takes_settings) for index in starts)
-        if takes_settings and OVERRIDE.fullmatch(before):  # a setting in two words
-            if before.endswith("="):
-                fixes = dict.fromkeys([suggest_option([before, *unknown], known, settings=True)])
-            elif before[-1].isdigit() and re.fullmatch("[a-z]+", unknown[0]):  # as optim.warmup=100 steps
-                fixes = dict.fromkeys([f"a setting is one word: {before}{unknown[0]}"])
         if options.command == "prepare" and not unknown[0].startswith("-"):
             fixes = dict.fromkeys(["give one SOURCE: a folder, or a pattern in quotes, such as 'texts/*.txt'"])
         if options.command == "sample" and not unknown[0].startswith("-"):

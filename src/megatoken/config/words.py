@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from megatoken.config.fields import TRUTHS, ConfigField, Duration, parse_value
+from megatoken.config.fields import TRUTHS, ConfigField, parse_value
 from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.config.schema import FIELDS
 
@@ -214,19 +214,6 @@ VALUES = {
         }
     ),
 }
-# Values that are not here, by the nearest one that is.
-NEAREST = {
-    "model.mlp": _invert({"swiglu": "geglu reglu glu bilinear", "relu2": "relu", "gelu": "quick-gelu"}),
-    "model.pos_emb": _invert({"rotary": "alibi relative xpos nope none", "learned": "sinusoidal"}),
-    "optim.name": _invert({"muon": "shampoo soap"}),
-    "optim.schedule": _invert(
-        {"wsd": "inverse-sqrt inverse-square-root noam", "linear": "polynomial", "cosine": "cosine-with-restarts"}
-    ),
-    "objective.name": _invert({"dpo": "ipo kto orpo simpo", "grpo": "rloo reinforce"}),
-    "machine.precision": _invert({"bf16": "fp8 float8 mxfp8 fp4 int8", "fp32": "fp64 float64 double"}),
-    "machine.attention": _invert({"flash": "xformers flex flex-attention", "fa2": "fa3 flash-attention-3"}),
-    "machine.activation_checkpointing": _invert({"gelu": "selective"}),
-}
 RECIPES = PUBLISHED | _invert(
     {
         "gpt2-124m": "gpt2-small gpt-2 gpt2-117m gpt2-125m train_gpt2 124m d12 gpt_2",
@@ -374,9 +361,6 @@ MAIN_FIELDS = {"model": "model.preset", "data": "data.path", "optim": "optim.nam
 TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".gz", ".zst", ".json", ".csv")  # suffixes of what is no recipe
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
 SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in FIELDS if "." in key))
-_NUMBER = r"\d*\.?\d+(?:[eE][-+]?\d+)?"
-_RANGE = rf"(log:)?{_NUMBER}\.\.{_NUMBER}"
-_NONE = ("none", "off", "no", "false", "never", "null", "disabled")  # 0, where a number's description says what that is
 _OURS = {key.rpartition(".")[2]: key for key in FIELDS}  # of fields with one name the last, as `every`
 
 
@@ -496,55 +480,15 @@ def find_value(spec: ConfigField, text: str) -> str:
         return str(truth).lower()
     on_off = ("on" if truth else "off") if truth is not None and "on" in spec.choices else ""
     known = VALUES.get(spec.key, {}).get(word) or on_off
-    return known or ("" if word in NEAREST.get(spec.key, {}) else suggest_choice(word, spec.choices))
-
-
-def plain_number(text: str) -> str:
-    """A number with a percent sign, decimal comma, commas between thousands, $ or a small prefix as it is read here;
-    empty for what is none."""
-    match = re.fullmatch(r"\$?(\d[\d.,]*(?:[eE][-+]?\d+)?)([%bmtgG]?)", text.strip())
-    if match is None:
-        return ""
-    is_decimal = re.fullmatch(r"0,\d+|\d+,\d{1,2}", match[1])
-    if "," in match[1] and not is_decimal and not re.fullmatch(r"\d{1,3}(,\d{3})+([.e].*)?", match[1].lower()):
-        return ""  # a list
-    digits = match[1].replace(",", "." if is_decimal else "")
-    try:
-        share = f"{float(digits) / 100:g}"
-    except ValueError:
-        return ""
-    return share if match[2] == "%" else digits + match[2].upper().replace("G", "B")
+    return known or suggest_choice(word, spec.choices)
 
 
 def suggest_value(spec: ConfigField, text: str) -> str:
-    """What to write for a wrong value, empty where nothing is known or alike."""
-    found = find_value(spec, text)
-    if spec.is_duration and re.fullmatch(r"\d*\.\d+|[\d.]+%", text.strip()):
-        share = float(text.strip(" %")) / (100 if "%" in text else 1)
-        return f"did you mean {share:g}dur? a share of the run;" if share <= 1 else "steps are whole;"
-    if spec.type in (int, float) and _fits(spec.key, number := plain_number(text)):
-        found = number
-    parts = re.split("[,| ]+", text.strip(" ()[]"))
-    is_list = len(parts) > 1 and all(_fits(spec.key, part) for part in parts)
-    if not found and (is_list or re.fullmatch(_RANGE, text.strip())):
-        betas = " or, as betas, are optim.beta1 and optim.beta2" if spec.key in ("optim.beta1", "optim.beta2") else ""
-        return f"several are tried by megatoken sweep RECIPE '{spec.key}={'|'.join(parts)}'{betas};"
-    zero = re.search(r"\b0: (\w+)", spec.doc)
-    is_default = not getattr(spec.default, "value", spec.default)
-    zeros = (*_NONE, zero[1], *(("auto", "default") if is_default else ())) if zero else ()
-    if not found and text.strip().lower() in zeros and _fits(spec.key, "0"):
-        return "did you mean 0?"
-    if near := NEAREST.get(spec.key, {}).get(text.strip().lower().replace("_", "-")):
-        return f"{text.strip()} is not here, the nearest is {near};"
-    if found:
-        return f"did you mean {found}?"
-    if spec.is_duration and (
-        batches := re.fullmatch(r"(\d+)? ?(ba|batch(?:es)?|it|iters?|iterations?|epoch)", text.strip())
-    ):
-        return f"did you mean {batches[1] or 1}{'ep' if batches[2] == 'epoch' else 'steps'}?"
-    if spec.type is Duration and re.fullmatch(r"\d+ ?(h|m|min|minutes?|hours?|s|seconds?|days?)", text.strip().lower()):
-        return "it is counted in steps or tokens, a wall-clock time is for save.time_limit;"
-    return ""
+    """Return what to write for a wrong value, empty if nothing is similar."""
+    if value := find_value(spec, text):
+        return f"did you mean {value}?"
+    batches = re.fullmatch(r"(\d+) ?(ba|batch(?:es)?|it|iters?|iterations?)", text.strip())
+    return f"did you mean {batches[1]}steps?" if spec.is_duration and batches else ""
 
 
 def suggest_recipe(word: str, known: Sequence[str]) -> str:
