@@ -77,12 +77,12 @@ class Memory:
         patch.setattr(micro_batch, "_free_bytes", lambda device: 10.0 * largest / micro_batch.MEMORY_SHARE)
         patch.setattr(micro_batch, "_time_forward_backward", self.measure)
 
-    def measure(self, state: TrainState, step_config: StepConfig, device: object) -> tuple[float, int]:
+    def measure(self, state: TrainState, step_config: StepConfig, device: object, rows: int) -> tuple[float, int]:
         size = step_config.micro_batch
         self.sizes.append(size)
         hook = state.model.blocks[0].mlp.register_forward_hook(self.fail if size > self.largest else lambda *_: None)
         try:
-            self._measure(state, step_config, CPU)
+            self._measure(state, step_config, CPU, rows)
         finally:
             hook.remove()
         return 1.0, 10 * size

@@ -35,7 +35,7 @@ JOURNAL, BEST, PICTURE, FOLDER = "journal.log", "best.yaml", "sweep.png", "trial
 UNPRUNED_TRIALS = 4  # before any is stopped for being worse than their median
 MOST_FAILURES = 3  # without one success, after which the search ends
 DIGITS = 4  # of a number that is tried
-RANGE = re.compile(r"(log:)?([^.:]\S*?)\.\.([^.]\S*)")
+RANGE = re.compile(r"(log:)?([^.]\S*?)\.\.([^.]\S*)")
 
 
 @dataclass(frozen=True, slots=True)
