@@ -186,7 +186,7 @@ def test_shards_are_one_model(small: tuple[Any, Path], tmp_path: Path) -> None:
 
 
 def test_weights_are_those_that_the_index_names(tmp_path: Path) -> None:
-    """Older shards in the same folder, and files with names of their own."""
+    """Older files in the same folder, and files with names of their own."""
     folder = save(reference_model(seed=1, **SMALL), tmp_path, max_shard_size="3KB")
     for path in folder.glob("*.safetensors"):
         path.rename(path.with_name(path.name.replace("-of-", "-of-9")))
@@ -196,6 +196,8 @@ def test_weights_are_those_that_the_index_names(tmp_path: Path) -> None:
         path.rename(path.with_name(renamed := path.name.replace("model-", "weights.")))
         index.write_text(index.read_text().replace(path.name, renamed))
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    stale = save(reference_model(seed=3, **SMALL), tmp_path / "stale")
+    (stale / "model.safetensors").rename(folder / "model.safetensors")
     model, _ = load_hf(str(folder))
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), reference(torch.arange(20)[None]).logits, rtol=1e-5, atol=1e-6)

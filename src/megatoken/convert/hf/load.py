@@ -125,23 +125,23 @@ def refuse_missing_path(name: str) -> None:
 
 
 def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor's name and the open file that holds it: all of model.safetensors, else what the index names.
+    """Yield each tensor's name and the open file that holds it: what the index names, else all of model.safetensors.
 
     Raises CheckpointError for a folder without weights and for a file that is missing or damaged.
     """
     names: dict[Path, set[str]] = {}
     try:
-        if (folder / WEIGHTS).is_file():  # transformers reads it first
-            names[folder / WEIGHTS] = set()
-        else:
-            for name, shard in read_json(folder / INDEX)["weight_map"].items():
-                names.setdefault(folder / shard, set()).add(name)
+        for name, shard in read_json(folder / INDEX)["weight_map"].items():
+            names.setdefault(folder / shard, set()).add(name)
     except FileNotFoundError:
-        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES):
+        names[folder / WEIGHTS] = set()
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        if not (folder / WEIGHTS).is_file() and pickles:
             what = f"{pickles[0]} is a pickle, which can run code when it is read, so it is never loaded"
             fix = "convert it where you trust it: model.save_pretrained(folder, safe_serialization=True)"
             raise CheckpointError(what, str(folder), fix) from None
-        raise CheckpointError(f"folder holds no {WEIGHTS}, nor {INDEX}", str(folder), SAVE_PRETRAINED) from None
+        if not (folder / WEIGHTS).is_file():
+            raise CheckpointError(f"folder holds no {WEIGHTS}, nor {INDEX}", str(folder), SAVE_PRETRAINED) from None
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"cannot read the index: {error}", str(folder / INDEX), AGAIN) from None
     for path, wanted in names.items():
