@@ -320,3 +320,10 @@ def test_begin_of_text_of_a_vocabulary_without_a() -> None:
     assert Tokenizer(empty, "empty", eot=0).bos_ids == []
     with pytest.raises(MegatokenError, match=r"the tokenizer cannot encode 'cats': WordLevel error.* — empty — "):
         Tokenizer(empty, "empty", eot=0).encode("cats")
+
+
+def test_bytes_with_a_prefix_space_are_those_of_tokenizers() -> None:
+    content = json.loads(load_tokenizer("bytes").to_json())
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    ids = tokenizers.Tokenizer.from_str(json.dumps(content)).encode("ab").ids
+    assert Tokenizer(json.dumps(content), "prefix", 256).encode("ab").tolist() == ids == [32, 97, 98]

@@ -72,10 +72,11 @@ class Tokenizer:
         content = json.loads(self._inner.to_str())
         self.split_points: SplitPoints = "nowhere"
         self._encode: Callable[[str], Ids] = self._encode_whole
-        if content["model"].get("vocab") == _byte_vocabulary() and not content["model"].get("merges"):
+        is_gpt2 = _splits_like_gpt2(content)
+        if is_gpt2 and content["model"]["vocab"] == _byte_vocabulary() and not content["model"]["merges"]:
             self.split_points = "anywhere"
             self._encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-        elif _splits_like_gpt2(content):
+        elif is_gpt2:
             self.split_points, self._encode = "words", BpeCache(self._inner).encode
 
     def __repr__(self) -> str:
