@@ -169,10 +169,16 @@ def test_bad_rows_are_named_or_skipped(tmp_path: Path, name: str, start: str, ro
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [('[{"text": "a"}, {"text": 01}]', ", row 2"), ('[{"text": "a"}', " — copy"), ('[{"text": "a"}]\n[2]', " — write")],
+    [
+        ("text,text\na,b", " — repair"),
+        ('text\na\n"b\nc', " — repair"),
+        ('[{"text": "a"}, {"text": 01}]', ", row 2"),
+        ('[{"text": "a"}', " — copy"),
+        ('[{"text": "a"}]\n[2]', " — write"),
+    ],
 )
-def test_a_malformed_array_is_named(tmp_path: Path, text: str, place: str) -> None:
-    path = write(tmp_path / "a.json", text)
+def test_a_malformed_file_of_rows_is_named(tmp_path: Path, text: str, place: str) -> None:
+    path = write(tmp_path / ("a.json" if "{" in text else "a.csv"), text)
     for invalid in ("replace", "skip"):
         assert f"{path}{place}" in str(refuse(path, invalid=invalid))
 

@@ -206,6 +206,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ([PAIR, {**PAIR, "chosen": "c"}], "chosen and rejected are the same tokens — {}:2"),
         ([{"prompt": "a", "completion": "b", "label": False}], "a row for KTO, "),
         ([{**GOOD, "kto_tag": True}], "a row for KTO, "),
+        ([{"prompt": "a", "completion": "b", "label": "False"}], "a row for KTO, "),
         ([{"messages": [USER, {**ANSWER, "weight": 0}]}], "no message of the assistant to train on — {}:1"),
         ([{"messages": [USER, {**ANSWER, "weight": 0.5}]}], "weight is 0.5 — {}:1, message 2"),
         ([{**PAIR, "chosen": [USER, USER]}], "two messages of the user in a row — {}:1, chosen"),
@@ -233,6 +234,7 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     bad = [3, {"messages": [USER]}, {"prompt": "a"}, {"messages": [USER, {**ANSWER, "role": "bot"}]}, {"text": "a"}]
     dataset = load_dataset(prepare(tmp_path, [bad[0], GOOD, *bad[1:], GOOD], invalid="skip"))
     assert (dataset.manifest.documents, dataset.manifest.source["counts"]) == ({"train": 2, "val": 0}, {"skipped": 5})
+    assert peek_format(find_source(str(tmp_path / "rows.jsonl")), "body") is not None
     with pytest.raises(MegatokenError, match=r"no rows, 5 skipped — .*rows.jsonl"):
         prepare(tmp_path, bad, "none", invalid="skip")
 

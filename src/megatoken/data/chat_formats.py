@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
@@ -27,6 +28,7 @@ from megatoken.errors import DataError
 
 Kind = Literal["chat", "preference", "prompt"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+PEEKED_ROWS = 1000
 _KTO_LABELS = ("label", "kto_tag")  # trl's, LLaMA-Factory's
 
 
@@ -72,7 +74,7 @@ def peek_format(source: Source, text_key: str) -> Format | None:
 
 
 def _peek_row(source: Source, text_key: str) -> Format | None:
-    for where, line in read_rows(source):
+    for where, line in islice(read_rows(source), PEEKED_ROWS):
         try:
             row = json.loads(line.decode(errors="replace"))  # invalid UTF-8 is an error of its row
         except (ValueError, RecursionError):
@@ -80,7 +82,8 @@ def _peek_row(source: Source, text_key: str) -> Format | None:
         if isinstance(row, dict) and text_key in row:
             return None
         _refuse_prompt_alone(row, where)
-        return detect_format(row)
+        if row_format := detect_format(row):
+            return row_format
     return None
 
 
@@ -120,7 +123,7 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
     if expected not in (None, row_format):
         what = f"two formats in one dataset: {row_format.name} here, {expected.name} before"
         raise DataError(what, where, "prepare them as two datasets")
-    if any(isinstance(row.get(key), bool) for key in _KTO_LABELS):
+    if any(str(row.get(key)).lower() in ("true", "false", "0", "1") for key in _KTO_LABELS):  # CSV has text alone
         what = "a row for KTO, whose label says whether the answer is good: no objective trains on those"
         raise DataError(what, where, "keep the good answers and leave out the label, or pair good with bad for DPO")
     return row_format, row_format.read(row, where)

@@ -168,10 +168,14 @@ def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[bytes]:
     csv.field_size_limit(LARGEST_ROW)
     rows = csv.reader(codecs.iterdecode(stream, "utf-8-sig", "surrogateescape"), delimiter=delimiter, strict=True)
     names = next(rows, [])
+    if len(set(names)) < len(names):
+        raise ValueError("two columns have the same name")
     while True:
         try:
             row = next(rows, None)
         except csv.Error as error:
+            if f"{error}" == "unexpected end of data":
+                raise ValueError("a quoted value has no end") from error
             yield _to_line(f"{error}")
             continue
         if row is None:
