@@ -93,8 +93,6 @@ def parse(words: list[str], commands: Mapping[str, Command]) -> argparse.Namespa
             fixes = dict.fromkeys(["give one SOURCE: a folder, or a pattern in quotes, such as 'texts/*.txt'"])
         if options.command == "sample" and not unknown[0].startswith("-"):
             fixes = dict.fromkeys([f"put the prompt in quotes: {shlex.quote(' '.join([options.prompt, *unknown]))}"])
-        if options.command == "quickstart" and not unknown[0].startswith("-"):
-            fixes = dict.fromkeys([f"your text is named by --data {shlex.quote(unknown[0])}"])
         fix = "; ".join(filter(None, fixes)) or f"see `{command} --help`"
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}", command, fix)
     options.words, options.overrides = given, overrides
