@@ -28,7 +28,7 @@ from megatoken.errors import DataError
 
 Kind = Literal["chat", "preference", "prompt"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-PEEKED_ROWS = 1000
+PEEKED_ROWS = 1000  # searched for one that shows the format
 _KTO_LABELS = ("label", "kto_tag")  # trl's, LLaMA-Factory's
 
 

@@ -48,7 +48,7 @@ def prepare_chats(
     invalid: Invalid = "replace",
     long: Long = "fail",
 ) -> PrepareResult:
-    """Prepare the dataset `out` from rows (chat_formats.py), of which all are in memory at once.
+    """Prepare the dataset `out` from rows (chat_formats.py), all held in memory.
 
     tokenizer: the model's; it gets control tokens where it has no template. seq_len: the context of the model. invalid:
     "skip" skips rows that cannot be used. long: what to do with a conversation longer than the context. Equal prompts

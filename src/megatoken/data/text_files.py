@@ -20,7 +20,7 @@ PARQUET_ROWS = 8  # read at a time: with one dictionary each may be as long as t
 _GAP = re.compile(r"[\s,]*")
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
-# lines: a row of JSON per line of the file; rows: a row of JSON per line, made from a file of another form.
+# lines: JSON, one row per line; rows: the same, converted from an array, CSV, TSV or parquet.
 TextFormat = Literal["separated", "whole", "lines", "rows"]
 
 
@@ -74,7 +74,7 @@ def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFi
         if head.startswith(_UTF_16):
             raise DataError("UTF-16 text", file.path, "convert it to UTF-8: iconv -f UTF-16 -t UTF-8")
         with source.open(file) as raw:
-            stream = content = decompress(raw, file)  # which closes `raw` when it is deleted
+            stream = content = decompress(raw, file)  # kept: it closes `raw` when it is deleted
             format = cast(TextFormat, "lines" if file.format == "json" else file.format)
             rows: Iterator[bytes] | None = None
             if file.format in ("csv", "tsv"):
