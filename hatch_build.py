@@ -23,14 +23,18 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         if version == "editable" or platform != "linux_x86_64" or not find_compiler():
             return
-        folder = Path(self.root) / "build" / "native"  # where tests/native/conftest.py compiles, too
+        folder = (
+            Path(self.root) / "build" / "native"
+        )  # where tests/native/conftest.py compiles, too
         for name in INSTRUCTION_SETS:
             library = folder / library_name(name)
             if not library.exists():
                 try:
                     compile_library(name, folder)
                 except subprocess.CalledProcessError:
-                    self.app.display_warning(f"no native kernels for {name}: the compiler does not make them")
+                    self.app.display_warning(
+                        f"no native kernels for {name}: the compiler does not make them"
+                    )
                     continue
             build_data["pure_python"] = False
             build_data["force_include"][str(library)] = f"megatoken/native/{library.name}"

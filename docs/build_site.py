@@ -32,13 +32,17 @@ def main() -> int:
         (SOURCE / page.name).write_text(rewrite_links(page.read_text(), "../"))
     (SOURCE / "commands.md").write_text(list_commands())
     (SOURCE / "reference.md").write_text(list_api())
-    return subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT
+    ).returncode
 
 
 def rewrite_links(text: str, prefix: str) -> str:
     """Links without the prefix, so that all pages stand in one folder; those to code and examples as plain text."""
     text = re.sub(r"\]\(" + re.escape(prefix), "](", text)
-    return re.sub(r"\[([^\]]*)\]\((?:\.\./)?(?:src|tests|examples|records\)|LICENSE)[^)]*\)?", r"\1", text)
+    return re.sub(
+        r"\[([^\]]*)\]\((?:\.\./)?(?:src|tests|examples|records\)|LICENSE)[^)]*\)?", r"\1", text
+    )
 
 
 def list_commands() -> str:
@@ -54,9 +58,13 @@ def list_api() -> str:
     own = {"load_run": "load_pretrained"}  # names that differ in their modules
     options = "    options:\n      heading: megatoken.{0}\n      toc_label: {0}\n"
     names = [
-        f"::: megatoken.{module}.{own.get(name, name)}\n{options.format(name)}" for name, module in _MODULES.items()
+        f"::: megatoken.{module}.{own.get(name, name)}\n{options.format(name)}"
+        for name, module in _MODULES.items()
     ]
-    return "# Python reference\n\nHow the names fit together: [python.md](python.md).\n\n" + "\n".join(names)
+    return (
+        "# Python reference\n\nHow the names fit together: [python.md](python.md).\n\n"
+        + "\n".join(names)
+    )
 
 
 if __name__ == "__main__":

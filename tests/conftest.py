@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from megatoken.system.device import Device
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run on the CPU, slowly
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # before anything imports Triton: its kernels run on the CPU, slowly
+    )
 
 REAL_DATA = Path(__file__).parents[2] / "shared" / "data"
 

@@ -42,5 +42,7 @@ def _work(environment: Mapping[str, str], work: Callable[..., None], *args: obje
     work(*args)
 
 
-def _work_of_rank(rank: int, environment: Mapping[str, str], work: Callable[..., None], *args: object) -> None:
+def _work_of_rank(
+    rank: int, environment: Mapping[str, str], work: Callable[..., None], *args: object
+) -> None:
     _work(environment, work, rank, *args)

@@ -27,10 +27,19 @@ CODE = {  # record: the packages whose code decides its figures; others: all
     "terminal-soak": ("console", *RUN),
     **dict.fromkeys(("commit-soak", "flips", "hash-cost"), ("system", "checkpoint")),
     **dict.fromkeys(
-        ("prepare", "prepare-kills", "prepare-calls", "prepare-memory", "prepare-speed", "loader"), ("data",)
+        ("prepare", "prepare-kills", "prepare-calls", "prepare-memory", "prepare-speed", "loader"),
+        ("data",),
     ),
     **dict.fromkeys(
-        ("peers", "peers-avx512-bf16", "peers-4x256", "peers-small-256", "peers-small-4096", "peers-small-50257"), STEP
+        (
+            "peers",
+            "peers-avx512-bf16",
+            "peers-4x256",
+            "peers-small-256",
+            "peers-small-4096",
+            "peers-small-50257",
+        ),
+        STEP,
     ),
     **dict.fromkeys(
         (
@@ -41,11 +50,17 @@ CODE = {  # record: the packages whose code decides its figures; others: all
                 "peers-4x256-avx512-bf16",
             ),
             *("peers-avx2", "peers-4x256-avx2"),
-            *(f"peers-small-{ids}-{name}" for ids in (256, 4096, 50257) for name in ("avx512-bf16", "avx2")),
+            *(
+                f"peers-small-{ids}-{name}"
+                for ids in (256, 4096, 50257)
+                for name in ("avx512-bf16", "avx2")
+            ),
         ),
         ("native", *STEP),
     ),
-    **dict.fromkeys(("ladder", "parts", "batch", "size", "ranks-curves", "ranks-race", "ranks-overlap"), STEP),
+    **dict.fromkeys(
+        ("ladder", "parts", "batch", "size", "ranks-curves", "ranks-race", "ranks-overlap"), STEP
+    ),
     **{
         "attention": ("model",),
         "gemm": ("bench",),
@@ -67,7 +82,8 @@ CODE = {  # record: the packages whose code decides its figures; others: all
     "character-race": ("data", *STEP),
     "quickstart": ("config", "data", *STEP, "sampling"),
     **dict.fromkeys(
-        ("race-learning-rate", "race-modern", "race-ablation", "race-optimizers"), ("config", "data", *STEP)
+        ("race-learning-rate", "race-modern", "race-ablation", "race-optimizers"),
+        ("config", "data", *STEP),
     ),
 }
 
@@ -98,7 +114,9 @@ def main(words: list[str]) -> int:
                 page.write_text(marked)
     if wrong and "--mark" not in words:
         fix = "python -m tests.records --mark, or renew them: make bench, make soak"
-        print(f"error: records cited as newer or older than the code they measured — {', '.join(wrong)} — {fix}")
+        print(
+            f"error: records cited as newer or older than the code they measured — {', '.join(wrong)} — {fix}"
+        )
         return 1
     return 0
 

@@ -30,7 +30,9 @@ def serve() -> Iterator[dict[str, str]]:
     if missing := [name for name in ("s3fs", "moto", "flask_cors") if find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)} of the dev extra not installed")
     command = [sys.executable, "-P", "-c", PROGRAM]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
         yield {

@@ -12,10 +12,25 @@ import pytest
 from rich.color import Color
 
 from megatoken.cli.progress import PrepareBar
-from megatoken.console import ACCENT, MUTED, WARNING, Console, format_memory, format_step, spell_controls
+from megatoken.console import (
+    ACCENT,
+    MUTED,
+    WARNING,
+    Console,
+    format_memory,
+    format_step,
+    spell_controls,
+)
 from megatoken.data.prepare import Progress
 
-ROW = {"step": 410, "loss": 4.1234, "grad_norm": 1.02, "lr": 3.1e-4, "seconds": 0.098, "tokens_per_second": 5210.4}
+ROW = {
+    "step": 410,
+    "loss": 4.1234,
+    "grad_norm": 1.02,
+    "lr": 3.1e-4,
+    "seconds": 0.098,
+    "tokens_per_second": 5210.4,
+}
 ROW |= {"mfu": 0.312}
 LINE = format_step(ROW, 1200, 5 << 28, 102.0)
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -31,7 +46,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch, width: int, **variables: str) -> I
         monkeypatch.setenv(name, value)
     master, slave = os.openpty()
     received: list[str] = []
-    with open(slave, "w", encoding=variables.get("ENCODING", "utf-8")) as stream, monkeypatch.context() as patch:
+    with (
+        open(slave, "w", encoding=variables.get("ENCODING", "utf-8")) as stream,
+        monkeypatch.context() as patch,
+    ):
         patch.setattr(sys, "stdout", stream)
         yield received
     data = b""
@@ -51,11 +69,17 @@ def test_a_step_begins_with_progress_and_time_left() -> None:
         " 34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s | lr 3.10e-04 | norm 1.020 | MFU 31.2% | "
         "1.25 GiB | 98 ms/step"
     )
-    assert format_step({**ROW, "step": 1199, "mfu": None}, 1200, 0, 0.1).startswith(" 99% | left 0s | step 1199/1200 |")
-    assert format_step({**ROW, "step": 1200}, 1200, 0, 0.0).startswith("100% | left 0s | step 1200/1200 |")
+    assert format_step({**ROW, "step": 1199, "mfu": None}, 1200, 0, 0.1).startswith(
+        " 99% | left 0s | step 1199/1200 |"
+    )
+    assert format_step({**ROW, "step": 1200}, 1200, 0, 0.0).startswith(
+        "100% | left 0s | step 1200/1200 |"
+    )
 
 
-@pytest.mark.parametrize(("number", "text"), [(5 << 28, "1.25 GiB"), (110 << 20, "0.11 GiB"), (3 << 19, "1.5 MiB")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(5 << 28, "1.25 GiB"), (110 << 20, "0.11 GiB"), (3 << 19, "1.5 MiB")]
+)
 def test_memory_has_digits(number: int, text: str) -> None:
     assert format_memory(number) == text
 
@@ -74,7 +98,10 @@ def test_answers_without_a_difference_are_not_shown_as_a_loss_of_0() -> None:
     ("width", "shown"),
     [
         (160, "━━━━━━──────────────  34% | left 1m42s |" + LINE.partition("left 1m42s |")[2]),
-        (100, "━━━━━━──────────────  34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s | lr 3.10e-04"),
+        (
+            100,
+            "━━━━━━──────────────  34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s | lr 3.10e-04",
+        ),
         (80, "━━━───────  34% | left 1m42s | step  410/1200 | loss 4.1234 | 5,210 tok/s"),
         (50, " 34% | left 1m42s | step  410/1200 | loss 4.1234"),
         (20, " 34% | left 1m42s"),
@@ -110,13 +137,19 @@ def test_colors_and_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "━━━━━─────  34%" in bars["NO_COLOR"]
     assert "[38" not in bars["NO_COLOR"]
     assert "#####-----  34%" in ESCAPE.sub("", bars["ascii"])
-    assert bars["dumb"] == LINE + "\r\n" + "-- a title " + "-" * 69 + "\r\n"  # it cannot replace a line
+    assert (
+        bars["dumb"] == LINE + "\r\n" + "-- a title " + "-" * 69 + "\r\n"
+    )  # it cannot replace a line
 
 
 @LINUX
 def test_prepare_shows_the_time_left_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch, 80) as received, PrepareBar(Console()) as bar:
-        bar.update(Progress("tokens", tokens=12_345_678, documents=9, done_bytes=3 * 10**8, total_bytes=10**9))
+        bar.update(
+            Progress(
+                "tokens", tokens=12_345_678, documents=9, done_bytes=3 * 10**8, total_bytes=10**9
+            )
+        )
     line = last_line(received)
     assert re.match(r"━━━───────  30% \| left \S+ \| tokenizing \| 12,345,678 tokens", line), line
     assert len(line) <= 80
@@ -126,7 +159,9 @@ def test_colors_are_read_on_black_and_on_white() -> None:
     """Contrast as WCAG 2 defines it; 4:1 on both is near the most that one color can have, 4.58:1."""
     for style in (ACCENT, MUTED, WARNING):
         channels = [value / 255 for value in Color.parse(style).get_truecolor()]
-        red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+        red, green, blue = (
+            c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+        )
         luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
         assert (luminance + 0.05) / 0.05 >= 4, style
         assert 1.05 / (luminance + 0.05) >= 4, style
@@ -169,7 +204,9 @@ def test_colors_that_are_forced_leave_a_file_without_a_live_line(
 
 
 def test_controls_are_spelled_out() -> None:
-    assert spell_controls("a\tb\n\x1b]0;title\x07é\r\x9b1m") == "a\tb\n\\x1b]0;title\\x07é\\r\\x9b1m"
+    assert (
+        spell_controls("a\tb\n\x1b]0;title\x07é\r\x9b1m") == "a\tb\n\\x1b]0;title\\x07é\\r\\x9b1m"
+    )
 
 
 class Failing(io.StringIO):
@@ -184,9 +221,17 @@ class Failing(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "full"), OSError(5, "dead"), BrokenPipeError(), ValueError("I/O operation on closed file")]
+    "error",
+    [
+        OSError(28, "full"),
+        OSError(5, "dead"),
+        BrokenPipeError(),
+        ValueError("I/O operation on closed file"),
+    ],
 )
-def test_a_stream_that_fails_silences_the_console(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_fails_silences_the_console(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdout", Failing(error))
     console = Console()
     console.warn("lost")

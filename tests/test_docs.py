@@ -19,12 +19,17 @@ from megatoken.errors import ConfigError
 from tests.ranks import start_process
 
 ROOT = Path(__file__).parents[1]
-TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n\n" * 200
+TEXT = (
+    "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n\n"
+    * 200
+)
 
 
 def snippets(page: Path) -> str:
     """The Python blocks of a page as one program; those marked `no-run` are left out."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    return "\n".join(
+        re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
 
 
 def cells(notebook: Path) -> str:
@@ -47,7 +52,11 @@ def run_program(program: str, folder: Path) -> None:
     os.chdir(folder)
     os.environ["MPLBACKEND"] = "Agg"
     warnings.simplefilter("ignore")
-    with open("output", "w", encoding="utf-8") as output, redirect_stdout(output), redirect_stderr(output):
+    with (
+        open("output", "w", encoding="utf-8") as output,
+        redirect_stdout(output),
+        redirect_stderr(output),
+    ):
         try:
             exec(program, {"__name__": "__main__"})
         except BaseException:
@@ -104,34 +113,55 @@ def test_pages_name_files_that_exist() -> None:
     package = ROOT / "src" / "megatoken"
     for page in ("hacking.md", "architecture.md"):
         named = re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / page).read_text())
-        missing = [name for name in named if not (package / name).is_file() and not (ROOT / name).is_file()]
+        missing = [
+            name for name in named if not (package / name).is_file() and not (ROOT / name).is_file()
+        ]
         assert missing == [], page
 
 
-@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_notebook(notebook: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run(cells(notebook), tmp_path)
 
 
 def test_public_names_are_those_that_a_type_checker_sees() -> None:
-    source = (ROOT / "src" / "megatoken" / "__init__.py").read_text().split("if TYPE_CHECKING:")[1].split("_MODULES")[0]
+    source = (
+        (ROOT / "src" / "megatoken" / "__init__.py")
+        .read_text()
+        .split("if TYPE_CHECKING:")[1]
+        .split("_MODULES")[0]
+    )
     imported = re.findall(r"from megatoken\.([\w.]+) import \w+ as (\w+)", source)
     assert {name: module for module, name in imported} == megatoken._MODULES
     assert all(getattr(megatoken, name) is not None for name in megatoken.__all__)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "LOG"))])
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "LOG"))]
+)
 def test_every_row_of_a_table_is_below_its_head(page: Path) -> None:
     """Rows after an empty line are shown as text."""
-    lines = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
-    heads = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    lines = re.sub(
+        r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    ).splitlines()
+    heads = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("|") and not lines[i - 1].startswith("|")
+    ]
     assert [lines[i] for i in heads if not re.fullmatch(r"\|[-:| ]+\|", lines[i + 1])] == []
 
 
-def test_the_plan_that_a_page_shows_is_the_one_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_that_a_page_shows_is_the_one_that_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shown = re.search(
-        r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)", (ROOT / "docs" / "scaling-up.md").read_text(), re.M
+        r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)",
+        (ROOT / "docs" / "scaling-up.md").read_text(),
+        re.M,
     )
     assert shown is not None
     assert main(shown[1].split()) == 0
@@ -139,6 +169,8 @@ def test_the_plan_that_a_page_shows_is_the_one_that_is_printed(capsys: pytest.Ca
 
 
 def test_the_gallery_shows_every_picture_of_a_record_in_words_too() -> None:
-    shown = dict(re.findall(r"!\[(.*)\]\(../records/(.*)\.png\)", (ROOT / "docs" / "gallery.md").read_text()))
+    shown = dict(
+        re.findall(r"!\[(.*)\]\(../records/(.*)\.png\)", (ROOT / "docs" / "gallery.md").read_text())
+    )
     assert sorted(shown.values()) == sorted(path.stem for path in (ROOT / "records").glob("*.png"))
     assert all(len(text.split()) > 4 for text in shown)

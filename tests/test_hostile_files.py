@@ -37,7 +37,14 @@ import torch
 from pyarrow import parquet
 from safetensors.torch import save_file
 
-from megatoken.checkpoint.manifest import MANIFEST, CheckpointManifest, FileEntry, encode_manifest, hash_file, verify
+from megatoken.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    FileEntry,
+    encode_manifest,
+    hash_file,
+    verify,
+)
 from megatoken.checkpoint.tensor_files import consolidate
 from megatoken.cli.main import main
 from megatoken.config.load import load_config, resolve
@@ -72,7 +79,9 @@ _outside = ""  # while a reader works: the folder that it must not touch
 
 
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if _outside and (event in WATCHED or (event == "open" and str(arguments[0]).startswith(_outside))):
+    if _outside and (
+        event in WATCHED or (event == "open" and str(arguments[0]).startswith(_outside))
+    ):
         _events.append(f"{event} {arguments}"[:200])
 
 
@@ -151,7 +160,9 @@ def list_payloads(canary: Path) -> dict[str, bytes]:
         "attrgetter": Call(operator.methodcaller("touch"), canary),
         "partial": Call(functools.partial(os.system, touch)),
         "map": Call(builtins.list, Call(builtins.map, os.system, [touch])),
-        "marshal": Call(builtins.exec, Call(marshal.loads, marshal.dumps(compile(python, "x", "exec")))),
+        "marshal": Call(
+            builtins.exec, Call(marshal.loads, marshal.dumps(compile(python, "x", "exec")))
+        ),
         "setstate": Call(functools.partial, print, state=(os.system, (touch,), {}, {})),
         "reconstructor": Call(copyreg._reconstructor, Path, object, None),  # type: ignore[attr-defined]
         "codecs": Call(builtins.eval, Call(codecs.decode, codecs.encode(python, "rot13"), "rot13")),
@@ -160,7 +171,9 @@ def list_payloads(canary: Path) -> dict[str, bytes]:
         "hub": Call(torch.hub.load, str(canary.parent), "secret"),
         "tensor": Call(torch.Tensor, 2**40),
         "bytearray": Call(builtins.bytearray, 2**34),
-        "namespace": Call(types.SimpleNamespace, state={"__class__": os.system, "config": os.system}),
+        "namespace": Call(
+            types.SimpleNamespace, state={"__class__": os.system, "config": os.system}
+        ),
     }
     payloads = {name: pickle.dumps(call, 2) for name, call in calls.items()}
     payloads |= {f"protocol {n}": pickle.dumps({"model": calls["system"]}, n) for n in range(6)}
@@ -168,7 +181,10 @@ def list_payloads(canary: Path) -> dict[str, bytes]:
     return payloads | {
         "inst": b"(S'" + text + b"'\nios\nsystem\n.",
         "obj": b"(cos\nsystem\nS'" + text + b"'\no.",
-        "stack global": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c" + bytes([len(text)]) + text + b"\x85R.",
+        "stack global": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c"
+        + bytes([len(text)])
+        + text
+        + b"\x85R.",
         "persistent": b"Pcos\nsystem\n.",
         "extension": b"\x80\x02\x82\x01.",
         "two": pickle.dumps({}, 2) + pickle.dumps(calls["system"], 2),
@@ -191,7 +207,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_run(folder / "run", draw_model())
     write_dataset(folder / "data", {"train": [100]})
     for path in ("run", "data"):  # everything is imported before the first attack
-        assert (load_pretrained(folder / path) if path == "run" else load_dataset(folder / path)) is not None
+        assert (
+            load_pretrained(folder / path) if path == "run" else load_dataset(folder / path)
+        ) is not None
     return folder
 
 
@@ -216,10 +234,14 @@ def seal(folder: Path, meta: dict[str, Any] | None = None) -> None:
         if path.is_file() and path.name != MANIFEST
     }
     before = json.loads((folder / MANIFEST).read_text())["meta"]
-    (folder / MANIFEST).write_bytes(encode_manifest(CheckpointManifest(0, before | (meta or {}), files)))
+    (folder / MANIFEST).write_bytes(
+        encode_manifest(CheckpointManifest(0, before | (meta or {}), files))
+    )
 
 
-def in_checkpoint(name: str, *, sealed: bool = True) -> Callable[[Path, bytes], Callable[[], object]]:
+def in_checkpoint(
+    name: str, *, sealed: bool = True
+) -> Callable[[Path, bytes], Callable[[], object]]:
     """A file of a checkpoint, whose manifest says that it belongs there, or not."""
 
     def spoil(place: Path, payload: bytes) -> Callable[[], object]:
@@ -231,7 +253,9 @@ def in_checkpoint(name: str, *, sealed: bool = True) -> Callable[[Path, bytes], 
     return spoil
 
 
-def in_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, bytes], Callable[[], object]]:
+def in_file(
+    name: str, read: Callable[[Path], object]
+) -> Callable[[Path, bytes], Callable[[], object]]:
     """A file of its own, given to a reader."""
 
     def spoil(place: Path, payload: bytes) -> Callable[[], object]:
@@ -271,7 +295,9 @@ def in_torch_tar(place: Path, payload: bytes) -> Callable[[], object]:
 
 def in_torch_stream(place: Path, payload: bytes) -> Callable[[], object]:
     """torch's second format: pickles one after the other."""
-    head = [pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+    head = [
+        pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+    ]
     (place / "ckpt.pt").write_bytes(b"".join(head) + payload)
     return lambda: load_pretrained(place / "ckpt.pt")
 
@@ -316,7 +342,10 @@ PLACES: dict[str, tuple[int | None, Callable[[Path, bytes], Callable[[], object]
     "torch tar": (CHECKPOINT, in_torch_tar),
     "torch stream": (CHECKPOINT, in_torch_stream),
     "ckpt.pt": (CHECKPOINT, in_file("ckpt.pt", load_pretrained)),
-    "ckpt.pt of a folder": (CHECKPOINT, in_file("nano/ckpt.pt", lambda path: load_pretrained(path.parent))),
+    "ckpt.pt of a folder": (
+        CHECKPOINT,
+        in_file("nano/ckpt.pt", lambda path: load_pretrained(path.parent)),
+    ),
     "llm.c": (CHECKPOINT, in_file("model.bin", load_pretrained)),
     "pytorch_model.bin": (CHECKPOINT, in_hf("pytorch_model.bin")),
     "consolidated.00.pth": (CHECKPOINT, in_hf("consolidated.00.pth")),
@@ -332,12 +361,16 @@ PLACES: dict[str, tuple[int | None, Callable[[Path, bytes], Callable[[], object]
     ".npy": (DATA, in_file("npy/train.npy", lambda path: load_dataset(path.parent))),
     ".npy of objects": (DATA, in_npy),
     "shard": (DATA, in_file("bin/fineweb_train.bin", lambda path: load_dataset(path.parent))),
-    "manifest of a dataset": (DATA, in_file("data/manifest.json", lambda path: load_dataset(path.parent))),
+    "manifest of a dataset": (
+        DATA,
+        in_file("data/manifest.json", lambda path: load_dataset(path.parent)),
+    ),
     "tokenizer.json": (DATA, in_file("tokenizer.json", lambda path: load_tokenizer(str(path)))),
     "vocab.json": (
         DATA,
         in_file(
-            "bpe/vocab.json", lambda path: [(path.parent / "merges.txt").touch(), load_tokenizer(str(path.parent))]
+            "bpe/vocab.json",
+            lambda path: [(path.parent / "merges.txt").touch(), load_tokenizer(str(path.parent))],
         ),
     ),
     "tokenizer's description": (
@@ -350,9 +383,14 @@ PLACES: dict[str, tuple[int | None, Callable[[Path, bytes], Callable[[], object]
     "examples in parquet": (DATA, in_file("hellaswag.parquet", read_eval)),
     "provenance.json": (
         CONFIG,
-        in_file("new/provenance.json", lambda path: check_folder(path.parent, load_config("quickstart"))),
+        in_file(
+            "new/provenance.json", lambda path: check_folder(path.parent, load_config("quickstart"))
+        ),
     ),
-    "machine.json, status.json": (None, in_file("machine.json", read_object)),  # taken for lost, measured again
+    "machine.json, status.json": (
+        None,
+        in_file("machine.json", read_object),
+    ),  # taken for lost, measured again
     "recipe": (CONFIG, in_file("recipe.yaml", lambda path: resolve(str(path)))),
     "Composer's recipe": (CONFIG, in_file("composer.yaml", translate_composer)),
     "nanoGPT's recipe": (CONFIG, in_file("config.py", lambda path: translate_nanogpt(str(path)))),
@@ -380,7 +418,10 @@ def test_an_attack_that_succeeds_is_noticed(tmp_path: Path, place: Path) -> None
 
 
 YAMLS = (
-    *("!!python/object/apply:os.system ['touch CANARY']", "!!python/object/new:os.system ['touch CANARY']"),
+    *(
+        "!!python/object/apply:os.system ['touch CANARY']",
+        "!!python/object/new:os.system ['touch CANARY']",
+    ),
     *(
         "!!python/name:os.system",
         "!!python/module:os",
@@ -391,7 +432,11 @@ YAMLS = (
     "&a [x, x]",
     "\n  a: &a {x: 1}\n  b: *a",
     "\n  a: &a {x: 1}\n  <<: *a",
-    "\n" + "".join(f"  {b}: &{b} [*{a}, *{a}, *{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    "\n"
+    + "".join(
+        f"  {b}: &{b} [*{a}, *{a}, *{a}, *{a}]\n"
+        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    ),
     "[" * 500,
     "{a: " * 500,
     "\n".join(" " * level + "a:" for level in range(400)),
@@ -424,7 +469,10 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[st
 
 
 SAFETENSORS = (
-    *(make_safetensors({}, size=size) for size in (1 << 40, 1 << 63, (1 << 64) - 1, 100_000_001, 33)),
+    *(
+        make_safetensors({}, size=size)
+        for size in (1 << 40, 1 << 63, (1 << 64) - 1, 100_000_001, 33)
+    ),
     make_safetensors({"a": entry([8], 0, 1 << 40)}),
     make_safetensors({"a": entry([8], 32, 0)}),
     make_safetensors({"a": entry([8], -32, 0)}),
@@ -445,7 +493,10 @@ SAFETENSORS = (
     b"\x00" * 7,
 )
 HEADERS = (  # of a checkpoint's own files: what `parts` and `sizes` say of tensor x, which holds 2 x 4 numbers
-    *({"parts": parts, "sizes": {"x": [2, 4]}} for parts in (7, {"x": 1}, {"x": []}, {"x": [[[0, "a"]], None]})),
+    *(
+        {"parts": parts, "sizes": {"x": [2, 4]}}
+        for parts in (7, {"x": 1}, {"x": []}, {"x": [[[0, "a"]], None]})
+    ),
     *(
         {"parts": {"x": parts}, "sizes": {"x": [2, 4]}}
         for parts in ([[[0, 9]], [0, 4]], [[[0, 2]], [0, 9]], [[[2, 0]], [0, 4]])
@@ -467,7 +518,9 @@ def test_hostile_tensor_headers_are_one_error(tmp_path: Path, place: Path) -> No
     folder = checkpoint_of(place)
     for header in HEADERS:
         save_file(
-            {"x": torch.ones(2, 4)}, folder / "model.safetensors", {key: json.dumps(it) for key, it in header.items()}
+            {"x": torch.ones(2, 4)},
+            folder / "model.safetensors",
+            {key: json.dumps(it) for key, it in header.items()},
         )
         seal(folder)
         attack(tmp_path, CHECKPOINT, lambda: load_pretrained(folder))
@@ -487,7 +540,13 @@ SHAPES: tuple[Any, ...] = (
         {"n_head": 0},
         {"n_head": 3},
     ),
-    *({"vocab_multiple": 0}, {"vocab_multiple": 10**18}, {"vocab_multiple": "x"}, {"mlp": "os.system"}, {"mlp": []}),
+    *(
+        {"vocab_multiple": 0},
+        {"vocab_multiple": 10**18},
+        {"vocab_multiple": "x"},
+        {"mlp": "os.system"},
+        {"mlp": []},
+    ),
     *({"norm_eps": []}, {"bias": "x"}, {"unknown": 1}, {"__class__": "x"}, {"d_ff": 10**17}),
 )
 
@@ -519,7 +578,15 @@ def outside_names(tmp_path: Path) -> list[str]:
             ".",
             "",
         ),
-        *("secret\0", "~/secret", "$HOME/secret", "..\\outside\\secret", "//outside/secret", "a\nb", "\x1b[2J"),
+        *(
+            "secret\0",
+            "~/secret",
+            "$HOME/secret",
+            "..\\outside\\secret",
+            "//outside/secret",
+            "a\nb",
+            "\x1b[2J",
+        ),
     ]
 
 
@@ -531,17 +598,32 @@ def test_no_name_in_a_manifest_leaves_its_folder(tmp_path: Path, place: Path) ->
     secret = FileEntry(6, hash_file(tmp_path / "outside" / "secret"))
     index = {"metadata": {}, "weight_map": dict.fromkeys(["wte.weight"], "../../outside/secret")}
     for name in outside_names(tmp_path):
-        (folder / MANIFEST).write_bytes(encode_manifest(CheckpointManifest(0, {}, files | {name: secret})))
+        (folder / MANIFEST).write_bytes(
+            encode_manifest(CheckpointManifest(0, {}, files | {name: secret}))
+        )
         attack(tmp_path, CHECKPOINT, lambda: load_pretrained(folder))
         body = rows.replace(b'"train_000000.bin"', json.dumps(name).encode())
         seal = f',\n"xxh3": "{hash_block(body)}"\n}}\n'.encode()
         (data / "manifest.json").write_bytes(body + seal)
         attack(tmp_path, DATA, lambda: load_dataset(data))
-    attack(tmp_path, CHECKPOINT, in_hf("model.safetensors.index.json")(place, json.dumps(index).encode()))
-    auto = {"model_type": "gpt2", "auto_map": {"AutoModel": "secret.Model"}, "trust_remote_code": True}
+    attack(
+        tmp_path,
+        CHECKPOINT,
+        in_hf("model.safetensors.index.json")(place, json.dumps(index).encode()),
+    )
+    auto = {
+        "model_type": "gpt2",
+        "auto_map": {"AutoModel": "secret.Model"},
+        "trust_remote_code": True,
+    }
     attack(tmp_path, CHECKPOINT, in_hf("config.json")(place, json.dumps(auto).encode()))
-    template = {"chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}", "tokenizer_class": "os.system"}
-    attack(tmp_path, CHECKPOINT, in_hf("tokenizer_config.json")(place, json.dumps(template).encode()))
+    template = {
+        "chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "tokenizer_class": "os.system",
+    }
+    attack(
+        tmp_path, CHECKPOINT, in_hf("tokenizer_config.json")(place, json.dumps(template).encode())
+    )
 
 
 @pytest.mark.fault(29)
@@ -588,15 +670,21 @@ def test_hostile_npy_headers_are_one_error(tmp_path: Path, place: Path) -> None:
     for version, size in ((1, "<H"), (2, "<I"), (3, "<I"), (9, "<I")):
         for header in NPY_HEADERS:
             text = header.replace("CANARY", str(tmp_path / "outside" / "canary")).encode() + b"\n"
-            raw = b"\x93NUMPY" + bytes([version, 0]) + struct.pack(size, len(text)) + text + bytes(64)
+            raw = (
+                b"\x93NUMPY" + bytes([version, 0]) + struct.pack(size, len(text)) + text + bytes(64)
+            )
             (place / "npy" / "train.npy").write_bytes(raw)
             attack(tmp_path, DATA, lambda: load_dataset(place / "npy"))
 
 
 def make_tokenizer(**parts: Any) -> bytes:
     model = {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []}
-    empty = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
-    return json.dumps({"version": "1.0", "added_tokens": [], "model": model, **empty, **parts}).encode()
+    empty = dict.fromkeys(
+        ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    )
+    return json.dumps(
+        {"version": "1.0", "added_tokens": [], "model": model, **empty, **parts}
+    ).encode()
 
 
 def split_by(regex: str) -> dict[str, Any]:
@@ -610,7 +698,10 @@ def add_token(id: int) -> list[dict[str, Any]]:
 
 BPE = {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []}
 TOKENIZERS = (
-    *(make_tokenizer(pre_tokenizer=split_by(regex)) for regex in ("(", "(?<n>a\\g<n>)", "a{100001}", "[" * 10_000)),
+    *(
+        make_tokenizer(pre_tokenizer=split_by(regex))
+        for regex in ("(", "(?<n>a\\g<n>)", "a{100001}", "[" * 10_000)
+    ),
     *(
         make_tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": it})
         for it in ("AAAA", "/////wAA", "!")
@@ -621,7 +712,12 @@ TOKENIZERS = (
     make_tokenizer(model=BPE | {"vocab": {}}),
     make_tokenizer(model=BPE | {"merges": ["a b"]}),
     make_tokenizer(
-        model=BPE | {"merges": [["a", "##b"]], "vocab": {"a": 0, "##b": 1}, "continuing_subword_prefix": "#" * 20}
+        model=BPE
+        | {
+            "merges": [["a", "##b"]],
+            "vocab": {"a": 0, "##b": 1},
+            "continuing_subword_prefix": "#" * 20,
+        }
     ),
     make_tokenizer(model=BPE | {"dropout": 5.0}),
     make_tokenizer(model={"type": "Unigram", "unk_id": 5, "vocab": []}),
@@ -633,17 +729,32 @@ TOKENIZERS = (
 @pytest.mark.fault(29)
 def test_hostile_tokenizers_are_one_error(tmp_path: Path, place: Path) -> None:
     for content in TOKENIZERS:
-        attack(tmp_path, DATA, in_file("tokenizer.json", lambda path: load_tokenizer(str(path)))(place, content))
-    slow = make_tokenizer(pre_tokenizer=split_by("(a+)+$"))  # the engine gives up after ten million tries
+        attack(
+            tmp_path,
+            DATA,
+            in_file("tokenizer.json", lambda path: load_tokenizer(str(path)))(place, content),
+        )
+    slow = make_tokenizer(
+        pre_tokenizer=split_by("(a+)+$")
+    )  # the engine gives up after ten million tries
     attack(
         tmp_path,
         DATA,
-        in_file("tokenizer.json", lambda path: load_tokenizer(str(path)).encode("a" * 40 + "!"))(place, slow),
+        in_file("tokenizer.json", lambda path: load_tokenizer(str(path)).encode("a" * 40 + "!"))(
+            place, slow
+        ),
     )
     description = {"name": "x", "vocab_size": 2, "eot": 1, "fingerprint": ""}
     (place / "saved").mkdir()
     (place / "saved" / "tokenizer.json").write_bytes(make_tokenizer())
-    for change in ({"eot": -1}, {"eot": 2}, {"eot": 10**30}, {"eot": []}, {"fingerprint": None}, {"name": 5}):
+    for change in (
+        {"eot": -1},
+        {"eot": 2},
+        {"eot": 10**30},
+        {"eot": []},
+        {"fingerprint": None},
+        {"name": 5},
+    ):
         (place / "saved" / "megatoken_tokenizer.json").write_text(json.dumps(description | change))
         attack(tmp_path, DATA, lambda: load_saved_tokenizer(place / "saved"))
 
@@ -655,10 +766,16 @@ def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path) -> Non
     (place / "bomb.jsonl.gz").write_bytes(gzip.compress(spaces) * 1000)
     (place / "bomb.jsonl.zst").write_bytes(pyarrow.compress(spaces, "zstd", asbytes=True) * 1000)
     (place / "nul.txt.gz").write_bytes(gzip.compress(nul) * 1000)
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array(np.zeros(300, np.int32)), [" " * (1 << 20)])
+    text = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array(np.zeros(300, np.int32)), [" " * (1 << 20)]
+    )
     parquet.write_table(pyarrow.table({"text": text}), place / "bomb.parquet", compression="zstd")
     for name in ("bomb.jsonl.gz", "bomb.jsonl.zst", "nul.txt.gz", "bomb.parquet"):
-        attack(tmp_path, DATA, lambda name=name: prepare(place / name, place / name[:9], tokenizer="bytes", workers=1))
+        attack(
+            tmp_path,
+            DATA,
+            lambda name=name: prepare(place / name, place / name[:9], tokenizer="bytes", workers=1),
+        )
     zipped = zipfile.ZipFile(place / "ckpt.pt", "w", zipfile.ZIP_DEFLATED)
     with zipped, zipped.open("archive/data.pkl", "w") as file:
         for _ in range(250):
@@ -668,7 +785,14 @@ def test_archives_are_read_in_bounded_memory(tmp_path: Path, place: Path) -> Non
 
 @pytest.mark.fault(28, 29)
 def test_tensors_of_a_pickle_take_no_more_memory_than_its_file(tmp_path: Path, place: Path) -> None:
-    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 10, "block_size": 8, "bias": True}
+    sizes = {
+        "n_layer": 1,
+        "n_head": 1,
+        "n_embd": 8,
+        "vocab_size": 10,
+        "block_size": 8,
+        "bias": True,
+    }
     wide = torch.zeros(1).expand(1 << 40)
     for state in (
         {"transformer.wte.weight": wide, "lm_head.weight": wide},
@@ -678,7 +802,16 @@ def test_tensors_of_a_pickle_take_no_more_memory_than_its_file(tmp_path: Path, p
         torch.save({"model": OrderedDict(state), "model_args": sizes}, place / "ckpt.pt")
         attack(tmp_path, CHECKPOINT, lambda: load_pretrained(place / "ckpt.pt"))
     header = np.zeros(256, "<i4")
-    header[:8] = 20240326, 3, 1, 1, 10**5, 1, 1, 1  # a hundred thousand layers, 1 wide, in 10 MB of zeros
+    header[:8] = (
+        20240326,
+        3,
+        1,
+        1,
+        10**5,
+        1,
+        1,
+        1,
+    )  # a hundred thousand layers, 1 wide, in 10 MB of zeros
     numbers = 2 + 10**5 * 25 + 2
     (place / "model.bin").write_bytes(header.tobytes() + bytes(4 * numbers))
     attack(tmp_path, CHECKPOINT, lambda: load_pretrained(place / "model.bin"))
@@ -697,7 +830,18 @@ HOSTILE_PATHS = (
         "file/below",
     ),
 )
-CONTAINED = ("~", "$HOME", "[/red]", "a\nb", "\x1b[2J", "caf\u00e9\u202e", "-x", "\udcff", " ", "..x")
+CONTAINED = (
+    "~",
+    "$HOME",
+    "[/red]",
+    "a\nb",
+    "\x1b[2J",
+    "caf\u00e9\u202e",
+    "-x",
+    "\udcff",
+    " ",
+    "..x",
+)
 
 
 @pytest.mark.fault(55)

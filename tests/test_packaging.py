@@ -28,7 +28,9 @@ if find_spec("hatchling") is None:
 def build(kind: str, folder: Path) -> Path:
     """The wheel or sdist of this checkout, built by the backend that pyproject.toml names, without a network."""
     code = f"import sys, hatchling.build as backend; backend.build_{kind}(sys.argv[1])"
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    }
     subprocess.run(
         [sys.executable, "-c", code, str(folder)],
         cwd=ROOT,
@@ -48,8 +50,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     libraries = {f"megatoken/native/{library_name(name)}" for name in INSTRUCTION_SETS}
-    has_kernels = platform.machine() == "x86_64" and sys.platform == "linux" and find_compiler() != ""
-    assert wheel.name == f"megatoken-{megatoken.__version__}-py3-none-{'linux_x86_64' if has_kernels else 'any'}.whl"
+    has_kernels = (
+        platform.machine() == "x86_64" and sys.platform == "linux" and find_compiler() != ""
+    )
+    assert (
+        wheel.name
+        == f"megatoken-{megatoken.__version__}-py3-none-{'linux_x86_64' if has_kernels else 'any'}.whl"
+    )
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         info = f"megatoken-{megatoken.__version__}.dist-info"
@@ -59,8 +66,15 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         ]
         metadata = archive.read(f"{info}/METADATA").decode()
     assert f"\nVersion: {megatoken.__version__}\n" in metadata
-    about = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-    files = {f"megatoken/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*") if path.is_file()}
+    about = {
+        f"{info}/{name}"
+        for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    }
+    files = {
+        f"megatoken/{path.relative_to(SOURCE).as_posix()}"
+        for path in SOURCE.rglob("*")
+        if path.is_file()
+    }
     expected = {file for file in files if "__pycache__" not in file and not file.endswith(".so")}
     assert names - about == expected | (libraries if has_kernels else set())
     assert {"megatoken/py.typed", "megatoken/config/recipes/quickstart.yaml"} <= names
@@ -85,7 +99,9 @@ def test_instruction_sets_that_the_compiler_does_not_know_are_left_out(
         hook.initialize("standard", build_data)
         libraries = [f"megatoken/native/{library_name(name)}" for name in known]
         assert list(build_data.pop("force_include").values()) == libraries
-        assert build_data == ({"pure_python": False, "tag": "py3-none-linux_x86_64"} if known else {})
+        assert build_data == (
+            {"pure_python": False, "tag": "py3-none-linux_x86_64"} if known else {}
+        )
 
 
 def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
@@ -98,37 +114,61 @@ def test_unpacked_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -
         (["--version"], f"megatoken {megatoken.__version__}"),
         (["quickstart", "--help"], "usage: megatoken quickstart"),
         (["config", "quickstart"], "version: 2"),
-        *((["launch", engine, "quickstart", "--nproc", "2"], "quickstart") for engine in ("torchrun", "slurm", "k8s")),
+        *(
+            (["launch", engine, "quickstart", "--nproc", "2"], "quickstart")
+            for engine in ("torchrun", "slurm", "k8s")
+        ),
     ):
         command = [sys.executable, "-m", "megatoken", *words]
-        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(
+            command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=250
+        )
         assert (done.returncode, done.stderr) == (0, ""), words
         assert printed in done.stdout
     code = "import megatoken; print(megatoken.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True
+    )
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
 
 
 def test_sdist_holds_tests_and_docs(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "tests/conftest.py"} <= names
+    assert {
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "Makefile",
+        "pyproject.toml",
+        "tests/conftest.py",
+    } <= names
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= names
-    assert {f"src/megatoken/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")} <= names
+    assert {
+        f"src/megatoken/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")
+    } <= names
 
 
 def test_dockerfile_copies_and_installs_what_exists() -> None:
     """Its lines are read, not built, which takes Docker; the RUN lines are shell."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
-    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    steps = [
+        line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
+    ]
     copied = {word for step, words in steps if step == "COPY" for word in words.split()[:-1]}
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert copied == kept == {"pyproject.toml", "README.md", "LICENSE", "src"}
     assert all((ROOT / name).exists() for name in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r'install --no-cache-dir "\.\[(.*)\]"', text)
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
-    assert re.findall(r'"(torch>=.*)"', text) == [name for name in project["dependencies"] if name.startswith("torch>")]
+    assert re.findall(r'"(torch>=.*)"', text) == [
+        name for name in project["dependencies"] if name.startswith("torch>")
+    ]
     for step, words in steps:
         if step == "RUN":
             subprocess.run(["sh", "-n", "-c", words], check=True)

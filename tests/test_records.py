@@ -8,9 +8,7 @@ import pytest
 from megatoken.bench import report
 from tests.records import CODE, ROOT, list_changed, mark
 
-SOURCE = (
-    '"""What."""\nimport os  # why\n\n# a comment\nx = 1\n\n\ndef f():\n    """What it does."""\n    return 7 // x\n'
-)
+SOURCE = '"""What."""\nimport os  # why\n\n# a comment\nx = 1\n\n\ndef f():\n    """What it does."""\n    return 7 // x\n'
 
 
 @pytest.fixture
@@ -22,10 +20,14 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "src" / "data" / "loader.py"
 
 
-def test_only_code_that_decides_the_figures_makes_a_record_old(source: Path, tmp_path: Path) -> None:
+def test_only_code_that_decides_the_figures_makes_a_record_old(
+    source: Path, tmp_path: Path
+) -> None:
     record = tmp_path / "loader.json"
     record.write_text(json.dumps({"code": report.hash_code()}))
-    source.write_text(SOURCE.replace("What it does.", "What\n\n    it does.") + "\n    # another comment\n")
+    source.write_text(
+        SOURCE.replace("What it does.", "What\n\n    it does.") + "\n    # another comment\n"
+    )
     (source.parents[1] / "plots.py").write_text("y = 1\n")
     (source.parents[1] / "config").mkdir()
     (source.parents[1] / report.NO_FIGURES).write_text("z = 1\n")
@@ -57,6 +59,12 @@ def test_the_table_names_packages_and_records_that_exist() -> None:
 
     assert {package for packages in CODE.values() for package in packages} <= set(LAYERS)
     made = {path.stem for path in (ROOT / "records").glob("*.json")}
-    planned = {"prepare-calls", "config-soak", "hash-cost", "terminal-soak", "muon-sweep"}  # of make soak
+    planned = {
+        "prepare-calls",
+        "config-soak",
+        "hash-cost",
+        "terminal-soak",
+        "muon-sweep",
+    }  # of make soak
     planned |= {"native-loss", "race-optimizers"}
     assert set(CODE) <= made | planned

@@ -13,13 +13,26 @@ from megatoken.train.state import StepConfig, TrainState, build_state, build_ste
 
 TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
 TINY_LLAMA = replace(
-    TINY_GPT, n_kv_head=1, d_ff=96, norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, rope_theta=100.0
+    TINY_GPT,
+    n_kv_head=1,
+    d_ff=96,
+    norm="rmsnorm",
+    pos_emb="rotary",
+    mlp="swiglu",
+    bias=False,
+    rope_theta=100.0,
 )
 TINY_MODERN = replace(  # every switch but zero_init, under which most gradients begin at 0
     TINY_GPT, n_kv_head=1, norm="rmsnorm", pos_emb="rotary", mlp="relu2", bias=False, tie_embeddings=False,
     qk_norm=True, embedding_norm=True, residual_scales=True, value_embeddings=True, logit_softcap=5.0, window=5,
 )  # fmt: skip
-CPU = Device(torch_device=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
+CPU = Device(
+    torch_device=torch.device("cpu"),
+    name="cpu",
+    precision="fp32",
+    peak_flops=0.0,
+    peak_source="unknown",
+)
 
 
 def tiny_config(**values: object) -> Config:
@@ -37,7 +50,9 @@ def tiny_state(
     dims: ParallelDims | None = None,
 ) -> TrainState:
     model = GPT(replace(model_config, dropout=dropout), seed=seed)
-    return build_state(model, replace(tiny_config(machine__adamw=form), optim=optim or OptimConfig()), CPU, dims)
+    return build_state(
+        model, replace(tiny_config(machine__adamw=form), optim=optim or OptimConfig()), CPU, dims
+    )
 
 
 def tiny_step_config(micro_batch: int = 8, **values: object) -> StepConfig:
@@ -45,5 +60,7 @@ def tiny_step_config(micro_batch: int = 8, **values: object) -> StepConfig:
 
 
 def tiny_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.randint(0, TINY_GPT.vocab_size, (8, 17), generator=torch.Generator().manual_seed(seed))
+    rows = torch.randint(
+        0, TINY_GPT.vocab_size, (8, 17), generator=torch.Generator().manual_seed(seed)
+    )
     return rows[:, :-1], rows[:, 1:]

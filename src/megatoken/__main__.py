@@ -14,7 +14,9 @@ STOPPED = 75
 
 def main() -> int:
     """Run the command. One that trains handles signals before it imports anything: they are a stop, not a crash."""
-    if sys.argv[1:2] == ["train"] and "--ending" not in sys.argv:  # torchrun would count the exit code as a failure
+    if (
+        sys.argv[1:2] == ["train"] and "--ending" not in sys.argv
+    ):  # torchrun would count the exit code as a failure
         for number in (getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)):
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, lambda *_: os._exit(STOPPED))

@@ -37,7 +37,11 @@ def format_duration(seconds: float) -> str:
         return f"{s}s"
     if s < 3600:
         return f"{s // 60}m{s % 60:02d}s"
-    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"
+    return (
+        f"{s // 3600}h{s % 3600 // 60:02d}m"
+        if s < 86400
+        else f"{s // 86400}d{s % 86400 // 3600:02d}h"
+    )
 
 
 def format_quantity(value: float, unit: str = "") -> str:
@@ -58,7 +62,9 @@ def format_count(number: int, noun: str, nouns: str = "") -> str:
     return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
-def format_step(row: Mapping[str, Any], total_steps: int, memory_bytes: int, remaining_seconds: float) -> str:
+def format_step(
+    row: Mapping[str, Any], total_steps: int, memory_bytes: int, remaining_seconds: float
+) -> str:
     """The line of a train row of metrics.jsonl, the most important first: a narrow terminal shows its beginning.
 
     Without the loss where no group of answers had a difference in rewards: GRPO's is 0 then, which is no success.
@@ -82,7 +88,9 @@ def format_step(row: Mapping[str, Any], total_steps: int, memory_bytes: int, rem
 
 def spell_controls(text: str) -> str:
     """The text with control characters but line ends and tabs spelled out: a model may write any, terminals obey."""
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else ascii(sign)[1:-1] for sign in text)
+    return "".join(
+        sign if sign.isprintable() or sign in "\n\t" else ascii(sign)[1:-1] for sign in text
+    )
 
 
 class _Rich(RichConsole):
@@ -126,7 +134,9 @@ class Console:
 
     def _print(self, text: str, style: str = "") -> None:
         encoding = self.rich.encoding
-        self.rich.print(Text(text.encode(encoding, "backslashreplace").decode(encoding), style=style))
+        self.rich.print(
+            Text(text.encode(encoding, "backslashreplace").decode(encoding), style=style)
+        )
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -153,7 +163,9 @@ class Console:
     def rule(self, title: str = "") -> None:
         """Print a line across the terminal, or of PLAIN_WIDTH hyphens, that begins with a title."""
         sign, width = (
-            ("─", self.rich.width) if self.is_live and not self.rich.options.ascii_only else ("-", PLAIN_WIDTH)
+            ("─", self.rich.width)
+            if self.is_live and not self.rich.options.ascii_only
+            else ("-", PLAIN_WIDTH)
         )
         text = f"{sign * 2} {title} " if title else ""
         self.print(text + sign * (width - cell_len(text)), ACCENT)

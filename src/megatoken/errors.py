@@ -34,8 +34,12 @@ class MegatokenError(Exception):
     code: ClassVar[ExitCode]
 
     def __init__(self, what: str, where: str | Path = "", fix: str = "") -> None:
-        text = redact(" — ".join(" ".join(str(part).split()) for part in (what, where, fix) if part))
-        super().__init__("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text))
+        text = redact(
+            " — ".join(" ".join(str(part).split()) for part in (what, where, fix) if part)
+        )
+        super().__init__(
+            "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+        )
 
 
 class ConfigError(MegatokenError):

@@ -20,8 +20,17 @@ PANELS = {
     "mfu": ("MFU (full attention)", "{:.1%}"),
 }
 PERCENT = ("mfu", *SCORES)
-X_AXES = {"tokens": ("tokens", "training tokens"), "steps": ("step", "steps"), "seconds": ("elapsed_seconds", "time")}
-TIME_UNITS = ((172800, 86400, "days"), (7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
+X_AXES = {
+    "tokens": ("tokens", "training tokens"),
+    "steps": ("step", "steps"),
+    "seconds": ("elapsed_seconds", "time"),
+}
+TIME_UNITS = (
+    (172800, 86400, "days"),
+    (7200, 3600, "hours"),
+    (120, 60, "minutes"),
+    (0, 1, "seconds"),
+)
 SMOOTHED_SHARE = 0.02  # of the run: the window of the bold line over the raw training loss
 LARGEST_VALUE = 1e30  # matplotlib's scales overflow beyond
 LINE_INCHES = 0.15  # between two values written at the right of a panel
@@ -65,7 +74,10 @@ def draw_run(run: Path, *, pictures: bool) -> str:
 
 
 def draw_curves(
-    runs: Sequence[Path], target: Path, x: str = "tokens", warn: Callable[[str], None] = warnings.warn
+    runs: Sequence[Path],
+    target: Path,
+    x: str = "tokens",
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Path:
     """Draw the loss, the PANELS that were measured and a panel for each task, over a key of X_AXES.
 
@@ -97,7 +109,12 @@ def draw_curves(
         axis.xaxis.set_major_formatter(lambda value, _: format_tick(value))
         axis.grid(alpha=0.25)
         _space_notes(axis)
-    figure.legend(*panels["loss"].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(
+        *panels["loss"].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=4,
+        frameon=False,
+    )
     return save_figure(pyplot, figure, target)
 
 
@@ -108,7 +125,9 @@ def _read_runs(runs: Sequence[Path], warn: Callable[[str], None]) -> dict[Path, 
         try:
             found = read_metrics(run, warn)
             if not any(row["kind"] == "train" for row in found):
-                raise DataError("no training steps are recorded here", str(run), "give the folder of a run")
+                raise DataError(
+                    "no training steps are recorded here", str(run), "give the folder of a run"
+                )
             rows[run] = found
         except DataError as error:
             errors.append(error)
@@ -122,7 +141,12 @@ def _read_runs(runs: Sequence[Path], warn: Callable[[str], None]) -> dict[Path, 
 def _set_x(rows: dict[Path, list[Row]], x: str) -> str:
     """Put the place of every row on the horizontal axis in `x`; return that axis's label."""
     key, label = X_AXES[x]
-    places = [number(row.get(key)) for run_rows in rows.values() for row in run_rows if row["kind"] == "train"]
+    places = [
+        number(row.get(key))
+        for run_rows in rows.values()
+        for row in run_rows
+        if row["kind"] == "train"
+    ]
     divisor = 1
     if key == "elapsed_seconds":
         for run, run_rows in rows.items():
@@ -141,19 +165,26 @@ def choose_time_unit(seconds: float) -> tuple[int, str]:
     return next((divisor, unit) for least, divisor, unit in TIME_UNITS if seconds >= least)
 
 
-def _open_panels(pyplot: Any, keys: Sequence[str], tasks: Sequence[str]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def _open_panels(
+    pyplot: Any, keys: Sequence[str], tasks: Sequence[str]
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """A figure with a wide panel of the loss and two panels a row below: figure, panels by key, panels by task."""
     inches = [4.5, *[2.6] * -(-(len(keys) + len(tasks)) // 2)]
     figure = pyplot.figure(figsize=(11, sum(inches)), layout="constrained")
     grid = figure.add_gridspec(len(inches), 2, height_ratios=inches)
     loss = figure.add_subplot(grid[0, :])
     loss.set(title="loss (nats per token)")
-    small = [figure.add_subplot(grid[1 + index // 2, index % 2]) for index in range(len(keys) + len(tasks))]
+    small = [
+        figure.add_subplot(grid[1 + index // 2, index % 2])
+        for index in range(len(keys) + len(tasks))
+    ]
     panels = {"loss": loss, **dict(zip(keys, small, strict=False))}
     task_panels = dict(zip(tasks, small[len(keys) :], strict=True))
     for key in keys:
         panels[key].set(title=PANELS[key][0])
-        panels[key].yaxis.set_major_formatter(_format_percent if key in PERCENT else lambda v, _: format_tick(v))
+        panels[key].yaxis.set_major_formatter(
+            _format_percent if key in PERCENT else lambda v, _: format_tick(v)
+        )
     for task, axis in task_panels.items():
         axis.set(title=task)
         axis.yaxis.set_major_formatter(_format_percent)
@@ -163,7 +194,8 @@ def _open_panels(pyplot: Any, keys: Sequence[str], tasks: Sequence[str]) -> tupl
 def format_tick(value: float) -> str:
     """A number on an axis: 0.0006, 250k, 1.5M, 10B."""
     size, suffix = next(
-        ((s, t) for s, t in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if abs(value) >= s), (1, "")
+        ((s, t) for s, t in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if abs(value) >= s),
+        (1, ""),
     )
     return f"{value / size:g}{suffix}"
 
@@ -222,7 +254,11 @@ def _points(rows: Sequence[Row], kind: str, key: str) -> tuple[np.ndarray, np.nd
 
 def number(value: Any) -> float:
     """The value if it is a number that a picture can show, else NaN."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_VALUE
+    is_number = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= LARGEST_VALUE
+    )
     return float(value) if is_number else math.nan
 
 
@@ -231,8 +267,13 @@ def _draw_scores(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
     for score, marker in zip(SCORES, "osv", strict=True):
         scored = [row for row in rows if row["kind"] == "eval" and row.get(score) is not None]
         if scored:
-            x, y = np.array([row["x"] for row in scored]), np.array([number(row[score]) for row in scored])
-            stderr = [row["stderr"] if isinstance(row.get("stderr"), dict) else {} for row in scored]
+            x, y = (
+                np.array([row["x"] for row in scored]),
+                np.array([number(row[score]) for row in scored]),
+            )
+            stderr = [
+                row["stderr"] if isinstance(row.get("stderr"), dict) else {} for row in scored
+            ]
             errors = np.abs(np.nan_to_num([number(each.get(score)) for each in stderr]))
             axis.errorbar(x, y, errors, marker=marker, ms=5, lw=1, **style)
             _note_last(axis, x, y, f"{{:.1%}} {score}", style["color"])
@@ -265,7 +306,11 @@ def draw_weights(run: Path, folder: Path) -> list[Path]:
         drawn.append(save_figure(pyplot, figure, folder / "positions.png"))
     figure, axis = pyplot.subplots(figsize=(6, 6), layout="constrained")
     axis.imshow(state["blocks.0.attention.qkv.weight"].numpy()[:300, :300], cmap="gray")
-    axis.set(title="blocks.0.attention.qkv, first 300 x 300", xlabel="input channel", ylabel="output channel")
+    axis.set(
+        title="blocks.0.attention.qkv, first 300 x 300",
+        xlabel="input channel",
+        ylabel="output channel",
+    )
     return [*drawn, save_figure(pyplot, figure, folder / "matrix.png")]
 
 
@@ -279,7 +324,9 @@ def save_figure(pyplot: Any, figure: Any, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, dpi=120)
     except OSError as error:
-        raise StorageError(f"cannot write picture: {error.strerror}", str(target), "choose --out") from None
+        raise StorageError(
+            f"cannot write picture: {error.strerror}", str(target), "choose --out"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"cannot draw: {error}", str(target), "name a .png file") from None
     finally:

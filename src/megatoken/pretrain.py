@@ -48,7 +48,9 @@ from megatoken.train.sinks import SinkProcesses, check_sinks
 from megatoken.train.step import PendingStep, StepMetrics, train_step_async, wait_for_steps
 from megatoken.train.throughput import ThroughputMeter
 
-MEMORY_FIX = "set machine.micro_batch to a smaller number, or machine.activation_checkpointing=block"
+MEMORY_FIX = (
+    "set machine.micro_batch to a smaller number, or machine.activation_checkpointing=block"
+)
 SYNC_SECONDS = 1.0  # between reads of losses from a GPU; each read waits for all queued GPU work
 
 
@@ -92,12 +94,20 @@ class Trainer:
         or its module:function, for the objectives grpo and ppo. Raises ConfigError for arguments that cannot be
         combined.
         """
-        if nproc > 1 and (model is not None or optimizer is not None or callbacks or callable(reward)):
+        if nproc > 1 and (
+            model is not None or optimizer is not None or callbacks or callable(reward)
+        ):
             what = "model, optimizer, reward and callbacks cannot be passed to the processes that nproc starts"
             raise ConfigError(what, "Trainer", "use nproc=1, or the config: model.init, optim.name")
         if optimizer is not None and model is None:
-            raise ConfigError("an optimizer is given without its model", "Trainer", "give the model it was built over")
-        self.resolved = config if isinstance(config, ResolvedConfig) else from_python(config, Path(out).name)
+            raise ConfigError(
+                "an optimizer is given without its model",
+                "Trainer",
+                "give the model it was built over",
+            )
+        self.resolved = (
+            config if isinstance(config, ResolvedConfig) else from_python(config, Path(out).name)
+        )
         self.out = run_folder(out)
         self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
         self.nproc, self.console, self.explain = nproc, console or Console(), explain
@@ -109,10 +119,14 @@ class Trainer:
                 what = f"a reward has no effect with objective.name={objective.name}"
                 raise ConfigError(what, "Trainer", "leave it out, or train grpo or ppo")
             name = reward
-            if not isinstance(name, str):  # a callable object or functools.partial has no name of its own
+            if not isinstance(
+                name, str
+            ):  # a callable object or functools.partial has no name of its own
                 name = f"{reward.__module__}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
             objective = replace(self.resolved.config.objective, reward=name)
-            self.resolved = replace(self.resolved, config=replace(self.resolved.config, objective=objective))
+            self.resolved = replace(
+                self.resolved, config=replace(self.resolved.config, objective=objective)
+            )
 
     def fit(self) -> Summary:
         """Train to the end of the budget, or until a signal, the time limit or a callback asks to stop.
@@ -125,9 +139,13 @@ class Trainer:
             code, steps, reason = self._fit_in_processes()
         else:
             dist_env, machine = read_dist_env(), self.resolved.config.machine
-            device = open_device(machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size)
+            device = open_device(
+                machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size
+            )
             with (
-                join_process_group(dist_env, device.type) as comm,  # first, so that others notice a failed rank
+                join_process_group(
+                    dist_env, device.type
+                ) as comm,  # first, so that others notice a failed rank
                 memory_errors(f"rank {dist_env.rank}", MEMORY_FIX),
             ):
                 code, steps, reason = self._fit(device, comm)
@@ -158,7 +176,9 @@ class Trainer:
             callbacks=self.callbacks,
             allow_changes=self.allow_changes,
         )
-        run.changes = comm.run_on_rank0(partial(open_folder, run, BUDGET_KEYS if self.extend else ()))
+        run.changes = comm.run_on_rank0(
+            partial(open_folder, run, BUDGET_KEYS if self.extend else ())
+        )
         check_sinks(config.log.sinks)
         check_reward(config.objective.reward, self.reward)
         setup.open_data(run)
@@ -172,7 +192,9 @@ class Trainer:
                 parse_time(config.save.time_limit) or None, config.objective.rollout_steps
             ) as run.preemption,
         ):
-            memory_bytes = comm.broadcast_from_rank0(device.memory_bytes(comm.dist_env.local_world_size))
+            memory_bytes = comm.broadcast_from_rank0(
+                device.memory_bytes(comm.dist_env.local_world_size)
+            )
             layout = config.machine, run.model_config, device.precision, memory_bytes, comm.dist_env
             dims = choose_dims(*layout, config.optim.name)
             setup.check_memory(run, dims, memory_bytes)
@@ -186,7 +208,9 @@ class Trainer:
             restore(run)
             if comm.broadcast_from_rank0(setup.is_finished(run)):
                 Mirror(run).finish()
-                run.console.print(f"this run is finished: {out}; train --extend LENGTH makes it longer")
+                run.console.print(
+                    f"this run is finished: {out}; train --extend LENGTH makes it longer"
+                )
                 return ExitCode.DONE, run.state.step, ""
             comm.run_on_rank0(partial(begin, run, self.resolved))
             # The order matters: kernels may replace the compute model; its micro-batch is then measured; it is compiled
@@ -195,7 +219,9 @@ class Trainer:
             tuning.choose_micro_batch(run)
             compiled = tuning.compile_model(run)
             run.state.start_grad_reduction(comm)
-            run.state.objective = build_objective(run.config.objective)  # after what was measured with the default
+            run.state.objective = build_objective(
+                run.config.objective
+            )  # after what was measured with the default
             run.batches = open_batches(run, self.reward)
             if expectation := expect(run, compiled=compiled):
                 message = expectation.describe(run)
@@ -217,17 +243,23 @@ class Trainer:
             command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
             flags = {"--explain": self.explain, "--allow-changes": self.allow_changes}
             command += ["--reward", str(self.reward)] if self.reward else []
-            command += [flag for flag in flags if flags[flag]] + (["--extend", str(self.extend)] if self.extend else [])
+            command += [flag for flag in flags if flags[flag]] + (
+                ["--extend", str(self.extend)] if self.extend else []
+            )
             code = launch(command, self.nproc, RESTARTS)
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
-            raise error_from_code(code, f"training in {self.nproc} processes failed, see their output — {self.out}")
+            raise error_from_code(
+                code, f"training in {self.nproc} processes failed, see their output — {self.out}"
+            )
         saves = find_last_rows(self.out, ("save",))
         return ExitCode(code), saves["save"]["step"] if saves else 0, ""
 
 
 def open_folder(run: RunContext, allowed: Sequence[str]) -> list[Change]:
     """What differs from the start before, in the run folder or in its mirror. allowed: guarded settings that may."""
-    check = partial(check_folder, run.out, run.config, allow_changes=run.allow_changes, allowed=allowed)
+    check = partial(
+        check_folder, run.out, run.config, allow_changes=run.allow_changes, allowed=allowed
+    )
     changes = check()
     return check() if fetch_from_mirror(run) else changes
 
@@ -247,15 +279,22 @@ class TrainLoop:
     def __init__(self, run: RunContext, expectation: Expectation | None) -> None:
         self.run, self.state, self.expectation = run, run.state, expectation
         self.saver = CheckpointSaver(run)
-        self.actions = list_actions(run, self.saver)  # validate, tasks, sample, save: each with its interval
+        self.actions = list_actions(
+            run, self.saver
+        )  # validate, tasks, sample, save: each with its interval
         self.log_every = run.step_config.steps(run.config.log.every)
         self.pending: list[PendingStep] = []  # steps whose numbers are still on the device
         self.sampled: list[dict[str, float]] = []  # what is known of the batches of these steps
         self.recovery = Recovery(run, self.saver)
         # A step is held to the limits of all steps before it, where spikes are skipped.
         self.reads_every_step = run.device.type == "cpu" or run.step_config.skip_spikes
-        is_dense, world_size = run.config.objective.name not in ROW_OBJECTIVES, run.comm.dist_env.world_size
-        self.meter = ThroughputMeter(run.device, run.model_config, run.step_config, world_size, is_dense)
+        is_dense, world_size = (
+            run.config.objective.name not in ROW_OBJECTIVES,
+            run.comm.dist_env.world_size,
+        )
+        self.meter = ThroughputMeter(
+            run.device, run.model_config, run.step_config, world_size, is_dense
+        )
         self.stragglers = StragglerDetector(run.comm, run.device.type)
         self.state.compute_timer = self.stragglers.compute
 
@@ -265,7 +304,10 @@ class TrainLoop:
         run.log.start_clock()
         try:
             # A rank can be lost, or memory end, in any forward or backward.
-            with peer_errors(run.comm.dist_env), memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX):
+            with (
+                peer_errors(run.comm.dist_env),
+                memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
+            ):
                 code = self.train()
         except Exception as error:
             self.record_failure(error)
@@ -278,7 +320,9 @@ class TrainLoop:
     def record_failure(self, error: Exception) -> NoReturn:
         """Write the error to the status and the metrics log, commit a checkpoint on its way, then raise the error."""
         code = int(error.code) if isinstance(error, MegatokenError) else 1
-        self.run.log.status(state="failed", exit_code=code, step=self.state.step, message=str(error))
+        self.run.log.status(
+            state="failed", exit_code=code, step=self.state.step, message=str(error)
+        )
         self.run.write("event", what="failed", message=str(error))
         # All ranks are here after a step that is not finite; of another error the others may know nothing.
         if self.run.comm.is_single_process or isinstance(error, NumericsError):
@@ -296,8 +340,12 @@ class TrainLoop:
             with closing(run.batches) as batches:
                 while state.step < total_steps:
                     # All ranks read numbers after the same steps, so that they go back from a bad one together.
-                    reads = run.check_stop(flag=bool(self.pending) and self.meter.elapsed_seconds > SYNC_SECONDS)
-                    self.call_actions([action for action in self.actions if action.is_due(state.step)])
+                    reads = run.check_stop(
+                        flag=bool(self.pending) and self.meter.elapsed_seconds > SYNC_SECONDS
+                    )
+                    self.call_actions(
+                        [action for action in self.actions if action.is_due(state.step)]
+                    )
                     if run.is_out_of_patience:
                         self.report_early_stop()
                         break
@@ -329,7 +377,9 @@ class TrainLoop:
         """Log and show that the validation loss has not fallen for `evaluate.patience` validations."""
         run = self.run
         best = run.best_of(run.val_losses)
-        lowest = f"{run.val_losses[best]:.4f} at step {best}" if best is not None else "never finite"
+        lowest = (
+            f"{run.val_losses[best]:.4f} at step {best}" if best is not None else "never finite"
+        )
         message = f"the validation loss, {lowest}, has not fallen for {run.config.evaluate.patience} validations"
         run.write("event", what="early stop", message=message)
         run.console.print(f"step {self.state.step}: {message}: the run ends")
@@ -337,7 +387,11 @@ class TrainLoop:
     def is_checked_after(self, step: int) -> bool:
         """Whether the weights of a step are used for more than the next one: an action is due, or it is the last."""
         is_last = step == self.run.step_config.total_steps
-        return is_last or is_due(REPLICA_CHECK_STEPS, step) or any(action.is_due(step) for action in self.actions)
+        return (
+            is_last
+            or is_due(REPLICA_CHECK_STEPS, step)
+            or any(action.is_due(step) for action in self.actions)
+        )
 
     def call_actions(self, actions: Sequence[Action]) -> None:
         """Call actions one after another, each unless the time limit comes before its end."""
@@ -367,26 +421,45 @@ class TrainLoop:
                 self.recovery.skip(step)
             else:
                 self.recovery.accept(step)
-                self.log_step(step, {**known, **speed}, elapsed_seconds=now - (n_pending - number) * seconds)
+                self.log_step(
+                    step, {**known, **speed}, elapsed_seconds=now - (n_pending - number) * seconds
+                )
 
     def report_stragglers(self) -> None:
         """Log and show the ranks that have become slower than the others."""
         for slow in self.stragglers.find():
-            self.run.write("event", what="slow rank", rank=slow.rank, phase=slow.phase, message=str(slow))
+            self.run.write(
+                "event", what="slow rank", rank=slow.rank, phase=slow.phase, message=str(slow)
+            )
             self.run.console.warn(str(slow))
 
-    def log_step(self, step: StepMetrics, speed: dict[str, float | None], elapsed_seconds: float) -> None:
+    def log_step(
+        self, step: StepMetrics, speed: dict[str, float | None], elapsed_seconds: float
+    ) -> None:
         """Log and show a step."""
         run = self.run
-        row = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, **step.values, **speed}
+        row = {
+            "loss": step.loss,
+            "grad_norm": step.grad_norm,
+            "lr": step.lr,
+            **step.values,
+            **speed,
+        }
         last = step.step == run.step_config.total_steps
         to_file = last or is_due(self.log_every, step.step)
         run.write("train", step=step.step, to_file=to_file, elapsed_seconds=elapsed_seconds, **row)
         if step.overflowed:
-            run.write("event", what="step skipped", message="fp16 gradients overflowed; loss scale lowered")
+            run.write(
+                "event",
+                what="step skipped",
+                message="fp16 gradients overflowed; loss scale lowered",
+            )
         memory, left = run.device.peak_memory_bytes(), self.meter.remaining_seconds(step.step)
         run.log.progress(
-            step=step.step, loss=step.loss, tokens_per_second=speed["tokens_per_second"], eta_seconds=round(left, 1)
+            step=step.step,
+            loss=step.loss,
+            tokens_per_second=speed["tokens_per_second"],
+            eta_seconds=round(left, 1),
         )
         total_steps = run.step_config.total_steps
         line = format_step({"step": step.step, **row}, total_steps, memory, left)
@@ -397,22 +470,36 @@ class TrainLoop:
         run, step = self.run, self.state.step
         done = code == ExitCode.DONE
         reason = "" if done else run.preemption.stop_requested or "another rank"
-        run.log.status(state="done" if done else "stopped", phase="", exit_code=int(code), step=step, message=reason)
+        run.log.status(
+            state="done" if done else "stopped",
+            phase="",
+            exit_code=int(code),
+            step=step,
+            message=reason,
+        )
         if not done:
             left = format_duration(self.meter.remaining_seconds(step))
             saved = f"stopped by {reason} at step {step}, all saved ({left} left)"
-            run.console.print(f"{saved}; the same command, or megatoken train {shlex.quote(str(run.out))}, goes on")
+            run.console.print(
+                f"{saved}; the same command, or megatoken train {shlex.quote(str(run.out))}, goes on"
+            )
             return
         if self.expectation and self.meter.total_tokens:
             batches = self.meter.total_tokens / run.step_config.batch_tokens
             memory = run.device.peak_memory_bytes()
-            run.console.print(f"plan     {self.expectation.describe_error(batches, self.meter.total_seconds, memory)}")
+            run.console.print(
+                f"plan     {self.expectation.describe_error(batches, self.meter.total_seconds, memory)}"
+            )
         if run.config.log.plots:
             run.console.print(draw_run(run.out, pictures=run.config.log.pictures))
         best = self.saver.find_best()
         if best not in (None, step):
-            run.console.print(f"best: {run.out / BEST} of step {best:,}, validation loss {run.val_losses[best]:.4f}")
+            run.console.print(
+                f"best: {run.out / BEST} of step {best:,}, validation loss {run.val_losses[best]:.4f}"
+            )
         out, start = shlex.quote(str(run.out)), shlex.quote(run.config.model.init or "RUN")
         ppo = f"train ppo --init {start} data.path=PROMPTS objective.reward={out}"
         use = {"pretrain": f'sample {out} "your prompt"', "reward": ppo}
-        run.console.print(f"done: {run.out}; next: megatoken {use.get(run.config.objective.name, f'chat {out}')}")
+        run.console.print(
+            f"done: {run.out}; next: megatoken {use.get(run.config.objective.name, f'chat {out}')}"
+        )

@@ -6,20 +6,36 @@ import re
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-MODEL_TEXT = ("text", "messages", "examples")  # keys of rows and answers below which a model's text is
+MODEL_TEXT = (
+    "text",
+    "messages",
+    "examples",
+)  # keys of rows and answers below which a model's text is
 SHORTEST = 6  # characters of a variable's value; shorter ones occur by chance
 # Variables that hold a secret: HF_TOKEN, AWS_ACCESS_KEY_ID, WANDB_API_KEY, ...
 SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|PAT|AUTH|(API|ACCESS)?KEY|KEY_ID|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$", re.IGNORECASE
+    r"(^|_)(TOKEN|PAT|AUTH|(API|ACCESS)?KEY|KEY_ID|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$",
+    re.IGNORECASE,
 )
 PASSWORD = re.compile(r"://[^\s/:@]*:(?!\d{1,5}/)([^\s@]+)@")
 _OPTION = r"[\w-]*(?:token|secret|password|api[-_]?key)"
 RULES = (
     # https://user:password@host and https://token@host, also where a Path has lost the second slash; not host:8080/a@b
     (re.compile(r"""(\w\w:/{1,2})(?:[^\s/:@'"]*:(?!\d{1,5}/)[^\s@'"]+|[^\s/@'"]+)@"""), r"\1***@"),
-    (re.compile(r"""([?&][\w-]*(?:token|key|sig|signature|secret|password|credential)=)[^&\s'"]+""", re.I), r"\1***"),
+    (
+        re.compile(
+            r"""([?&][\w-]*(?:token|key|sig|signature|secret|password|credential)=)[^&\s'"]+""",
+            re.I,
+        ),
+        r"\1***",
+    ),
     # --api-key x, and "--api-key", "x" of a list; not prose behind the option's name
-    (re.compile(rf"""(--{_OPTION}['"]?(?:[ =]\s*|,\s*(?=['"]))['"]?)(?!KEY\b|—)[^\s,'"]+""", re.I), r"\1***"),
+    (
+        re.compile(
+            rf"""(--{_OPTION}['"]?(?:[ =]\s*|,\s*(?=['"]))['"]?)(?!KEY\b|—)[^\s,'"]+""", re.I
+        ),
+        r"\1***",
+    ),
     (re.compile(r"(\bbearer\s+)[\w.~+/-]{8,}", re.I), r"\1***"),
     (re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AIza)[\w-]{16,}"), "***"),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), "***"),
@@ -44,7 +60,10 @@ def redact_values(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
-        return {redact_values(key): item if key in MODEL_TEXT else redact_values(item) for key, item in value.items()}
+        return {
+            redact_values(key): item if key in MODEL_TEXT else redact_values(item)
+            for key, item in value.items()
+        }
     return [redact_values(item) for item in value] if isinstance(value, list | tuple) else value
 
 

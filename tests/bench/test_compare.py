@@ -27,8 +27,17 @@ from megatoken.system.device import open_device
 from tests.tiny_model import CPU
 
 QUIET = Console(quiet=True)
-TINY_GPT = ModelConfig(n_layer=1, n_head=2, d_model=32, d_ff=128, vocab_size=128, seq_len=16)  # nothing to pad
-GIVEN = {"--n-layer": 1, "--n-head": 2, "--d-model": 32, "--vocab-size": 128, "--seq-len": 16, "--batch-seqs": 4}
+TINY_GPT = ModelConfig(
+    n_layer=1, n_head=2, d_model=32, d_ff=128, vocab_size=128, seq_len=16
+)  # nothing to pad
+GIVEN = {
+    "--n-layer": 1,
+    "--n-head": 2,
+    "--d-model": 32,
+    "--vocab-size": 128,
+    "--seq-len": 16,
+    "--batch-seqs": 4,
+}
 SIZES = [str(word) for pair in GIVEN.items() for word in pair]
 HAVE = "have some of transformers, nanogpt, build-nanogpt, llmc: install it, or add "
 HAVE += "--nanogpt, --build-nanogpt or --llmc PATH"
@@ -87,17 +96,41 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MOST_STEPS", 3)
 
 
-def test_ours_beside_transformers_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ours_beside_transformers_and_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     write_stand_in(tmp_path / "model.py")
-    words = ["bench", "peers", *SIZES, "--device", "cpu", "--repeats", "2", "--no-compile", "--out", str(tmp_path)]
-    assert main([*words, "--only", "transformers,nanogpt", "--nanogpt", str(tmp_path)]) == ExitCode.DONE
+    words = [
+        "bench",
+        "peers",
+        *SIZES,
+        "--device",
+        "cpu",
+        "--repeats",
+        "2",
+        "--no-compile",
+        "--out",
+        str(tmp_path),
+    ]
+    assert (
+        main([*words, "--only", "transformers,nanogpt", "--nanogpt", str(tmp_path)])
+        == ExitCode.DONE
+    )
     *table, last = capsys.readouterr().out.splitlines()
     answer = json.loads(last)
     assert json.loads((tmp_path / "peers.json").read_text())["answer"] == answer
     rows = {(row["name"], row["configuration"]): row for row in answer["rows"]}
-    precisions = ["fp32", "bf16"] if open_device(MachineConfig(device="cpu")).precision == "bf16" else ["fp32"]
-    names = [(name, f"{precision} eager") for precision in precisions for name in ("transformers", "nanogpt")]
+    precisions = (
+        ["fp32", "bf16"]
+        if open_device(MachineConfig(device="cpu")).precision == "bf16"
+        else ["fp32"]
+    )
+    names = [
+        (name, f"{precision} eager")
+        for precision in precisions
+        for name in ("transformers", "nanogpt")
+    ]
     assert set(rows) == {(OURS, "default"), *names}
     timed = answer["rows"]
     for row in timed:
@@ -117,7 +150,9 @@ def test_ours_beside_transformers_and_a_file(tmp_path: Path, capsys: pytest.Capt
     assert any(line.startswith("| transformers | fp32 eager") for line in table)
 
 
-def test_a_worker_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment, "_ADDED_VARIABLES", {"OWN_SETTING"})
     monkeypatch.setenv("OWN_SETTING", "123")
     assert "OWN_SETTING" not in environment.given_environment()
@@ -125,7 +160,9 @@ def test_a_worker_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monke
     raising = write_stand_in(tmp_path / "raising.py", begin=failing)
     leaving = write_stand_in(tmp_path / "leaving.py", step="self.training and os._exit(3)")
     whole = write_stand_in(tmp_path / "whole.py")
-    specs = [replace(SPEC, name="nanogpt", source=str(path)) for path in (raising, leaving, whole, whole)]
+    specs = [
+        replace(SPEC, name="nanogpt", source=str(path)) for path in (raising, leaving, whole, whole)
+    ]
     workers = measure_workers([SPEC, *specs], 2, QUIET)
     assert [worker.spec.name for worker in workers] == [OURS, *["nanogpt"] * 4]
     assert [worker.skipped for worker in workers] == [
@@ -137,7 +174,10 @@ def test_a_worker_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monke
     ]
     ours, last = workers[0], workers[-1]
     assert (len(ours.seconds), len(last.seconds)) == (4, 2), "ours runs beside each"
-    ratios = [reference / seconds for reference, seconds in zip(ours.seconds[2:], last.seconds, strict=True)]
+    ratios = [
+        reference / seconds
+        for reference, seconds in zip(ours.seconds[2:], last.seconds, strict=True)
+    ]
     assert last.ratios == ratios, "a worker is compared with the reference in its own rounds"
     assert ours.steps == last.steps, "losses are of as many steps"
     assert last.loss is not None
@@ -159,13 +199,19 @@ def test_nothing_outlives_the_bench() -> None:
     worker.close()
     assert process.poll() is not None
     # What a bench that was killed leaves to its workers: an end of input.
-    done = subprocess.run(COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=250, check=False)
+    done = subprocess.run(
+        COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=250, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def make_worker(name: str, configuration: str, seconds: list[float], ratios: list[float], skipped: str = "") -> Worker:
+def make_worker(
+    name: str, configuration: str, seconds: list[float], ratios: list[float], skipped: str = ""
+) -> Worker:
     spec = replace(SPEC, name=name, configuration=configuration)
-    return Worker(spec=spec, seconds=seconds, ratios=ratios, loss=4.0, steps=5, chosen="fp32", skipped=skipped)
+    return Worker(
+        spec=spec, seconds=seconds, ratios=ratios, loss=4.0, steps=5, chosen="fp32", skipped=skipped
+    )
 
 
 def test_ratios_of_given_numbers() -> None:
@@ -178,13 +224,37 @@ def test_ratios_of_given_numbers() -> None:
     assert (answer["ours"], answer["peer"], answer["ratio"]) == (128.0, 64.0, 2.0)
     assert answer["best_peer"] == {"name": "a", "configuration": "bf16 compile"}
     assert answer["ratios"] == {"a": 2.0, "b": 8.0}
-    assert answer["ratio_spread"] == {"median": 2.0, "low": 1.0, "high": pytest.approx(3.0), "repeats": 3}
+    assert answer["ratio_spread"] == {
+        "median": 2.0,
+        "low": 1.0,
+        "high": pytest.approx(3.0),
+        "repeats": 3,
+    }
     rows = answer["rows"]
-    assert rows[0]["tokens_per_second"] == {"median": 128.0, "low": 128.0, "high": 256.0, "repeats": 3}
-    assert (rows[0]["best"], rows[0]["loss"], rows[0]["steps"], rows[0]["skipped"]) == (256.0, 4.0, 5, None)
-    assert (rows[4]["tokens_per_second"], rows[4]["best"], rows[4]["skipped"]) == (None, None, "died")
+    assert rows[0]["tokens_per_second"] == {
+        "median": 128.0,
+        "low": 128.0,
+        "high": 256.0,
+        "repeats": 3,
+    }
+    assert (rows[0]["best"], rows[0]["loss"], rows[0]["steps"], rows[0]["skipped"]) == (
+        256.0,
+        4.0,
+        5,
+        None,
+    )
+    assert (rows[4]["tokens_per_second"], rows[4]["best"], rows[4]["skipped"]) == (
+        None,
+        None,
+        "died",
+    )
     alone = summarize([ours], CPU)
-    assert (alone["ours"], alone["peer"], alone["ratio"], alone["ratios"]) == (128.0, None, None, {})
+    assert (alone["ours"], alone["peer"], alone["ratio"], alone["ratios"]) == (
+        128.0,
+        None,
+        None,
+        {},
+    )
 
 
 def first_batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,16 +292,24 @@ def test_only_definitions_of_a_file_run(tmp_path: Path) -> None:
     assert module.GPTConfig(n_layer=3).n_layer == 3
     assert module.os is os
     assert not hasattr(module, "something")
-    assert [path.name for path in tmp_path.iterdir()] == ["train_gpt2.py"], "nothing is left beside the file"
+    assert [path.name for path in tmp_path.iterdir()] == ["train_gpt2.py"], (
+        "nothing is left beside the file"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--n-head", "7"], "7 heads do not divide d_model 768 — --n-head — nearest that do: 4, 6, 8"),
+        (
+            ["--n-head", "7"],
+            "7 heads do not divide d_model 768 — --n-head — nearest that do: 4, 6, 8",
+        ),
         (["--only", "nanogtp"], f"there is no 'nanogtp' to measure — --only — {HAVE}"),
         (["--only", "nanogpt"], f"there is no 'nanogpt' to measure — --only — {HAVE}"),
-        (["--nanogpt", "/nowhere"], "no such file of nanogpt — /nowhere — give a checkout or its model.py"),
+        (
+            ["--nanogpt", "/nowhere"],
+            "no such file of nanogpt — /nowhere — give a checkout or its model.py",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(
@@ -241,7 +319,9 @@ def test_what_cannot_be_measured_is_one_line(
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_ours_must_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ours_must_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (worker,) = measure_workers([replace(SPEC, device="nowhere")], 1, QUIET)
     assert worker.skipped.startswith("ConfigError: unknown device 'nowhere'")
     monkeypatch.setattr("megatoken.bench.compare.measure_workers", lambda *arguments: [worker])
@@ -254,7 +334,18 @@ def test_ours_must_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_values_are_measured_beside_each_other(
     precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["bench", "knob", "recompute", *SIZES, "--device", "cpu", "--repeats", "2", "--out", str(tmp_path)]
+    words = [
+        "bench",
+        "knob",
+        "recompute",
+        *SIZES,
+        "--device",
+        "cpu",
+        "--repeats",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*words, "--name", "again", "--json"]) == 0
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
@@ -274,12 +365,27 @@ def test_values_are_measured_beside_each_other(
     assert "| block " in printed.err
 
 
-def test_a_value_that_cannot_run_does_not_end_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_cannot_run_does_not_end_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     precision = open_device(MachineConfig(device="cpu")).precision
-    words = ["bench", "knob", "attention", *SIZES, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]
+    words = [
+        "bench",
+        "knob",
+        "attention",
+        *SIZES,
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*words, "--values", "cudnn,flash,blocked", "--json"]) == 0
     cudnn, flash, blocked = json.loads(capsys.readouterr().out)["rows"]
-    assert cudnn["skipped"].startswith(f"ConfigError: no cudnn attention for heads of 16 in {precision} on")
+    assert cudnn["skipped"].startswith(
+        f"ConfigError: no cudnn attention for heads of 16 in {precision} on"
+    )
     assert cudnn["tokens_per_second"] is cudnn["gain"] is None
     assert flash["tokens_per_second"]
     assert blocked["loss"] == pytest.approx(flash["loss"], rel=0.01)
@@ -293,7 +399,10 @@ def test_values_are_those_of_the_config() -> None:
     assert read_values("compile", "") == ("compile", {value: value for value in compile_values})
     assert read_values("loss_chunk", "0,512,512") == ("loss_chunk", {"0": 0, "512": 512})
     assert read_values("tf32", "on,off") == ("tf32", {"on": True, "off": False})
-    assert read_values("mixed", "autocast,on") == ("master_weights", {"autocast": "off", "on": "on"})
+    assert read_values("mixed", "autocast,on") == (
+        "master_weights",
+        {"autocast": "off", "on": "on"},
+    )
     assert apply_setting(SPEC, "fused", "off").machine == {"fused": "off"}
     assert apply_setting(SPEC, "micro_batch", 2).micro_batch == 2
     assert apply_setting(SPEC, "micro_batch", "auto").micro_batch == 0
@@ -302,7 +411,11 @@ def test_values_are_those_of_the_config() -> None:
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("speed", "", "no machine setting 'speed' to time — bench knob — give one of precision, tf32"),
+        (
+            "speed",
+            "",
+            "no machine setting 'speed' to time — bench knob — give one of precision, tf32",
+        ),
         ("device", "", "no machine setting 'device'"),
         ("shard", "", "no machine setting 'shard' to time"),
         ("loss_chunk", "", "machine.loss_chunk has no list of values — --values"),

@@ -37,7 +37,9 @@ def test_every_round_prepares_the_same_dataset(
     def prepare_and_look(source: str, out: Path, tokenizer: str) -> None:
         prepare(source, out, tokenizer=tokenizer)
         manifest = load_dataset(out).manifest
-        trained.append((manifest.tokenizer["fingerprint"], manifest.tokens("train") + manifest.tokens("val")))
+        trained.append(
+            (manifest.tokenizer["fingerprint"], manifest.tokens("train") + manifest.tokens("val"))
+        )
 
     monkeypatch.setattr("megatoken.bench.data.prepare", prepare_and_look)
     words = ["bench", "prepare", "--megabytes", "1", "--repeats", "2", "--out", str(tmp_path)]
@@ -49,8 +51,13 @@ def test_every_round_prepares_the_same_dataset(
     assert answer["megabytes"] == sum(len(text.encode()) for text in documents) / 1e6
     rates = answer["megabytes_per_second"]
     assert set(rates) == {"prepare", "tokenizers"}
-    assert all(rate["repeats"] == 2 and 0 < rate["low"] <= rate["median"] <= rate["high"] for rate in rates.values())
-    assert answer["ratio"] == {"tokenizers": rates["prepare"]["median"] / rates["tokenizers"]["median"]}
+    assert all(
+        rate["repeats"] == 2 and 0 < rate["low"] <= rate["median"] <= rate["high"]
+        for rate in rates.values()
+    )
+    assert answer["ratio"] == {
+        "tokenizers": rates["prepare"]["median"] / rates["tokenizers"]["median"]
+    }
     tokenizer = load_tokenizer("bpe:300", lambda: iter(documents[:2000]))
     ids = sum(len(tokenizer.encode(text)) for text in documents)
     ends = len(documents) - 2  # between the documents of each split
@@ -59,7 +66,10 @@ def test_every_round_prepares_the_same_dataset(
 
 
 def test_other_ids_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, other = load_tokenizer("bytes"), load_tokenizer("bpe:300", lambda: make_documents(10**5))
+    tokenizer, other = (
+        load_tokenizer("bytes"),
+        load_tokenizer("bpe:300", lambda: make_documents(10**5)),
+    )
     tokenizer.to_json = other.to_json  # type: ignore[method-assign]
     monkeypatch.setattr("megatoken.bench.data.load_tokenizer", lambda *arguments: tokenizer)
     words = ["bench", "prepare", "--megabytes", "1", "--tokenizer", "bytes", "--out", str(tmp_path)]
@@ -93,13 +103,26 @@ def test_the_first_epoch_checks_every_block(shards: Path) -> None:
 
 
 def test_the_loader_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "loader", "--shards", "1", "--shard-tokens", "530000", "--repeats", "1", "--out", str(tmp_path)]
+    words = [
+        "bench",
+        "loader",
+        "--shards",
+        "1",
+        "--shard-tokens",
+        "530000",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(words) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["seq_len"], row["batch_tokens"]) for row in answer["rows"]] == list(SIZES)
     for row in answer["rows"]:
         assert set(row["tokens_per_second"]) == {"first_epoch", "later_epochs"}
-        assert all(0 < r["low"] <= r["median"] <= r["high"] for r in row["tokens_per_second"].values())
+        assert all(
+            0 < r["low"] <= r["median"] <= r["high"] for r in row["tokens_per_second"].values()
+        )
     record = json.loads((tmp_path / "loader.json").read_text())
     assert record["answer"] == answer
     assert record["hardware"]["cores"] == cpu_count()

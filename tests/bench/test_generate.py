@@ -35,7 +35,10 @@ def test_the_same_ids_beside_transformers(capsys: pytest.CaptureFixture[str]) ->
     answer = run_tiny(9, 4, 3)
     rates = answer["tokens_per_second"]
     assert list(rates) == [*OURS, "transformers fp32"]
-    assert all(rate["repeats"] == 3 and 0 < rate["low"] <= rate["median"] <= rate["high"] for rate in rates.values())
+    assert all(
+        rate["repeats"] == 3 and 0 < rate["low"] <= rate["median"] <= rate["high"]
+        for rate in rates.values()
+    )
     assert answer["ratio"] == rates["megatoken"]["median"] / rates["transformers fp32"]["median"]
     assert (answer["new_tokens"], answer["prompt_tokens"], answer["same_ids"]) == (9, 4, True)
     assert "transformers" in capsys.readouterr().out.splitlines()[-1]
@@ -51,7 +54,9 @@ def test_transformers_writes_as_many_ids_as_asked_for() -> None:
     assert len(set(ids)) >= 3, "a text of one token compares nothing"
 
 
-def test_other_ids_are_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ids_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     build = bench.build_models
 
@@ -63,21 +68,29 @@ def test_other_ids_are_warned_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "warning: the programs gave different ids" in capsys.readouterr().out
 
 
-def test_ours_alone_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)  # what an import of something absent meets
+def test_ours_alone_without_transformers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "transformers", None
+    )  # what an import of something absent meets
     answer = run_tiny(5, 2, 2)
     assert list(answer["tokens_per_second"]) == OURS
     assert (answer["ratio"], answer["same_ids"]) == (None, True)
     assert capsys.readouterr().out.count("transformers is not installed") == 1
 
 
-def test_in_bf16_the_faster_precision_of_transformers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_bf16_the_faster_precision_of_transformers_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("MEGATOKEN_PRECISION", "bf16")
     answer = run_tiny(5, 2, 2)
     rates = {name: rate["median"] for name, rate in answer["tokens_per_second"].items()}
     assert list(rates) == [*OURS, "transformers fp32", "transformers bf16"]
-    assert answer["ratio"] == rates["megatoken"] / max(rates["transformers fp32"], rates["transformers bf16"])
+    assert answer["ratio"] == rates["megatoken"] / max(
+        rates["transformers fp32"], rates["transformers bf16"]
+    )
     assert (answer["precision"], answer["same_ids"]) == ("bf16", None)
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from megatoken.bench import ladder
-from megatoken.bench.ladder import PLAIN, Rung, choose_rungs, describe_rung, draw, list_rungs, measure_rungs
+from megatoken.bench.ladder import (
+    PLAIN,
+    Rung,
+    choose_rungs,
+    describe_rung,
+    draw,
+    list_rungs,
+    measure_rungs,
+)
 from megatoken.bench.report import format_cell
 from megatoken.bench.runner import Worker
 from megatoken.bench.scoreboard import list_speeds
@@ -38,7 +46,11 @@ def test_rungs_add_switches_and_keep_the_loss() -> None:
     assert [row["name"] for row in rows] == [rung.name for rung in rungs]
     measured = [row for row in rows if not row["skipped"]]
     assert measured[0]["name"].startswith("plain")
-    assert [row["name"] for row in measured[1:]] == ["flash attention", "padded vocabulary", "largest micro-batch"]
+    assert [row["name"] for row in measured[1:]] == [
+        "flash attention",
+        "padded vocabulary",
+        "largest micro-batch",
+    ]
     for row in measured:
         assert row["loss"] == pytest.approx(measured[0]["loss"], rel=1e-4)
         assert row["rate"]["repeats"] == 2
@@ -54,7 +66,12 @@ def test_switches_change_what_they_are_named_after() -> None:
     for rung in list_rungs(CPU, TINY_GPT, 2)[:12]:
         spec = rung.apply(spec)
     assert spec.model_config == TINY_GPT
-    assert spec.machine["attention"] == spec.machine["gemm_backend"] == spec.machine["master_weights"] == "auto"
+    assert (
+        spec.machine["attention"]
+        == spec.machine["gemm_backend"]
+        == spec.machine["master_weights"]
+        == "auto"
+    )
     assert spec.machine["adamw"] == spec.machine["fused"] == "auto"
     assert spec.machine["loss_chunk"] == "auto"
     assert (spec.micro_batch, spec.prepared) == (0, True)
@@ -73,24 +90,35 @@ def test_a_slower_rung_is_left_out(ratios: list[float], kept: bool, note: str) -
     assert note in row["note"]
     assert row["speedup"] == pytest.approx(8 / 3)
     assert row["tokens_per_second"] == pytest.approx(1600 / 3.0)
-    assert (row["peak_memory_bytes"], row["loss"], row["skipped"], row["mfu"]) == (5, 1.5, None, None)
+    assert (row["peak_memory_bytes"], row["loss"], row["skipped"], row["mfu"]) == (
+        5,
+        1.5,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_missing_has_a_reason(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rungs = list_rungs(replace(CPU, precision=precision), TINY_GPT, 1)
     missing = {rung.name: rung.missing for rung in rungs if rung.missing}
-    assert missing.get("bf16 products") == ("cpu is fastest in fp32" if precision == "fp32" else None)
+    assert missing.get("bf16 products") == (
+        "cpu is fastest in fp32" if precision == "fp32" else None
+    )
     assert "Ampere" in missing["TF32 products"]
     assert "micro-batch" in missing["largest micro-batch"]
     monkeypatch.setattr(ladder, "cpu_count", lambda: 1)
     assert list_rungs(CPU, TINY_GPT, 1)[-1].name == "largest micro-batch"
-    row = describe_rung(Rung(name="data parallel"), Worker(spec=FIRST, skipped="alone"), [], 2.0, CPU)
+    row = describe_rung(
+        Rung(name="data parallel"), Worker(spec=FIRST, skipped="alone"), [], 2.0, CPU
+    )
     assert (row["speedup"], row["kept"], row["tokens_per_second"]) == (None, False, None)
     assert row["skipped"] == "alone"
 
 
-def test_processes_double_up_to_the_cores_and_each_has_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_double_up_to_the_cores_and_each_has_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ladder, "cpu_count", lambda: 5)
     rungs = list_rungs(CPU, TINY_GPT, 2)[12:]
     assert [(rung.fields["nproc"], rung.fields["batch_seqs"]) for rung in rungs] == [(2, 4), (4, 8)]
@@ -110,34 +138,65 @@ def test_two_processes_learn_what_one_does_of_the_same_batch() -> None:
 
 def test_rungs_are_chosen_by_number() -> None:
     rungs = list_rungs(CPU, TINY_GPT, 1)
-    assert [r.name for r in choose_rungs(rungs, "4, 6")] == [rungs[0].name, rungs[3].name, rungs[5].name]
+    assert [r.name for r in choose_rungs(rungs, "4, 6")] == [
+        rungs[0].name,
+        rungs[3].name,
+        rungs[5].name,
+    ]
     with pytest.raises(MegatokenError, match="no such rungs: 99") as caught:
         choose_rungs(rungs, "99")
     assert caught.value.code == ExitCode.CONFIG
 
 
 def test_a_rung_that_cannot_run_is_skipped_with_its_reason() -> None:
-    first, broken = list_rungs(CPU, TINY_GPT, 2)[0], Rung(name="broken", machine={"attention": "nothing"})
+    first, broken = (
+        list_rungs(CPU, TINY_GPT, 2)[0],
+        Rung(name="broken", machine={"attention": "nothing"}),
+    )
     rows = list(measure_rungs(FIRST, [first, broken, first], CPU, 1, QUIET))
     assert "nothing" in rows[1]["skipped"]
     assert [row["kept"] for row in rows][:2] == [True, False]
     assert rows[2]["gain"]["repeats"] == 1, "the next one is measured against the first"
-    with pytest.raises(MegatokenError, match=r"that others are measured against is lost: .*nothing") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"that others are measured against is lost: .*nothing"
+    ) as caught:
         list(measure_rungs(broken.apply(FIRST), [first], CPU, 1, QUIET))
     assert caught.value.code == ExitCode.PEER
 
 
 def test_a_picture_of_kept_and_left_out_rungs(tmp_path: Path) -> None:
     seconds = {"plain": 2.0, "faster": 1.0, "slower": 4.0}
-    rows = [describe_rung(Rung(name=name), make_worker([s, s]), [2.0 / s], 800.0, CPU) for name, s in seconds.items()]
-    assert draw(rows, "tiny", load_pyplot(), tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    rows = [
+        describe_rung(Rung(name=name), make_worker([s, s]), [2.0 / s], 800.0, CPU)
+        for name, s in seconds.items()
+    ]
+    assert (
+        draw(rows, "tiny", load_pyplot(), tmp_path / "ladder.png")
+        .read_bytes()
+        .startswith(b"\x89PNG")
+    )
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
     monkeypatch.setattr("megatoken.bench.runner.MOST_STEPS", 2)
-    words = ["bench", "ladder", "--preset", "tiny", "--batch-tokens", "32", "--rungs", "4", "--repeats", "1"]
-    assert main([*words, "--device", "cpu", "--out", str(tmp_path), "--name", "again", "--json"]) == 0
+    words = [
+        "bench",
+        "ladder",
+        "--preset",
+        "tiny",
+        "--batch-tokens",
+        "32",
+        "--rungs",
+        "4",
+        "--repeats",
+        "1",
+    ]
+    assert (
+        main([*words, "--device", "cpu", "--out", str(tmp_path), "--name", "again", "--json"]) == 0
+    )
     answer = json.loads(capsys.readouterr().out)
     assert [rung["name"] for rung in answer["rungs"]] == [PLAIN_NAME, "flash attention"]
     assert answer["speedup"] == max(rung["speedup"] for rung in answer["rungs"] if rung["kept"])
@@ -148,8 +207,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [line.split("|")[2].strip() for line in table.splitlines()[2:4]] == [
         format_cell("seconds", s) for s in seconds
     ]
-    assert [32 / s for s in seconds] == pytest.approx([rung["tokens_per_second"] for rung in answer["rungs"]])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.json", "again.md", "again.png"]
+    assert [32 / s for s in seconds] == pytest.approx(
+        [rung["tokens_per_second"] for rung in answer["rungs"]]
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "again.json",
+        "again.md",
+        "again.png",
+    ]
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
     assert main([*words, "--batch-tokens", "33", "--out", str(tmp_path)]) == ExitCode.CONFIG
     assert "33 tokens are no whole sequences" in capsys.readouterr().err

@@ -16,7 +16,9 @@ from megatoken.config.schema import OptimConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode, PeerError
 
-needs_compiler = pytest.mark.skipif(not (shutil.which("make") and shutil.which("cc")), reason="needs make and cc")
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("make") and shutil.which("cc")), reason="needs make and cc"
+)
 CONFIG = ModelConfig(n_layer=1, n_head=2, d_model=32, d_ff=128, vocab_size=128, seq_len=16)
 MAKEFILE = "CFLAGS = -DSCALE=1000\nLDLIBS = -lm\n$(shell mkdir -p $(BUILD_DIR))\n"
 # The names that llm.c's file has and the driver uses. Its loss: 1000 times the step, and the sums of both kinds of ids.
@@ -78,21 +80,31 @@ def test_the_lines_of_llmcs_log() -> None:
 def test_steps_of_a_built_checkout(source: Path) -> None:
     trainer = LlmcTrainer(source, CONFIG, OptimConfig(), batch_seqs=2)
     inputs, targets = torch.full((2, 16), 2), torch.full((2, 16), 3)
-    assert [trainer.step(inputs, targets) for _ in range(3)] == [32 * 5 + 1000 * step for step in (1, 2, 3)]
+    assert [trainer.step(inputs, targets) for _ in range(3)] == [
+        32 * 5 + 1000 * step for step in (1, 2, 3)
+    ]
     assert 0 <= trainer.step_seconds < 60
     assert trainer.peak_memory_bytes() > 1e5 or not Path("/proc/self/status").is_file()
     with pytest.raises(PeerError, match=r"llm\.c ended with code 3: Error: no memory"):
         trainer.step(torch.full((2, 16), 99), targets)
-    assert sorted(path.name for path in source.parent.iterdir()) == ["Makefile", "train_gpt2.c"], "nothing is left"
+    assert sorted(path.name for path in source.parent.iterdir()) == ["Makefile", "train_gpt2.c"], (
+        "nothing is left"
+    )
 
 
 @needs_compiler
 def test_it_takes_turns_with_ours(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatoken.bench.runner.MOST_STEPS", 2)
-    ours = WorkerSpec(name=OURS, model_config=CONFIG, batch_seqs=2, device="cpu", machine={"threads": 1})
+    ours = WorkerSpec(
+        name=OURS, model_config=CONFIG, batch_seqs=2, device="cpu", machine={"threads": 1}
+    )
     theirs = replace(ours, name=LLMC, source=str(source), configuration="fp32 C")
     _, worker = measure_workers([ours, theirs], 2, Console(quiet=True))
-    assert (worker.skipped, worker.chosen, len(worker.ratios)) == ("", "fp32 C, no gradient clipping", 2)
+    assert (worker.skipped, worker.chosen, len(worker.ratios)) == (
+        "",
+        "fp32 C, no gradient clipping",
+        2,
+    )
     assert worker.loss is not None
     assert worker.loss > 1000 * worker.steps
 
@@ -109,5 +121,7 @@ def test_what_cannot_be_built_is_named(source: Path) -> None:
 
 def test_a_folder_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "peers", "--llmc", str(tmp_path)]) == ExitCode.CONFIG
-    message = f"no such file of llmc — {tmp_path / 'train_gpt2.c'} — give a checkout or its train_gpt2.c"
+    message = (
+        f"no such file of llmc — {tmp_path / 'train_gpt2.c'} — give a checkout or its train_gpt2.c"
+    )
     assert capsys.readouterr().err == f"error: {message}\n"

@@ -42,7 +42,9 @@ def groups_by_name(workload: Workload) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("master_weights", ["off", "on"])
-def test_operations_of_a_real_step(model_config: ModelConfig, master_weights: str, precision: str) -> None:
+def test_operations_of_a_real_step(
+    model_config: ModelConfig, master_weights: str, precision: str
+) -> None:
     if (precision, master_weights) == ("fp32", "on"):
         pytest.skip("master weights are for low precision")
     fixed = TORCH | {"master_weights": master_weights}
@@ -64,7 +66,9 @@ def test_operations_of_a_real_step(model_config: ModelConfig, master_weights: st
         "aten::_fused_adamw_": "optimizer",
         "aten::native_layer_norm" if is_gpt else "aten::rms_norm": "norm",
     }
-    assert {name: groups[name] for name in expected} == {name: {group} for name, group in expected.items()}
+    assert {name: groups[name] for name in expected} == {
+        name: {group} for name, group in expected.items()
+    }
     assert set.union(*groups.values()) == {*GROUPS, "other"}
     assert "norm" in groups["NativeLayerNormBackward0" if is_gpt else "RsqrtBackward0"]
 
@@ -92,8 +96,14 @@ def test_native_kernels_count_for_what_they_compute() -> None:
         "attention_backward": "attention",
         "adamw": "optimizer",
     }
-    expected |= {"norm_forward": "norm", "gelu_backward": "activation", "sum_of_squares": "optimizer"}
-    assert {name: groups[f"native::{name}"] for name in expected} == {name: {group} for name, group in expected.items()}
+    expected |= {
+        "norm_forward": "norm",
+        "gelu_backward": "activation",
+        "sum_of_squares": "optimizer",
+    }
+    assert {name: groups[f"native::{name}"] for name in expected} == {
+        name: {group} for name, group in expected.items()
+    }
 
 
 class Event:
@@ -109,10 +119,30 @@ def test_operations_count_for_themselves_or_for_what_calls_them() -> None:
     norm = Event("aten::layer_norm", step)
     loss = Event("_ChunkedCrossEntropy", step)
     copy = Event("aten::copy_", Event("aten::linear", step))
-    events = [step, norm, Event("aten::mul", norm), loss, Event("aten::mm", loss), Event("aten::exp", loss), copy]
-    events += [Event("aten::add_", step), Event("aten::bmm", step), Event("aten::_fused_adamw_", step)]
+    events = [
+        step,
+        norm,
+        Event("aten::mul", norm),
+        loss,
+        Event("aten::mm", loss),
+        Event("aten::exp", loss),
+        copy,
+    ]
+    events += [
+        Event("aten::add_", step),
+        Event("aten::bmm", step),
+        Event("aten::_fused_adamw_", step),
+    ]
     seconds = sum_groups(events, on_cuda=False)
-    found = {"other": 2, "norm": 2, "loss": 2, "matrix products": 2, "attention": 1, "optimizer": 1, "activation": 0}
+    found = {
+        "other": 2,
+        "norm": 2,
+        "loss": 2,
+        "matrix products": 2,
+        "attention": 1,
+        "optimizer": 1,
+        "activation": 0,
+    }
     assert seconds == found
     assert sum(sum_groups(events, on_cuda=True).values()) == 2 * len(events)
 
@@ -121,12 +151,17 @@ def test_sums_are_sums(capsys: pytest.CaptureFixture[str]) -> None:
     answer = measure(build(), PEAKED, 3, Console())
     parts, step = {part["name"]: part for part in answer["parts"]}, answer["step_seconds"]["median"]
     assert list(parts) == [*GROUPS, "other"]
-    assert answer["parts_seconds"] == pytest.approx(sum(part["seconds"]["median"] for part in parts.values()))
+    assert answer["parts_seconds"] == pytest.approx(
+        sum(part["seconds"]["median"] for part in parts.values())
+    )
     assert answer["overhead_seconds"] == pytest.approx(step - answer["parts_seconds"])
     assert answer["tokens_per_second"]["median"] == pytest.approx(TOKENS / step)
     assert answer["floor_seconds"] == flops_per_token(TINY_GPT, causal=True) * TOKENS / 1e15
     assert parts["matrix products"]["flops"] == 6 * count_matmul_parameters(TINY_GPT) * TOKENS
-    assert parts["attention"]["flops"] == 6 * TINY_GPT.n_layer * TINY_GPT.d_model * TINY_GPT.seq_len * TOKENS
+    assert (
+        parts["attention"]["flops"]
+        == 6 * TINY_GPT.n_layer * TINY_GPT.d_model * TINY_GPT.seq_len * TOKENS
+    )
     for part in parts.values():
         assert part["share"] == part["seconds"]["median"] / step
         assert part["seconds"]["repeats"] == 3
@@ -135,7 +170,9 @@ def test_sums_are_sums(capsys: pytest.CaptureFixture[str]) -> None:
             assert part["share_of_peak"] == part["flops_per_second"] / 1e15
         else:
             assert part["flops_per_second"] is part["share_of_peak"] is None
-    assert all(part["share_of_peak"] is None for part in measure(build(), CPU, 1, Console())["parts"])
+    assert all(
+        part["share_of_peak"] is None for part in measure(build(), CPU, 1, Console())["parts"]
+    )
 
 
 def test_a_trace_opens_in_the_usual_viewers(tmp_path: Path) -> None:
@@ -178,7 +215,13 @@ def test_the_command(
     assert main([*words, "--batch-tokens", "32", "--seq-len", "8", "--trace"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     answer = json.loads(last)
-    known = {"device": device.name, "precision": precision, "preset": "tiny", "batch_tokens": 32, "seq_len": 8}
+    known = {
+        "device": device.name,
+        "precision": precision,
+        "preset": "tiny",
+        "batch_tokens": 32,
+        "seq_len": 8,
+    }
     assert known.items() <= answer.items()
     assert answer["peak_flops"] == 1e15
     assert json.loads((tmp_path / "parts.json").read_text())["answer"] == answer

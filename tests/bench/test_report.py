@@ -24,26 +24,54 @@ def rate(median: float, low: float, high: float, repeats: int = 5) -> dict[str, 
 
 
 def record_of(answer: dict[str, Any]) -> dict[str, Any]:
-    return {"name": "some", "date": "2026-01-02", "commit": "abc", "hardware": {"device": "cpu"}, "answer": answer}
+    return {
+        "name": "some",
+        "date": "2026-01-02",
+        "commit": "abc",
+        "hardware": {"device": "cpu"},
+        "answer": answer,
+    }
 
 
-def report(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[str], str]:
+def report(
+    *words: object, capsys: pytest.CaptureFixture[str]
+) -> tuple[dict[str, Any], list[str], str]:
     """The JSON answer, the lines before it and what was warned of; the exit code must be 0."""
     code = main(["bench", "report", *map(str, words)])
     out, err = capsys.readouterr()
     assert code == 0, err
     *lines, last = out.splitlines()
-    return json.loads(last), lines, "\n".join(line for line in lines if line.startswith("warning: "))
+    return (
+        json.loads(last),
+        lines,
+        "\n".join(line for line in lines if line.startswith("warning: ")),
+    )
 
 
 def test_figures_are_found_by_path_wherever_they_are() -> None:
     rows = [
-        {"seq_len": 64, "batch_tokens": 512, "tokens_per_second": {"first": rate(1, 1, 1), "later": rate(2, 2, 2)}},
+        {
+            "seq_len": 64,
+            "batch_tokens": 512,
+            "tokens_per_second": {"first": rate(1, 1, 1), "later": rate(2, 2, 2)},
+        },
         {"seq_len": 64, "batch_tokens": 256, "tokens_per_second": {"first": rate(3, 3, 3)}},
     ]
-    rungs = [{"name": "sdpa", "loss": 2.5, "mfu": None}, {"name": "bf16", "speed": rate(4, 3, 5, 2)}]
-    products = [{"name": "square", "dtype": kind, "flops": rate(5, 5, 5)} for kind in ("fp32", "bf16")]
-    answer = {"rows": rows, "rungs": rungs, "products": products, "plain": [rate(6, 6, 6), 7], "x": "so", "on": True}
+    rungs = [
+        {"name": "sdpa", "loss": 2.5, "mfu": None},
+        {"name": "bf16", "speed": rate(4, 3, 5, 2)},
+    ]
+    products = [
+        {"name": "square", "dtype": kind, "flops": rate(5, 5, 5)} for kind in ("fp32", "bf16")
+    ]
+    answer = {
+        "rows": rows,
+        "rungs": rungs,
+        "products": products,
+        "plain": [rate(6, 6, 6), 7],
+        "x": "so",
+        "on": True,
+    }
     assert dict(list_leaves(answer)) == {
         "rows[64,512].tokens_per_second.first": rate(1, 1, 1),
         "rows[64,512].tokens_per_second.later": rate(2, 2, 2),
@@ -92,10 +120,15 @@ def test_a_change_counts_when_the_ranges_lie_apart(
     ]
 
 
-@given(st.lists(st.floats(1, 9), min_size=3, max_size=9), st.lists(st.floats(1, 9), min_size=3, max_size=9))
+@given(
+    st.lists(st.floats(1, 9), min_size=3, max_size=9),
+    st.lists(st.floats(1, 9), min_size=3, max_size=9),
+)
 @settings(deadline=None, max_examples=50)
 def test_the_other_way_round_is_the_same_judgement(first: list[float], second: list[float]) -> None:
-    one, other = ({"x": record_of({"x": Timing(tuple(values)).rate(3)})} for values in (first, second))
+    one, other = (
+        {"x": record_of({"x": Timing(tuple(values)).rate(3)})} for values in (first, second)
+    )
     (there,), (back,) = compare(one, other, QUIET), compare(other, one, QUIET)
     assert there["outside_noise"] == back["outside_noise"]
     assert there["ratio"] * back["ratio"] == pytest.approx(1)
@@ -103,18 +136,38 @@ def test_the_other_way_round_is_the_same_judgement(first: list[float], second: l
 
 
 def test_headlines_are_the_best_of_a_list_else_numbers() -> None:
-    rows = [{"size": size, "flops": rate(size * 2, 0, 9), "seconds": rate(9 - size, 0, 9)} for size in (1, 3, 2)]
-    assert choose_headline(dict(list_leaves({"rows": rows}))) == ["rows[3].flops", "rows[1].seconds"]
-    assert choose_headline(dict(list_leaves({"a": 1, "b": 2, "c": "x", "d": 3, "e": 4}))) == ["a", "b", "d"]
+    rows = [
+        {"size": size, "flops": rate(size * 2, 0, 9), "seconds": rate(9 - size, 0, 9)}
+        for size in (1, 3, 2)
+    ]
+    assert choose_headline(dict(list_leaves({"rows": rows}))) == [
+        "rows[3].flops",
+        "rows[1].seconds",
+    ]
+    assert choose_headline(dict(list_leaves({"a": 1, "b": 2, "c": "x", "d": 3, "e": 4}))) == [
+        "a",
+        "b",
+        "d",
+    ]
     assert choose_headline({}) == []
 
 
-def test_the_command_shows_records_and_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_records_and_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     speeds = {"megatoken": rate(50.25, 48, 51), "transformers": rate(24, 23, 25)}
-    write_record(new, "generate", {"tokens_per_second": speeds}, CPU.name, ["megatoken", "bench", "generate"])
-    speeds = {"megatoken": rate(40.2, 40, 41), "transformers": rate(24.5, 23.5, 25.5), "other": rate(1, 1, 1)}
-    write_record(old, "generate", {"tokens_per_second": speeds}, CPU.name, ["megatoken", "bench", "generate"])
+    write_record(
+        new, "generate", {"tokens_per_second": speeds}, CPU.name, ["megatoken", "bench", "generate"]
+    )
+    speeds = {
+        "megatoken": rate(40.2, 40, 41),
+        "transformers": rate(24.5, 23.5, 25.5),
+        "other": rate(1, 1, 1),
+    }
+    write_record(
+        old, "generate", {"tokens_per_second": speeds}, CPU.name, ["megatoken", "bench", "generate"]
+    )
     before = sorted(tmp_path.rglob("*"))
     answer, lines, warned = report(new, "--against", old, capsys=capsys)
     assert not warned
@@ -123,8 +176,18 @@ def test_the_command_shows_records_and_changes(tmp_path: Path, capsys: pytest.Ca
     assert record["name"] == "generate"
     assert record["headline"] == ["tokens_per_second.megatoken", "tokens_per_second.transformers"]
     assert record["figures"]["tokens_per_second.megatoken"] == rate(50.25, 48, 51)
-    ours = {"record": "generate", "figure": "tokens_per_second.megatoken", "old": 40.2, "new": 50.25}
-    theirs = {"record": "generate", "figure": "tokens_per_second.transformers", "old": 24.5, "new": 24}
+    ours = {
+        "record": "generate",
+        "figure": "tokens_per_second.megatoken",
+        "old": 40.2,
+        "new": 50.25,
+    }
+    theirs = {
+        "record": "generate",
+        "figure": "tokens_per_second.transformers",
+        "old": 24.5,
+        "new": 24,
+    }
     assert answer["changes"] == [
         {**ours, "ratio": 50.25 / 40.2, "outside_noise": True},
         {**theirs, "ratio": 24 / 24.5, "outside_noise": False},
@@ -135,7 +198,14 @@ def test_the_command_shows_records_and_changes(tmp_path: Path, capsys: pytest.Ca
     where = [written["date"], written["commit"], f"cpu, {written['hardware']['cores']} cores"]
     assert cells[2] == ["generate", "tokens_per_second.megatoken", "50.25 (48 to 51)", *where]
     assert cells[3] == ["generate", "tokens_per_second.transformers", "24 (23 to 25)", *where]
-    assert cells[-2] == ["generate", "tokens_per_second.megatoken", "40.2", "50.25", "1.25x", "outside the noise"]
+    assert cells[-2] == [
+        "generate",
+        "tokens_per_second.megatoken",
+        "40.2",
+        "50.25",
+        "1.25x",
+        "outside the noise",
+    ]
     assert cells[-1][-1] == "inside the noise"
     assert len({len(line) for line in lines[:4]}) == 1, "columns line up"
 
@@ -163,9 +233,17 @@ def test_cells_have_the_unit_of_their_key(key: str, value: Any, cell: str) -> No
     assert format_cell(key, value) == cell
 
 
-def test_too_few_repeats_and_other_hardware_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_repeats_and_other_hardware_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for folder, repeats in (("new", 2), ("old", 5)):
-        write_record(tmp_path / folder, "loader", {"x_seconds": rate(2, 1, 3, repeats)}, CPU.name, ["megatoken"])
+        write_record(
+            tmp_path / folder,
+            "loader",
+            {"x_seconds": rate(2, 1, 3, repeats)},
+            CPU.name,
+            ["megatoken"],
+        )
     path = tmp_path / "old" / "loader.json"
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "abacus"'))
     answer, lines, warned = report(tmp_path / "new", "--against", tmp_path / "old", capsys=capsys)
@@ -175,13 +253,17 @@ def test_too_few_repeats_and_other_hardware_are_warned_of(tmp_path: Path, capsys
     assert "on abacus, " in warned
 
 
-def test_what_is_no_record_is_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_record_is_named_and_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(tmp_path, "good", {"x": rate(2, 1, 3)}, CPU.name, ["megatoken"])
     good = (tmp_path / "good.json").read_text()
     (tmp_path / "a-half.json").write_text(good[:40])
     (tmp_path / "b-list.json").write_text("[1, 2]")
     (tmp_path / "c-bytes.json").write_bytes(b"\xff\xfe{}")
-    lacking = {key: value for key, value in json.loads(good).items() if key not in ("commit", "answer")}
+    lacking = {
+        key: value for key, value in json.loads(good).items() if key not in ("commit", "answer")
+    }
     (tmp_path / "d-lacks.json").write_text(json.dumps(lacking))
     (tmp_path / "i-folder.json").mkdir()
     (tmp_path / "picture.png").write_bytes(b"")
@@ -203,7 +285,9 @@ def test_what_is_no_record_is_named_and_skipped(tmp_path: Path, capsys: pytest.C
     assert any(line.startswith("| good") for line in lines)
 
 
-def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_records_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.mkdir()
     write_record(full, "good", {}, CPU.name, ["megatoken"])
@@ -219,6 +303,8 @@ def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.Cap
 def test_our_own_records_are_all_shown(capsys: pytest.CaptureFixture[str]) -> None:
     answer, _, warned = report(RECORDS, "--against", RECORDS, capsys=capsys)
     assert not warned
-    assert {record["name"] for record in answer["records"]} == {path.stem for path in RECORDS.glob("*.json")}
+    assert {record["name"] for record in answer["records"]} == {
+        path.stem for path in RECORDS.glob("*.json")
+    }
     assert all(record["headline"] for record in answer["records"])
     assert all(change["ratio"] == 1 and not change["outside_noise"] for change in answer["changes"])

@@ -31,7 +31,9 @@ from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 QUIET = Console(quiet=True)
 MACHINE = MachineConfig(device="cpu", precision="fp32")
 PEAKED = replace(CPU, peak_flops=1e15, peak_source="data sheet")
-FORMS = [form for form in ATTENTION if form not in CUDA_ONLY and (form != "native" or find_library())]
+FORMS = [
+    form for form in ATTENTION if form not in CUDA_ONLY and (form != "native" or find_library())
+]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,9 @@ def own_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[dict[str, Any], list[str]]:
+def run_command(
+    capsys: pytest.CaptureFixture[str], *words: object
+) -> tuple[dict[str, Any], list[str]]:
     """The answer of a bench on the CPU, which is also in its record beside a picture, and the lines before it."""
     name, out = words[0], words[-1]
     assert main(["bench", *map(str, words[:-1]), "--device", "cpu", "--out", str(out)]) == 0
@@ -55,11 +59,15 @@ def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[dic
 
 
 def gemm(tmp_path: Path, largest: int = 128, console: Console = QUIET) -> dict[str, Any]:
-    options = argparse.Namespace(bench="gemm", name="gemm", device="cpu", largest=largest, repeats=2, out=tmp_path)
+    options = argparse.Namespace(
+        bench="gemm", name="gemm", device="cpu", largest=largest, repeats=2, out=tmp_path
+    )
     return sweep.run(options, console)
 
 
-def test_squares_of_every_size_dtype_and_library_and_layers_of_the_first_dtype(tmp_path: Path) -> None:
+def test_squares_of_every_size_dtype_and_library_and_layers_of_the_first_dtype(
+    tmp_path: Path,
+) -> None:
     answer = gemm(tmp_path)
     device = open_device(MachineConfig(device="cpu"))
     assert answer["device"] == device.name
@@ -67,7 +75,9 @@ def test_squares_of_every_size_dtype_and_library_and_layers_of_the_first_dtype(t
     found = [(row["dtype"], row["library"], row["m"], row["k"], row["n"]) for row in rows]
     libraries = {"bf16": ["torch"], "fp32": list(product_calls(torch.ones(2, 2), torch.ones(2, 2)))}
     dtypes = list(dict.fromkeys([device.precision, "fp32"]))
-    assert found == [(d, library, s, s, s) for d in dtypes for s in (64, 128) for library in libraries[d]]
+    assert found == [
+        (d, library, s, s, s) for d in dtypes for s in (64, 128) for library in libraries[d]
+    ]
     layers = [row for row in answer["rows"] if row["sweep"] == "layers"]
     found = [(row["dtype"], row["tokens"], row["width"]) for row in layers]
     assert found == [(dtypes[0], n, k) for k in (64, 128) for n in (256, 1024, 4096)]
@@ -75,18 +85,26 @@ def test_squares_of_every_size_dtype_and_library_and_layers_of_the_first_dtype(t
     for row in answer["rows"]:
         rate = row["flops_per_second"]
         assert 0 < rate["low"] <= rate["median"] <= rate["high"] == row["best"]
-        assert rate["median"] == pytest.approx(2 * row["m"] * row["k"] * row["n"] / row["seconds"]["median"])
+        assert rate["median"] == pytest.approx(
+            2 * row["m"] * row["k"] * row["n"] / row["seconds"]["median"]
+        )
         assert rate["repeats"] == 2
     for dtype in dtypes:
-        assert answer["peak"][dtype] == max(row["best"] for row in answer["rows"] if row["dtype"] == dtype)
+        assert answer["peak"][dtype] == max(
+            row["best"] for row in answer["rows"] if row["dtype"] == dtype
+        )
 
 
-@pytest.mark.parametrize(("left", "right"), [("plain", "plain"), ("plain", "transposed"), ("transposed", "plain")])
+@pytest.mark.parametrize(
+    ("left", "right"), [("plain", "plain"), ("plain", "transposed"), ("transposed", "plain")]
+)
 def test_libraries_compute_the_same_product(left: str, right: str) -> None:
     a = torch.randn(5, 7) if left == "plain" else torch.randn(7, 5).T
     b = torch.randn(7, 3) if right == "plain" else torch.randn(3, 7).T
     for call in product_calls(a, b).values():
-        torch.testing.assert_close(torch.as_tensor(call()), a.double() @ b.double(), check_dtype=False)
+        torch.testing.assert_close(
+            torch.as_tensor(call()), a.double() @ b.double(), check_dtype=False
+        )
 
 
 def test_numpy_is_left_out_when_torch_may_not_use_every_core() -> None:
@@ -97,14 +115,20 @@ def test_numpy_is_left_out_when_torch_may_not_use_every_core() -> None:
         assert list(product_calls(torch.ones(2, 2), torch.ones(2, 2))) == expected
     finally:
         torch.set_num_threads(threads)
-    assert list(product_calls(torch.ones(2, 2).bfloat16(), torch.ones(2, 2).bfloat16())) == ["torch"]
+    assert list(product_calls(torch.ones(2, 2).bfloat16(), torch.ones(2, 2).bfloat16())) == [
+        "torch"
+    ]
 
 
 def test_the_better_peak_is_kept_and_used(tmp_path: Path, own_peaks: Path) -> None:
     answer = gemm(tmp_path)
     device = open_device(MACHINE)
-    assert set(json.loads((own_peaks / "peaks.json").read_text()).values()) == set(answer["peak"].values())
-    assert with_peak(device).peak_flops >= answer["peak"]["fp32"]  # larger products may be faster still
+    assert set(json.loads((own_peaks / "peaks.json").read_text()).values()) == set(
+        answer["peak"].values()
+    )
+    assert (
+        with_peak(device).peak_flops >= answer["peak"]["fp32"]
+    )  # larger products may be faster still
     assert with_peak(device).peak_source == MEASURED
 
 
@@ -124,7 +148,9 @@ def test_without_matplotlib_there_is_no_picture(
 
 
 @pytest.mark.parametrize("words", [["gemm", "--largest", "63"], ["attention", "--longest", "63"]])
-def test_sizes_begin_at_64(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_begin_at_64(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *words, "--device", "cpu", "--out", str(tmp_path)]) == ExitCode.CONFIG
     message = "63 is less than the first size — --largest or --longest — give 64 or more"
     assert capsys.readouterr().err == f"error: {message}\n"
@@ -136,13 +162,17 @@ def test_sizes_begin_at_64(words: list[str], tmp_path: Path, capsys: pytest.Capt
 def measure_attention(longest: int, dtype: str = "fp32", seqs: int = 1) -> list[dict[str, Any]]:
     device = open_device(MachineConfig(device="cpu", precision=dtype))  # type: ignore[arg-type]
     groups = sweep.list_attention(device, dtype, TINY_GPT, seqs, sweep.list_powers(longest))
-    return sweep.time_cases(groups, device, "flops_per_second", 1, QUIET, (RuntimeError, ImportError))
+    return sweep.time_cases(
+        groups, device, "flops_per_second", 1, QUIET, (RuntimeError, ImportError)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_implementation_at_every_length(dtype: str) -> None:
     rows = measure_attention(256, dtype, seqs=2)
-    assert [(row["seq_len"], row["form"]) for row in rows] == [(T, form) for T in (64, 128, 256) for form in FORMS]
+    assert [(row["seq_len"], row["form"]) for row in rows] == [
+        (T, form) for T in (64, 128, 256) for form in FORMS
+    ]
     for row in rows:
         assert (row["dtype"], row["skipped"]) == (dtype, None)
         assert row["extra_memory_bytes"] is None  # a CPU does not count what it allocates
@@ -153,21 +183,34 @@ def test_every_implementation_at_every_length(dtype: str) -> None:
 
 
 def test_what_would_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "find_allowed_bytes", lambda device: 4 * 4 * 2 * 128**2)  # explicit attention's
+    monkeypatch.setattr(
+        sweep, "find_allowed_bytes", lambda device: 4 * 4 * 2 * 128**2
+    )  # explicit attention's
     rows = measure_attention(256)
     skipped = {(row["seq_len"], row["form"]): row["skipped"] for row in rows if row["skipped"]}
-    assert skipped == {(256, "explicit"): "256 tokens would hold about 2.097 MB, more than the 524.3 kB allowed"}
+    assert skipped == {
+        (256, "explicit"): "256 tokens would hold about 2.097 MB, more than the 524.3 kB allowed"
+    }
     empty = next(row for row in rows if row["skipped"])
-    assert [empty[key] for key in ("seconds", "flops_per_second", "peak_memory_bytes")] == [None] * 3
+    assert [empty[key] for key in ("seconds", "flops_per_second", "peak_memory_bytes")] == [
+        None
+    ] * 3
     rest = [row for row in rows if row["seq_len"] == 256 and not row["skipped"]]
-    assert [row["form"] for row in rest] == ["flash", "blocked", *(["native"] if find_library() else [])]
+    assert [row["form"] for row in rest] == [
+        "flash",
+        "blocked",
+        *(["native"] if find_library() else []),
+    ]
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("too much"), "out of memory at 128 tokens"),
-        (RuntimeError("No available kernel. Aborting execution.\nmore"), "No available kernel. Aborting execution at "),
+        (
+            RuntimeError("No available kernel. Aborting execution.\nmore"),
+            "No available kernel. Aborting execution at ",
+        ),
     ],
 )
 def test_an_implementation_that_fails_is_not_tried_again(
@@ -199,7 +242,9 @@ def test_the_attention_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def batches(*seqs: int) -> list[Size]:
-    return [Size(name=f"micro-batch {n}", sweep="batch", model_config=TINY_GPT, seqs=n) for n in seqs]
+    return [
+        Size(name=f"micro-batch {n}", sweep="batch", model_config=TINY_GPT, seqs=n) for n in seqs
+    ]
 
 
 def measure(sizes: list[Size], repeats: int = 1) -> list[dict[str, Any]]:
@@ -217,7 +262,12 @@ def test_rows_of_training_steps() -> None:
     rows = measure(SIZES, repeats=2)
     for size, row in zip(SIZES, rows, strict=True):
         config = size.model_config
-        assert (row["name"], row["sweep"], row["batch_tokens"], row["skipped"]) == (size.name, size.sweep, 32, None)
+        assert (row["name"], row["sweep"], row["batch_tokens"], row["skipped"]) == (
+            size.name,
+            size.sweep,
+            32,
+            None,
+        )
         assert (row["micro_batch"], row["seq_len"]) == (size.seqs, config.seq_len)
         assert row["parameters"] == count_parameters(config)
         rate = row["tokens_per_second"]
@@ -227,7 +277,10 @@ def test_rows_of_training_steps() -> None:
         assert row["seconds_per_token"] == pytest.approx(1 / rate["median"])
         assert row["peak_memory_bytes"] > 1e6
     assert describe_mfu(1.0, TINY_GPT, CPU) == {"mfu": None, "mfu_causal": None}
-    assert describe_mfu(1.0, TINY_GPT, PEAKED, peaks=2)["mfu"] == flops_per_token(TINY_GPT, causal=False) / 2e15
+    assert (
+        describe_mfu(1.0, TINY_GPT, PEAKED, peaks=2)["mfu"]
+        == flops_per_token(TINY_GPT, causal=False) / 2e15
+    )
 
 
 def test_a_batch_is_one_micro_batch_of_a_real_step() -> None:
@@ -280,27 +333,44 @@ def test_after_out_of_memory_the_sweep_ends(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(p.grad is None for workload in workloads for p in workload.state.model.parameters())
 
 
-def test_the_batch_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_batch_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
     cache_peak(open_device(MachineConfig(device="cpu")), 1e15)
     words = ("--preset", "tiny", "--largest", 2, "--repeats", 2, "--seq-len", 8)
     answer, lines = run_command(capsys, "batch", *words, tmp_path)
-    assert [(row["micro_batch"], row["batch_tokens"]) for row in answer["rows"]] == [(1, 8), (2, 16)]
+    assert [(row["micro_batch"], row["batch_tokens"]) for row in answer["rows"]] == [
+        (1, 8),
+        (2, 16),
+    ]
     assert (answer["seq_len"], answer["peak_flops"], answer["ended"]) == (8, 1e15, "--largest 2")
     assert any(line.endswith("; ended at --largest 2") for line in lines)
     monkeypatch.setattr(sweep, "find_allowed_bytes", lambda device: 800.0)
-    assert main(["bench", "batch", *map(str, words), "--device", "cpu", "--out", str(tmp_path)]) == ExitCode.CONFIG
+    assert (
+        main(["bench", "batch", *map(str, words), "--device", "cpu", "--out", str(tmp_path)])
+        == ExitCode.CONFIG
+    )
     assert "one sequence does not fit: micro-batch 1 would hold about" in capsys.readouterr().err
 
 
-def test_the_size_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_size_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache_peak(open_device(MachineConfig(device="cpu")), 1e15)
     sizes = list_sizes("cpu", 16)
-    monkeypatch.setattr(sweep, "list_sizes", lambda *given: [size for size in sizes if size.name == "128x4"])
+    monkeypatch.setattr(
+        sweep, "list_sizes", lambda *given: [size for size in sizes if size.name == "128x4"]
+    )
     words = ("--batch-tokens", 16, "--repeats", 1)
     answer, lines = run_command(capsys, "size", *words, tmp_path)
-    assert [(row["name"], row["seq_len"], row["batch_tokens"]) for row in answer["rows"]] == [("128x4", 16, 16)]
-    assert answer["rows"][0]["parameters"] == 50257 * 128 + 16 * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128
+    assert [(row["name"], row["seq_len"], row["batch_tokens"]) for row in answer["rows"]] == [
+        ("128x4", 16, 16)
+    ]
+    assert (
+        answer["rows"][0]["parameters"]
+        == 50257 * 128 + 16 * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128
+    )
     assert any(line.startswith("| step ") for line in lines)
 
 
@@ -308,7 +378,9 @@ def test_sizes_of_a_cpu_end_with_gpt2() -> None:
     sizes = list_sizes("cpu")
     models = [size for size in sizes if size.sweep == "models"]
     assert [size.name for size in models] == ["128x4", "256x6", "384x6", "512x8", "gpt2-124m"]
-    assert {(size.tokens, size.model_config.seq_len, size.model_config.d_head) for size in models} == {(1024, 256, 64)}
+    assert {
+        (size.tokens, size.model_config.seq_len, size.model_config.d_head) for size in models
+    } == {(1024, 256, 64)}
     assert models[-1].model_config == replace(PRESETS["gpt2-124m"], seq_len=256)
     contexts = [(size.name, size.seqs) for size in sizes if size.sweep == "contexts"]
     assert contexts == [("128x4@256", 8), ("128x4@512", 4), ("128x4@1024", 2), ("128x4@2048", 1)]
@@ -318,7 +390,9 @@ def test_sizes_of_a_cpu_end_with_gpt2() -> None:
 
 def test_sizes_of_a_gpu_are_the_presets() -> None:
     sizes = list_sizes("cuda")
-    assert [size.name for size in sizes if size.sweep == "models"] == [n for n in PRESETS if n.startswith("gpt2-")]
+    assert [size.name for size in sizes if size.sweep == "models"] == [
+        n for n in PRESETS if n.startswith("gpt2-")
+    ]
     assert {size.tokens for size in sizes} == {8192}
     assert {size.model_config.n_layer for size in sizes if size.sweep == "contexts"} == {12}
 
@@ -327,15 +401,26 @@ def test_steps_are_whole_sequences() -> None:
     sizes = list_sizes("cpu", 1000)
     assert {size.tokens for size in sizes if size.sweep == "models"} == {768}
     assert {size.tokens for size in sizes if size.sweep == "contexts"} == {2048}
-    assert (list_sizes("cpu", 10)[0].tokens, list_sizes("cpu", 10)[0].model_config.seq_len) == (10, 10)
+    assert (list_sizes("cpu", 10)[0].tokens, list_sizes("cpu", 10)[0].model_config.seq_len) == (
+        10,
+        10,
+    )
     assert {size.tokens for size in list_sizes("cpu", 5000) if size.sweep == "contexts"} == {4096}
 
 
 def test_an_estimate_holds_state_activations_and_attention() -> None:
     model_config = replace(TINY_GPT, vocab_size=128)
-    state, tokens = 4 * 4 * count_padded_parameters(model_config), 4 * model_config.seq_len  # with gradient and moments
+    state, tokens = (
+        4 * 4 * count_padded_parameters(model_config),
+        4 * model_config.seq_len,
+    )  # with gradient and moments
     work = count_activation_bytes(
-        model_config, tokens, precision="fp32", checkpointing="none", loss_chunk=LOSS_CHUNK["cpu"], sharded=False
+        model_config,
+        tokens,
+        precision="fp32",
+        checkpointing="none",
+        loss_chunk=LOSS_CHUNK["cpu"],
+        sharded=False,
     )
     attention = 4 * 2 * tokens * 2 * model_config.seq_len / 2
     assert estimate_step_bytes(model_config, tokens) == state + work.blocks + work.loss + attention

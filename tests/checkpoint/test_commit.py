@@ -26,7 +26,10 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commit_small(root: Path, step: int, **options: object) -> Path:
-    contents = {"weights.bin": bytes([step % 251]) * 5000, "tokenizer/vocab.json": b'{"a": %d}' % step}
+    contents = {
+        "weights.bin": bytes([step % 251]) * 5000,
+        "tokenizer/vocab.json": b'{"a": %d}' % step,
+    }
     writers = {name: partial(Path.write_bytes, data=data) for name, data in contents.items()}
     return commit(root, step, writers, meta={"tokens": step * 100}, **options)  # type: ignore[arg-type]
 
@@ -61,7 +64,9 @@ def test_commit_writes_every_file_and_its_hash(tmp_path: Path) -> None:
     }
     manifest = verify(folder)
     assert (manifest.step, manifest.meta) == (7, {"tokens": 700})
-    assert manifest.files["weights.bin"] == FileEntry(5000, xxhash.xxh3_128_hexdigest(b"\x07" * 5000))
+    assert manifest.files["weights.bin"] == FileEntry(
+        5000, xxhash.xxh3_128_hexdigest(b"\x07" * 5000)
+    )
     assert newest_step(folder.parent) == (7, [])
 
 
@@ -69,7 +74,13 @@ def test_list_steps_ignores_other_names(tmp_path: Path) -> None:
     assert list_steps(tmp_path / "nothing") == []
     for step in (30, 5, 123456789):
         commit_small(tmp_path, step)
-    for name in ("step-10", "step-00000040.bak", "xstep-00000040", ".tmp-step-00000040-ab", "step-000000050"):
+    for name in (
+        "step-10",
+        "step-00000040.bak",
+        "xstep-00000040",
+        ".tmp-step-00000040-ab",
+        "step-000000050",
+    ):
         shutil.copytree(tmp_path / "step-00000005", tmp_path / name)
     (tmp_path / "step-00000060").write_text("a file")
     (tmp_path / "step-00000070").symlink_to(tmp_path / "step-00000005")
@@ -98,7 +109,9 @@ def test_files_have_the_mode_of_open(tmp_path: Path) -> None:
         path.chmod(0o600)
 
     folder = commit(tmp_path, 1, {"a": private}, meta={})
-    assert (folder / "a").stat().st_mode & 0o777 == (folder / "manifest.json").stat().st_mode & 0o777
+    assert (folder / "a").stat().st_mode & 0o777 == (
+        folder / "manifest.json"
+    ).stat().st_mode & 0o777
 
 
 def test_every_flipped_bit_is_detected_and_the_older_checkpoint_used(tmp_path: Path) -> None:
@@ -121,7 +134,11 @@ def test_prune_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
     for step in (5, 10, 15, 20, 25, 30):
         commit_small(tmp_path, step)
     removed = prune(tmp_path, keep_last=2, keep_every=20)
-    assert [folder.name for folder in removed] == ["step-00000005", "step-00000010", "step-00000015"]
+    assert [folder.name for folder in removed] == [
+        "step-00000005",
+        "step-00000010",
+        "step-00000015",
+    ]
     assert list_steps(tmp_path) == [20, 25, 30]
     assert prune(tmp_path, keep_last=2, keep_every=20) == []
     prune(tmp_path, keep_last=0, keep_every=0)
@@ -148,7 +165,8 @@ def test_prune_counts_valid_checkpoints_only(tmp_path: Path) -> None:
 def test_prune_hashes_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Path] = []
     monkeypatch.setattr(
-        "megatoken.checkpoint.manifest.hash_file", lambda path: [hashed.append(path), hash_file(path)][1]
+        "megatoken.checkpoint.manifest.hash_file",
+        lambda path: [hashed.append(path), hash_file(path)][1],
     )
     folders = [commit_small(tmp_path, step) for step in range(1, 5)]
     verified = {folder: verify(folder).files for folder in folders[1:]}
@@ -161,10 +179,15 @@ def test_prune_hashes_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert hashed == [folders[3] / "weights.bin"]
 
 
-def test_prune_keeps_an_older_checkpoint_when_the_newest_was_changed_after_it_was_written(tmp_path: Path) -> None:
+def test_prune_keeps_an_older_checkpoint_when_the_newest_was_changed_after_it_was_written(
+    tmp_path: Path,
+) -> None:
     folders = [commit_small(tmp_path, step) for step in (1, 2, 3)]
     verified = {folder: verify(folder).files for folder in folders}
-    for change in (lambda: flip_bit(folders[2] / "weights.bin", 3), lambda: flip_bit(folders[2] / "manifest.json", 99)):
+    for change in (
+        lambda: flip_bit(folders[2] / "weights.bin", 3),
+        lambda: flip_bit(folders[2] / "manifest.json", 99),
+    ):
         change()
         for name in ("weights.bin", "manifest.json"):  # within one tick of the clock of file times
             os.utime(folders[2] / name, (2e9, 2e9))
@@ -192,7 +215,8 @@ def test_remove_leftovers_removes_the_drafts_of_killed_runs(tmp_path: Path) -> N
 
 def test_missing_space_is_found_before_writing(tmp_path: Path) -> None:
     with pytest.raises(
-        MegatokenError, match=r"no room for .* step 9: 1,125,899,906,842,624 bytes needed, [\d,]+ free"
+        MegatokenError,
+        match=r"no room for .* step 9: 1,125,899,906,842,624 bytes needed, [\d,]+ free",
     ) as caught:
         commit_small(tmp_path, 9, needed_bytes=2**50)
     assert caught.value.code == ExitCode.STORAGE
@@ -208,14 +232,24 @@ def test_missing_space_is_found_before_writing(tmp_path: Path) -> None:
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_failing_writer_leaves_only_earlier_checkpoints(tmp_path: Path, failure: Exception) -> None:
+def test_a_failing_writer_leaves_only_earlier_checkpoints(
+    tmp_path: Path, failure: Exception
+) -> None:
     def fail(path: Path) -> None:
         path.write_bytes(b"half")
         raise failure
 
     commit_small(tmp_path, 1)
-    with pytest.raises(MegatokenError, match=r"step 2 was not saved: .*, 10 bytes needed, [\d,]+ free — /") as caught:
-        commit(tmp_path, 2, {"a": partial(Path.write_bytes, data=b"a"), "b": fail}, meta={}, needed_bytes=10)
+    with pytest.raises(
+        MegatokenError, match=r"step 2 was not saved: .*, 10 bytes needed, [\d,]+ free — /"
+    ) as caught:
+        commit(
+            tmp_path,
+            2,
+            {"a": partial(Path.write_bytes, data=b"a"), "b": fail},
+            meta={},
+            needed_bytes=10,
+        )
     assert caught.value.code == ExitCode.STORAGE
     assert caught.value.__cause__ is failure
     assert list_names(tmp_path) == ["step-00000001"]
@@ -225,7 +259,10 @@ def test_a_failing_writer_leaves_only_earlier_checkpoints(tmp_path: Path, failur
 def test_a_checkpoint_is_not_committed_unless_every_fsync_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fsync, good = os.fsync, [7]  # calls that succeed: of the parent, 2 files, the manifest, 2 folders, the root
+    fsync, good = (
+        os.fsync,
+        [7],
+    )  # calls that succeed: of the parent, 2 files, the manifest, 2 folders, the root
 
     def fail_after_good(descriptor: int) -> None:
         good[0] -= 1
@@ -239,7 +276,9 @@ def test_a_checkpoint_is_not_committed_unless_every_fsync_succeeds(
     assert good == [0]
     for n_good in range(7):
         good[0] = n_good
-        with pytest.raises(StorageError, match=r"step 3 was not saved: Input/output error, .*[\d,]+ free — /"):
+        with pytest.raises(
+            StorageError, match=r"step 3 was not saved: Input/output error, .*[\d,]+ free — /"
+        ):
             commit_small(tmp_path, 3)
         assert list_names(tmp_path) == ["step-00000001", "step-00000002"]
 
@@ -269,9 +308,14 @@ def test_a_file_is_written_again_when_its_error_passes(
     assert verify(folder).step == 1
 
 
-def test_errors_that_do_not_pass_are_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_do_not_pass_are_raised_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(protocol, "RETRY_SECONDS", (1e6,))
-    for error in (PermissionError(errno.EACCES, "Permission denied"), OSError(errno.EROFS, "Read-only file system")):
+    for error in (
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.EROFS, "Read-only file system"),
+    ):
 
         def fail(path: Path, error: OSError = error) -> None:
             raise error
@@ -322,7 +366,9 @@ def small_disk(tmp_path: Path):  # type: ignore[no-untyped-def]
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)],
+        capture_output=True,
+        check=False,
     )
     if not mounted or mounted.returncode:
         pytest.skip("may not mount a small disk here")
@@ -384,7 +430,9 @@ def soaked() -> dict[str, object]:
     strace = shutil.which("strace")
     if strace is None:
         pytest.skip("strace is not installed")
-    if subprocess.run([strace, "-o", os.devnull, "true"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [strace, "-o", os.devnull, "true"], capture_output=True, check=False
+    ).returncode:
         pytest.skip("this system does not let strace trace")
     done = subprocess.run(
         [sys.executable, str(SOAK), "--sample", "18", "--flips", "100", "--seed", "3"],

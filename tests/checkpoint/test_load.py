@@ -33,7 +33,15 @@ from megatoken.errors import CheckpointError, ConfigError, MegatokenError, Stora
 from megatoken.model.gpt import GPT
 from megatoken.train.state import TrainState, build_state
 from megatoken.train.step import train_step
-from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_config, tiny_state, tiny_step_config
+from tests.tiny_model import (
+    CPU,
+    TINY_GPT,
+    TINY_LLAMA,
+    tiny_batch,
+    tiny_config,
+    tiny_state,
+    tiny_step_config,
+)
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -49,7 +57,9 @@ class Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             group["steps"] += 1
             for param in group["params"]:
-                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param, dtype=torch.bfloat16))
+                momentum = self.state[param].setdefault(
+                    "momentum", torch.zeros_like(param, dtype=torch.bfloat16)
+                )
                 update = momentum.float().lerp(param.grad, 0.1)
                 param.sub_(update.sign() * group["lr"] / group["steps"])
                 momentum.copy_(momentum.float().lerp(param.grad, 0.01))
@@ -67,7 +77,9 @@ def save(state: TrainState, folder: Path) -> tuple[Path, CheckpointManifest]:
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     (folder / "config.yaml").write_text("version: 1\n")
     config, tokenizer = folder / "config.yaml", folder / "tokenizer"
-    saved = save_state(folder / "checkpoints", state, config=config, tokenizer=tokenizer, meta={"dataset": "d"})
+    saved = save_state(
+        folder / "checkpoints", state, config=config, tokenizer=tokenizer, meta={"dataset": "d"}
+    )
     return saved, verify(saved)
 
 
@@ -78,7 +90,9 @@ def test_a_save_that_fails_leaves_nothing_of_itself(tmp_path: Path, missing: str
     state = tiny_state()
     state.step = 1
     config, tokenizer = tmp_path / "config.yaml", tmp_path / "tokenizer"
-    with pytest.raises(StorageError, match=rf"checkpoint .*was not saved: .*No such file or directory.*{missing}"):
+    with pytest.raises(
+        StorageError, match=rf"checkpoint .*was not saved: .*No such file or directory.*{missing}"
+    ):
         save_state(saved.parent, state, config=config, tokenizer=tokenizer, meta={})
     assert list(saved.parent.iterdir()) == [saved]
 
@@ -89,7 +103,9 @@ def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_re
 ) -> None:
     load_tokenizer("bytes").save(tmp_path / "tokenizer")
     (tmp_path / "config.yaml").touch()
-    states = [tiny_state(seed=step, model_config=replace(TINY_GPT, vocab_size=257)) for step in (0, 1)]
+    states = [
+        tiny_state(seed=step, model_config=replace(TINY_GPT, vocab_size=257)) for step in (0, 1)
+    ]
     root, read = tmp_path / "checkpoints", []
 
     def write(step: int) -> None:
@@ -117,8 +133,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_called_damaged(tmp_path: Pat
     saved, _ = save(tiny_state(), tmp_path)
     (saved / "model.safetensors").write_bytes(b"cut")
     warnings: list[str] = []
-    for read in (lambda: load_pretrained(tmp_path, warnings.append), lambda: consolidate(tmp_path, tmp_path, print)):
-        with pytest.raises(CheckpointError, match=r"all 1 checkpoints are damaged — .* — restore one from a copy"):
+    for read in (
+        lambda: load_pretrained(tmp_path, warnings.append),
+        lambda: consolidate(tmp_path, tmp_path, print),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"all 1 checkpoints are damaged — .* — restore one from a copy"
+        ):
             read()
     assert "model.safetensors" in warnings[0]
     shutil.rmtree(saved)
@@ -127,7 +148,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_called_damaged(tmp_path: Pat
 
 
 @pytest.mark.fault(47)
-def test_a_save_tells_whether_it_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_tells_whether_it_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.yaml").touch()
     (tmp_path / "tokenizer").mkdir()
     hangs, goes_on = threading.Event(), threading.Event()
@@ -194,7 +217,10 @@ def test_training_resumes_bit_exactly(optimizer: str, tmp_path: Path) -> None:
     assert resumed.step == 3
     assert manifest.meta["dataset"] == "d"
     for step in range(3, 6):
-        losses = [train_step(s, tiny_step_config(), CPU, Batch(*tiny_batch(step))).loss for s in (state, resumed)]
+        losses = [
+            train_step(s, tiny_step_config(), CPU, Batch(*tiny_batch(step))).loss
+            for s in (state, resumed)
+        ]
         assert losses[0] == losses[1]
     for name, tensor in state.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name])
@@ -216,7 +242,9 @@ def test_a_load_verifies_each_byte_that_it_uses_and_reads_it_once(
         assert (state.step, dict(state.optimizer.state)) == (0, {})
     path.write_bytes(data)
     files = restore_state(saved, manifest, state)
-    assert files == {name: entry for name, entry in manifest.files.items() if name.endswith(".safetensors")}
+    assert files == {
+        name: entry for name, entry in manifest.files.items() if name.endswith(".safetensors")
+    }
     assert all(entry.mtime_ns == (saved / name).stat().st_mtime_ns for name, entry in files.items())
 
 
@@ -233,7 +261,10 @@ def test_the_files_hold_the_state_keys_of_the_optimizer(tmp_path: Path) -> None:
         assert set(tensors) == {f"{name}/{key}" for name in names for key in keys}
         if not optimizer:
             assert set(manifest.meta) == {"shape", "scaler", "dataset"}
-            assert (tensors["norm.weight/step"].shape, tensors["norm.weight/step"].item()) == ((), 2.0)
+            assert (tensors["norm.weight/step"].shape, tensors["norm.weight/step"].item()) == (
+                (),
+                2.0,
+            )
         elif optimizer == "lion":
             assert tensors["norm.weight/momentum"].dtype == torch.bfloat16
             assert manifest.meta["optimizer"] == {"name": "Lion", "groups": [{"steps": 2}]}
@@ -246,29 +277,43 @@ def test_another_optimizer_is_refused_before_a_weight_changes(tmp_path: Path) ->
     before = {name: tensor.clone() for name, tensor in sgd.model.state_dict().items()}
     with pytest.raises(CheckpointError, match="saved with optimizer AdamW, this run has SGD"):
         restore_state(saved, manifest, sgd)
-    for optimizer in (5, {"name": "SGD", "groups": [1]}, {"name": "SGD", "groups": [{"lr_scale": []}]}, {"groups": {}}):
+    for optimizer in (
+        5,
+        {"name": "SGD", "groups": [1]},
+        {"name": "SGD", "groups": [{"lr_scale": []}]},
+        {"groups": {}},
+    ):
         odd = replace(manifest, meta={**manifest.meta, "optimizer": optimizer})
         with pytest.raises(CheckpointError, match="checkpoint is malformed"):
             restore_state(saved, odd, sgd)
-    two = replace(manifest, meta={**manifest.meta, "optimizer": {"name": "SGD", "groups": [{"lr_scale": 2.0}]}})
+    two = replace(
+        manifest,
+        meta={**manifest.meta, "optimizer": {"name": "SGD", "groups": [{"lr_scale": 2.0}]}},
+    )
     with pytest.raises(MegatokenError, match=r"does not fit|a group's learning rate was 2 times"):
         restore_state(saved, two, sgd)
     assert all(torch.equal(tensor, before[name]) for name, tensor in sgd.model.state_dict().items())
     for optimizer_state in other.optimizer.state.values():
         optimizer_state["max_exp_avg_sq"] = torch.zeros_like(optimizer_state["exp_avg"])
-    with pytest.raises(CheckpointError, match=r"optimizer state does not fit this model: .*/max_exp_avg_sq"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer state does not fit this model: .*/max_exp_avg_sq"
+    ):
         restore_state(saved, manifest, other)
 
 
 def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     state = trained(1, "sgd")
     state.optimizer.state[state.sharded.local_params["norm.weight"]]["count"] = 3
-    with pytest.raises(ConfigError, match=r"SGD keeps count=3 for norm.weight, which is not a tensor"):
+    with pytest.raises(
+        ConfigError, match=r"SGD keeps count=3 for norm.weight, which is not a tensor"
+    ):
         save(state, tmp_path)
     assert not (tmp_path / "checkpoints").exists()
     sharded = shard(trained(1, "sgd"), "sgd", rank=0, shards=2)
     sharded.optimizer.state[sharded.sharded.local_params["norm.weight"]]["factor"] = torch.zeros(3)
-    with pytest.raises(ConfigError, match=r"keeps factor of shape \(3,\) for a shard \(16,\) of norm.weight"):
+    with pytest.raises(
+        ConfigError, match=r"keeps factor of shape \(3,\) for a shard \(16,\) of norm.weight"
+    ):
         copy_tensors(sharded)
 
 
@@ -288,13 +333,23 @@ def shard(state: TrainState, optimizer: str, rank: int, shards: int) -> Shard:
     """Rows of every parameter as one of `shards` ranks holds them, with a new optimizer."""
     dims = ParallelDims(sharding="zero1", dp_shard=shards, rank=rank)
     sizes = state.sharded.full_shapes
-    parts = {name: TensorSlice.full(size).cut_rows(*chunk(size[0], shards, rank)) for name, size in sizes.items()}
+    parts = {
+        name: TensorSlice.full(size).cut_rows(*chunk(size[0], shards, rank))
+        for name, size in sizes.items()
+    }
     parts = {name: part for name, part in parts.items() if part.n_rows}
-    local = {name: part.take(state.sharded.local_params[name].detach()).clone() for name, part in parts.items()}
+    local = {
+        name: part.take(state.sharded.local_params[name].detach()).clone()
+        for name, part in parts.items()
+    }
     copies = dict.fromkeys(local, 1)
-    sharded = replace(state.sharded, dims=dims, trained=local, local_params=local, slices=parts, n_copies=copies)
+    sharded = replace(
+        state.sharded, dims=dims, trained=local, local_params=local, slices=parts, n_copies=copies
+    )
     comm = Comm(DistEnv(rank=rank, world_size=shards))
-    return Shard(state.model, sharded, OPTIMIZERS[optimizer](local.values()), state.scaler, comm, state.step)
+    return Shard(
+        state.model, sharded, OPTIMIZERS[optimizer](local.values()), state.scaler, comm, state.step
+    )
 
 
 def step_elementwise(state: TrainState | Shard, step: int) -> None:
@@ -330,10 +385,21 @@ def test_optimizer_state_is_resharded_like_its_parameters(
     meta = {**manifest.meta, **describe_optimizer(shards[0].optimizer)}
     resaved = commit(tmp_path / "sharded", 3, files, meta=meta)
     read: list[str] = []
-    monkeypatch.setattr(VerifiedFile, "__enter__", lambda file: [read.append(file._path.name), file][1])
-    own = restore_state(resaved, verify(resaved), shard(new_state(seed=6), optimizer, 1, 3), slice(1, None, 3))
-    assert [*own] == read == ["model-00001-of-00003.safetensors", "optimizer-00001-of-00003.safetensors"]
-    for states in ([new_state(optimizer, seed=7)], [shard(new_state(seed=8), optimizer, rank, 2) for rank in range(2)]):
+    monkeypatch.setattr(
+        VerifiedFile, "__enter__", lambda file: [read.append(file._path.name), file][1]
+    )
+    own = restore_state(
+        resaved, verify(resaved), shard(new_state(seed=6), optimizer, 1, 3), slice(1, None, 3)
+    )
+    assert (
+        [*own]
+        == read
+        == ["model-00001-of-00003.safetensors", "optimizer-00001-of-00003.safetensors"]
+    )
+    for states in (
+        [new_state(optimizer, seed=7)],
+        [shard(new_state(seed=8), optimizer, rank, 2) for rank in range(2)],
+    ):
         for each in states:
             restore_state(resaved, verify(resaved), each)
             step_elementwise(each, 3)
@@ -413,7 +479,9 @@ def test_fp16_resumes_what_another_precision_saved(tmp_path: Path) -> None:
 
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("change", [{"n_layer": 3}, {"d_ff": 128}, {"vocab_size": 200}])
-def test_another_model_is_refused_before_a_weight_changes(tmp_path: Path, change: dict[str, int]) -> None:
+def test_another_model_is_refused_before_a_weight_changes(
+    tmp_path: Path, change: dict[str, int]
+) -> None:
     saved, manifest = save(trained(1), tmp_path)
     model = GPT(replace(TINY_GPT, **change), seed=1)
     other = build_state(model, tiny_config(), CPU)
@@ -425,13 +493,17 @@ def test_another_model_is_refused_before_a_weight_changes(tmp_path: Path, change
 
 def test_a_scaled_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
     state = tiny_state()
-    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # the scaled loss overflows fp32
+    state.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**127
+    )  # the scaled loss overflows fp32
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
     report = train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
     assert report.overflowed
     assert state.step == 1
     assert state.scaler.get_scale() == 2.0**126
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items()
+    )
 
 
 def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path) -> None:
@@ -442,7 +514,9 @@ def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path) -> No
     weights = [load_file(run / "model.safetensors")["tokens.weight"] for run in runs]
     merged = consolidate(runs[0], tmp_path / "out", pytest.fail)
     for source, out in ((runs[1], tmp_path / "out"), (runs[1].parent, runs[1].parent)):
-        with pytest.raises(StorageError, match=r"the target exists — .*step-00000000 — choose another --out"):
+        with pytest.raises(
+            StorageError, match=r"the target exists — .*step-00000000 — choose another --out"
+        ):
             consolidate(source, out, pytest.fail)
     assert torch.equal(load_file(merged / "model.safetensors")["tokens.weight"], weights[0])
     with pytest.raises(StorageError, match="the target is the run itself"):

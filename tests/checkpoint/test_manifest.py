@@ -58,7 +58,15 @@ def test_every_file_cut_emptied_lengthened_missing_or_swapped_is_named(tmp_path:
         contents = {name: (newest / name).read_bytes() for name in names}
         for name, other in zip(names, [*names[1:], names[0]], strict=True):
             data, before = contents[name], (older / name).read_bytes()
-            for damage in (data[:-1], data[: len(data) // 2], b"", data + b"\0", contents[other], before, None):
+            for damage in (
+                data[:-1],
+                data[: len(data) // 2],
+                b"",
+                data + b"\0",
+                contents[other],
+                before,
+                None,
+            ):
                 if damage == data:  # config.yaml and tokenizer are the same in both
                     continue
                 (newest / name).unlink() if damage is None else (newest / name).write_bytes(damage)
@@ -101,7 +109,11 @@ def test_truncated_missing_extra_swapped_and_linked_files_are_reported(tmp_path:
     (fresh() / "weights.bin").unlink()
     os.mkfifo(bad / "weights.bin")
     assert f"it is a link or a device, not a file — {bad / 'weights.bin'}" in verify_error(bad)
-    for name, target in (("weights.bin", "nowhere"), ("weights.bin", good / "weights.bin"), ("tokenizer", good)):
+    for name, target in (
+        ("weights.bin", "nowhere"),
+        ("weights.bin", good / "weights.bin"),
+        ("tokenizer", good),
+    ):
         (fresh() / name).rename(tmp_path / f"moved {name} {target}".replace("/", ""))
         (bad / name).symlink_to(target)
         assert f"it is a link or a device, not a file — {bad / name}" in verify_error(bad)
@@ -124,7 +136,9 @@ def test_another_format_is_refused_and_never_overwritten(tmp_path: Path) -> None
     forge_manifest(folder, {"format": 2})
     before = (folder / "manifest.json").read_bytes()
     message = verify_error(folder)
-    assert message.startswith(f"checkpoint has format 2, this megatoken reads format 1 — {folder} — ")
+    assert message.startswith(
+        f"checkpoint has format 2, this megatoken reads format 1 — {folder} — "
+    )
     with pytest.raises(CheckpointError, match="checkpoint has format 2"):
         newest_step(tmp_path)
     with pytest.raises(CheckpointError, match="checkpoint has format 2"):
@@ -144,10 +158,17 @@ def test_malformed_manifests_are_damaged(tmp_path: Path) -> None:
     path.write_bytes(b"")
     assert "does not end with its own hash" in verify_error(folder)
     entries = [None, {"bytes": 5000}, {"bytes": "many", "xxh3_128": ""}]
-    for change in ({"step": "x"}, {"meta": None}, {"files": []}, *({"files": {"weights.bin": it}} for it in entries)):
+    for change in (
+        {"step": "x"},
+        {"meta": None},
+        {"files": []},
+        *({"files": {"weights.bin": it}} for it in entries),
+    ):
         shutil.rmtree(folder)
         forge_manifest(commit_small(tmp_path, 1), change)
         assert "it is malformed: " in verify_error(folder)
     shutil.rmtree(folder)
-    forge_manifest(commit_small(tmp_path, 1), {"files": {"weights.bin": {"bytes": -1, "xxh3_128": ""}}})
+    forge_manifest(
+        commit_small(tmp_path, 1), {"files": {"weights.bin": {"bytes": -1, "xxh3_128": ""}}}
+    )
     assert "checkpoint is damaged" in verify_error(folder)

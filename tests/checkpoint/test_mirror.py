@@ -34,7 +34,11 @@ from megatoken.system import object_store
 from megatoken.system.environment import python_command
 from megatoken.system.object_store import ObjectStore
 
-FILES = {"model.safetensors": 5000, "optimizer.00001-of-00002.safetensors": 3000, "tokenizer/vocab.json": 40}
+FILES = {
+    "model.safetensors": 5000,
+    "optimizer.00001-of-00002.safetensors": 3000,
+    "tokenizer/vocab.json": 40,
+}
 KEEP: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
 
 
@@ -55,7 +59,10 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def save(run: Path, step: int) -> Path:
     """A small checkpoint, and the run's small files as they are then."""
-    writers = {name: partial(Path.write_bytes, data=bytes([step % 251]) * size) for name, size in FILES.items()}
+    writers = {
+        name: partial(Path.write_bytes, data=bytes([step % 251]) * size)
+        for name, size in FILES.items()
+    }
     folder = commit(run / "checkpoints", step, writers, meta={"tokens": step})
     for name in ("config.yaml", "machine.json", "metrics.jsonl", "provenance.json"):
         (run / name).write_text(f"{name} of step {step}\n")
@@ -88,7 +95,10 @@ def test_a_run_comes_back_from_its_copy(address: str, tmp_path: Path) -> None:
     save(other, 20)
     update_mirror(other, address, **KEEP)
     assert verify_mirror(ObjectStore(address)) == (1, [])
-    for start in (lambda: fetch_run(run, address, no_warning), lambda: update_mirror(run, address, **KEEP)):
+    for start in (
+        lambda: fetch_run(run, address, no_warning),
+        lambda: update_mirror(run, address, **KEEP),
+    ):
         with pytest.raises(ConfigError, match=r"save\.mirror is ahead: step 20 there, 10 here"):
             start()
 
@@ -133,7 +143,13 @@ def test_removal_follows_the_rules_of_the_run_folder(address: str, tmp_path: Pat
             update_mirror(run, address, best=20, **rules)
     assert list_steps(run / "checkpoints") == [40, 80, 110, 120]
     assert list_mirrored(store) == [20, 40, 80, 110, 120]
-    assert {int(name.split("/")[1][-8:]) for name in store.list("checkpoints")} == {20, 40, 80, 110, 120}
+    assert {int(name.split("/")[1][-8:]) for name in store.list("checkpoints")} == {
+        20,
+        40,
+        80,
+        110,
+        120,
+    }
 
 
 def test_only_complete_checkpoints_count_for_a_removal(address: str, tmp_path: Path) -> None:
@@ -161,10 +177,19 @@ def test_the_step_being_uploaded_is_not_removed(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         (lambda store, name: store.remove(f"{name}/model.safetensors"), "model.safetensors — .*"),
-        (lambda store, name: flip(store, f"{name}/model.safetensors"), "its xxh3-128 is .*model.safetensors"),
-        (lambda store, name: store.write(f"{name}/tokenizer/vocab.json", b"{}"), "it has 2 bytes, expected 40.*vocab"),
+        (
+            lambda store, name: flip(store, f"{name}/model.safetensors"),
+            "its xxh3-128 is .*model.safetensors",
+        ),
+        (
+            lambda store, name: store.write(f"{name}/tokenizer/vocab.json", b"{}"),
+            "it has 2 bytes, expected 40.*vocab",
+        ),
         (lambda store, name: flip(store, f"{name}/manifest.json"), r"manifest\.json"),
-        (lambda store, name: store.write(f"{name}/manifest.json", b""), "does not end with its own hash"),
+        (
+            lambda store, name: store.write(f"{name}/manifest.json", b""),
+            "does not end with its own hash",
+        ),
     ],
 )
 def test_damage_there_is_named_and_the_one_before_is_used(
@@ -176,7 +201,10 @@ def test_damage_there_is_named_and_the_one_before_is_used(
         update_mirror(run, address, keep_last=2, keep_every=0)
     damage(store, "checkpoints/step-00000020")
     warnings: list[str] = []
-    assert fetch_run(tmp_path / "new", address, warnings.append) == tmp_path / "new" / "checkpoints" / "step-00000010"
+    assert (
+        fetch_run(tmp_path / "new", address, warnings.append)
+        == tmp_path / "new" / "checkpoints" / "step-00000010"
+    )
     (warning,) = warnings
     assert f"{address}/checkpoints/step-00000020/" in warning
     checked, (error,) = verify_mirror(store)
@@ -204,7 +232,9 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
         save(run, step)
         left = moments
 
-        def count(self: ObjectStore, verb: str, name: str, function: Any, *args: Any, **options: Any) -> Any:
+        def count(
+            self: ObjectStore, verb: str, name: str, function: Any, *args: Any, **options: Any
+        ) -> Any:
             nonlocal left
             if verb in ("write", "remove") and (left := left - 1) < 0:
                 if verb == "remove":
@@ -232,7 +262,9 @@ def test_an_upload_that_ends_at_any_moment_leaves_a_whole_checkpoint(
         assert list_mirrored(ObjectStore(address)) == [step]
         shutil.rmtree(run / "checkpoints" / f"step-{step - 10:08d}")
         step += 10
-    assert moments == 4 + 3 + 1 + 2  # small files, files of the checkpoint, its mark, removals of the one before
+    assert (
+        moments == 4 + 3 + 1 + 2
+    )  # small files, files of the checkpoint, its mark, removals of the one before
 
 
 def test_a_process_that_is_killed_between_files_and_mark(tmp_path: Path) -> None:
@@ -257,7 +289,10 @@ mirror.main([{str(run)!r}, {address!r}, "1", "0", ""])
     store = ObjectStore(address)
     assert "checkpoints/step-00000020/model.safetensors" in store.list("checkpoints")
     assert list_mirrored(store) == [10]
-    assert fetch_run(tmp_path / "new", address, no_warning) == tmp_path / "new" / "checkpoints" / "step-00000010"
+    assert (
+        fetch_run(tmp_path / "new", address, no_warning)
+        == tmp_path / "new" / "checkpoints" / "step-00000010"
+    )
     uploads = MirrorUploads(run, address, **KEEP)
     uploads.start(None)
     assert uploads.step == 20
@@ -268,7 +303,9 @@ mirror.main([{str(run)!r}, {address!r}, "1", "0", ""])
     assert list_mirrored(store) == [20]
 
 
-def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_an_upload_are_told(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     uploads = MirrorUploads(run, "s3://no-such-bucket/run", **KEEP)
     uploads.start(None)
@@ -277,7 +314,10 @@ def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: py
     uploads.start(None)
     answer = uploads.poll(wait=True)
     assert answer is not None
-    assert "cannot write: The specified bucket does not exist — s3://no-such-bucket/run/mirror.json" in answer["error"]
+    assert (
+        "cannot write: The specified bucket does not exist — s3://no-such-bucket/run/mirror.json"
+        in answer["error"]
+    )
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in json.dumps(answer)
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(DamagedError, match="has 1 bytes, expected 5,000"):
@@ -285,12 +325,16 @@ def test_failures_of_an_upload_are_told(tmp_path: Path, s3: str, monkeypatch: py
     assert list_mirrored(ObjectStore(f"{s3}/run")) == []
 
 
-def test_what_a_store_changes_is_noticed(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_store_changes_is_noticed(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     save(run, 10)
     call = ObjectStore._call
 
-    def corrupt(self: ObjectStore, verb: str, name: str, function: Any, *args: Any, **options: Any) -> Any:
+    def corrupt(
+        self: ObjectStore, verb: str, name: str, function: Any, *args: Any, **options: Any
+    ) -> Any:
         result = call(self, verb, name, function, *args, **options)
         if verb == "write" and name.endswith("model.safetensors"):
             self._fs.store[args[1]].getbuffer()[7] ^= 1
@@ -298,7 +342,9 @@ def test_what_a_store_changes_is_noticed(address: str, tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "_call", corrupt)
-        with pytest.raises(StorageError, match=r"another content is read back.*step-00000010/model\.safetensors"):
+        with pytest.raises(
+            StorageError, match=r"another content is read back.*step-00000010/model\.safetensors"
+        ):
             update_mirror(run, address, **KEEP)
     assert list_mirrored(ObjectStore(address)) == []
     update_mirror(run, address, **KEEP)

@@ -13,8 +13,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-OPTIONS += ["--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"]
+OPTIONS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+]
+OPTIONS += [
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+]
 STUCK_SECONDS = 120.0
 
 
@@ -34,7 +45,11 @@ class Browser:
         # The browser reads from descriptor 3 and writes to 4.
         shell = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", *command]
         self._process = subprocess.Popen(
-            shell, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            shell,
+            pass_fds=ends,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         for end in (to_browser, from_browser, *ends):
             os.close(end)
@@ -58,7 +73,10 @@ class Browser:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.kill()
         self._process.wait()
@@ -108,7 +126,13 @@ class Browser:
         """A key by its name in the DOM, such as Tab."""
         codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "Escape": 27}
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=codes[key],
+            )
 
     def write(self, text: str) -> None:
         """Text where the focus is."""
@@ -127,7 +151,9 @@ class Browser:
         found = []
         for node in self.call("Accessibility.getFullAXTree")["nodes"]:
             if not node["ignored"]:
-                properties = {each["name"]: each["value"].get("value") for each in node.get("properties", ())}
+                properties = {
+                    each["name"]: each["value"].get("value") for each in node.get("properties", ())
+                }
                 name = node.get("name", {}).get("value", "")
                 found.append({"role": node["role"]["value"], "name": name, **properties})
         return found

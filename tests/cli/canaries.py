@@ -60,7 +60,9 @@ def write_inputs(folder: Path) -> None:
     (folder / "in").mkdir()
     (folder / "in" / "text.txt").write_text("to be or not to be, that is the question. " * 60)
     prompt = f"to {WRITTEN['hub']} {VARIABLES['OPENAI_API_KEY']} {WRITTEN['token address']}"
-    (folder / "in" / "tiny.yaml").write_text(RECIPE.replace("DATA", "data").replace("PROMPT", prompt))
+    (folder / "in" / "tiny.yaml").write_text(
+        RECIPE.replace("DATA", "data").replace("PROMPT", prompt)
+    )
     composer = COMPOSER.replace("KEY", WRITTEN["key"]).replace("BUCKET", WRITTEN["bucket"])
     (folder / "in" / "composer.yaml").write_text(composer)
 
@@ -70,13 +72,45 @@ def list_commands(*, short: bool) -> list[list[str]]:
     address, signed = WRITTEN["address"], WRITTEN["signed"]
     train = ["train", "in/tiny.yaml", "--out", "run"]
     works = [
-        ["prepare", "in/text.txt", "--out", "data", "--tokenizer", "bytes", "--workers", "1", "--val-fraction", "0"],
-        [*train, "--explain", "sample.num_samples=2", "evaluate.tasks=piqa?", "evaluate.tasks_data=" + signed],
-        ["config", "in/tiny.yaml", "evaluate.tasks=piqa", f"evaluate.tasks_data={address}", "--json"],
+        [
+            "prepare",
+            "in/text.txt",
+            "--out",
+            "data",
+            "--tokenizer",
+            "bytes",
+            "--workers",
+            "1",
+            "--val-fraction",
+            "0",
+        ],
+        [
+            *train,
+            "--explain",
+            "sample.num_samples=2",
+            "evaluate.tasks=piqa?",
+            "evaluate.tasks_data=" + signed,
+        ],
+        [
+            "config",
+            "in/tiny.yaml",
+            "evaluate.tasks=piqa",
+            f"evaluate.tasks_data={address}",
+            "--json",
+        ],
         ["sample", "run", f"to {WRITTEN['github']}", "--tokens", "1", "--json"],
         ["eval", "run", "--data", "in/text.txt", "--limit", "32", "--json"],
         ["export", "run", "--out", "export"],
-        ["launch", "slurm", "in/tiny.yaml", "--nproc", "1", "--write", "job.sh", f"sample.prompt={address} {signed}"],
+        [
+            "launch",
+            "slurm",
+            "in/tiny.yaml",
+            "--nproc",
+            "1",
+            "--write",
+            "job.sh",
+            f"sample.prompt={address} {signed}",
+        ],
         ["launch", "k8s", "in/tiny.yaml", "--nproc", "1", f"sample.prompt={WRITTEN['key']}"],
         ["verify", "run"],
     ]
@@ -87,7 +121,11 @@ def list_commands(*, short: bool) -> list[list[str]]:
         ["train", "in/tiny.yaml", "--out", WRITTEN["bucket"]],
         ["train", "--composer", "in/composer.yaml"],
         ["train", "--llmc", f"-e d12 -i {WRITTEN['bucket']}/t.bin -j {WRITTEN['bucket']}/val.bin"],
-        ["train", "--nanogpt", f"--wandb_log={WRITTEN['key']} --dataset={WRITTEN['token address']}"],
+        [
+            "train",
+            "--nanogpt",
+            f"--wandb_log={WRITTEN['key']} --dataset={WRITTEN['token address']}",
+        ],
         [*train, "--hf-token", "canary18-on-the-line"],
         [*train, "--api_key=canary20-on-the-line"],
         [*train, f"optim.lr={VARIABLES['HF_TOKEN']}"],
@@ -98,7 +136,11 @@ def list_commands(*, short: bool) -> list[list[str]]:
     ]
     if short:
         return [*works, *fails]
-    more = [["doctor"], [*train, "--nproc", "2", "budget.steps=4", "--allow-changes"], ["sample", "no/such-model", "x"]]
+    more = [
+        ["doctor"],
+        [*train, "--nproc", "2", "budget.steps=4", "--allow-changes"],
+        ["sample", "no/such-model", "x"],
+    ]
     return [*works, *more, *([*command, "--debug"] for command in fails)]
 
 
@@ -108,7 +150,12 @@ def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:
     for path in folder.rglob("*"):
         if path.is_file() and "in" not in path.relative_to(folder).parts[:1]:
             places[str(path.relative_to(folder))] = path.read_bytes()
-    return [f"{name}: {place}" for place, data in places.items() for name in CANARIES if name.encode() in data]
+    return [
+        f"{name}: {place}"
+        for place, data in places.items()
+        for name in CANARIES
+        if name.encode() in data
+    ]
 
 
 def run_matrix(folder: Path) -> tuple[int, int, list[str]]:
@@ -122,6 +169,11 @@ def run_command(command: Sequence[str], folder: Path) -> str:
     """What the command writes to stdout and stderr."""
     environment = os.environ | VARIABLES | {"MEGATOKEN_CACHE": str(folder / "cache")}
     done = subprocess.run(
-        [*COMMAND, *command], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
+        [*COMMAND, *command],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=300,
     )
     return f"exit {done.returncode}\n{done.stdout}{done.stderr}"

@@ -31,7 +31,9 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-termina
 @pytest.fixture(scope="module")
 def model() -> GPT:
     """It never stops: the logits of its stop tokens are 0, those of the likeliest are not."""
-    model = draw_model(replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=4096))
+    model = draw_model(
+        replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=4096)
+    )
     with torch.no_grad():
         model.lm_head_weight[list(TEMPLATE.stop_ids)] = 0.0
     return model
@@ -45,11 +47,24 @@ def folder(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def greedy(model: GPT, messages: list[Message], tokens: int) -> list[int]:
-    return generate_ids(model, TEMPLATE.encode(messages, reply=True)[0], max_new_tokens=tokens, temperature=0)[0]
+    return generate_ids(
+        model, TEMPLATE.encode(messages, reply=True)[0], max_new_tokens=tokens, temperature=0
+    )[0]
 
 
 def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["chat", folder, "-p", "Hi", "--system", "Be brief.", "--tokens", "6", "--temperature", "0"]
+    words = [
+        "chat",
+        folder,
+        "-p",
+        "Hi",
+        "--system",
+        "Be brief.",
+        "--tokens",
+        "6",
+        "--temperature",
+        "0",
+    ]
     assert main(words) == ExitCode.DONE
     printed = capsys.readouterr()
     ids = greedy(model, [Message("system", "Be brief."), Message("user", "Hi")], 6)
@@ -72,12 +87,16 @@ def test_one_answer_on_a_pipe(model: GPT, folder: str, capsys: pytest.CaptureFix
         ),
     ],
 )
-def test_wrong_input(words: list[str], message: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(
+    words: list[str], message: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["chat", folder, *words]) == ExitCode.CONFIG
     assert message in capsys.readouterr().err
 
 
-def test_an_empty_pipe(folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_pipe(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     assert main(["chat", folder]) == ExitCode.CONFIG
     assert "the text is empty — standard input — give some" in capsys.readouterr().err
@@ -99,7 +118,9 @@ class Terminal:
 
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background begins with it ignored
+            signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # a job in the background begins with it ignored
             os.environ |= {"TERM": "xterm", "NO_COLOR": "1"}
             os.execv(COMMAND[0], [*COMMAND, *words])
 
@@ -115,7 +136,9 @@ class Terminal:
         """What it prints, up to and with `until`."""
         text, end = "", time.monotonic() + seconds
         while until not in text:
-            assert select.select([self.fd], [], [], max(0, end - time.monotonic()))[0], f"{text!r} without {until!r}"
+            assert select.select([self.fd], [], [], max(0, end - time.monotonic()))[0], (
+                f"{text!r} without {until!r}"
+            )
             text += os.read(self.fd, 1).decode("latin1")
         return text
 

@@ -31,17 +31,27 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     script.write_text(capsys.readouterr().out)
     for line, expected in LINES.items():
         words = line.split()
-        program = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_megatoken; "
+        program = (
+            f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_megatoken; "
+        )
         program += 'printf "%s\\n" "${COMPREPLY[@]}"'
-        offered = subprocess.run([bash, "-c", program], capture_output=True, text=True, cwd=tmp_path).stdout.split()
+        offered = subprocess.run(
+            [bash, "-c", program], capture_output=True, text=True, cwd=tmp_path
+        ).stdout.split()
         assert set(offered) == expected, line
 
 
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
-        ("megatoken sweep quickstart objective.na", "megatoken sweep quickstart objective.name="),  # without a blank
-        ("megatoken sweep quickstart 'optim.lr=1e-3|2e-3' budget.st", "'optim.lr=1e-3|2e-3' budget.steps="),
+        (
+            "megatoken sweep quickstart objective.na",
+            "megatoken sweep quickstart objective.name=",
+        ),  # without a blank
+        (
+            "megatoken sweep quickstart 'optim.lr=1e-3|2e-3' budget.st",
+            "'optim.lr=1e-3|2e-3' budget.steps=",
+        ),
         ("megatoken train quickstart data.path=ru", "megatoken train quickstart data.path=runs/"),
         ("megatoken eval ru", "megatoken eval runs/"),
         ("megatoken train sft --init ru", "megatoken train sft --init runs/"),
@@ -49,7 +59,11 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_a_tab_at_the_terminal(
-    typed: str, completed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    typed: str,
+    completed: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bash = shutil.which("bash")
     if bash is None:
@@ -62,7 +76,9 @@ def test_a_tab_at_the_terminal(
     monkeypatch.setenv("TERM", "dumb")
     terminal, end = pty.openpty()
     command = [bash, "--noprofile", "--rcfile", "rc", "-i"]
-    child = subprocess.Popen(command, cwd=tmp_path, stdin=end, stdout=end, stderr=end, start_new_session=True)
+    child = subprocess.Popen(
+        command, cwd=tmp_path, stdin=end, stdout=end, stderr=end, start_new_session=True
+    )
     shown = b""
 
     def read_until(text: str) -> None:

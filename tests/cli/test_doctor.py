@@ -17,16 +17,30 @@ def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["doctor", str(tmp_path / "not" / "there"), "--json"]) == ExitCode.DONE
     printed = capsys.readouterr()
     findings = {finding["name"]: finding for finding in json.loads(printed.out)["findings"]}
-    assert list(findings) == ["versions", "device", "compiler", "native", "disk", "tokenizer", "collective"]
+    assert list(findings) == [
+        "versions",
+        "device",
+        "compiler",
+        "native",
+        "disk",
+        "tokenizer",
+        "collective",
+    ]
     assert findings["collective"]["state"] == "good", findings["collective"]
     assert "two processes" in findings["collective"]["found"]
     assert f"free at {tmp_path}" in findings["disk"]["found"]
-    assert all(bool(finding["remedy"]) == (finding["state"] != "good") for finding in findings.values())
+    assert all(
+        bool(finding["remedy"]) == (finding["state"] != "good") for finding in findings.values()
+    )
     assert "good    collective" in printed.err
 
 
-def test_a_failed_check_is_bad_and_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "PROGRAM", r"import sys; sys.stderr.write('no route to host\n'); sys.exit(1)")
+def test_a_failed_check_is_bad_and_sets_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        doctor, "PROGRAM", r"import sys; sys.stderr.write('no route to host\n'); sys.exit(1)"
+    )
     state, found, remedy = doctor.check_collective(HERE)
     assert (state, found) == ("bad", "no route to host")
     assert remedy
@@ -54,7 +68,11 @@ def test_lacking_findings_have_remedies(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_processes_that_do_not_join_fail_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 connects to rank 0, which has exited."""
     program = doctor.PROGRAM.replace("JOIN_SECONDS = 30", "JOIN_SECONDS = 1")
-    monkeypatch.setattr(doctor, "PROGRAM", "import os, sys\nif os.environ['RANK'] == '0':\n    sys.exit()\n" + program)
+    monkeypatch.setattr(
+        doctor,
+        "PROGRAM",
+        "import os, sys\nif os.environ['RANK'] == '0':\n    sys.exit()\n" + program,
+    )
     state, found, remedy = doctor.check_collective(HERE)
     assert state == "bad"
     assert found.startswith("rank 1 of 2 could not join")
@@ -67,7 +85,9 @@ def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
     assert doctor.check_disk(tmp_path)[0] == "bad"
 
 
-def test_missing_native_kernels_and_our_own_errors_have_their_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_native_kernels_and_our_own_errors_have_their_remedies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(doctor, "find_library", lambda: None)
     assert doctor.check_native(HERE)[0] == "lacking"
     monkeypatch.undo()

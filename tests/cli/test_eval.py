@@ -58,13 +58,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {
             "activity_label": "Beer",
             "ctx": f"{n} bottles of beer",
-            "endings": [f" on the {thing}, take {n % k} down" for k, thing in ((7, "wall"), (5, "wall"), (3, "floor"))],
+            "endings": [
+                f" on the {thing}, take {n % k} down"
+                for k, thing in ((7, "wall"), (5, "wall"), (3, "floor"))
+            ],
             "label": n % 3,
         }
         for n in range(40)
     ]
     (tasks / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tasks / "lambada.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES[:40]))
+    (tasks / "lambada.jsonl").write_text(
+        "".join(json.dumps({"text": line}) + "\n" for line in LINES[:40])
+    )
     recipe = RECIPE.replace("SHARDS", str(folder / "shards")).replace("TASKS", str(tasks))
     (folder / "tiny.yaml").write_text(recipe)
     return folder
@@ -72,7 +77,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(data: Path) -> Path:
-    summary = Trainer(resolve(str(data / "tiny.yaml")), data / "run", console=Console(to_stderr=True)).fit()
+    summary = Trainer(
+        resolve(str(data / "tiny.yaml")), data / "run", console=Console(to_stderr=True)
+    ).fit()
     assert summary.code == ExitCode.DONE
     return data / "run"
 
@@ -91,7 +98,9 @@ def test_tasks_score_the_same_during_training_and_afterwards(
     assert [(row["step"], row["task"], row["n"]) for row in rows] == [
         (step, task, 30) for step in (0, 10, 20) for task in ("hellaswag", "lambada")
     ]
-    result = run_eval(run, "--tasks", "hellaswag,lambada", "--data", data / "tasks", "--limit", 30, capsys=capsys)
+    result = run_eval(
+        run, "--tasks", "hellaswag,lambada", "--data", data / "tasks", "--limit", 30, capsys=capsys
+    )
     for row in rows[-2:]:
         metrics = result["tasks"][row["task"]]
         assert metrics.pop("seconds") > 0
@@ -100,7 +109,9 @@ def test_tasks_score_the_same_during_training_and_afterwards(
 
 
 def test_table_of_scores(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(run), "--tasks", "hellaswag,lambada", "--data", str(data / "tasks")]) == 0
+    assert (
+        main(["eval", str(run), "--tasks", "hellaswag,lambada", "--data", str(data / "tasks")]) == 0
+    )
     head, hellaswag, lambada = capsys.readouterr().out.splitlines()[-3:]
     assert head.split() == ["task", "n", "acc", "acc_norm", "acc_token_mean"]
     assert hellaswag.split()[:2] == ["hellaswag", "40"]
@@ -108,24 +119,39 @@ def test_table_of_scores(run: Path, data: Path, capsys: pytest.CaptureFixture[st
     assert lambada.split()[5:8] == ["-", "-", "perplexity"]
 
 
-def test_several_models_in_one_table(run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_models_in_one_table(
+    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One of them has a context that no choice fits into: it is scored all the same, and said so."""
     short = tmp_path / "short"
     short.mkdir()
     write_hf(
-        short, draw_model(replace(TINY_GPT, n_layer=1, vocab_size=257, seq_len=8)), load_tokenizer("bytes"), "fp32"
+        short,
+        draw_model(replace(TINY_GPT, n_layer=1, vocab_size=257, seq_len=8)),
+        load_tokenizer("bytes"),
+        "fp32",
     )
-    models, tasks = [str(run), str(short)], ["--tasks", "hellaswag,lambada", "--data", str(data / "tasks")]
+    models, tasks = (
+        [str(run), str(short)],
+        ["--tasks", "hellaswag,lambada", "--data", str(data / "tasks")],
+    )
     assert main(["eval", *models, *tasks, "--plot", str(tmp_path / "scores.svg")]) == 0
     head, *lines = capsys.readouterr().out.splitlines()[-6:-1]
     assert head.split() == ["model", "parameters", "task", "n", "acc", "acc_norm", "acc_token_mean"]
     cells = [line.split()[:4] for line in lines]
     sizes = ["35,744", "21,248"]
-    assert cells == [[m, s, t, "40"] for m, s in zip(models, sizes, strict=True) for t in ("hellaswag", "lambada")]
-    assert lines[2].endswith(", 40 with a choice longer than the context, of which the end is scored")
+    assert cells == [
+        [m, s, t, "40"]
+        for m, s in zip(models, sizes, strict=True)
+        for t in ("hellaswag", "lambada")
+    ]
+    assert lines[2].endswith(
+        ", 40 with a choice longer than the context, of which the end is scored"
+    )
     picture = (tmp_path / "scores.svg").read_text()
     assert all(
-        f"<!-- {text} -->" in picture for text in ("hellaswag", "lambada", "short", "run", "21.25 k", "acc_norm")
+        f"<!-- {text} -->" in picture
+        for text in ("hellaswag", "lambada", "short", "run", "21.25 k", "acc_norm")
     )
     together = run_eval(*models, *tasks, capsys=capsys)["models"]
     assert [answer.pop("parameters") for answer in together] == [35744, 21248]
@@ -134,35 +160,83 @@ def test_several_models_in_one_table(run: Path, data: Path, tmp_path: Path, caps
         for metrics in (*alone["tasks"].values(), *answer["tasks"].values()):
             del metrics["seconds"]
         assert alone == answer
-    assert main(["eval", *models, "--data", str(data / "text.txt"), "--plot", str(tmp_path / "loss.svg")]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                *models,
+                "--data",
+                str(data / "text.txt"),
+                "--plot",
+                str(tmp_path / "loss.svg"),
+            ]
+        )
+        == 0
+    )
     head, *lines = capsys.readouterr().out.splitlines()[-4:-1]
-    assert head.split() == ["model", "parameters", "loss", "bits", "per", "byte", "perplexity", "tokens"]
-    assert [line.split()[:2] for line in lines] == [[m, s] for m, s in zip(models, sizes, strict=True)]
+    assert head.split() == [
+        "model",
+        "parameters",
+        "loss",
+        "bits",
+        "per",
+        "byte",
+        "perplexity",
+        "tokens",
+    ]
+    assert [line.split()[:2] for line in lines] == [
+        [m, s] for m, s in zip(models, sizes, strict=True)
+    ]
     assert "<!-- bits per byte -->" in (tmp_path / "loss.svg").read_text()
 
 
 def test_predictions_are_in_file_order_and_give_the_scores(
     run: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [run, "--tasks", "hellaswag", "--data", data / "tasks" / "hellaswag.jsonl", "--examples"]
+    arguments = [
+        run,
+        "--tasks",
+        "hellaswag",
+        "--data",
+        data / "tasks" / "hellaswag.jsonl",
+        "--examples",
+    ]
     metrics = run_eval(*arguments, capsys=capsys)["tasks"]["hellaswag"]
     examples = metrics["examples"]
     assert [example["gold"] for example in examples] == [n % 3 for n in range(40)]
-    for score, choice in (("acc", "pred"), ("acc_norm", "pred_norm"), ("acc_token_mean", "pred_token_mean")):
+    for score, choice in (
+        ("acc", "pred"),
+        ("acc_norm", "pred_norm"),
+        ("acc_token_mean", "pred_token_mean"),
+    ):
         right = np.array([example[choice] == example["gold"] for example in examples], float)
         assert metrics[score] == right.mean()
         assert metrics["stderr"][score] == pytest.approx(right.std(ddof=1) / math.sqrt(40))
     without = run_eval(*arguments, "--no-token-mean", capsys=capsys)["tasks"]["hellaswag"]
     assert without["acc_token_mean"] is None
-    assert [example["pred"] for example in without["examples"]] == [example["pred"] for example in examples]
+    assert [example["pred"] for example in without["examples"]] == [
+        example["pred"] for example in examples
+    ]
 
 
-def test_two_processes_give_the_result_of_one(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_give_the_result_of_one(
+    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments in (
         ["--tasks", "hellaswag", "--data", str(data / "tasks"), "--examples"],
         ["--data", str(data / "text.txt")],
     ):
-        command = [sys.executable, "-m", "megatoken", "eval", str(run), *arguments, "--json", "--nproc", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "megatoken",
+            "eval",
+            str(run),
+            *arguments,
+            "--json",
+            "--nproc",
+            "2",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr
         (line,) = done.stdout.splitlines()
@@ -187,8 +261,12 @@ def test_loss_on_shards_equals_the_validation_loss_of_the_run(
     assert result["loss"] == pytest.approx(last["loss"], rel=1e-6)
     assert result["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
     whole = run_eval(run, "--data", data / "shards", capsys=capsys)
-    assert whole["target_tokens"] > result["target_tokens"]  # and the rest after the last whole window
-    train = run_eval(run, "--data", data / "shards", "--split", "train", "--limit", 640, capsys=capsys)
+    assert (
+        whole["target_tokens"] > result["target_tokens"]
+    )  # and the rest after the last whole window
+    train = run_eval(
+        run, "--data", data / "shards", "--split", "train", "--limit", 640, capsys=capsys
+    )
     assert (train["split"], train["target_tokens"]) == ("train", 640)
 
 
@@ -202,7 +280,9 @@ def test_data_left_out_are_what_the_runs_trained_on(
     assert [model["loss"] for model in several] == [given["loss"]] * 2
 
 
-def test_loss_on_text_covers_all_of_it(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loss_on_text_covers_all_of_it(
+    run: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run_eval(run, "--data", data / "text.txt", capsys=capsys)
     text = sum(len(line) for line in LINES)
     assert result["text_bytes"] == text - 1  # the first byte is no target
@@ -222,10 +302,14 @@ def test_python_function_returns_what_the_command_prints(
     run: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_pretrained(str(run), print)
-    command = run_eval(run, "--tasks", "hellaswag,lambada", "--data", data / "tasks", "--limit", 9, capsys=capsys)
+    command = run_eval(
+        run, "--tasks", "hellaswag,lambada", "--data", data / "tasks", "--limit", 9, capsys=capsys
+    )
     for tasks in ("hellaswag,lambada", ["hellaswag", "lambada"]):
         result = evaluate(loaded.model, loaded.tokenizer, tasks=tasks, data=data / "tasks", limit=9)
-        for metrics, expected in zip(result["tasks"].values(), command["tasks"].values(), strict=True):
+        for metrics, expected in zip(
+            result["tasks"].values(), command["tasks"].values(), strict=True
+        ):
             assert metrics | {"seconds": 0} == expected | {"seconds": 0}
     examples = {"own": [Example((("1 bottle of", " beer"), ("1 bottle of", " wine")), gold=0)]}
     assert evaluate(loaded.model, loaded.tokenizer, tasks=examples)["tasks"]["own"]["n"] == 1
@@ -240,7 +324,9 @@ def test_python_function_returns_what_the_command_prints(
             evaluate(loaded.model, loaded.tokenizer, data=data / "shards", **wrong)  # type: ignore[arg-type]
 
 
-def test_text_without_a_known_character_is_no_nan(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_without_a_known_character_is_no_nan(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A BPE whose unk is special, and one without unk, which loses the text, with a warning."""
     for unk, warned in (("<unk>", False), (None, True)):
         folder = data / f"unk-{unk}"
@@ -256,7 +342,9 @@ def test_text_without_a_known_character_is_no_nan(data: Path, capsys: pytest.Cap
         printed = capsys.readouterr()
         assert "NaN" not in printed.out
         found = json.loads(printed.out)
-        assert (found["text_bytes"], found["bits_per_byte"] is None) == ((0, True) if warned else (8, False))
+        assert (found["text_bytes"], found["bits_per_byte"] is None) == (
+            (0, True) if warned else (8, False)
+        )
         assert ("has neither all bytes nor an unk token" in printed.err) == warned
         assert main(["eval", str(folder), "--data", str(folder / "unknown.txt")]) == 0
         assert ("no token is text" in capsys.readouterr().out) == warned
@@ -280,7 +368,11 @@ def test_plot_has_task_scores(run: Path, data: Path) -> None:
 
 def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None:
     def train(*arguments: str) -> None:
-        Trainer(resolve(str(data / "tiny.yaml"), arguments), tmp_path / "run", console=Console(to_stderr=True)).fit()
+        Trainer(
+            resolve(str(data / "tiny.yaml"), arguments),
+            tmp_path / "run",
+            console=Console(to_stderr=True),
+        ).fit()
 
     train("save.time_limit=1s", "budget.steps=20")  # may or may not stop early
     train("budget.steps=20")
@@ -295,11 +387,31 @@ def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["DATA/tasks"], ExitCode.CONFIG, "error: nothing to evaluate on — megatoken eval — give --tasks (hellaswag,"),
-        (["DATA/else"], ExitCode.CONFIG, "DATA/else was trained on other — megatoken eval — give --data, one text or"),
-        (["--tasks", "helaswag"], ExitCode.CONFIG, "unknown task 'helaswag' — tasks — did you mean hellaswag?"),
-        (["--tasks", "piqa", "--data", "DATA/tasks"], ExitCode.DATA, "no such file — DATA/tasks/piqa.jsonl"),
-        (["--tasks", "piqa", "--data", "DATA/none.jsonl"], ExitCode.DATA, "no such file — DATA/none.jsonl"),
+        (
+            ["DATA/tasks"],
+            ExitCode.CONFIG,
+            "error: nothing to evaluate on — megatoken eval — give --tasks (hellaswag,",
+        ),
+        (
+            ["DATA/else"],
+            ExitCode.CONFIG,
+            "DATA/else was trained on other — megatoken eval — give --data, one text or",
+        ),
+        (
+            ["--tasks", "helaswag"],
+            ExitCode.CONFIG,
+            "unknown task 'helaswag' — tasks — did you mean hellaswag?",
+        ),
+        (
+            ["--tasks", "piqa", "--data", "DATA/tasks"],
+            ExitCode.DATA,
+            "no such file — DATA/tasks/piqa.jsonl",
+        ),
+        (
+            ["--tasks", "piqa", "--data", "DATA/none.jsonl"],
+            ExitCode.DATA,
+            "no such file — DATA/none.jsonl",
+        ),
         (
             ["--tasks", "piqa", "--data", "DATA/tasks/lambada.jsonl"],
             ExitCode.DATA,
@@ -307,16 +419,40 @@ def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None
         ),
         (["--tasks", "piqa", "--limit", "-1"], ExitCode.CONFIG, "--limit is -1"),
         (["--tasks", "piqa", "--split", "val"], ExitCode.CONFIG, "--split has no effect here"),
-        (["--data", "DATA/other", "--examples"], ExitCode.CONFIG, "--examples has no effect here — --examples — leave"),
-        (["--tasks", "piqa", "--harness", "--plot", "x.png"], ExitCode.CONFIG, "--plot has no effect here — --plot"),
+        (
+            ["--data", "DATA/other", "--examples"],
+            ExitCode.CONFIG,
+            "--examples has no effect here — --examples — leave",
+        ),
+        (
+            ["--tasks", "piqa", "--harness", "--plot", "x.png"],
+            ExitCode.CONFIG,
+            "--plot has no effect here — --plot",
+        ),
         (["--data", "DATA/other", "--fewshot", "3"], ExitCode.CONFIG, "it is for --harness"),
         (["--data", "DATA/rows.jsonl"], ExitCode.DATA, "rows.jsonl:1 — "),
-        (["--tasks", "piqa", "--nproc", "0"], ExitCode.CONFIG, "--nproc is 0 — --nproc — give 1 or more"),
-        (["--data", "DATA/text.txt", "--split", "train"], ExitCode.CONFIG, "text has no split 'train' — DATA/text.txt"),
+        (
+            ["--tasks", "piqa", "--nproc", "0"],
+            ExitCode.CONFIG,
+            "--nproc is 0 — --nproc — give 1 or more",
+        ),
+        (
+            ["--data", "DATA/text.txt", "--split", "train"],
+            ExitCode.CONFIG,
+            "text has no split 'train' — DATA/text.txt",
+        ),
         (["--data", "DATA/nothing"], ExitCode.DATA, "no such file, folder or named corpus"),
-        (["--data", "DATA/foreign.bin"], ExitCode.DATA, "shards were made by tokenizer gpt2 (50,257 ids), the model"),
+        (
+            ["--data", "DATA/foreign.bin"],
+            ExitCode.DATA,
+            "shards were made by tokenizer gpt2 (50,257 ids), the model",
+        ),
         (["--data", "DATA/other"], ExitCode.DATA, "shards were made by tokenizer bpe:300"),
-        (["--tasks", "piqa", "--harness"], ExitCode.CONFIG, "lm-evaluation-harness is not installed — --harness — pip"),
+        (
+            ["--tasks", "piqa", "--harness"],
+            ExitCode.CONFIG,
+            "lm-evaluation-harness is not installed — --harness — pip",
+        ),
     ],
 )
 def test_wrong_input_is_a_one_line_error(
@@ -331,7 +467,10 @@ def test_wrong_input_is_a_one_line_error(
     monkeypatch.setattr("megatoken.eval.lm_eval_adapter.lm_eval", None)
     (data / "else" / "checkpoints").mkdir(parents=True, exist_ok=True)
     (data / "else" / "config.yaml").write_text("data: {path: other}\nbudget: {steps: 1}\n")
-    assert main(["eval", str(run), *(argument.replace("DATA", str(data)) for argument in arguments)]) == code
+    assert (
+        main(["eval", str(run), *(argument.replace("DATA", str(data)) for argument in arguments)])
+        == code
+    )
     error = capsys.readouterr().err.strip()
     assert "\n" not in error
     assert message.replace("DATA", str(data)) in error
@@ -341,10 +480,15 @@ def test_run_with_a_wrong_task_stops_before_training(data: Path, tmp_path: Path)
     (tmp_path / "bad.jsonl").write_text('{"text": "fine line"}\n{"text": 3}\n')
     for arguments, message in (
         (["evaluate.tasks=lambda"], r"unknown task 'lambda' — tasks — did you mean lambada\?"),
-        (["evaluate.tasks=lambada", f"evaluate.tasks_data={tmp_path}/bad.jsonl"], r"bad\.jsonl:2 — correct"),
+        (
+            ["evaluate.tasks=lambada", f"evaluate.tasks_data={tmp_path}/bad.jsonl"],
+            r"bad\.jsonl:2 — correct",
+        ),
     ):
         with pytest.raises(MegatokenError, match=message):
             Trainer(
-                resolve(str(data / "tiny.yaml"), arguments), tmp_path / "run", console=Console(to_stderr=True)
+                resolve(str(data / "tiny.yaml"), arguments),
+                tmp_path / "run",
+                console=Console(to_stderr=True),
             ).fit()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

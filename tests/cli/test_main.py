@@ -41,7 +41,9 @@ def corpus(tmp_path: Path) -> Path:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for index in range(20):
-        (folder / f"{index:02d}.txt").write_text(f"document {index}: " + "the cat sat on the mat. " * 30)
+        (folder / f"{index:02d}.txt").write_text(
+            f"document {index}: " + "the cat sat on the mat. " * 30
+        )
     return folder
 
 
@@ -56,7 +58,9 @@ def corpus(tmp_path: Path) -> Path:
         ("llama3.2-1b", 1_235_814_400, 58_954_088_448),
     ],
 )
-def test_describe(name: str, parameters: int, full: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe(
+    name: str, parameters: int, full: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     answer = run_json("describe", name, capsys=capsys)
     assert answer["parameters"] == parameters
     assert answer["flops_per_token_full"] == full
@@ -64,24 +68,41 @@ def test_describe(name: str, parameters: int, full: int, capsys: pytest.CaptureF
 
 
 def test_describe_follows_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = run_json("describe", "gpt2-124m", "model.d_model=384", "model.n_layer=2", capsys=capsys)
+    answer = run_json(
+        "describe", "gpt2-124m", "model.d_model=384", "model.n_layer=2", capsys=capsys
+    )
     assert (answer["d_ff"], answer["n_layer"], answer["vocab_size"]) == (1536, 2, 50257)
-    assert (answer["positions"], answer["tied"]) == ("learned", True)  # keys of --json keep the names of old versions
+    assert (answer["positions"], answer["tied"]) == (
+        "learned",
+        True,
+    )  # keys of --json keep the names of old versions
 
 
 def test_describe_assumes_the_vocabulary_of_the_data_or_the_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = run("describe", "llama-110m", "model.vocab_size=0", capsys=capsys)[1]
-    assert "32,000 ids, padded to 32,000 (the recipe leaves it to the tokenizer: the preset's assumed)" in text
+    assert (
+        "32,000 ids, padded to 32,000 (the recipe leaves it to the tokenizer: the preset's assumed)"
+        in text
+    )
     text = run("describe", "quickstart", "data.path=data/of/others", capsys=capsys)[1]
-    assert "50,257 ids, padded to 50,304 (the recipe leaves it to the tokenizer: GPT-2's assumed)" in text
+    assert (
+        "50,257 ids, padded to 50,304 (the recipe leaves it to the tokenizer: GPT-2's assumed)"
+        in text
+    )
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 257}}')
     text = run("describe", "quickstart", f"data.path={tmp_path}", capsys=capsys)[1]
-    assert f"257 ids, padded to 384 (the recipe leaves it to the tokenizer: that of {tmp_path})" in text
+    assert (
+        f"257 ids, padded to 384 (the recipe leaves it to the tokenizer: that of {tmp_path})"
+        in text
+    )
     text = run("describe", "llama3-8b", capsys=capsys)[1]
     assert "32 layers, 32 heads over 8 of keys and values, width 4,096" in text
-    assert "rmsnorm, swiglu of 14,336, rotary positions, heads of 128, no biases, output layer of its own" in text
+    assert (
+        "rmsnorm, swiglu of 14,336, rotary positions, heads of 128, no biases, output layer of its own"
+        in text
+    )
 
 
 def test_config_prints_values_with_origins(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +119,9 @@ def test_config_notes_old_field_names(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
-def test_help_shows_every_command_once_in_its_group(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_command_once_in_its_group(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(words)
     text = capsys.readouterr().out
@@ -108,7 +131,9 @@ def test_help_shows_every_command_once_in_its_group(words: list[str], capsys: py
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_ends_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_ends_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main([command, "--help"])
     assert f"example:\n  {EXAMPLES[command]}\n" in capsys.readouterr().out
@@ -127,7 +152,9 @@ def test_help_fits_the_terminal(
         main([*command.split(), "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > int(columns or 80)] == []
-    assert not [line for line in lines if line.endswith(("modern-", "gpt2-", "section."))], "a broken name"
+    assert not [line for line in lines if line.endswith(("modern-", "gpt2-", "section."))], (
+        "a broken name"
+    )
 
 
 def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +162,12 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         main(["train", "--help"])
     assert done.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("optim.lr=0.0006", "budget.batch_tokens=524288", "[tokens]", "{auto, fp32, bf16, fp16}"):
+    for part in (
+        "optim.lr=0.0006",
+        "budget.batch_tokens=524288",
+        "[tokens]",
+        "{auto, fp32, bf16, fp16}",
+    ):
         assert part in text
 
 
@@ -158,15 +190,31 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["prepare", "/no/such/file.txt", "--out", "OUT"], 3, "/no/such/file.txt"),
         (["sample", "/no/such/run", "hello"], 4, "/no/such/run"),
         (["verify", "/no/such/folder"], 3, "/no/such/folder"),
-        (["verify", "."], 3, "neither a dataset nor a run — . — name a dataset, a run or one of its checkpoints"),
+        (
+            ["verify", "."],
+            3,
+            "neither a dataset nor a run — . — name a dataset, a run or one of its checkpoints",
+        ),
         (["plot", "/no/such/run"], 3, "/no/such/run"),
         (["frobnicate"], 2, "no command 'frobnicate'"),
         (["trian", "quickstart"], 2, "did you mean train?"),
-        (["sample", "/no/such/run", "x", "--tokens", "0"], 2, "--tokens is 0 — sampling — give 1 or more"),
-        (["sample", "/no/such/run", "x", "--top-k", "-1"], 2, "--top-k is -1 — sampling — give 0 (all) or more"),
+        (
+            ["sample", "/no/such/run", "x", "--tokens", "0"],
+            2,
+            "--tokens is 0 — sampling — give 1 or more",
+        ),
+        (
+            ["sample", "/no/such/run", "x", "--top-k", "-1"],
+            2,
+            "--top-k is -1 — sampling — give 0 (all) or more",
+        ),
         (["bench", "gemm", "--out", ".", "--name", "a/b"], 2, "--name: 'a/b' is not a file name"),
         (["train", "quickstart", "machine.threads=100000"], 2, "at most 1024"),
-        (["train", "runs/nope"], 2, "no recipe named 'runs/nope', and no such file or run folder — "),
+        (
+            ["train", "runs/nope"],
+            2,
+            "no recipe named 'runs/nope', and no such file or run folder — ",
+        ),
         *(
             (words, 4, "no such folder — runs/nope — give a run folder")
             for words in (
@@ -175,11 +223,31 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
                 ["export", "runs/nope", "--out", "x"],
             )
         ),
-        (["plot", "runs/nope"], 3, "no metrics to read: No such file or directory — runs/nope/metrics.jsonl — "),
-        (["train", "quickstart", "--restarts", "2"], 2, "--restarts has no effect here — --restarts — leave it out"),
-        (["prepare", "a.txt", "--root", "x", "--out", "OUT"], 2, "--root has no effect beside a.txt"),
-        (["prepare", "python", "--text-key", "x", "--out", "OUT"], 2, "--text-key has no effect here"),
-        (["prepare", "exercises", "--workers", "2", "--out", "OUT"], 2, "--workers has no effect here"),
+        (
+            ["plot", "runs/nope"],
+            3,
+            "no metrics to read: No such file or directory — runs/nope/metrics.jsonl — ",
+        ),
+        (
+            ["train", "quickstart", "--restarts", "2"],
+            2,
+            "--restarts has no effect here — --restarts — leave it out",
+        ),
+        (
+            ["prepare", "a.txt", "--root", "x", "--out", "OUT"],
+            2,
+            "--root has no effect beside a.txt",
+        ),
+        (
+            ["prepare", "python", "--text-key", "x", "--out", "OUT"],
+            2,
+            "--text-key has no effect here",
+        ),
+        (
+            ["prepare", "exercises", "--workers", "2", "--out", "OUT"],
+            2,
+            "--workers has no effect here",
+        ),
         (
             ["plan", "gpt2-124m", "--gpus", "8xH100", "--law", "fitted"],
             2,
@@ -192,25 +260,53 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["eval", "m", "--data", "x", "--no-token-mean"], 2, "--no-token-mean has no effect here"),
         (["prepare", "python", "--out", ""], 2, "a path is empty"),
-        (["prepare", "python", "--out", "nothing://bucket/out"], 2, "not an address: Protocol not known: nothing"),
-        (["prepare", "python", "--out", "file:/out"], 2, "not a path on this machine: file:/out — mount"),
+        (
+            ["prepare", "python", "--out", "nothing://bucket/out"],
+            2,
+            "not an address: Protocol not known: nothing",
+        ),
+        (
+            ["prepare", "python", "--out", "file:/out"],
+            2,
+            "not a path on this machine: file:/out — mount",
+        ),
         (["verify", "nothing://bucket/out"], 2, "not an address: Protocol not known: nothing"),
         (["train", "quickstart", "--out", "s3://bucket/run"], 2, "not a path on this machine"),
         (["train", "quickstart", "--out", "s3:bucket/run"], 2, "not a path on this machine"),
-        (["prepare", "python", "--out", "s3:bucket"], 2, "not a path on this machine: s3:bucket — mount it"),
+        (
+            ["prepare", "python", "--out", "s3:bucket"],
+            2,
+            "not a path on this machine: s3:bucket — mount it",
+        ),
         (["quickstart", "--data", ""], 2, "--data is empty — --data — name a text"),
         (
             ["bench", "knob", "machine.nope", "--out", "."],
             2,
             "no machine setting 'machine.nope' to time — bench knob — give one of",
         ),
-        (["bench", "knob", "machine.shard", "--out", "."], 2, "no machine setting 'machine.shard' to time"),
-        (["bench", "batch", "--preset", "nope"], 2, "known: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, gpt3-125m,"),
+        (
+            ["bench", "knob", "machine.shard", "--out", "."],
+            2,
+            "no machine setting 'machine.shard' to time",
+        ),
+        (
+            ["bench", "batch", "--preset", "nope"],
+            2,
+            "known: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, gpt3-125m,",
+        ),
         (["quickstart", "--out", "gs://bucket/run"], 2, "not a path on this machine"),
-        (["launch", "slurm", "quickstart", "--out", "s3://bucket/run"], 2, "not a path on this machine"),
+        (
+            ["launch", "slurm", "quickstart", "--out", "s3://bucket/run"],
+            2,
+            "not a path on this machine",
+        ),
         (["bench", "gemm", "--out", "s3://bucket/run"], 2, "not a path on this machine"),
         (["export", "run", "--out", "s3://bucket/run"], 2, "not a path on this machine"),
-        (["train", "quickstart", "data.path=nothing://bucket/data"], 2, "not an address: Protocol not known: nothing"),
+        (
+            ["train", "quickstart", "data.path=nothing://bucket/data"],
+            2,
+            "not an address: Protocol not known: nothing",
+        ),
         (["train", "quickstart", "data.path=x/**foo*.bin"], 3, "x/**foo*.bin"),
         (["verify", LONG], 5, "File name too long"),
         (["prepare", LONG, "--out", "OUT"], 5, "File name too long"),
@@ -222,7 +318,11 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["consolidate", LONG, "--out", "OUT"], 5, "File name too long"),
         (["eval", LONG, "--data", LONG], 5, "File name too long"),
         (["export", LONG, "--out", "OUT"], 5, "File name too long"),
-        (["launch", "slurm", "quickstart", "--nproc", "2", "--write", LONG], 5, "File name too long"),
+        (
+            ["launch", "slurm", "quickstart", "--nproc", "2", "--write", LONG],
+            5,
+            "File name too long",
+        ),
         (["train", LONG + "/x.yaml"], 2, "File name too long"),
         (
             ["bench", "loader", "--out", ".", "--shard-tokens", "3000000000"],
@@ -260,13 +360,22 @@ def test_a_typo_costs_no_time(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == ExitCode.CONFIG
     after = os.times()  # of the processor: a busy machine may take longer
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 1
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system
+        < 1
+    )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["nowhere[/v2]", "[red]x"])
 def test_words_of_users_are_not_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["train", name], ["sample", name, name], ["verify", name], ["plot", name], ["describe", name]):
+    for words in (
+        ["train", name],
+        ["sample", name, name],
+        ["verify", name],
+        ["plot", name],
+        ["describe", name],
+    ):
         assert name in run(*words, capsys=capsys)[2]
 
 
@@ -285,8 +394,21 @@ def test_what_stdout_cannot_encode_is_replaced() -> None:
     assert (done.returncode, done.stderr, "data.path=na?ve" in done.stdout) == (0, "", True)
 
 
-NAMES = ("json", "torch", "numpy", "re", "xxhash", "tokenizers", "yaml", "argparse", "pickle", "signal")
-FOLDER_FIRST = "import sys; sys.path.append('.'); import megatoken.data.prepare as p; p.WORKER_BYTES = 1; "
+NAMES = (
+    "json",
+    "torch",
+    "numpy",
+    "re",
+    "xxhash",
+    "tokenizers",
+    "yaml",
+    "argparse",
+    "pickle",
+    "signal",
+)
+FOLDER_FIRST = (
+    "import sys; sys.path.append('.'); import megatoken.data.prepare as p; p.WORKER_BYTES = 1; "
+)
 
 
 def test_no_file_of_the_current_folder_is_imported(tmp_path: Path) -> None:
@@ -299,7 +421,9 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path) -> None:
         assert not (tmp_path / "canary").exists()
     (tmp_path / "re.py").unlink()  # Python itself needs it for -m, before any line of ours
     for words in ([], ["-P"]):
-        done = subprocess.run([sys.executable, *words, "-m", "megatoken", "verify", "out"], cwd=tmp_path)
+        done = subprocess.run(
+            [sys.executable, *words, "-m", "megatoken", "verify", "out"], cwd=tmp_path
+        )
         assert done.returncode == 0
     assert COMMAND[:-1] == python_command("")[:-1]
     done = subprocess.run([*COMMAND, "describe", "gpt2-124m"], cwd=tmp_path)
@@ -307,9 +431,13 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_path_is_not_parsed_as_markup(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_is_not_parsed_as_markup(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "a[" / "b]"
-    code, text, err = run("prepare", str(corpus), "--out", str(out), "--tokenizer", "bytes", capsys=capsys)
+    code, text, err = run(
+        "prepare", str(corpus), "--out", str(out), "--tokenizer", "bytes", capsys=capsys
+    )
     assert (code, err) == (0, "")
     assert f"dataset: {out}; next" in text
 
@@ -318,28 +446,62 @@ def test_a_model_that_is_text_or_a_dataset_is_called_so(
     corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(corpus.parent)
-    code, text, _ = run("prepare", "corpus", "--out", "my data", "--tokenizer", "bytes", capsys=capsys)
-    assert (code, text.rpartition("next: ")[2]) == (0, "megatoken train RECIPE 'data.path=my data'\n")
+    code, text, _ = run(
+        "prepare", "corpus", "--out", "my data", "--tokenizer", "bytes", capsys=capsys
+    )
+    assert (code, text.rpartition("next: ")[2]) == (
+        0,
+        "megatoken train RECIPE 'data.path=my data'\n",
+    )
     for name, message in (
-        ("my data", "a dataset, not a model — my data — train one on it: megatoken train RECIPE 'data.path=my data'"),
-        ("corpus", "text, not a model — corpus — train one on it: megatoken quickstart --data corpus"),
+        (
+            "my data",
+            "a dataset, not a model — my data — train one on it: megatoken train RECIPE 'data.path=my data'",
+        ),
+        (
+            "corpus",
+            "text, not a model — corpus — train one on it: megatoken quickstart --data corpus",
+        ),
     ):
         assert run("sample", name, "x", capsys=capsys) == (4, "", f"error: {message}\n")
 
 
 def test_prepare_train_sample_verify_plot(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data, out = tmp_path / "data", tmp_path / "run"
     prepared = run_json(
-        "prepare", str(corpus), "--out", str(data), "--tokenizer", "bpe:300", "--workers", "1", capsys=capsys
+        "prepare",
+        str(corpus),
+        "--out",
+        str(data),
+        "--tokenizer",
+        "bpe:300",
+        "--workers",
+        "1",
+        capsys=capsys,
     )
     assert prepared["documents"] == 20
     assert prepared["shards"] == 2
     assert isinstance(prepared["tokens"], int)
     assert run("verify", str(data), capsys=capsys)[0] == 0
-    small = ["model.n_layer=1", "model.n_head=2", "model.d_model=16", "model.seq_len=32", "budget.batch_tokens=128"]
-    small += ["budget.steps=6", "save.every=3", "evaluate.every=3", "sample.every=0", "machine.precision=fp32"]
+    small = [
+        "model.n_layer=1",
+        "model.n_head=2",
+        "model.d_model=16",
+        "model.seq_len=32",
+        "budget.batch_tokens=128",
+    ]
+    small += [
+        "budget.steps=6",
+        "save.every=3",
+        "evaluate.every=3",
+        "sample.every=0",
+        "machine.precision=fp32",
+    ]
     words = ["train", "quickstart", *small, "--out", str(out), f"data.path={data}"]
     code, text, err = run(*words, "model.tied=true", "--json", capsys=capsys)
     assert code == 0, err
@@ -357,9 +519,14 @@ def test_prepare_train_sample_verify_plot(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((corpus / "00.txt").read_bytes())))
     code, text, err = run("sample", str(out), "--tokens", "4", "-n", "2", capsys=capsys)
     assert (code, text.startswith("document 0: the cat")) == (0, True)
-    assert re.fullmatch(r"note: the prompt has \d+ tokens, the model sees the last 32: its context\n", err)
+    assert re.fullmatch(
+        r"note: the prompt has \d+ tokens, the model sees the last 32: its context\n", err
+    )
     code, _, err = run("sample", str(out), "the cat", "--tokens", "40", capsys=capsys)
-    assert (code, err) == (0, "note: beyond the context of 32 tokens the model sees the newest ones only\n")
+    assert (code, err) == (
+        0,
+        "note: beyond the context of 32 tokens the model sees the newest ones only\n",
+    )
     several = run_json("sample", str(out), "the", "--tokens", "4", "-n", "3", capsys=capsys)
     lengths = [len(ids) for ids in several["ids"]]  # type: ignore[attr-defined]
     assert len(lengths) == 3
@@ -370,8 +537,13 @@ def test_prepare_train_sample_verify_plot(
     code, _, err = run("sample", str(out), "the cat", "--device", "abacus", capsys=capsys)
     assert (code, "unknown device 'abacus'" in err) == (ExitCode.CONFIG, True)
     assert run("sample", str(out), "\udcff", "--tokens", "2", capsys=capsys)[0] == 0
-    assert run("plot", str(out), "--out", str(tmp_path / "curves.xyz"), capsys=capsys)[0] == ExitCode.CONFIG
-    plotted = run_json("plot", str(out), str(out), "--out", str(tmp_path / "both.png"), "--pictures", capsys=capsys)
+    assert (
+        run("plot", str(out), "--out", str(tmp_path / "curves.xyz"), capsys=capsys)[0]
+        == ExitCode.CONFIG
+    )
+    plotted = run_json(
+        "plot", str(out), str(out), "--out", str(tmp_path / "both.png"), "--pictures", capsys=capsys
+    )
     assert all(Path(path).is_file() for path in plotted["pictures"])  # type: ignore[attr-defined]
     shard = data / "train_000000.bin"
     damaged = bytearray(shard.read_bytes())
@@ -411,13 +583,23 @@ def test_the_home_folder_is_meant_where_a_shell_leaves_its_sign(
     assert main(["prepare", "~/text.txt", "--tokenizer", "bytes", "--out=~/data"]) == 0
     small = "machine.threads=1 machine.micro_batch=1 model.n_layer=1 model.seq_len=32 budget.batch_tokens=32"
     for name, path in ("run", "~/data"), ("mixed", "~/data:0.5,~/data:0.5"):
-        words = ["train", "quickstart", f"data.path={path}", f"--out=~/{name}", "budget.steps=1", *small.split()]
+        words = [
+            "train",
+            "quickstart",
+            f"data.path={path}",
+            f"--out=~/{name}",
+            "budget.steps=1",
+            *small.split(),
+        ]
         assert main(words) == 0
     assert (tmp_path / "run" / "config.yaml").is_file()
     assert main(["sample", str(tmp_path / "run"), "~/", "--tokens", "1"]) == 0
     assert parse(["train", "finetune", "--init=~/run"], COMMANDS).init == f"{tmp_path}/run"
     words = ["train", "quickstart", "sample.prompt=~/", "model.init=~/run", "--out", "~"]
     options = parse(words, COMMANDS)
-    assert (options.overrides, options.out) == (["sample.prompt=~/", f"model.init={tmp_path}/run"], Path("~"))
+    assert (options.overrides, options.out) == (
+        ["sample.prompt=~/", f"model.init={tmp_path}/run"],
+        Path("~"),
+    )
     capsys.readouterr()
     assert not list(Path().iterdir())

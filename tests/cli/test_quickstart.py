@@ -14,14 +14,29 @@ from megatoken.config.load import SHIPPED, list_recipes, prepare_words, resolve
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
 
-SHORT = ("budget.steps=2", "model.n_layer=1", "model.d_model=32", "machine.micro_batch=2", "evaluate.tokens=512")
+SHORT = (
+    "budget.steps=2",
+    "model.n_layer=1",
+    "model.d_model=32",
+    "machine.micro_batch=2",
+    "evaluate.tokens=512",
+)
 
 
 def test_recipes_name_the_command_that_makes_their_dataset() -> None:
-    for recipe in {*list_recipes()} - {"finetune", "sft", "dpo", "reward", "grpo", "ppo"}:  # whose data is the user's
+    for recipe in {*list_recipes()} - {
+        "finetune",
+        "sft",
+        "dpo",
+        "reward",
+        "grpo",
+        "ppo",
+    }:  # whose data is the user's
         data = resolve(recipe).config.data.path
         command = f"# Data: megatoken {' '.join(prepare_words(data, data))}"
-        assert re.split(r"\n|  +", (SHIPPED / f"{recipe}.yaml").read_text()).count(command) == 1, recipe
+        assert re.split(r"\n|  +", (SHIPPED / f"{recipe}.yaml").read_text()).count(command) == 1, (
+            recipe
+        )
 
 
 def test_a_missing_dataset_names_its_command(
@@ -45,7 +60,10 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     assert list(first) == ["prepare", "train", "eval", "compressors", "sample"]
     assert first["prepare"]["tokenizer"]["vocab_size"] == 4096
     assert first["train"]["steps"] == 2
-    assert "$ megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.05\n" in captured.err
+    assert (
+        "$ megatoken prepare python --out data/python --tokenizer bpe:4096 --val-fraction 0.05\n"
+        in captured.err
+    )
     assert "sample runs/quickstart class\n" in captured.err
     assert "quickstart --data FOLDER_OR_FILE" in captured.err
     assert len(first["sample"]["text"]) == 3
@@ -54,7 +72,10 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     gz, xz = (first["compressors"][name] for name in ("gzip -9", "xz -9"))
     assert 1.2 < xz < gz < 2.5  # of Python sources
     bits = first["eval"]["bits_per_byte"]
-    assert f"held out    {bits:.3f} bits per byte of text; gzip -9 {gz:.3f}, xz -9 {xz:.3f}\n" in captured.err
+    assert (
+        f"held out    {bits:.3f} bits per byte of text; gzip -9 {gz:.3f}, xz -9 {xz:.3f}\n"
+        in captured.err
+    )
     assert (tmp_path / "runs/quickstart/metrics.jsonl").is_file()
     metrics = (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes()
 
@@ -63,7 +84,9 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
     assert list(again) == ["train", "eval", "compressors", "sample"]
     assert again["sample"] == first["sample"]
     assert (tmp_path / "runs/quickstart/metrics.jsonl").read_bytes() == metrics
-    assert main(["quickstart", "--json", *SHORT, "budget.steps=3"]) == ExitCode.CONFIG  # another run is in the folder
+    assert (
+        main(["quickstart", "--json", *SHORT, "budget.steps=3"]) == ExitCode.CONFIG
+    )  # another run is in the folder
 
 
 @pytest.mark.parametrize(
@@ -76,7 +99,9 @@ def test_quickstart_makes_everything_and_a_rerun_skips_what_is_done(
 )
 def test_a_prompt_of_own_text_has_letters(text: str, prompt: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text)
-    megatoken.prepare(str(tmp_path / "a.txt"), str(tmp_path / "data"), tokenizer="bytes", val_fraction=0)
+    megatoken.prepare(
+        str(tmp_path / "a.txt"), str(tmp_path / "data"), tokenizer="bytes", val_fraction=0
+    )
     assert find_prompt(load_dataset(str(tmp_path / "data"))) == prompt
 
 
@@ -110,5 +135,8 @@ def test_quickstart_on_own_text_is_one_command(
 
     Path("ship log.txt").write_text("other text")
     assert main(words) == ExitCode.DATA  # never trained on what is no longer the text
-    assert main(["quickstart", "--data", "data/ship-log", "--out", "runs/ship-log", "--json", *SHORT]) == ExitCode.DONE
+    assert (
+        main(["quickstart", "--data", "data/ship-log", "--out", "runs/ship-log", "--json", *SHORT])
+        == ExitCode.DONE
+    )
     assert "prepare" not in json.loads(capsys.readouterr().out)

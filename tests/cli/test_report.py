@@ -35,14 +35,23 @@ def write_run(folder: Path, steps: int = 40, text: str = HOSTILE) -> Path:
         rows.append({"kind": "train", **place, "loss": 4.0 + 1 / step, **speeds})
     rows[2]["loss"] = "nan"
     rows.append({"kind": "val", **place, "loss": 4.125, "bits_per_byte": 1.5})
-    scores = {"acc": 0.26, "acc_norm": 0.3, "acc_token_mean": None, "stderr": {"acc": 0.004, "acc_norm": 0.005}}
+    scores = {
+        "acc": 0.26,
+        "acc_norm": 0.3,
+        "acc_token_mean": None,
+        "stderr": {"acc": 0.004, "acc_norm": 0.005},
+    }
     rows.append({"kind": "eval", **place, "task": "hellaswag", **scores})
     rows.append({"kind": "sample", **place, "text": [text]})
     rows.append({"kind": "event", **place, "what": "warning", "message": text})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "status.json").write_text(json.dumps({"state": "done", "step": steps, "total_steps": steps}))
+    (folder / "status.json").write_text(
+        json.dumps({"state": "done", "step": steps, "total_steps": steps})
+    )
     (folder / "provenance.json").write_text(
-        json.dumps({"commit": "abc", "peak_flops": 1e12, "measured": 1234567890123.5, "processes": 2})
+        json.dumps(
+            {"commit": "abc", "peak_flops": 1e12, "measured": 1234567890123.5, "processes": 2}
+        )
     )
     return folder
 
@@ -73,8 +82,13 @@ def read_data(page: str) -> dict[str, Any]:
 def test_flops_are_those_of_the_tokens_however_long_the_run_took(tmp_path: Path) -> None:
     log = write_run(tmp_path / "run") / "metrics.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    slow = [row | {"elapsed_seconds": 4 * row["elapsed_seconds"]} for row in rows]  # of which half validations
-    slow = [row | {"tokens_per_second": 512.0, "mfu": 0.125} if row["kind"] == "train" else row for row in slow]
+    slow = [
+        row | {"elapsed_seconds": 4 * row["elapsed_seconds"]} for row in rows
+    ]  # of which half validations
+    slow = [
+        row | {"tokens_per_second": 512.0, "mfu": 0.125} if row["kind"] == "train" else row
+        for row in slow
+    ]
     log.write_text("".join(json.dumps(row) + "\n" for row in slow))
     cells = Elements(build_page([log.parent], price=None, ladder=None)).cells
     assert {"12.5%", "1m20s x 2", "1.00e+13"} <= {*cells}
@@ -87,10 +101,16 @@ def test_the_page_holds_the_numbers_and_nothing_of_a_run_is_html(tmp_path: Path)
     assert tags.count("script") == 2
     assert "img" not in tags
     assert HOSTILE in elements.cells  # as text
-    assert {"4.1250, best 4.1250", "1.5000", "1,024", "25.0%", "20s x 2", "1.00e+13", "$0.04"} <= {*elements.cells}
-    assert {"30.00 ± 0.50", "31.14", "31.00", "50.89"} <= {*elements.cells}  # beside the published scores
+    assert {"4.1250, best 4.1250", "1.5000", "1,024", "25.0%", "20s x 2", "1.00e+13", "$0.04"} <= {
+        *elements.cells
+    }
+    assert {"30.00 ± 0.50", "31.14", "31.00", "50.89"} <= {
+        *elements.cells
+    }  # beside the published scores
     own = [row[1:] for row in PUBLISHED if "harness" not in row[0]]
-    assert all(acc is acc_norm is None for acc, acc_norm, _ in own)  # of build-nanogpt's prompt and count
+    assert all(
+        acc is acc_norm is None for acc, acc_norm, _ in own
+    )  # of build-nanogpt's prompt and count
     assert "1.235e+12" in elements.cells  # without digits that nobody measured
     (run,) = read_data(page)["runs"]
     assert run["name"] == "a<b>"
@@ -102,8 +122,16 @@ def test_rewards_have_curves_and_a_column(tmp_path: Path) -> None:
     run = write_run(tmp_path / "grpo", steps=4)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        row |= {"reward": 0.25 * row["step"], "stopped": 0.5, "kl": 0.01} if row["kind"] == "train" else {}
-        row |= {"reward": 0.75, "reward_stderr": 0.0125, "stopped": 1.0} if row["kind"] == "val" else {}
+        row |= (
+            {"reward": 0.25 * row["step"], "stopped": 0.5, "kl": 0.01}
+            if row["kind"] == "train"
+            else {}
+        )
+        row |= (
+            {"reward": 0.75, "reward_stderr": 0.0125, "stopped": 1.0}
+            if row["kind"] == "val"
+            else {}
+        )
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     resolved = resolve("quickstart", ["objective.name=sft"])
     (run / "config.yaml").write_text(render(resolved.config, resolved.origins))
@@ -114,8 +142,12 @@ def test_rewards_have_curves_and_a_column(tmp_path: Path) -> None:
     assert (tuned["val"]["reward"], tuned["val"]["stopped"]) == ([0.75], [1.0])
     assert "answer_tokens" not in tuned["train"]
     assert "reward" not in base["train"]
-    assert {"objective", "sft", "reward", "1.000, held out 0.750 ± 0.013"} <= {*Elements(page).cells}
-    assert "objective" not in Elements(build_page([tmp_path / "base"], price=None, ladder=None)).cells
+    assert {"objective", "sft", "reward", "1.000, held out 0.750 ± 0.013"} <= {
+        *Elements(page).cells
+    }
+    assert (
+        "objective" not in Elements(build_page([tmp_path / "base"], price=None, ladder=None)).cells
+    )
 
 
 def test_what_was_planned_stands_beside_what_was_spent(tmp_path: Path) -> None:
@@ -131,7 +163,13 @@ def test_what_was_planned_stands_beside_what_was_spent(tmp_path: Path) -> None:
         "message": "",
         "tokens_per_second": 512 / 360,
     }
-    last = {"kind": "train", "step": 40, "tokens": 40 * 512, "elapsed_seconds": 18_000.0, "loss": 4.0}
+    last = {
+        "kind": "train",
+        "step": 40,
+        "tokens": 40 * 512,
+        "elapsed_seconds": 18_000.0,
+        "loss": 4.0,
+    }
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(planned) + "\n" + json.dumps(last) + "\n")
     page = build_page([run], price=None, ladder=None)
@@ -145,17 +183,23 @@ def test_what_was_planned_stands_beside_what_was_spent(tmp_path: Path) -> None:
 def test_the_page_asks_no_address(tmp_path: Path) -> None:
     page = build_page([write_run(tmp_path / "a")], price=None, ladder=None)
     addresses = {
-        value for _, attributes in Elements(page).found for name, value in attributes.items() if name in ("src", "href")
+        value
+        for _, attributes in Elements(page).found
+        for name, value in attributes.items()
+        if name in ("src", "href")
     }
     assert addresses == {"data:,"}
-    assert set(re.findall(r"https?://[^\"' ]*", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert set(re.findall(r"https?://[^\"' ]*", page)) == {
+        "http://www.w3.org/2000/svg"
+    }  # a name, not an address
     assert "default-src 'none'" in page
 
 
 def test_long_runs_are_means_with_their_lowest_and_highest() -> None:
     steps = 10 * MOST_POINTS
     rows = [
-        {"kind": "train", "step": s, "tokens": s, "elapsed_seconds": s, "loss": float(s % 10)} for s in range(steps)
+        {"kind": "train", "step": s, "tokens": s, "elapsed_seconds": s, "loss": float(s % 10)}
+        for s in range(steps)
     ]
     train = read_curves(rows)["train"]
     assert len(train["loss"]) == MOST_POINTS
@@ -171,7 +215,11 @@ def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for words, code, error in (
         ([str(tmp_path / "none")], ExitCode.DATA, "no metrics to read"),
         ([run, "--price", "-1"], ExitCode.CONFIG, "give dollars an hour of one process"),
-        ([run, "--ladder", str(tmp_path / "no.json")], ExitCode.CONFIG, "no record of `megatoken bench ladder`"),
+        (
+            [run, "--ladder", str(tmp_path / "no.json")],
+            ExitCode.CONFIG,
+            "no record of `megatoken bench ladder`",
+        ),
         ([run, "--serve", "99999"], ExitCode.STORAGE, "cannot serve: no such port — port 99999"),
         ([run, "--out", str(tmp_path)], ExitCode.CONFIG, "a folder, not a file"),
         ([run, "--out", "/dev/full/x.html"], ExitCode.STORAGE, "cannot write the report"),
@@ -180,7 +228,9 @@ def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert error in capsys.readouterr().err
 
 
-def test_a_line_that_is_no_row_is_left_out_and_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_is_no_row_is_left_out_and_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "a")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([*lines[:2], "garbage\n", *lines[2:]]))
@@ -231,7 +281,9 @@ def browser() -> Iterator[Browser]:
 def test_a_browser_shows_and_speaks_the_page(tmp_path: Path, browser: Browser) -> None:
     """Every picture has a text, headings go down by single levels, tables and their columns have names."""
     page = tmp_path / "report.html"
-    page.write_text(build_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], price=None, ladder=None))
+    page.write_text(
+        build_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], price=None, ladder=None)
+    )
     browser.open(page)
     assert browser.list_requests() == [page.as_uri()]
     spoken = browser.list_spoken()
@@ -239,21 +291,42 @@ def test_a_browser_shows_and_speaks_the_page(tmp_path: Path, browser: Browser) -
     for node in spoken:
         names.setdefault(node["role"], []).append(node["name"])
     labels = names["image"]
-    heads = ["loss (nats per token)", "learning rate", "gradient norm", "tokens per second", "model FLOPs", "hellaswag"]
+    heads = [
+        "loss (nats per token)",
+        "learning rate",
+        "gradient norm",
+        "tokens per second",
+        "model FLOPs",
+        "hellaswag",
+    ]
     assert [label[:8] for label in labels] == [head[:8] for head in heads]
     assert "a: 5 to 4.025" in labels[0]
     assert "a: 25% to 25%" in labels[4]
     assert len(names["figure"]) == 6
-    captions = browser.evaluate("[...document.querySelectorAll('figcaption')].map(each => each.textContent)")
+    captions = browser.evaluate(
+        "[...document.querySelectorAll('figcaption')].map(each => each.textContent)"
+    )
     assert captions[:2] == ["loss (nats per token), dashed: validation", "learning rate"]
     assert names["table"] == names["region"] == ["Runs", "Evaluation", "Events", "Provenance"]
-    levels = browser.evaluate("[...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(head => +head.tagName[1])")
+    levels = browser.evaluate(
+        "[...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(head => +head.tagName[1])"
+    )
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
-    for role in ("heading", "columnheader", "rowheader", "radio", "checkbox", "group", "DisclosureTriangle"):
+    for role in (
+        "heading",
+        "columnheader",
+        "rowheader",
+        "radio",
+        "checkbox",
+        "group",
+        "DisclosureTriangle",
+    ):
         assert all(name.strip() for name in names[role] if (role, name) != ("group", "")), role
-    cells = browser.evaluate("[...document.querySelectorAll('table')].every(t => t.querySelector('th[scope]'))")
+    cells = browser.evaluate(
+        "[...document.querySelectorAll('table')].every(t => t.querySelector('th[scope]'))"
+    )
     assert cells
 
 
@@ -264,7 +337,9 @@ FOCUSED = """(() => {
 })()"""
 
 
-def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, browser: Browser) -> None:
+def test_a_live_page_gets_new_samples_and_keeps_what_is_open(
+    tmp_path: Path, browser: Browser
+) -> None:
     run = write_run(tmp_path / "run", text="early")
 
     class Listener(Console):
@@ -277,7 +352,9 @@ def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, bro
     browser.open(heard.get(timeout=10).split()[0])
     samples = "[...document.querySelectorAll('details')].map(each => [each.innerText.split('\\n').pop(), each.open])"
     assert browser.evaluate(samples) == [["early", True]]
-    browser.evaluate("document.querySelector('summary').click(), document.querySelector('summary').click()")
+    browser.evaluate(
+        "document.querySelector('summary').click(), document.querySelector('summary').click()"
+    )
     sample = {"kind": "sample", "step": 40, "tokens": 20480, "elapsed_seconds": 30.0}
     for number, text in enumerate(("later", "last")):
         with (run / "metrics.jsonl").open("a") as file:
@@ -289,7 +366,9 @@ def test_a_live_page_gets_new_samples_and_keeps_what_is_open(tmp_path: Path, bro
     assert "last" in browser.evaluate("document.querySelector('details:last-of-type').innerText")
 
 
-def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(tmp_path: Path, browser: Browser) -> None:
+def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(
+    tmp_path: Path, browser: Browser
+) -> None:
     page = tmp_path / "report.html"
     page.write_text(build_page([write_run(tmp_path / "a")], price=None, ladder=None))
     browser.open(page)
@@ -299,7 +378,9 @@ def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(tmp_path: Path,
         assert len(reached) < 100
         if reached[-1][0] == "img":
             browser.press("ArrowLeft")
-            spoken = browser.evaluate("document.activeElement.parentNode.querySelector('output').textContent")
+            spoken = browser.evaluate(
+                "document.activeElement.parentNode.querySelector('output').textContent"
+            )
             assert spoken.startswith(("20.48k: a ", "20.48k: a, acc "))
     assert [name for name, _ in reached] == [
         "region",
@@ -313,13 +394,21 @@ def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(tmp_path: Path,
     browser.press("Tab")
     browser.press("Tab")
     browser.press("ArrowRight")  # to the next of the axes
-    assert [node["name"] for node in browser.list_spoken() if "over steps" in node["name"] and node["role"] == "image"]
+    assert [
+        node["name"]
+        for node in browser.list_spoken()
+        if "over steps" in node["name"] and node["role"] == "image"
+    ]
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_nothing_is_wider_than_the_window(tmp_path: Path, browser: Browser, width: int, dark: bool) -> None:
+def test_nothing_is_wider_than_the_window(
+    tmp_path: Path, browser: Browser, width: int, dark: bool
+) -> None:
     page = tmp_path / "report.html"
-    page.write_text(build_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], price=None, ladder=None))
+    page.write_text(
+        build_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], price=None, ladder=None)
+    )
     browser.resize(width, dark=dark)
     browser.open(page)
     assert browser.evaluate("innerWidth") == width
@@ -328,5 +417,11 @@ def test_nothing_is_wider_than_the_window(tmp_path: Path, browser: Browser, widt
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
     )
     browser.resize(1670 - width)  # the window turned, while the page is open
-    browser.wait_for(f"document.querySelector('figure svg').viewBox.baseVal.width === {560 if width == 390 else 360}")
-    assert colours == (["rgb(231, 234, 238)", "rgb(20, 23, 26)"] if dark else ["rgb(28, 32, 36)", "rgb(255, 255, 255)"])
+    browser.wait_for(
+        f"document.querySelector('figure svg').viewBox.baseVal.width === {560 if width == 390 else 360}"
+    )
+    assert colours == (
+        ["rgb(231, 234, 238)", "rgb(20, 23, 26)"]
+        if dark
+        else ["rgb(28, 32, 36)", "rgb(255, 255, 255)"]
+    )

@@ -20,7 +20,10 @@ from tests.cli.canaries import VARIABLES, WRITTEN, find_canaries, list_commands,
 
 @pytest.mark.fault(53)
 def test_no_secret_is_in_any_output_or_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
 ) -> None:
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
@@ -78,7 +81,10 @@ def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MY_KEY", 'a"b\\c/d')
     monkeypatch.setenv("OTHER_TOKEN", "yes")  # too short to be one
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
-    assert redact(json.dumps(['a"b\\c/d', 'x a"b\\c/d', "yes", "parallel"])) == '["***", "x ***", "yes", "parallel"]'
+    assert (
+        redact(json.dumps(['a"b\\c/d', 'x a"b\\c/d', "yes", "parallel"]))
+        == '["***", "x ***", "yes", "parallel"]'
+    )
     assert str(DataError("no file", 'a"b\\c/d')) == "no file — ***"
     stream = io.StringIO()
     print('a"b\\c/d', file=RedactedStream(stream), flush=True)
@@ -87,12 +93,17 @@ def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_text_of_a_model_and_json_are_exact(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
 ) -> None:
     text = 'git clone ssh://git@host/x --token "abc" ?key="x" a_secret'
     monkeypatch.setenv("MY_KEY", "a_secret")
     tokenizer = load_tokenizer("bytes")
-    config = ModelConfig(n_layer=1, n_head=1, d_model=64, seq_len=64, vocab_size=tokenizer.vocab_size)
+    config = ModelConfig(
+        n_layer=1, n_head=1, d_model=64, seq_len=64, vocab_size=tokenizer.vocab_size
+    )
     model = GPT(config, seed=0)
     with torch.no_grad():  # the next id depends on the position alone
         torch.nn.init.zeros_(model.tokens.weight)

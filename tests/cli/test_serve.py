@@ -28,16 +28,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_serves_until_it_is_asked_to_stop_and_finishes_an_answer(model: Path) -> None:
-    command = [sys.executable, "-m", "megatoken", "serve", str(model), "--port", "0", "--parallel", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatoken",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--parallel",
+        "2",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.fullmatch(r".*tiny: http://127\.0\.0\.1:(\d+)/ to talk, .*, until Ctrl-C\n", line)
+        found = re.fullmatch(
+            r".*tiny: http://127\.0\.0\.1:(\d+)/ to talk, .*, until Ctrl-C\n", line
+        )
         assert found, line
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "secret"}], "temperature": 0, "stream": True}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "secret"}],
+            "temperature": 0,
+            "stream": True,
+        }
         with closing(HTTPConnection("127.0.0.1", int(found[1]), timeout=120)) as connection:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST",
+                "/v1/chat/completions",
+                json.dumps(body),
+                {"Content-Type": "application/json"},
+            )
             with closing(connection.getresponse()) as response:
                 assert response.status == 200
                 assert response.readline().startswith(b"data: {")
@@ -51,7 +73,9 @@ def test_it_serves_until_it_is_asked_to_stop_and_finishes_an_answer(model: Path)
         process.wait()
 
 
-def test_it_stops_in_this_process_with_an_object(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_stops_in_this_process_with_an_object(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt() -> None:
         while signal.getsignal(signal.SIGINT) is default:
             time.sleep(0.01)
@@ -81,13 +105,19 @@ def test_what_cannot_be_served(model: Path, capsys: pytest.CaptureFixture[str]) 
         taken.listen()
         port = str(taken.getsockname()[1])
         for words, message in (
-            (["/no/such", "--host", "0.0.0.0"], f"{opens} — megatoken serve — give --api-key, which clients must send"),
+            (
+                ["/no/such", "--host", "0.0.0.0"],
+                f"{opens} — megatoken serve — give --api-key, which clients must send",
+            ),
             (["/no/such", "--api-key", ""], "the API key is empty or holds spaces"),
             (["/no/such", "--api-key", "é"], "the API key holds signs that no header can"),
             (["/no/such", "--port", "65536"], "--port is 65536 — --port — give 0 to 65,535"),
             (["/no/such", "--parallel", "0"], "--parallel is 0"),
             (["/no/such", "--queue", "-1"], "--queue is -1"),
-            ([str(model), "--port", port], f"cannot listen: Address already in use — 127.0.0.1, port {port}"),
+            (
+                [str(model), "--port", port],
+                f"cannot listen: Address already in use — 127.0.0.1, port {port}",
+            ),
             ([str(model), "--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen: "),
         ):
             assert main(["serve", *words]) == 2

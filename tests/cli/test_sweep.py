@@ -36,7 +36,13 @@ log: {{plots: false}}
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 400)
-    prepare(str(tmp_path / "text.txt"), tmp_path / "data", tokenizer="bytes", val_fraction=0.1, workers=1)
+    prepare(
+        str(tmp_path / "text.txt"),
+        tmp_path / "data",
+        tokenizer="bytes",
+        val_fraction=0.1,
+        workers=1,
+    )
     return write_recipe(tmp_path, steps=20)
 
 
@@ -83,7 +89,15 @@ def test_a_search_keeps_the_best_rate_and_goes_on_with_more_trials(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mirror = f"save.mirror={tmp_path}/copies"  # is of one run, so of none of these
-    words = ["sweep", recipe, "--out", str(tmp_path / "out"), "--json", "optim.lr=log:1e-5..1e-1", mirror]
+    words = [
+        "sweep",
+        recipe,
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+        "optim.lr=log:1e-5..1e-1",
+        mirror,
+    ]
     assert main([*words, "--trials", "1"]) == ExitCode.DONE
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["trials"]) == 1
     assert main([*words, "--trials", "3"]) == ExitCode.DONE
@@ -96,11 +110,16 @@ def test_a_search_keeps_the_best_rate_and_goes_on_with_more_trials(
     assert answer["best"]["loss"] == losses[best]
     assert load_config(answer["recipe"]).optim.lr == best
     assert not (tmp_path / "copies").exists()
-    assert main(["sweep", recipe, "--out", str(tmp_path / "out"), "optim.lr=1e-5|3e-3", mirror]) == ExitCode.CONFIG
+    assert (
+        main(["sweep", recipe, "--out", str(tmp_path / "out"), "optim.lr=1e-5|3e-3", mirror])
+        == ExitCode.CONFIG
+    )
     assert "the sweep in this folder has another recipe" in capsys.readouterr().err
 
 
-def test_a_damaged_search_is_one_line(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_search_is_one_line(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "journal.log").write_bytes(b'\0\0\0\n{"op_code": 0}\n')
     assert main(["sweep", recipe, "--out", str(tmp_path), "optim.lr=1e-3..2e-3"]) == ExitCode.DATA
     (line,) = capsys.readouterr().err.splitlines()
@@ -113,25 +132,53 @@ def test_a_damaged_search_is_one_line(recipe: str, tmp_path: Path, capsys: pytes
     [
         (["optim.lr=1e-3|2e-3", "data.path={0}/missing"], "{0}/missing"),
         (["data.path={0}/data|{0}/missing"], "{0}/missing"),
-        (["optim.lr=1e-3|2e-3", "data.path={0}/whole"], "no validation split, by whose loss a sweep compares — {0}/wh"),
-        (["optim.lr=1e-3|2e-3", "evaluate.tokens=0"], "a sweep compares validation losses — evaluate.tokens=0 — give"),
+        (
+            ["optim.lr=1e-3|2e-3", "data.path={0}/whole"],
+            "no validation split, by whose loss a sweep compares — {0}/wh",
+        ),
+        (
+            ["optim.lr=1e-3|2e-3", "evaluate.tokens=0"],
+            "a sweep compares validation losses — evaluate.tokens=0 — give",
+        ),
     ],
 )
 def test_data_are_opened_before_the_first_trial(
     words: list[str], error: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare(str(tmp_path / "text.txt"), tmp_path / "whole", tokenizer="bytes", val_fraction=0.0, workers=1)
+    prepare(
+        str(tmp_path / "text.txt"),
+        tmp_path / "whole",
+        tokenizer="bytes",
+        val_fraction=0.0,
+        workers=1,
+    )
     words = [word.format(tmp_path) for word in words]
-    assert main(["sweep", recipe, *words, "--out", str(tmp_path / "sweep")]) in (ExitCode.DATA, ExitCode.CONFIG)
+    assert main(["sweep", recipe, *words, "--out", str(tmp_path / "sweep")]) in (
+        ExitCode.DATA,
+        ExitCode.CONFIG,
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert error.format(tmp_path) in line
     assert not (tmp_path / "sweep").exists()
 
 
-def test_what_every_trial_failed_of_is_told(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sweep", recipe, "model.vocab_size=10", "optim.lr=1e-3|2e-3|3e-3|4e-3", "--trials", "4", "--jobs", "3"]
+def test_what_every_trial_failed_of_is_told(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "sweep",
+        recipe,
+        "model.vocab_size=10",
+        "optim.lr=1e-3|2e-3|3e-3|4e-3",
+        "--trials",
+        "4",
+        "--jobs",
+        "3",
+    ]
     assert main([*words, "--out", str(tmp_path / "sweep")]) == ExitCode.DATA
-    assert "the first 3 trials failed: model.vocab_size 10 is smaller than" in capsys.readouterr().err
+    assert (
+        "the first 3 trials failed: model.vocab_size 10 is smaller than" in capsys.readouterr().err
+    )
     assert main([*words, "seed=2", "--out", str(tmp_path / "sweep")]) == ExitCode.CONFIG
     assert "other fixed settings" in capsys.readouterr().err
 
@@ -142,7 +189,9 @@ def test_lists_of_values_are_tried_each_once(recipe: str, tmp_path: Path) -> Non
 
     def draw(out: str, trials: int, starts: int) -> list[tuple[str, str]]:
         (tmp_path / out).mkdir()
-        options = Namespace(seed=0, jobs=1, out=tmp_path / out, recipe=recipe, trials=trials, console=Console())
+        options = Namespace(
+            seed=0, jobs=1, out=tmp_path / out, recipe=recipe, trials=trials, console=Console()
+        )
         drawn = []
         for _ in range(starts):
             study = sweep._open_study(optuna, options, ranges, [])  # one that was killed goes on
@@ -160,7 +209,9 @@ def test_lists_of_values_are_tried_each_once(recipe: str, tmp_path: Path) -> Non
     assert len(draw("fewer", 5, 1)) == 5  # drawn at random
 
 
-def test_a_search_draws_the_same_values_however_often_it_is_begun_again(recipe: str, tmp_path: Path) -> None:
+def test_a_search_draws_the_same_values_however_often_it_is_begun_again(
+    recipe: str, tmp_path: Path
+) -> None:
     ranges, _ = parse_space(recipe, ["optim.lr=log:1e-4..1e-1"])
 
     def draw(out: Path, *, at_once: bool) -> list[tuple[str, str]]:
@@ -190,13 +241,20 @@ def test_a_search_draws_the_same_values_however_often_it_is_begun_again(recipe: 
 
 def test_losses_after_the_one_that_ends_a_trial_do_not_count(tmp_path: Path) -> None:
     """So that a search does not depend on when a trial is looked at: all losses are there at the first look."""
-    losses = {1: [3.0, 2.0, 1.0], 2: [3.5, 1.5, 0.5], 3: [2.0, 1.5, 1.25]}  # the last is the last step's
+    losses = {
+        1: [3.0, 2.0, 1.0],
+        2: [3.5, 1.5, 0.5],
+        3: [2.0, 1.5, 1.25],
+    }  # the last is the last step's
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
     done = []
     for number, values in losses.items():
         folder = tmp_path / str(number)
         folder.mkdir()
-        rows = [{"kind": "val", "step": step, "tokens": step, "loss": loss} for step, loss in enumerate(values, 1)]
+        rows = [
+            {"kind": "val", "step": step, "tokens": step, "loss": loss}
+            for step, loss in enumerate(values, 1)
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "status.json").write_text('{"total_steps": 3}')
         trial = study.ask()
@@ -211,18 +269,33 @@ def test_a_sweep_that_is_ended_goes_on_where_it_was(
 ) -> None:
     write_recipe(tmp_path, steps=400)
     out = tmp_path / "out"
-    words = ["sweep", recipe, "--out", str(out), "--trials", "1", "optim.lr=log:1e-3..1e-2", "save.every=20steps"]
+    words = [
+        "sweep",
+        recipe,
+        "--out",
+        str(out),
+        "--trials",
+        "1",
+        "optim.lr=log:1e-3..1e-2",
+        "save.every=20steps",
+    ]
     saved = 0
     for number, code in ((signal.SIGTERM, ExitCode.STOPPED), (signal.SIGKILL, -signal.SIGKILL)):
         process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL)
         wait_for(lambda: newest_step(out) > saved or process.poll() is not None)  # noqa: B023 (used at once)
         process.send_signal(number)
         assert process.wait() == code
-        wait_for(lambda: json.loads((out / "trial-000" / "status.json").read_text())["state"] == "stopped")
+        wait_for(
+            lambda: (
+                json.loads((out / "trial-000" / "status.json").read_text())["state"] == "stopped"
+            )
+        )
         saved = newest_step(out)
     assert main([*words, "--json"]) == ExitCode.DONE
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(trial["trial"], trial["state"]) for trial in answer["trials"]] == [("trial-000", "complete")]
+    assert [(trial["trial"], trial["state"]) for trial in answer["trials"]] == [
+        ("trial-000", "complete")
+    ]
     assert (out / "trial-000.log").read_text().count(f"step {saved}") > 0
     assert [path.name for path in out.glob("trial-*") if path.is_dir()] == ["trial-000"]
 
@@ -232,9 +305,15 @@ def newest_step(out: Path) -> int:
 
 
 def test_choices_have_places_in_their_order(tmp_path: Path) -> None:
-    best, other = ({"state": "complete", "values": {"optim.lr": rate}, "loss": 3.0} for rate in ("1e-3", "1e-2"))
+    best, other = (
+        {"state": "complete", "values": {"optim.lr": rate}, "loss": 3.0}
+        for rate in ("1e-3", "1e-2")
+    )
     path = sweep.draw_sweep(
-        load_pyplot(), tmp_path / "sweep.svg", [best, other], [SearchRange("optim.lr", ("1e-2", "1e-3"))]
+        load_pyplot(),
+        tmp_path / "sweep.svg",
+        [best, other],
+        [SearchRange("optim.lr", ("1e-2", "1e-3"))],
     )
     texts = re.findall("<!-- (.*?) -->", path.read_text())
     assert texts[:2] == ["1e-2", "1e-3"]

@@ -107,23 +107,42 @@ def broken_yaml() -> Iterator[BadConfig]:
     yield text("bad escape", 'data: {path: "\\q"}\n', "not valid YAML", "FILE:1")
     yield text("two documents", "seed: 1\n---\nseed: 2\n", "not valid YAML", "FILE:2")
     yield text("yaml version", "%YAML 9.9\n---\nseed: 1\n", "not valid YAML", "FILE:1")
-    yield text("duplicate field", "model:\n  n_layer: 2\n  n_layer: 3\n", "given twice", "FILE:3", "FILE:2")
-    yield text("duplicate by section", "model: {n_layer: 2}\nmodel: {n_layer: 3}\n", "given twice", "FILE:2", "FILE:1")
+    yield text(
+        "duplicate field", "model:\n  n_layer: 2\n  n_layer: 3\n", "given twice", "FILE:3", "FILE:2"
+    )
+    yield text(
+        "duplicate by section",
+        "model: {n_layer: 2}\nmodel: {n_layer: 3}\n",
+        "given twice",
+        "FILE:2",
+        "FILE:1",
+    )
     yield text("anchor", "model: &m {n_layer: 2}\n", TAGS, "FILE:1")
     yield text("alias", "a: &x 1\nseed: *x\n", TAGS, "FILE:1")
     yield text("unknown alias", "seed: *nowhere\n", "not valid YAML", "FILE:1")
     yield text("merge", "model: &m {n_layer: 2}\noptim:\n  <<: *m\n", TAGS, "FILE:1")
-    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 20))
+    bomb = "a0: &a0 [x, x]\n" + "".join(
+        f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 20)
+    )
     yield text("alias bomb", bomb, TAGS, "FILE:1")
-    yield text("python object", "seed: !!python/object/apply:os.system ['touch canary']\n", TAGS, "FILE:1")
+    yield text(
+        "python object", "seed: !!python/object/apply:os.system ['touch canary']\n", TAGS, "FILE:1"
+    )
     yield text("python name", "seed: !!python/name:os.system\n", TAGS, "FILE:1")
     yield text("local tag", "seed: !secret 1\n", TAGS, "FILE:1")
     yield text("string tag", "seed: !!str 1\n", TAGS, "FILE:1")
     yield text("binary tag", "seed: !!binary aGVsbG8=\n", TAGS, "FILE:1")
     yield text("complex key", "? [1, 2]\n: 3\n", "FILE:1", "neither a value nor a section")
     yield text("section as key", "? {a: 1}\n: 3\n", "FILE:1", "neither a value nor a section")
-    yield text("list of fields", "model:\n  - n_layer: 3\n", "FILE:1", "model is neither a value nor a section")
-    yield text("list of values", "model:\n  n_layer: [3, 4]\n", "FILE:2", "model.n_layer is neither")
+    yield text(
+        "list of fields",
+        "model:\n  - n_layer: 3\n",
+        "FILE:1",
+        "model is neither a value nor a section",
+    )
+    yield text(
+        "list of values", "model:\n  n_layer: [3, 4]\n", "FILE:2", "model.n_layer is neither"
+    )
     yield text(
         "three levels",
         "model:\n  gpt:\n    n_layer: 3\n",
@@ -146,16 +165,40 @@ def broken_yaml() -> Iterator[BadConfig]:
     yield text("long value", "model:\n  n_layer: " + "9" * 5000 + "\n", "FILE:2", "model.n_layer: ")
     yield text("many digits", "model:\n  n_layer: " + "9" * 300 + "\n", "FILE:2", "model.n_layer: ")
     yield text("key of two lines", '"model\\nn_layer": 3\n', "FILE:1", "unknown key 'model")
-    yield text("multi-line text", "optim:\n  lr: |\n    1\n    2\n", "FILE:2", "optim.lr: expected a number")
+    yield text(
+        "multi-line text",
+        "optim:\n  lr: |\n    1\n    2\n",
+        "FILE:2",
+        "optim.lr: expected a number",
+    )
     yield text("newer version", "version: 9\n", "version 9", "FILE:1", "reads versions 1 and 2")
     yield text("version of words", "version: latest\n", "version latest", "FILE:1")
-    yield text("unicode digits", "optim:\n  lr: ١e-3\nmodel:\n  n_layer: ²\n", "FILE:4", "model.n_layer")
-    yield text("unicode minus", "optim:\n  lr: 6e\u22124\n", "FILE:2", "optim.lr: expected a number")
+    yield text(
+        "unicode digits", "optim:\n  lr: ١e-3\nmodel:\n  n_layer: ²\n", "FILE:4", "model.n_layer"
+    )
+    yield text(
+        "unicode minus", "optim:\n  lr: 6e\u22124\n", "FILE:2", "optim.lr: expected a number"
+    )
     yield text("decimal comma", "optim:\n  lr: 0,001\n", "FILE:2", "optim.lr: expected a number")
-    yield text("thousands", "budget:\n  tokens: 10,000\n", "FILE:2", "budget.tokens: expected a whole number")
+    yield text(
+        "thousands",
+        "budget:\n  tokens: 10,000\n",
+        "FILE:2",
+        "budget.tokens: expected a whole number",
+    )
     yield text("hexadecimal", "seed: 0x10\n", "FILE:1", "seed: expected a whole number")
-    yield text("an expression", "budget:\n  batch_tokens: 8 * 1024\n", "FILE:2", "budget.batch_tokens: expected")
-    yield text("a variable", "budget:\n  batch_tokens: ${BATCH}\n", "FILE:2", "budget.batch_tokens: expected")
+    yield text(
+        "an expression",
+        "budget:\n  batch_tokens: 8 * 1024\n",
+        "FILE:2",
+        "budget.batch_tokens: expected",
+    )
+    yield text(
+        "a variable",
+        "budget:\n  batch_tokens: ${BATCH}\n",
+        "FILE:2",
+        "budget.batch_tokens: expected",
+    )
     yield text("json with a comment", '{"seed": 1, // first\n "model": {}}\n', "FILE:")
     yield text("toml", "[model]\nn_layer = 3\n", "FILE:")
     yield text("python", "n_layer = 3\nn_head = 2\n", "FILE:1")
@@ -176,13 +219,35 @@ def broken_yaml() -> Iterator[BadConfig]:
 
 
 def wrong_sections() -> Iterator[BadConfig]:
-    for section in ("model", "data", "optim", "budget", "machine", "save", "evaluate", "sample", "log"):
+    for section in (
+        "model",
+        "data",
+        "optim",
+        "budget",
+        "machine",
+        "save",
+        "evaluate",
+        "sample",
+        "log",
+    ):
         key = next(key for key in FIELDS if key.startswith(f"{section}."))
         wrong = section[0] + section[2] + section[1] + section[3:]
         says = f"unknown key '{key.replace(section, wrong, 1)}'", f"did you mean '{key}'?"
-        yield text(f"misspelt section {wrong}", f"{wrong}:\n  {key.partition('.')[2]}: 1\n", "FILE:2", *says)
-        yield text(f"{section} is a value", f"{section}: 3\n", "FILE:1", f"{section} is a section, got '3'")
-        yield text(f"{section} is a list", f"{section}: [3]\n", "FILE:1", f"{section} is neither a value nor a section")
+        yield text(
+            f"misspelt section {wrong}",
+            f"{wrong}:\n  {key.partition('.')[2]}: 1\n",
+            "FILE:2",
+            *says,
+        )
+        yield text(
+            f"{section} is a value", f"{section}: 3\n", "FILE:1", f"{section} is a section, got '3'"
+        )
+        yield text(
+            f"{section} is a list",
+            f"{section}: [3]\n",
+            "FILE:1",
+            f"{section} is neither a value nor a section",
+        )
 
 
 def wrong_overrides() -> Iterator[BadConfig]:
@@ -226,8 +291,13 @@ def wrong_overrides() -> Iterator[BadConfig]:
     for key in ("sample.top_k", "budget.steps", "model.n_layer", "budget.batch_tokens"):
         yield override(f"{key}=1e30", f"{key}: must be at least ", "and at most 1e+15, got 1e30")
     yield override("data.path=nothing://bucket/data", "not an address: Protocol not known: nothing")
-    yield override("save.mirror=nothing://bucket/run", "not an address: Protocol not known: nothing")
-    yield override("data.path=s3://KEY:a-secret@bucket/data", "an address holds credentials — s3://***@bucket/data")
+    yield override(
+        "save.mirror=nothing://bucket/run", "not an address: Protocol not known: nothing"
+    )
+    yield override(
+        "data.path=s3://KEY:a-secret@bucket/data",
+        "an address holds credentials — s3://***@bucket/data",
+    )
 
 
 def other_tools() -> Iterator[BadConfig]:
@@ -289,23 +359,41 @@ def other_tools() -> Iterator[BadConfig]:
 
 
 def conflicts() -> Iterator[BadConfig]:
-    yield override("model.n_head=7", "model.n_head: 7 heads do not divide d_model 768", "nearest that do: 4, 6, 8")
-    yield override("model.d_model=770", "model.n_head: 12 heads do not divide d_model 770", "nearest that do")
+    yield override(
+        "model.n_head=7",
+        "model.n_head: 7 heads do not divide d_model 768",
+        "nearest that do: 4, 6, 8",
+    )
+    yield override(
+        "model.d_model=770", "model.n_head: 12 heads do not divide d_model 770", "nearest that do"
+    )
     yield override("model.n_kv_head=5", "model.n_kv_head", "nearest that divide: 3, 4, 6")
-    yield override("budget.batch_tokens=1000", "is not a multiple of seq_len 1024", "nearest that are: 1024")
-    yield override("machine.micro_batch=5", "does not divide the batch of 1 sequences", "nearest that do: 1")
+    yield override(
+        "budget.batch_tokens=1000", "is not a multiple of seq_len 1024", "nearest that are: 1024"
+    )
+    yield override(
+        "machine.micro_batch=5", "does not divide the batch of 1 sequences", "nearest that do: 1"
+    )
     yield override("model.preset=gpt5", "unknown preset 'gpt5'", "choose one of")
-    yield override("model.preset=gpt2-xl", "unknown preset 'gpt2-xl'", "did you mean gpt2-1558m? choose one of")
-    yield override("model.preset=lama-5m", "unknown preset 'lama-5m'", "did you mean llama-5m? choose one of")
+    yield override(
+        "model.preset=gpt2-xl", "unknown preset 'gpt2-xl'", "did you mean gpt2-1558m? choose one of"
+    )
+    yield override(
+        "model.preset=lama-5m", "unknown preset 'lama-5m'", "did you mean llama-5m? choose one of"
+    )
     yield override("machine.device=tpu", "unknown device 'tpu'", "use auto, cpu")
     yield override("optim.warmup=2dur", "optim.warmup", "at most 1dur")
     yield override("optim.decay=1.5dur", "optim.decay", "at most 1dur")
     lines = "budget:\n  steps: 5\n  tokens: 1e9\n"
-    yield text("two lengths", lines, "budget.tokens: steps and tokens are both set", "FILE:3", "set one of")
+    yield text(
+        "two lengths", lines, "budget.tokens: steps and tokens are both set", "FILE:3", "set one of"
+    )
     lines = "budget: {steps: 5, epochs: 1, tokens: 3}\n"
     yield text("three lengths", lines, "steps and tokens and epochs are both set", "FILE:1")
     lines = "model:\n  pos_emb: rotary\n  n_head: 12\n  d_model: 36\nbudget: {steps: 1}\n"
-    yield text("odd head", lines, "model.n_head: rotary embedding needs an even head size", "FILE:3")
+    yield text(
+        "odd head", lines, "model.n_head: rotary embedding needs an even head size", "FILE:3"
+    )
     lines = "model:\n  rope_factor: 8\n  rope_low: 9\nbudget: {steps: 1}\n"
     yield text("rope", lines, "model.rope_low: rope_low 9 is not below rope_high 4", "FILE:3")
     lines = "machine:\n  device: cpu\n  precision: fp16\nbudget: {steps: 1}\n"
@@ -319,7 +407,12 @@ def conflicts() -> Iterator[BadConfig]:
 
 
 def wrong_names() -> Iterator[BadConfig]:
-    near = {"quikstart": "quickstart", "gpt2": "gpt2-124m", "gpt2-xl": "gpt2-1558m", "gpt2-124": "gpt2-124m"}
+    near = {
+        "quikstart": "quickstart",
+        "gpt2": "gpt2-124m",
+        "gpt2-xl": "gpt2-1558m",
+        "gpt2-124": "gpt2-124m",
+    }
     near |= {"shakespear": "shakespeare", "GPT2-124M": "gpt2-124m", "quickstart.yml": "quickstart"}
     near |= {"llama": "llama-110m' or 'llama-5m"}
     for name, recipe in near.items():
@@ -334,14 +427,18 @@ def wrong_names() -> Iterator[BadConfig]:
 
 
 def wrong_options() -> Iterator[BadConfig]:
-    yield BadConfig("options: no recipe", ("no recipe given", "give one of RECIPE, --llmc"), words=())
+    yield BadConfig(
+        "options: no recipe", ("no recipe given", "give one of RECIPE, --llmc"), words=()
+    )
     yield options("RECIPE RECIPE", "unrecognized arguments")
     yield options("RECIPE --outt x", "unrecognized arguments: --outt x")
     yield options("RECIPE --nproc 0", "--nproc is 0")
     yield options("RECIPE --nproc two", "--nproc", "invalid int value: 'two'")
     yield options("RECIPE --restarts -1", "--restarts")
     yield options("RECIPE --out", "--out", "expected one argument")
-    yield options("RECIPE --out s3://bucket/run", "not a path on this machine", "save.mirror=s3://bucket/run")
+    yield options(
+        "RECIPE --out s3://bucket/run", "not a path on this machine", "save.mirror=s3://bucket/run"
+    )
     yield options("RECIPE --composer x.yaml", "recipe and composer are both given")
     yield options("RECIPE --init", "--init")
 
@@ -356,7 +453,9 @@ def wrong_environment() -> Iterator[BadConfig]:
         ("MASTER_PORT", "http", "MASTER_PORT is 'http'"),
     ):
         rank = {} if name.startswith("MEGATOKEN") else {"RANK": "0", "WORLD_SIZE": "1"}
-        yield BadConfig(f"environment: {name}={value}", tuple(says), environment={**rank, name: value})
+        yield BadConfig(
+            f"environment: {name}={value}", tuple(says), environment={**rank, name: value}
+        )
 
 
 def wrong_translations() -> Iterator[BadConfig]:
@@ -371,7 +470,12 @@ def wrong_translations() -> Iterator[BadConfig]:
         ("--llmc", "-e d12 -t 4096", "sequences of 4096 tokens for a model of 1024 positions"),
         ("--llmc", "-e 'd12", "cannot read the command", "check its quotes"),
         ("--llmc", "-e d12 -a 2", "-a 2 is not supported"),
-        ("--nanogpt", "--learning_rat=1", "nanoGPT setting learning_rat is not understood", "learning_rate"),
+        (
+            "--nanogpt",
+            "--learning_rat=1",
+            "nanoGPT setting learning_rat is not understood",
+            "learning_rate",
+        ),
         ("--nanogpt", "--learning_rate", "cannot read '--learning_rate'", "--name=value"),
         ("--nanogpt", "--max_iters=many", "max_iters is 'many', not a whole number"),
         ("--nanogpt", "nowhere.py", "cannot read it", "nowhere.py"),
@@ -384,7 +488,9 @@ def wrong_translations() -> Iterator[BadConfig]:
         yield BadConfig(f"{flag}: {command}", tuple(says), words=(f"{flag}={command}",))
     wrong = b"max_duration: 1ba\nmodel: {name: gpt2}\noptimizer: {lr: &x 1}\n"
     yield BadConfig("--composer: anchor", (TAGS, "FILE:3"), wrong, ("--composer", "RECIPE"))
-    yield BadConfig("--composer: list", ("no optimizer", "FILE"), b"- 1\n", ("--composer", "RECIPE"))
+    yield BadConfig(
+        "--composer: list", ("no optimizer", "FILE"), b"- 1\n", ("--composer", "RECIPE")
+    )
 
 
 Kind = Callable[[], Iterator[BadConfig]]

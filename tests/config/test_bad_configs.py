@@ -18,7 +18,9 @@ def test_bad_configs_are_refused_in_one_line(
     kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatoken.cli.arguments.build_parser", lambda _: PARSER)  # which takes most of the time
+    monkeypatch.setattr(
+        "megatoken.cli.arguments.build_parser", lambda _: PARSER
+    )  # which takes most of the time
     recipe = tmp_path / "r.yaml"
     for case in kind():
         recipe.write_bytes(case.recipe)

@@ -40,17 +40,27 @@ def test_a_budget_in_tokens_counts_the_small_batches() -> None:
     config = resolve("gpt2-124m", words).config
     steps = config.total_steps(0)
     assert config.budget.tokens_before(steps) == pytest.approx(300e9, abs=524_288 / 2)
-    assert steps == 572_205 + 19_376  # 4e9 / 15 tokens of each multiple of 32,768, in place of 7,629 full batches
-    assert config.total_steps(0) > resolve("gpt2-124m", ["budget.tokens=300e9"]).config.total_steps(0)
+    assert (
+        steps == 572_205 + 19_376
+    )  # 4e9 / 15 tokens of each multiple of 32,768, in place of 7,629 full batches
+    assert config.total_steps(0) > resolve("gpt2-124m", ["budget.tokens=300e9"]).config.total_steps(
+        0
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["budget.batch_start=32768"], "budget.batch_start: has no effect without budget.batch_ramp"),
+        (
+            ["budget.batch_start=32768"],
+            "budget.batch_start: has no effect without budget.batch_ramp",
+        ),
         (["budget.batch_ramp=4e9"], "budget.batch_ramp: has no effect without budget.batch_start"),
         (["budget.batch_start=1000", "budget.batch_ramp=4e9"], "nearest that are: 1024"),
-        (["budget.batch_start=1048576", "budget.batch_ramp=4e9"], "larger than batch_tokens 524288"),
+        (
+            ["budget.batch_start=1048576", "budget.batch_ramp=4e9"],
+            "larger than batch_tokens 524288",
+        ),
     ],
 )
 def test_a_ramp_that_cannot_be_is_refused(words: list[str], says: str) -> None:

@@ -14,14 +14,44 @@ from megatoken.errors import ConfigError
 OLD_RUN = Path(__file__).parents[1] / "old_run" / "run" / "config.yaml"
 # Whoever adds a setting decides: a row of RULES, or a name here.
 ALWAYS_HAVE_AN_EFFECT = {
-    *("seed", "model.preset", "model.n_layer", "model.n_head", "model.n_kv_head", "model.d_model", "model.d_ff"),
-    *("model.vocab_size", "model.seq_len", "model.norm", "model.norm_eps", "model.pos_emb", "model.mlp", "model.bias"),
+    *(
+        "seed",
+        "model.preset",
+        "model.n_layer",
+        "model.n_head",
+        "model.n_kv_head",
+        "model.d_model",
+        "model.d_ff",
+    ),
+    *(
+        "model.vocab_size",
+        "model.seq_len",
+        "model.norm",
+        "model.norm_eps",
+        "model.pos_emb",
+        "model.mlp",
+        "model.bias",
+    ),
     *("model.qk_norm", "model.embedding_norm", "model.residual_scales", "model.value_embeddings"),
     *("model.logit_softcap", "model.zero_init", "model.value_head"),
     *("model.tie_embeddings", "model.dropout", "model.init", "data.path", "optim.name", "optim.lr"),
     *("optim.schedule", "objective.name"),
-    *("optim.warmup", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
-    *("optim.spike", "optim.max_skips", "budget.steps", "budget.tokens", "budget.epochs", "budget.batch_tokens"),
+    *(
+        "optim.warmup",
+        "optim.beta1",
+        "optim.beta2",
+        "optim.eps",
+        "optim.weight_decay",
+        "optim.grad_clip",
+    ),
+    *(
+        "optim.spike",
+        "optim.max_skips",
+        "budget.steps",
+        "budget.tokens",
+        "budget.epochs",
+        "budget.batch_tokens",
+    ),
     *(
         "budget.batch_start",
         "budget.batch_ramp",
@@ -30,10 +60,28 @@ ALWAYS_HAVE_AN_EFFECT = {
         "machine.attention",
         "machine.micro_batch",
     ),
-    *("machine.loss_chunk", "machine.gemm_backend", "machine.activation_checkpointing", "machine.sharding"),
-    *("machine.tensor_parallel", "machine.threads", "machine.deterministic", "save.every", "save.keep_last"),
+    *(
+        "machine.loss_chunk",
+        "machine.gemm_backend",
+        "machine.activation_checkpointing",
+        "machine.sharding",
+    ),
+    *(
+        "machine.tensor_parallel",
+        "machine.threads",
+        "machine.deterministic",
+        "save.every",
+        "save.keep_last",
+    ),
     *("data.order", "save.mirror", "log.sinks"),
-    *("save.time_limit", "evaluate.tokens", "evaluate.tasks", "sample.every", "log.every", "log.plots"),
+    *(
+        "save.time_limit",
+        "evaluate.tokens",
+        "evaluate.tasks",
+        "sample.every",
+        "log.every",
+        "log.plots",
+    ),
 }
 
 
@@ -96,7 +144,9 @@ def test_the_tokenizer_of_a_prepared_dataset_is_its_own(tmp_path: Path) -> None:
     words = [f"data.path={tmp_path}", "data.tokenizer=bytes"]
     assert resolve("quickstart", words).config.data.tokenizer == "bytes"
     (tmp_path / MANIFEST_NAME).touch()
-    with pytest.raises(ConfigError, match=r"data.tokenizer has no effect beside data.path=.* carries its own"):
+    with pytest.raises(
+        ConfigError, match=r"data.tokenizer has no effect beside data.path=.* carries its own"
+    ):
         resolve("quickstart", words)
 
 
@@ -106,14 +156,19 @@ def test_adamw_settings_are_for_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("quickstart", ["optim.name=mine", "machine.adamw=loop"])
 
 
-@pytest.mark.parametrize("off", ["save.keep_every=0", "evaluate.tasks_limit=0", "sample.prompt=", "machine.fused=off"])
+@pytest.mark.parametrize(
+    "off", ["save.keep_every=0", "evaluate.tasks_limit=0", "sample.prompt=", "machine.fused=off"]
+)
 def test_asking_for_nothing_is_no_mistake(off: str) -> None:
     resolved = resolve("quickstart", ["save.every=0", "sample.every=0", "machine.device=cpu", off])
     assert resolved.origins[off.partition("=")[0]] == "command line"
 
 
 def test_our_own_loss_kernel_is_for_cpus_too() -> None:
-    assert resolve("quickstart", ["machine.device=cpu", "machine.fused=on"]).config.machine.fused == "on"
+    assert (
+        resolve("quickstart", ["machine.device=cpu", "machine.fused=on"]).config.machine.fused
+        == "on"
+    )
 
 
 SMALL = "model: {n_head: 4, d_model: 64}\nbudget: {steps: 1, batch_tokens: 1024}\n"
@@ -125,15 +180,26 @@ def test_a_recipe_of_ones_own_is_held_to_it_and_may_be_switched_off_later(tmp_pa
     resolve(str(recipe))
     resolve(str(recipe), ["sample.every=0"])  # says nothing about the recipe's prompt
     recipe.write_text(SMALL + "sample:\n  every: 0\n  prompt: once\n")
-    with pytest.raises(ConfigError, match=r"sample.prompt has no effect beside sample.every=0steps: .*mine.yaml:5 — "):
+    with pytest.raises(
+        ConfigError,
+        match=r"sample.prompt has no effect beside sample.every=0steps: .*mine.yaml:5 — ",
+    ):
         resolve(str(recipe))
     resolve(str(recipe), ["sample.every=5"])
 
 
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_what_ships_may_be_switched_off(recipe: str) -> None:
-    words = ["sample.every=0", "save.every=0", "evaluate.tokens=0", "evaluate.tasks=", "optim.schedule=constant"]
-    config = resolve(recipe, [*words, "log.plots=false", "machine.device=cpu", "model.dropout=0.1"]).config
+    words = [
+        "sample.every=0",
+        "save.every=0",
+        "evaluate.tokens=0",
+        "evaluate.tasks=",
+        "optim.schedule=constant",
+    ]
+    config = resolve(
+        recipe, [*words, "log.plots=false", "machine.device=cpu", "model.dropout=0.1"]
+    ).config
     assert (config.sample.every.value, config.save.every.value, config.evaluate.tokens) == (0, 0, 0)
 
 

@@ -7,7 +7,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.config.load import format_value, list_changes, list_recipes, load_config, render, resolve
+from megatoken.config.load import (
+    format_value,
+    list_changes,
+    list_recipes,
+    load_config,
+    render,
+    resolve,
+)
 from megatoken.config.presets import PRESETS
 from megatoken.config.schema import DataConfig
 from megatoken.errors import ExitCode, MegatokenError
@@ -40,8 +47,14 @@ def test_origins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", list_recipes())
-def test_a_preset_on_the_command_line_replaces_every_size_and_switch_of_a_recipe(recipe: str) -> None:
-    batch = ("budget.batch_start=0", "budget.batch_ramp=0", "budget.batch_tokens=524288")  # of whole contexts
+def test_a_preset_on_the_command_line_replaces_every_size_and_switch_of_a_recipe(
+    recipe: str,
+) -> None:
+    batch = (
+        "budget.batch_start=0",
+        "budget.batch_ramp=0",
+        "budget.batch_tokens=524288",
+    )  # of whole contexts
     for name, preset in PRESETS.items():
         resolved = resolve(recipe, [f"model.preset={name}", *batch])
         model, vocab_size = resolved.config.model, resolve(recipe).config.model.vocab_size
@@ -59,22 +72,47 @@ def test_null_is_no_value(tmp_path: Path, null: str) -> None:
     text = f"model: {{init: {null}}}\ndata:\n  path: {null}\nsample: {null}\nbudget: {{steps: 1, tokens: {null}}}\n"
     resolved = resolve(write(tmp_path, text + "save: {mirror: 'null'}\n"))
     config = resolved.config
-    assert (config.model.init, config.data, config.budget.tokens, config.save.mirror) == ("", DataConfig(), 0, "null")
+    assert (config.model.init, config.data, config.budget.tokens, config.save.mirror) == (
+        "",
+        DataConfig(),
+        0,
+        "null",
+    )
     assert resolved.origins["data.path"] == "default"
 
 
 def test_rendered_config_loads_again(tmp_path: Path) -> None:
-    words = ['sample.prompt=a: b # c\n"d"', "sample.every=1", "save.time_limit=90m", "optim.lr=1e-05"]
+    words = [
+        'sample.prompt=a: b # c\n"d"',
+        "sample.every=1",
+        "save.time_limit=90m",
+        "optim.lr=1e-05",
+    ]
     resolved = resolve(write(tmp_path, RECIPE), words)
     again = resolve(write(tmp_path, render(resolved.config, resolved.origins)))
     assert again.config == resolved.config
 
 
 @pytest.mark.parametrize(
-    "text", ["*.npy", "-", "---", "\U0001f600", "a\u2028b\x85\x7f\ufeff\0", "\udc80", "#", "", "x" * 300, "?", "Null"]
+    "text",
+    [
+        "*.npy",
+        "-",
+        "---",
+        "\U0001f600",
+        "a\u2028b\x85\x7f\ufeff\0",
+        "\udc80",
+        "#",
+        "",
+        "x" * 300,
+        "?",
+        "Null",
+    ],
 )
 def test_any_text_is_rendered_so_that_it_loads_again(tmp_path: Path, text: str) -> None:
-    resolved = resolve(write(tmp_path, RECIPE), [f"data.path={text}", f"sample.prompt={text}", "sample.every=1"])
+    resolved = resolve(
+        write(tmp_path, RECIPE), [f"data.path={text}", f"sample.prompt={text}", "sample.every=1"]
+    )
     again = resolve(write(tmp_path, render(resolved.config, resolved.origins)))
     assert again.config == resolved.config
 
@@ -89,7 +127,10 @@ def test_origin_is_a_comment_of_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "two\nlines: \udc80"
     folder.mkdir()
     resolved = resolve(write(folder, RECIPE))
-    assert resolve(write(tmp_path, render(resolved.config, resolved.origins))).config == resolved.config
+    assert (
+        resolve(write(tmp_path, render(resolved.config, resolved.origins))).config
+        == resolved.config
+    )
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -119,8 +160,18 @@ def test_gpt3_recipes_are_the_papers(name: str) -> None:
     config = resolve(name).config
     optim, budget = config.optim, config.budget
     assert (optim.lr, budget.batch_tokens) == (GPT3[name][0], GPT3[name][1] * 1024)
-    assert (optim.beta1, optim.beta2, optim.eps, optim.grad_clip, optim.weight_decay) == (0.9, 0.95, 1e-8, 1.0, 0.1)
-    assert (str(optim.warmup), str(optim.decay), optim.min_lr_ratio) == ("375000000tok", "260000000000tok", 0.1)
+    assert (optim.beta1, optim.beta2, optim.eps, optim.grad_clip, optim.weight_decay) == (
+        0.9,
+        0.95,
+        1e-8,
+        1.0,
+        0.1,
+    )
+    assert (str(optim.warmup), str(optim.decay), optim.min_lr_ratio) == (
+        "375000000tok",
+        "260000000000tok",
+        0.1,
+    )
     assert (budget.tokens, budget.batch_start) == (300_000_000_000, 32_768)
     assert 4_000_000_000 <= budget.batch_ramp <= 12_000_000_000
     assert config.model.preset == name
@@ -135,8 +186,12 @@ def test_a_preset_with_a_recipe_of_its_own_is_pointed_to() -> None:
         assert resolve(name, [*words, "model.preset=gpt3-6.7b"]).notes == ()
 
 
-@pytest.mark.parametrize(("schedule", "decay"), [("cosine", "auto"), ("constant", "auto"), ("wsd", "0.2dur")])
-def test_the_decay_of_version_1_had_a_meaning_under_wsd_only(tmp_path: Path, schedule: str, decay: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "decay"), [("cosine", "auto"), ("constant", "auto"), ("wsd", "0.2dur")]
+)
+def test_the_decay_of_version_1_had_a_meaning_under_wsd_only(
+    tmp_path: Path, schedule: str, decay: str
+) -> None:
     """Every config.yaml of version 1 gives it; the run goes on at its rates, and a default equals it."""
     text = RECIPE + f"optim:\n  decay: 0.2dur\n  schedule: {schedule}\n"
     old = resolve(write(tmp_path, f"version: 1\n{text}")).config
@@ -161,12 +216,24 @@ def test_override_replaces_the_length_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "output"),
     [
-        ("model:\n  n_layers: 3\n", "unknown key 'model.n_layers' — {}:2 — did you mean 'model.n_layer'?"),
-        ("modle:\n  n_layer: 3\n", "unknown key 'modle.n_layer' — {}:2 — did you mean 'model.n_layer'?"),
+        (
+            "model:\n  n_layers: 3\n",
+            "unknown key 'model.n_layers' — {}:2 — did you mean 'model.n_layer'?",
+        ),
+        (
+            "modle:\n  n_layer: 3\n",
+            "unknown key 'modle.n_layer' — {}:2 — did you mean 'model.n_layer'?",
+        ),
         ("lr: 3\n", "unknown key 'lr' — {}:1 — did you mean 'optim.lr'?"),
         ("model:\n  n_layer: x\n", "model.n_layer: expected a whole number, got 'x' — {}:2"),
-        ("model:\n  n_layer: [1]\n", "model.n_layer is neither a value nor a section of field: value lines — {}:2"),
-        ("model:\n  n_layer: 2\n  n_layer: 3\n", "key 'model.n_layer' is given twice — {}:3 — first given at {}:2"),
+        (
+            "model:\n  n_layer: [1]\n",
+            "model.n_layer is neither a value nor a section of field: value lines — {}:2",
+        ),
+        (
+            "model:\n  n_layer: 2\n  n_layer: 3\n",
+            "key 'model.n_layer' is given twice — {}:3 — first given at {}:2",
+        ),
         ("model: 3\n", "model is a section, got '3' — {}:1 — write `field: value` lines below it"),
         ("- a\n", "the recipe is neither a value nor a section of field: value lines — {}:1"),
         ("model:\n  n_layer: 'a\n", "not valid YAML"),
@@ -175,7 +242,10 @@ def test_override_replaces_the_length_of_the_run(tmp_path: Path) -> None:
             "seed: !!python/object/apply:os.system ['true']\n",
             "not valid YAML: tags, anchors and aliases are not read — {}:1",
         ),
-        ("version: 9\nmodel:\n  n_layer: 1\n", "recipe is of version 9, this megatoken reads versions 1 and 2 — {}:1"),
+        (
+            "version: 9\nmodel:\n  n_layer: 1\n",
+            "recipe is of version 9, this megatoken reads versions 1 and 2 — {}:1",
+        ),
         ("\tmodel: 1\n", "not valid YAML"),
         ("? [1]\n: 2\n", "the recipe is neither a value nor a section"),
         ("model:\n  d_model: 100\n", "model.n_head: 12 heads do not divide d_model 100"),
@@ -212,7 +282,8 @@ def test_unknown_recipe_suggests_the_nearest() -> None:
 
 def test_override_mistakes() -> None:
     with pytest.raises(
-        MegatokenError, match=r"unknown key 'modle.n_layer' — command line — did you mean 'model.n_layer'"
+        MegatokenError,
+        match=r"unknown key 'modle.n_layer' — command line — did you mean 'model.n_layer'",
     ):
         resolve("quickstart", ["modle.n_layer=3"])
     with pytest.raises(MegatokenError, match="cannot read override 'fast'"):
@@ -221,7 +292,9 @@ def test_override_mistakes() -> None:
 
 def test_changes_are_listed_with_what_a_resume_may_do() -> None:
     old = resolve("quickstart", ["optim.lr=3e-3"]).config
-    new = resolve("quickstart", ["optim.lr=1e-4", "data.path=/moved", "machine.micro_batch=1", "seed=1"]).config
+    new = resolve(
+        "quickstart", ["optim.lr=1e-4", "data.path=/moved", "machine.micro_batch=1", "seed=1"]
+    ).config
     assert [(str(change), change.resume) for change in list_changes(old, new)] == [
         ("seed: 1337 -> 1", "fatal"),
         ("data.path: data/python -> /moved", "free"),  # the same data may lie elsewhere
@@ -245,7 +318,9 @@ def test_initial_weights_of_a_resume_may_be_left_out_but_not_be_others() -> None
 
 def test_old_and_new_name_of_a_field_together_are_refused(tmp_path: Path) -> None:
     recipe = write(tmp_path, "optim:\n  floor: 0.1\n  min_lr_ratio: 0.2\n")
-    with pytest.raises(MegatokenError, match=r"key 'optim.min_lr_ratio' is given twice .* first given at .*:2"):
+    with pytest.raises(
+        MegatokenError, match=r"key 'optim.min_lr_ratio' is given twice .* first given at .*:2"
+    ):
         resolve(recipe)
 
 

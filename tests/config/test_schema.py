@@ -71,9 +71,17 @@ def test_values_are_parsed(key: str, text: str, value: object) -> None:
         ("optim.lr", "nan", "expected a number, got 'nan'"),
         ("optim.lr", "-1", "must be at least 0, got -1"),
         ("optim.eps", "0", "must be above 0, got 0"),
-        ("optim.schedule", "cosin", "expected one of cosine, linear, wsd, wsd-sqrt, multi-step, constant, got 'cosin'"),
+        (
+            "optim.schedule",
+            "cosin",
+            "expected one of cosine, linear, wsd, wsd-sqrt, multi-step, constant, got 'cosin'",
+        ),
         ("machine.tf32", "maybe", "expected true or false, got 'maybe'"),
-        ("save.every", "5 bananas", "expected a duration such as 100steps, 10e9tok, 3ep or 0.01dur, got '5 bananas'"),
+        (
+            "save.every",
+            "5 bananas",
+            "expected a duration such as 100steps, 10e9tok, 3ep or 0.01dur, got '5 bananas'",
+        ),
         ("save.every", "-5steps", "must be at least 0, got -5steps"),
         ("machine.micro_batch", "0", "must be at least 1, got 0"),
         ("budget.tokens", "1e400", "expected a whole number, got '1e400'"),
@@ -96,7 +104,9 @@ UPDATES = {"objective__name": "grpo", "objective__updates": 4}
 
 
 def run_with(**values: object) -> Config:
-    return build_config({"budget.steps": 1, **{key.replace("__", "."): value for key, value in values.items()}})
+    return build_config(
+        {"budget.steps": 1, **{key.replace("__", "."): value for key, value in values.items()}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,12 +125,26 @@ def run_with(**values: object) -> Config:
         ({"machine__device": "cpu", "machine__precision": "fp16"}, "machine.precision", "bf16"),
         ({"optim__warmup": Duration(2, "dur")}, "optim.warmup", "at most 1dur"),
         ({"save__time_limit": "soon"}, "save.time_limit", "90m"),
-        ({**UPDATES, "save__every": Duration(10)}, "save.every", "objective.updates: 8steps, 12steps"),
-        ({**UPDATES, "save__every": Duration(0.1, "dur")}, "save.every", "objective.updates: 4steps"),
-        ({**UPDATES, "evaluate__every": Duration(6), "save__keep_best": True}, "evaluate.every", "4steps, 8steps"),
+        (
+            {**UPDATES, "save__every": Duration(10)},
+            "save.every",
+            "objective.updates: 8steps, 12steps",
+        ),
+        (
+            {**UPDATES, "save__every": Duration(0.1, "dur")},
+            "save.every",
+            "objective.updates: 4steps",
+        ),
+        (
+            {**UPDATES, "evaluate__every": Duration(6), "save__keep_best": True},
+            "evaluate.every",
+            "4steps, 8steps",
+        ),
     ],
 )
-def test_conflicting_settings_are_reported_with_a_fix_that_works(values: dict[str, object], key: str, fix: str) -> None:
+def test_conflicting_settings_are_reported_with_a_fix_that_works(
+    values: dict[str, object], key: str, fix: str
+) -> None:
     found = list(validate(run_with(**values)))
     assert [k for k, _, _ in found] == [key]
     assert fix in found[0][2]
@@ -128,25 +152,31 @@ def test_conflicting_settings_are_reported_with_a_fix_that_works(values: dict[st
 
 def test_valid_config_has_no_conflicts() -> None:
     assert list(validate(run_with())) == []
-    assert list(validate(run_with(**UPDATES, save__every=Duration(8), evaluate__every=Duration(6)))) == []
+    assert (
+        list(validate(run_with(**UPDATES, save__every=Duration(8), evaluate__every=Duration(6))))
+        == []
+    )
     assert list(validate(run_with(objective__updates=4, save__every=Duration(6)))) == []
 
 
 def test_preset_fills_unset_fields() -> None:
     config = run_with(model__preset="gpt2-355m", model__n_layer=3)
-    assert (config.model.n_layer, config.model.d_model, config.model.n_head, config.model.vocab_size) == (
-        3,
-        1024,
-        16,
-        50257,
-    )
+    assert (
+        config.model.n_layer,
+        config.model.d_model,
+        config.model.n_head,
+        config.model.vocab_size,
+    ) == (3, 1024, 16, 50257)
 
 
 def test_llama_preset_sets_its_switches() -> None:
     config = run_with(model__preset="llama3.2-1b", model__seq_len=4096)
     model_config = config.model.resolve(50257)
     assert model_config == dataclasses.replace(PRESETS["llama3.2-1b"], seq_len=4096)
-    assert run_with(model__preset="llama3.2-1b", model__vocab_size=0).model.resolve(50257).vocab_size == 50257
+    assert (
+        run_with(model__preset="llama3.2-1b", model__vocab_size=0).model.resolve(50257).vocab_size
+        == 50257
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -171,10 +201,15 @@ def test_total_steps() -> None:
     assert run_with().total_steps(10) == 1
     tokens = build_config({"budget.tokens": 10_000_000_000})
     assert tokens.total_steps(10) == 19073
-    assert build_config({"budget.epochs": 2.0, "budget.batch_tokens": 1024}).total_steps(10 * 1024) == 20
+    assert (
+        build_config({"budget.epochs": 2.0, "budget.batch_tokens": 1024}).total_steps(10 * 1024)
+        == 20
+    )
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("", 0), ("90", 90), ("90m", 5400), ("11h30m", 41400), ("2d", 172800)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", 0), ("90", 90), ("90m", 5400), ("11h30m", 41400), ("2d", 172800)]
+)
 def test_wall_clock_times(text: str, seconds: float) -> None:
     assert parse_time(text) == seconds
 

@@ -19,13 +19,23 @@ BYTES = 257  # ids of the tokenizer of bytes: not a multiple of any tile size
 TINY_GPT = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=128, vocab_size=BYTES, seq_len=24)
 NANOGPT = replace(TINY_GPT, mlp="gelu-erf")
 _LLAMA = replace(
-    TINY_GPT, n_head=4, n_kv_head=2, d_ff=96, norm="rmsnorm", norm_eps=1e-6, pos_emb="rotary", mlp="swiglu", bias=False
+    TINY_GPT,
+    n_head=4,
+    n_kv_head=2,
+    d_ff=96,
+    norm="rmsnorm",
+    norm_eps=1e-6,
+    pos_emb="rotary",
+    mlp="swiglu",
+    bias=False,
 )
 FAMILIES = {
     "gpt2": TINY_GPT,
     "nanogpt": replace(NANOGPT, bias=False),
     "gpt2-untied": replace(TINY_GPT, tie_embeddings=False, norm_eps=1e-6),
-    "llama-tied": replace(_LLAMA, rope_theta=500.0, rope_factor=8.0, rope_context=12),  # scaled as LLaMA 3.1 is
+    "llama-tied": replace(
+        _LLAMA, rope_theta=500.0, rope_factor=8.0, rope_context=12
+    ),  # scaled as LLaMA 3.1 is
     "llama-untied": replace(_LLAMA, n_kv_head=1, tie_embeddings=False),
     "llama-biased": replace(_LLAMA, n_kv_head=0, bias=True),
     "qwen3-tied": replace(_LLAMA, qk_norm=True, rope_theta=1e6, rope_factor=8.0, rope_context=12),
@@ -60,7 +70,9 @@ def byte_tokenizer() -> Tokenizer:
 
 def llama_tokenizer() -> Tokenizer:
     """SentencePiece as in LLaMA: words begin with U+2581, <s> comes first, decoding drops the first space."""
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {
+        f"<0x{byte:02X}>": byte + 3 for byte in range(256)
+    }
     merges: list[tuple[str, str]] = []
     for word in ("\u2581the", "\u2581king", "\u2581their"):
         for end in range(1, len(word)):
@@ -68,12 +80,23 @@ def llama_tokenizer() -> Tokenizer:
             vocabulary.setdefault(word[:end], len(vocabulary))
             merges += [(word[:end], word[end])] if (word[:end], word[end]) not in merges else []
         vocabulary.setdefault(word, len(vocabulary))
-    inner = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True)
     )
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     inner.add_special_tokens(["<unk>", "<s>", "</s>"])
     return Tokenizer(inner, "llama", 2)
 
@@ -92,7 +115,11 @@ def save_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
     (folder / "config.yaml").touch()
     state = build_state(model, tiny_config(), CPU)
     return save_state(
-        folder / "checkpoints", state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={}
+        folder / "checkpoints",
+        state,
+        config=folder / "config.yaml",
+        tokenizer=folder / "tokenizer",
+        meta={},
     )
 
 

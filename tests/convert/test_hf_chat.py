@@ -13,7 +13,13 @@ import torch
 from megatoken.convert.export import export
 from megatoken.convert.hf import export as hf_export
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
-from megatoken.data.chat_template import ChatTemplate, Message, add_control_tokens, find_stop_ids, find_template
+from megatoken.data.chat_template import (
+    ChatTemplate,
+    Message,
+    add_control_tokens,
+    find_stop_ids,
+    find_template,
+)
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
@@ -23,19 +29,28 @@ from tests.convert.models import FAMILIES, TINY_GPT, byte_tokenizer, draw_model
 transformers = pytest.importorskip("transformers")
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
-ASKED = [Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4"), Message("user", "né?\n")]
+ASKED = [
+    Message("system", "Be brief."),
+    Message("user", "2 + 2?"),
+    Message("assistant", "4"),
+    Message("user", "né?\n"),
+]
 ROWS = [{"role": message.role, "content": message.content} for message in ASKED]
 
 
 def draw_chat_model(family: str) -> GPT:
-    return draw_model(replace(FAMILIES[family], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128))
+    return draw_model(
+        replace(FAMILIES[family], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128)
+    )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head is turned so that its third greedy token is the one that ends an answer."""
     model = draw_chat_model("llama-untied")
-    ids = generate_ids(model, TEMPLATE.encode(ASKED, reply=True)[0], max_new_tokens=3, temperature=0)[0]
+    ids = generate_ids(
+        model, TEMPLATE.encode(ASKED, reply=True)[0], max_new_tokens=3, temperature=0
+    )[0]
     assert ids[2] not in (*ids[:2], *TEMPLATE.stop_ids)
     rows = [ids[2], TEMPLATE.stop_ids[0]]
     with torch.no_grad():
@@ -52,19 +67,25 @@ def test_ids_ends_and_greedy_answers_are_the_same(folder: Path) -> None:
     assert tokenizer.eos_token_id == TEMPLATE.stop_ids[0]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert theirs.generation_config.eos_token_id == list(TEMPLATE.stop_ids)
-    answer = theirs.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :].tolist()
+    answer = theirs.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[
+        0, len(ids) :
+    ].tolist()
     loaded = load_pretrained(folder)
     again = find_template(loaded.tokenizer)
     assert (again.stop_ids, again.jinja) == (TEMPLATE.stop_ids, TEMPLATE.jinja)
     assert find_stop_ids(loaded.tokenizer) == find_stop_ids(TEMPLATE.tokenizer) == TEMPLATE.stop_ids
-    ours = generate_ids(loaded.model, ids, max_new_tokens=16, temperature=0, stop_ids=TEMPLATE.stop_ids)[0]
+    ours = generate_ids(
+        loaded.model, ids, max_new_tokens=16, temperature=0, stop_ids=TEMPLATE.stop_ids
+    )[0]
     assert answer == [*ours, TEMPLATE.stop_ids[0]]
     assert len(ours) == 2
 
 
 def test_generation_ends_where_the_model_says(tmp_path: Path) -> None:
     """At one of several ids, none of which is called an end of text; what is exported says the same."""
-    inner = tokenizers.Tokenizer.from_str(byte_tokenizer().to_json().replace("<|endoftext|>", "<end>"))
+    inner = tokenizers.Tokenizer.from_str(
+        byte_tokenizer().to_json().replace("<|endoftext|>", "<end>")
+    )
     model = draw_model(FAMILIES["llama-untied"])
     free = generate_ids(model, [*b"abc"], max_new_tokens=9, temperature=0)[0]
     export(LoadedModel(model, Tokenizer(inner, "it", 256), "it"), "hf", tmp_path / "hf")
@@ -72,7 +93,9 @@ def test_generation_ends_where_the_model_says(tmp_path: Path) -> None:
         content = json.loads((tmp_path / "hf" / name).read_text())
         (tmp_path / "hf" / name).write_text(json.dumps(content | {"eos_token_id": ends}))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    expected = theirs.generate(torch.tensor([[*b"abc"]]), max_new_tokens=9, do_sample=False)[0, 3:].tolist()
+    expected = theirs.generate(torch.tensor([[*b"abc"]]), max_new_tokens=9, do_sample=False)[
+        0, 3:
+    ].tolist()
     loaded = load_pretrained(tmp_path / "hf")
     text = generate(loaded.model, loaded.tokenizer, "abc", max_new_tokens=9, temperature=0)
     assert text == loaded.tokenizer.decode(expected[:-1])
@@ -96,30 +119,41 @@ def test_the_template_is_plain_jinja_and_the_marked_one_gives_masks(folder: Path
     assert (found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]) == (ids, trained)
 
 
-@pytest.mark.parametrize(("family", "source"), [("llama-tied", "FROM .\n"), ("gpt2", "FROM ./model.gguf\n")])
+@pytest.mark.parametrize(
+    ("family", "source"), [("llama-tied", "FROM .\n"), ("gpt2", "FROM ./model.gguf\n")]
+)
 def test_modelfile_and_readme(family: str, source: str, tmp_path: Path) -> None:
     hf_export.write_hf(tmp_path, draw_chat_model(family), TEMPLATE.tokenizer, "fp32")
     modelfile = (tmp_path / "Modelfile").read_text()
     assert modelfile.startswith(source)
-    assert '<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\nPARAMETER stop "<|endoftext|>"\n' in modelfile
+    assert (
+        '<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\nPARAMETER stop "<|endoftext|>"\n'
+        in modelfile
+    )
     readme = (tmp_path / "README.md").read_text()
     assert "a message that spells `<|im_end|>` ends itself" in readme
     assert ("convert_hf_to_gguf.py" in readme) == (family == "gpt2")
 
 
-def test_a_template_that_writes_other_ids_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_writes_other_ids_is_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def drop_all(template: ChatTemplate) -> str:
         return "{{ messages[0]['content'] }}"
 
     monkeypatch.setattr(hf_export, "drop_marks", drop_all)
     with pytest.raises(CheckpointError, match="transformers writes a conversation differently"):
-        export(LoadedModel(draw_chat_model("gpt2"), TEMPLATE.tokenizer, "it"), "hf", tmp_path / "hf")
+        export(
+            LoadedModel(draw_chat_model("gpt2"), TEMPLATE.tokenizer, "it"), "hf", tmp_path / "hf"
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_without_a_template_has_no_chat_files(tmp_path: Path) -> None:
     hf_export.write_hf(tmp_path, draw_model(TINY_GPT), byte_tokenizer(), "fp32")
-    assert not {"Modelfile", "README.md", "chat_template_training.jinja"} & {path.name for path in tmp_path.iterdir()}
+    assert not {"Modelfile", "README.md", "chat_template_training.jinja"} & {
+        path.name for path in tmp_path.iterdir()
+    }
     config: dict[str, Any] = json.loads((tmp_path / "generation_config.json").read_text())
     assert config["eos_token_id"] == byte_tokenizer().eot
     assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -24,7 +24,15 @@ from megatoken.errors import ConfigError, ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
 from megatoken.sampling.generate import generate_ids
-from tests.convert.models import BYTES, FAMILIES, TINY_GPT, byte_tokenizer, draw_model, relative, save_run
+from tests.convert.models import (
+    BYTES,
+    FAMILIES,
+    TINY_GPT,
+    byte_tokenizer,
+    draw_model,
+    relative,
+    save_run,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,11 +48,15 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT, Path]:
+def exported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[GPT, Path]:
     """A model of every family, and the folder it is exported to."""
     folder = tmp_path_factory.mktemp("export")
     model = draw_model(FAMILIES[request.param])
-    answer = export(str(save_run(folder / "run", model)), "hf", folder / "hf", "fp32", Console(quiet=True))
+    answer = export(
+        str(save_run(folder / "run", model)), "hf", folder / "hf", "fp32", Console(quiet=True)
+    )
     assert answer["verified"]
     assert answer["max_relative_difference"] <= TOLERANCE
     return model, folder / "hf"
@@ -62,25 +74,33 @@ def test_logits_and_gradients_are_equal(exported: tuple[GPT, Path], reloaded: An
         output = reloaded(IDS, labels=IDS)
     output.loss.backward()
     hidden = model(IDS[:, :-1])
-    total, count = cross_entropy(hidden, model.lm_head_weight, IDS[:, 1:], vocab_size=BYTES, chunk=7)
+    total, count = cross_entropy(
+        hidden, model.lm_head_weight, IDS[:, 1:], vocab_size=BYTES, chunk=7
+    )
     (total / count).backward()
     assert relative(model.lm_head(hidden), output.logits[:, :-1]) <= TOLERANCE
     ours = {name: parameter.grad for name, parameter in model.named_parameters()}
     theirs = dict(reloaded.named_parameters())
     views = choose_family(model.config).view_params(ours, model.config)
-    assert views.keys() == {name for name in theirs if model.config.bias or not name.endswith(".bias")}
+    assert views.keys() == {
+        name for name in theirs if model.config.bias or not name.endswith(".bias")
+    }
     for name, view in views.items():
         assert relative(view, theirs[name].grad) <= 1e-4, name
     model.zero_grad(set_to_none=True)
 
 
-def test_greedy_text_is_the_same_without_padding_ids(exported: tuple[GPT, Path], reloaded: Any) -> None:
+def test_greedy_text_is_the_same_without_padding_ids(
+    exported: tuple[GPT, Path], reloaded: Any
+) -> None:
     prompt = IDS[:1, :4]
     reloaded.generation_config.eos_token_id = None
     theirs = reloaded.generate(prompt, max_new_tokens=16, do_sample=False)[0, 4:].tolist()
     ours = generate_ids(exported[0], prompt[0].tolist(), max_new_tokens=16, temperature=0)[0]
     assert ours == theirs
-    drawn = generate_ids(exported[0], prompt[0].tolist(), max_new_tokens=16, temperature=2.0, num_samples=8, seed=1)
+    drawn = generate_ids(
+        exported[0], prompt[0].tolist(), max_new_tokens=16, temperature=2.0, num_samples=8, seed=1
+    )
     assert max(map(max, drawn)) < BYTES  # padding rows of the model have weights of 100
 
 
@@ -91,7 +111,11 @@ def test_the_folder_holds_no_padding_and_loads_silently(
     config = json.loads((folder / "config.json").read_text())
     assert config["vocab_size"] == BYTES
     tensors = load_file(folder / "model.safetensors")
-    assert {len(tensors[name]) for name in tensors if "wte" in name or "embed" in name or "lm_head" in name} == {BYTES}
+    assert {
+        len(tensors[name])
+        for name in tensors
+        if "wte" in name or "embed" in name or "lm_head" in name
+    } == {BYTES}
     transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     generation = transformers.GenerationConfig.from_pretrained(folder)
@@ -105,7 +129,9 @@ def test_the_folder_holds_no_padding_and_loads_silently(
 def test_round_trip(exported: tuple[GPT, Path]) -> None:
     model, folder = exported
     again, _ = load_hf(str(folder))
-    assert replace(again.config, bias=model.config.bias) == model.config  # transformers' GPT-2 always has biases: zeros
+    assert (
+        replace(again.config, bias=model.config.bias) == model.config
+    )  # transformers' GPT-2 always has biases: zeros
     ours = model.state_dict()
     for name, tensor in again.state_dict().items():
         rows = BYTES if name in ("tokens.weight", "head.weight") else len(tensor)
@@ -117,9 +143,17 @@ def test_round_trip(exported: tuple[GPT, Path]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Llama", False), ("Qwen3", True)])
-def test_a_model_of_transformers_has_the_same_gradients_and_text(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_a_model_of_transformers_has_the_same_gradients_and_text(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    rope = {"rope_type": "llama3", "rope_theta": 300.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 300.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     config = getattr(transformers, f"{kind}Config")(
         head_dim=8,
         vocab_size=BYTES,
@@ -135,43 +169,61 @@ def test_a_model_of_transformers_has_the_same_gradients_and_text(kind: str, tied
     reference = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     reference.save_pretrained(tmp_path)
     model, _ = load_hf(str(tmp_path))
-    assert (model.config.kv_heads, model.config.tie_embeddings, model.config.rope_factor, model.config.seq_len) == (
-        2,
-        tied,
-        4.0,
-        40,
-    )
+    assert (
+        model.config.kv_heads,
+        model.config.tie_embeddings,
+        model.config.rope_factor,
+        model.config.seq_len,
+    ) == (2, tied, 4.0, 40)
     output = reference(IDS, labels=IDS)
     output.loss.backward()
     hidden = model(IDS)
     assert relative(model.lm_head(hidden), output.logits) <= TOLERANCE
-    total, count = cross_entropy(hidden[:, :-1], model.lm_head_weight, IDS[:, 1:], vocab_size=BYTES, chunk=0)
+    total, count = cross_entropy(
+        hidden[:, :-1], model.lm_head_weight, IDS[:, 1:], vocab_size=BYTES, chunk=0
+    )
     (total / count).backward()
     ours = {name: parameter.grad for name, parameter in model.named_parameters()}
     theirs = dict(reference.named_parameters())
     for name, view in choose_family(model.config).view_params(ours, model.config).items():
         assert relative(view, theirs[name].grad) <= 1e-4, name
     prompt = IDS[:1, :4]
-    text = reference.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert generate_ids(model, prompt[0].tolist(), max_new_tokens=16, temperature=0)[0] == text[0, 4:].tolist()
+    text = reference.generate(
+        prompt, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    assert (
+        generate_ids(model, prompt[0].tolist(), max_new_tokens=16, temperature=0)[0]
+        == text[0, 4:].tolist()
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is None: expected a number"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "low_freq_factor is None: expected a number",
+        ),
         ({"rope_theta": "big"}, "rope_theta is 'big': expected a number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported"),
         ({"attention_bias": True}, r"q_proj\.bias is missing"),
-        ({"head_dim": 16}, r"head_dim is 16: 4 heads of it do not fill the width 32 .* heads fill its width"),
+        (
+            {"head_dim": 16},
+            r"head_dim is 16: 4 heads of it do not fill the width 32 .* heads fill its width",
+        ),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3 of keys and values"),
         ({"num_key_value_heads": None}, r"k_proj\.weight is \(16, 32\), its sizes say \(32, 32\)"),
         ({"tie_word_embeddings": True}, r"lm_head\.weight differs from the token embedding"),
-        ({"model_type": "mistral"}, "model_type 'mistral' is not supported .* supported: gpt2 and llama"),
+        (
+            {"model_type": "mistral"},
+            "model_type 'mistral' is not supported .* supported: gpt2 and llama",
+        ),
     ],
 )
-def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unsupported_llama_configs_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     model_config = replace(FAMILIES["llama-untied"], n_kv_head=2)
     write_hf(tmp_path, draw_model(model_config), byte_tokenizer(), "fp32")
     path = tmp_path / "config.json"
@@ -186,9 +238,18 @@ def test_a_mix_of_switches_that_transformers_lacks_is_refused(
 ) -> None:
     name = save_run(tmp_path / "run", draw_model(replace(TINY_GPT, norm="rmsnorm")))
     assert main(["export", str(name), "--out", str(tmp_path / "hf")]) == ExitCode.CONFIG
-    assert "error: no model of transformers has rmsnorm, learned positions, gelu" in capsys.readouterr().err
-    assert main(["export", str(name), "--to", "llmc", "--out", str(tmp_path / "hf")]) == ExitCode.CONFIG
-    assert "llm.c computes GPT-2 alone, this model has norm rmsnorm, not layernorm" in capsys.readouterr().err
+    assert (
+        "error: no model of transformers has rmsnorm, learned positions, gelu"
+        in capsys.readouterr().err
+    )
+    assert (
+        main(["export", str(name), "--to", "llmc", "--out", str(tmp_path / "hf")])
+        == ExitCode.CONFIG
+    )
+    assert (
+        "llm.c computes GPT-2 alone, this model has norm rmsnorm, not layernorm"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "hf").exists()
 
 
@@ -204,9 +265,14 @@ def test_a_mix_of_switches_that_transformers_lacks_is_refused(
     ],
     ids=str,
 )
-def test_a_switch_that_no_model_of_transformers_has_is_refused(switch: dict[str, Any], tmp_path: Path) -> None:
+def test_a_switch_that_no_model_of_transformers_has_is_refused(
+    switch: dict[str, Any], tmp_path: Path
+) -> None:
     model = draw_model(replace(FAMILIES["qwen3-tied"], **switch))
-    for to, name in (("hf", "relu2|biases|" + next(iter(switch))), ("llmc", "computes GPT-2 alone")):
+    for to, name in (
+        ("hf", "relu2|biases|" + next(iter(switch))),
+        ("llmc", "computes GPT-2 alone"),
+    ):
         with pytest.raises(ConfigError, match=name):
             export(LoadedModel(model, byte_tokenizer(), "it"), to, tmp_path / to)
     assert list(tmp_path.iterdir()) == []
@@ -214,14 +280,18 @@ def test_a_switch_that_no_model_of_transformers_has_is_refused(switch: dict[str,
 
 def test_a_dtype_that_no_format_has_is_refused(tmp_path: Path) -> None:
     for to in ("hf", "llmc"):
-        with pytest.raises(ConfigError, match="unknown dtype 'fp8' — export — choose one of fp32, bf16"):
+        with pytest.raises(
+            ConfigError, match="unknown dtype 'fp8' — export — choose one of fp32, bf16"
+        ):
             export(LoadedModel(draw_model(), byte_tokenizer(), "it"), to, tmp_path / to, "fp8")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unused_ids_are_left_out(tmp_path: Path) -> None:
     model = draw_model(replace(TINY_GPT, vocab_size=300))  # 43 ids more than the tokenizer has
-    export(str(save_run(tmp_path / "run", model)), "hf", tmp_path / "hf", "fp32", Console(quiet=True))
+    export(
+        str(save_run(tmp_path / "run", model)), "hf", tmp_path / "hf", "fp32", Console(quiet=True)
+    )
     assert load_hf(str(tmp_path / "hf"))[0].config == TINY_GPT
 
 
@@ -236,7 +306,9 @@ def test_bf16_export_is_compared_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["folder", "file", "link"])
-def test_a_target_that_exists_is_left_alone(tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_exists_is_left_alone(
+    tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     name, out = save_run(tmp_path / "run", draw_model()), tmp_path / "out"
     {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}[target]()
     assert main(["export", str(name), "--to", "hf", "--out", str(out)]) == ExitCode.STORAGE
@@ -249,7 +321,9 @@ def test_a_target_that_exists_is_left_alone(tmp_path: Path, target: str, capsys:
 def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = save_run(tmp_path / "run", draw_model())
     monkeypatch.setattr("megatoken.convert.hf.export.TOLERANCE", -1.0)
-    with pytest.raises(MegatokenError, match=r"logits differ in transformers by .* of the largest") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"logits differ in transformers by .* of the largest"
+    ) as caught:
         export(str(name), "hf", tmp_path / "hf", "fp32", Console(quiet=True))
     assert caught.value.code == ExitCode.CHECKPOINT
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -278,7 +352,9 @@ def test_a_full_disk_is_one_line(
     assert f"export: File exists — {tmp_path / 'file'} — choose" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("raised", [OSError("no file named model.safetensors"), ValueError("unknown\narchitecture")])
+@pytest.mark.parametrize(
+    "raised", [OSError("no file named model.safetensors"), ValueError("unknown\narchitecture")]
+)
 def test_what_transformers_cannot_load_is_not_called_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
 ) -> None:
@@ -287,7 +363,9 @@ def test_what_transformers_cannot_load_is_not_called_a_full_disk(
 
     name = save_run(tmp_path / "run", draw_model())
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
-    with pytest.raises(MegatokenError, match=r"transformers .* cannot load what was written: (no|unknown) ") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"transformers .* cannot load what was written: (no|unknown) "
+    ) as caught:
         export(str(name), "hf", tmp_path / "hf", "fp32", Console(quiet=True))
     assert caught.value.code == ExitCode.CHECKPOINT
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -298,7 +376,10 @@ def test_without_transformers_verified_is_false(
 ) -> None:
     name = save_run(tmp_path / "run", draw_model())
     monkeypatch.setitem(sys.modules, "transformers", None)  # import finds nothing
-    assert main(["export", str(name), "--to", "hf", "--out", str(tmp_path / "hf"), "--json"]) == ExitCode.DONE
+    assert (
+        main(["export", str(name), "--to", "hf", "--out", str(tmp_path / "hf"), "--json"])
+        == ExitCode.DONE
+    )
     printed = capsys.readouterr()
     assert json.loads(printed.out)["verified"] is False
     assert "NOT VERIFIED, because transformers is not installed" in printed.err

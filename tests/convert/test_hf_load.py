@@ -78,7 +78,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     output = reference(ids, labels=ids)
     output.loss.backward()
     hidden = model(ids[:, :-1])
-    total, count = cross_entropy(hidden, model.lm_head_weight, ids[:, 1:], vocab_size=50257, chunk=24)
+    total, count = cross_entropy(
+        hidden, model.lm_head_weight, ids[:, 1:], vocab_size=50257, chunk=24
+    )
     assert float((total / count).detach()) == pytest.approx(float(output.loss.detach()), rel=1e-6)
     (total / count).backward()
     with torch.no_grad():
@@ -140,7 +142,9 @@ def test_full_size_greedy_text_equals_transformers(pair: Pair) -> None:
             pad_token_id=50256,
         )
     torch.set_num_threads(threads)
-    assert generate_ids(pair.model, prompt[0].tolist(), max_new_tokens=64, temperature=0) == [expected[0, 8:].tolist()]
+    assert generate_ids(pair.model, prompt[0].tolist(), max_new_tokens=64, temperature=0) == [
+        expected[0, 8:].tolist()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +168,17 @@ def test_small_model_of_odd_vocabulary(small: tuple[Any, Path]) -> None:
     reference, folder = small
     model, found = load_hf(str(folder))
     assert found == folder
-    assert model.config == ModelConfig(n_layer=2, n_head=2, d_model=16, d_ff=64, vocab_size=130, seq_len=24)
+    assert model.config == ModelConfig(
+        n_layer=2, n_head=2, d_model=16, d_ff=64, vocab_size=130, seq_len=24
+    )
     assert model.tokens.weight.shape == (256, 16)
     assert torch.count_nonzero(model.tokens.weight[130:]) == 0
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert all(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(model), reference(torch.arange(20)[None]).logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            logits_of(model), reference(torch.arange(20)[None]).logits, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_n_inner_is_d_ff(tmp_path: Path) -> None:
@@ -200,10 +208,14 @@ def test_weights_are_those_that_the_index_names(tmp_path: Path) -> None:
     (stale / "model.safetensors").rename(folder / "model.safetensors")
     model, _ = load_hf(str(folder))
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(model), reference(torch.arange(20)[None]).logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            logits_of(model), reference(torch.arange(20)[None]).logits, rtol=1e-5, atol=1e-6
+        )
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path)
 
@@ -216,14 +228,18 @@ def reconfigure(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tensors: {name.removeprefix("transformer."): t for name, t in tensors.items()},  # as OpenAI's repository
+        lambda tensors: {
+            name.removeprefix("transformer."): t for name, t in tensors.items()
+        },  # as OpenAI's repository
         lambda tensors: tensors | {"transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)},
         lambda tensors: tensors | {"transformer.h.1.attn.masked_bias": torch.tensor(-1e4)},
         lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()},
     ],
 )
 def test_older_layouts_of_the_same_model(
-    small: tuple[Any, Path], folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    small: tuple[Any, Path],
+    folder: Path,
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> None:
     rewrite(folder, change)
     assert torch.equal(logits_of(load_hf(str(folder))[0]), logits_of(load_hf(str(small[1]))[0]))
@@ -244,12 +260,27 @@ def drop(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]
     ("change", "message"),
     [
         (lambda t: drop(t, "transformer.h.1.mlp.c_fc.bias"), r"h\.1\.mlp\.c_fc\.bias is missing"),
-        (lambda t: t | {"score.weight": torch.zeros(2, 2)}, r"score\.weight is \(2, 2\), its sizes say none"),
-        (lambda t: t | {"transformer.ln_f.bias": torch.zeros(7)}, r"ln_f\.bias is \(7,\), its sizes say \(16,\)"),
+        (
+            lambda t: t | {"score.weight": torch.zeros(2, 2)},
+            r"score\.weight is \(2, 2\), its sizes say none",
+        ),
+        (
+            lambda t: t | {"transformer.ln_f.bias": torch.zeros(7)},
+            r"ln_f\.bias is \(7,\), its sizes say \(16,\)",
+        ),
         (lambda t: {"a": torch.zeros(1)}, r"wte\.weight is missing.* and \d+ more"),
-        (lambda t: t | {"lm_head.weight": torch.zeros(130, 16)}, "lm_head.weight differs from the token embedding"),
-        (lambda t: t | {"transformer.ln_f.bias": torch.full((16,), torch.nan)}, "ln_f.bias .* not finite"),
-        (lambda t: t | {"transformer.ln_f.bias": torch.zeros(16, dtype=torch.int8)}, "ln_f.bias .*int8"),
+        (
+            lambda t: t | {"lm_head.weight": torch.zeros(130, 16)},
+            "lm_head.weight differs from the token embedding",
+        ),
+        (
+            lambda t: t | {"transformer.ln_f.bias": torch.full((16,), torch.nan)},
+            "ln_f.bias .* not finite",
+        ),
+        (
+            lambda t: t | {"transformer.ln_f.bias": torch.zeros(16, dtype=torch.int8)},
+            "ln_f.bias .*int8",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(
@@ -265,7 +296,10 @@ def test_wrong_tensors_are_named(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "opt"}, "model_type 'opt' is not supported — .*config.json — supported: gpt2 and llama"),
+        (
+            {"model_type": "opt"},
+            "model_type 'opt' is not supported — .*config.json — supported: gpt2 and llama",
+        ),
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({"scale_attn_weights": False}, "scale_attn_weights is False"),
@@ -284,7 +318,9 @@ def test_wrong_tensors_are_named(
         ({"vocab_size": 131}, r"wte\.weight is \(130, 16\), its sizes say \(131, 16\)"),
     ],
 )
-def test_unsupported_gpt2_configs_are_refused(folder: Path, values: dict[str, Any], message: str) -> None:
+def test_unsupported_gpt2_configs_are_refused(
+    folder: Path, values: dict[str, Any], message: str
+) -> None:
     reconfigure(folder, **values)
     with pytest.raises(MegatokenError, match=message) as caught:
         load_hf(str(folder))
@@ -325,17 +361,23 @@ def test_missing_files_are_named(folder: Path) -> None:
     with pytest.raises(MegatokenError, match=r"holds no model\.safetensors"):
         load_hf(str(folder))
     (folder / "config.json").unlink()
-    with pytest.raises(MegatokenError, match=r"no model here: neither checkpoints of a run nor a config\.json"):
+    with pytest.raises(
+        MegatokenError, match=r"no model here: neither checkpoints of a run nor a config\.json"
+    ):
         load_hf(str(folder))
     (folder / "run-a" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(MegatokenError, match=r"a folder of runs, not a model — .* — name one: .*/run-a"):
+    with pytest.raises(
+        MegatokenError, match=r"a folder of runs, not a model — .* — name one: .*/run-a"
+    ):
         load_hf(str(folder))
 
 
 def test_a_missing_shard_is_named(small: tuple[Any, Path], tmp_path: Path) -> None:
     folder = save(small[0], tmp_path / "shards", max_shard_size="5KB")
     sorted(folder.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(MegatokenError, match=r"cannot read the weights.*model-00002-of-0000\d\.safetensors"):
+    with pytest.raises(
+        MegatokenError, match=r"cannot read the weights.*model-00002-of-0000\d\.safetensors"
+    ):
         load_hf(str(folder))
 
 
@@ -354,7 +396,9 @@ def test_pickles_are_refused_and_never_loaded(folder: Path, tmp_path: Path, name
     (folder / "model.safetensors").unlink()
     canary = tmp_path / "canary"
     torch.save(Canary(canary), folder / name)
-    with pytest.raises(MegatokenError, match=f"{name} is a pickle.*save_pretrained.*safe_serialization=True") as caught:
+    with pytest.raises(
+        MegatokenError, match=f"{name} is a pickle.*save_pretrained.*safe_serialization=True"
+    ) as caught:
         load_hf(str(folder))
     assert caught.value.code == ExitCode.CHECKPOINT
     assert not canary.exists()
@@ -398,7 +442,9 @@ def test_an_unknown_name_says_so_first_and_names_the_nearest(
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(MegatokenError, match=r"^neither a folder here nor a model that is known by this") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"^neither a folder here nor a model that is known by this"
+    ) as caught:
         load_hf(name)
     assert says in str(caught.value)
 
@@ -410,7 +456,9 @@ def test_missing_paths_are_not_looked_up_on_the_hub(name: str) -> None:
 
 
 def test_find_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError, match="no tokenizer beside a model with 130 token ids") as caught:
+    with pytest.raises(
+        MegatokenError, match="no tokenizer beside a model with 130 token ids"
+    ) as caught:
         find_tokenizer(tmp_path, 130)
     assert caught.value.code == ExitCode.CHECKPOINT
     assert find_tokenizer(tmp_path, 50257) == "gpt2"

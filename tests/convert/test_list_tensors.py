@@ -20,7 +20,9 @@ NUMBERS = BYTES * 32 + 24 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
 PADDED = 384  # rows of our own embedding
 
 
-def list_tensors(name: str | Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[list[int], str]]:
+def list_tensors(
+    name: str | Path, capsys: pytest.CaptureFixture[str]
+) -> dict[str, tuple[list[int], str]]:
     """Shape and dtype by name; their numbers and sum are checked, and the table against them."""
     assert main(["describe", str(name), "--tensors", "--json"]) == ExitCode.DONE
     answer = json.loads(capsys.readouterr().out)
@@ -39,7 +41,9 @@ def own_names(model: GPT) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_files_of_other_programs(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_other_programs(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, full = draw_model(), {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     write_hf(tmp_path, model, byte_tokenizer(), dtype)
     found = list_tensors(tmp_path, capsys)
@@ -55,7 +59,9 @@ def test_sizes_are_read_without_weights(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     write_hf(tmp_path / "hf", draw_model(), byte_tokenizer(), "fp32")
     (tmp_path / "hf" / "model.safetensors").unlink()
-    weights = max(save_run(tmp_path / "run", draw_model()).iterdir(), key=lambda p: p.stat().st_size)
+    weights = max(
+        save_run(tmp_path / "run", draw_model()).iterdir(), key=lambda p: p.stat().st_size
+    )
     weights.write_bytes(bytes(weights.stat().st_size))
     for name in ("hf", "run"):
         assert read_model_config(tmp_path / name) == TINY_GPT
@@ -63,13 +69,17 @@ def test_sizes_are_read_without_weights(tmp_path: Path) -> None:
 
 def test_nanogpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = draw_model(NANOGPT)
-    torch.save({"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}, tmp_path / "ckpt.pt")
+    torch.save(
+        {"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}, tmp_path / "ckpt.pt"
+    )
     for name in (tmp_path, tmp_path / "ckpt.pt"):
         found = list_tensors(name, capsys)
         assert found["transformer.h.0.mlp.c_fc.weight"] == ([128, 32], "float32")
 
 
-def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_checkpoints_presets_and_recipes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = draw_model()
     checkpoint = save_run(tmp_path, model)
     expected = {name: (list(value.shape), "float32") for name, value in model.named_parameters()}
@@ -85,7 +95,9 @@ def test_runs_checkpoints_presets_and_recipes(tmp_path: Path, capsys: pytest.Cap
     recipe = "model: {n_layer: 1, n_head: 2, d_model: 32, seq_len: 24, vocab_size: 257}\n"
     (tmp_path / "own.yaml").write_text(recipe + "budget: {steps: 1, batch_tokens: 240}\n")
     names = list_tensors(tmp_path / "own.yaml", capsys)
-    assert names == {name: value for name, value in expected.items() if not name.startswith("blocks.1.")}
+    assert names == {
+        name: value for name, value in expected.items() if not name.startswith("blocks.1.")
+    }
     assert main(["describe", str(checkpoint), "--tensors", "model.n_layer=3"]) == ExitCode.CONFIG
     what = "a model's file has its own sizes — model.n_layer=3 — leave it out, or name a preset"
     assert capsys.readouterr().err == f"error: {what}\n"

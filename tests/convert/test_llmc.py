@@ -57,7 +57,10 @@ def test_written_and_read_back_equal(tmp_path: Path, dtype: str) -> None:
     write_llmc(tmp_path / "m.bin", model, dtype)
     again = read_llmc(tmp_path / "m.bin")
     assert again.config == TINY_GPT
-    assert struct.unpack("<2i", (tmp_path / "m.bin").read_bytes()[:8]) == (20240326, {"fp32": 3, "bf16": 5}[dtype])
+    assert struct.unpack("<2i", (tmp_path / "m.bin").read_bytes()[:8]) == (
+        20240326,
+        {"fp32": 3, "bf16": 5}[dtype],
+    )
     if dtype == "bf16":
         with torch.no_grad():
             for parameter in model.parameters():
@@ -81,8 +84,12 @@ def test_export_and_load(tmp_path: Path) -> None:
     assert loaded.model.config == TINY_GPT
 
 
-def test_export_of_a_loaded_model_leaves_it_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save_llmc(tmp_path / "first", draw_model(replace(TINY_GPT, vocab_size=300)))  # 43 ids without a token
+def test_export_of_a_loaded_model_leaves_it_unchanged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save_llmc(
+        tmp_path / "first", draw_model(replace(TINY_GPT, vocab_size=300))
+    )  # 43 ids without a token
     loaded = load_pretrained(path)
     with pytest.warns(UserWarning, match="43 ids"):
         answer = export(loaded, "llmc", tmp_path / "second", "bf16")
@@ -102,7 +109,9 @@ def test_tokenizer_file(tmp_path: Path) -> None:
 
 
 def test_only_gpt2_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError, match="this model has d_ff 64, not 128 — --to llmc — export it with --to hf"):
+    with pytest.raises(
+        MegatokenError, match="this model has d_ff 64, not 128 — --to llmc — export it with --to hf"
+    ):
         write_llmc(tmp_path / "m.bin", draw_model(replace(TINY_GPT, d_ff=64)), "fp32")
 
 
@@ -124,10 +133,15 @@ def set_int(position: int, value: int) -> Callable[[bytes], bytes]:
         (set_int(4, 0), r"damaged: .*n_layer 0"),
         (set_int(5, 5), r"damaged: .*n_head 5"),
         (set_int(7, 200), r"damaged: .*padded to 200"),
-        (set_int(400, 0x7FC00000), r"tokens\.weight \(torch\.float32\) holds values that are not finite"),
+        (
+            set_int(400, 0x7FC00000),
+            r"tokens\.weight \(torch\.float32\) holds values that are not finite",
+        ),
     ],
 )
-def test_wrong_files_are_named(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+def test_wrong_files_are_named(
+    tmp_path: Path, change: Callable[[bytes], bytes], message: str
+) -> None:
     path = save_llmc(tmp_path, draw_model())
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(MegatokenError, match=message) as caught:
@@ -174,7 +188,16 @@ def test_llmc_itself_reads_the_file_and_computes_the_same_loss(tmp_path: Path) -
     name = save_llmc(tmp_path, model)
     write_tokenizer(tmp_path / "t.bin", byte_tokenizer())
     (tmp_path / "reader.c").write_text(MAIN)
-    build = ["gcc", "-O1", "-w", f"-I{checkout}", "-o", tmp_path / "reader", tmp_path / "reader.c", "-lm"]
+    build = [
+        "gcc",
+        "-O1",
+        "-w",
+        f"-I{checkout}",
+        "-o",
+        tmp_path / "reader",
+        tmp_path / "reader.c",
+        "-lm",
+    ]
     subprocess.run(build, check=True)
     printed = subprocess.run(
         [tmp_path / "reader", name, tmp_path / "t.bin"], capture_output=True, text=True, check=True
@@ -183,6 +206,10 @@ def test_llmc_itself_reads_the_file_and_computes_the_same_loss(tmp_path: Path) -
     loss = float(printed.stdout.partition("loss ")[2].split()[0])
     ids = torch.arange(16) * 13
     total, count = cross_entropy(
-        model((ids % 257).view(2, 8)), model.lm_head_weight, ((ids + 13) % 257).view(2, 8), vocab_size=BYTES, chunk=0
+        model((ids % 257).view(2, 8)),
+        model.lm_head_weight,
+        ((ids + 13) % 257).view(2, 8),
+        vocab_size=BYTES,
+        chunk=0,
     )
     assert loss == pytest.approx(float(total.detach() / count), rel=1e-5)

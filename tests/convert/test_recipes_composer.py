@@ -175,12 +175,17 @@ def test_gpt3_350m_field_by_field(tmp_path: Path) -> None:
     translation = translate_composer(path)
     resolved = translation.resolve([])
     assert resolved.config.optim.warmup.steps(batch_tokens=524288, total_steps=20000) == 200
-    assert resolved.origins["budget.batch_tokens"] == f"{path}:{line_of('train_batch_size')}: x 2048 tokens"
+    assert (
+        resolved.origins["budget.batch_tokens"]
+        == f"{path}:{line_of('train_batch_size')}: x 2048 tokens"
+    )
     assert any("wd = 1e-05 / 0.0003" in note for note in translation.notes)
 
 
 def test_epoch_of_a_truncated_dataset(tmp_path: Path) -> None:
-    text = GPT3_350M.replace("20000ba", "1ep").replace("split: train\n", "split: train\n    max_samples: 5120000\n")
+    text = GPT3_350M.replace("20000ba", "1ep").replace(
+        "split: train\n", "split: train\n    max_samples: 5120000\n"
+    )
     values = translated_values(write(tmp_path, text))
     assert values["budget.tokens"] == str(20000 * 256 * 2048)
     assert "budget.epochs" not in values
@@ -191,12 +196,16 @@ def test_weight_decay_equals_decoupled_adamw() -> None:
     lr, decoupled, share = 3e-4, 1e-5, 0.37
     layer = torch.nn.Linear(3, 3, bias=False).double()
     before = layer.weight.detach().clone()
-    optimizer = build_optimizer(layer, OptimConfig(lr=lr, weight_decay=decoupled / lr), implementation="loop")
+    optimizer = build_optimizer(
+        layer, OptimConfig(lr=lr, weight_decay=decoupled / lr), implementation="loop"
+    )
     for group in optimizer.param_groups:
         group["lr"] = lr * share
     layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer.step()
-    torch.testing.assert_close(layer.weight.detach(), before * (1 - decoupled * share), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        layer.weight.detach(), before * (1 - decoupled * share), rtol=1e-15, atol=0
+    )
 
 
 def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
@@ -247,18 +256,30 @@ def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
         ("max_duration: 20000ba", "max_duration: 1dur", "max_duration 1dur is not supported"),
         ("seed: 17", "seeed: 17", r"seeed is not understood — .*:LINE — did you mean seed"),
         ("seed: 17", "seed: x", r"seed is 'x', not a whole number — .*:LINE"),
-        ("train_batch_size: 256", "train_batch_size: 2.5", r"train_batch_size is '2\.5', not a whole number"),
+        (
+            "train_batch_size: 256",
+            "train_batch_size: 2.5",
+            r"train_batch_size is '2\.5', not a whole number",
+        ),
         ("decoupled_adamw", "lion", r"optimizer.name lion is not supported — .*file\.yaml:"),
         ("cosine_decay_with_warmup", "step", r"scheduler.name step is not supported"),
         ("t_warmup: 0.01dur", "t_max: 1dur", r"cosine_decay_with_warmup without t_warmup"),
-        ("t_warmup: 0.01dur", "t_warmup: 1ba\n      t_max: 0.5dur", r"scheduler\.t_max 0\.5dur is not supported"),
+        (
+            "t_warmup: 0.01dur",
+            "t_warmup: 1ba\n      t_max: 0.5dur",
+            r"scheduler\.t_max 0\.5dur is not supported",
+        ),
         ("gelu_new", "relu", r"activation_function relu is not supported — .*:LINE"),
         (
             "embd_pdrop: 0.0",
             "embd_pdrop: 0.1",
             r"model\.embd_pdrop is 0\.1, model\.attn_pdrop is 0\.0 at .*: here they are one setting",
         ),
-        ("n_layer: 24", "n_layers_: 24", r"model\.n_layers_ is not understood .* did you mean model\.n_layers or "),
+        (
+            "n_layer: 24",
+            "n_layers_: 24",
+            r"model\.n_layers_ is not understood .* did you mean model\.n_layers or ",
+        ),
         ("precision: bf16", "precision: int8", r"precision int8 is not supported"),
         ('clipping_type: "norm"', "clipping_type: value", r"clipping_type value is not supported"),
         (
@@ -278,9 +299,13 @@ def test_llm_foundry_field_by_field(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_unsupported_settings_are_refused_in_one_line(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert old in GPT3_350M
-    with pytest.raises(MegatokenError, match=message.replace("LINE", rf"{line_of(old)}\b")) as caught:
+    with pytest.raises(
+        MegatokenError, match=message.replace("LINE", rf"{line_of(old)}\b")
+    ) as caught:
         translate_composer(write(tmp_path, GPT3_350M.replace(old, new)))
     assert caught.value.code == ExitCode.CONFIG
 
@@ -295,9 +320,23 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 def test_translated_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, corpus = write(tmp_path, GPT3_350M), tmp_path / "text.txt"
     corpus.write_text("the cat sat on the mat. " * 400)
-    assert main(["prepare", str(corpus), "--out", str(tmp_path / "data"), "--tokenizer", "bytes"]) == ExitCode.DONE
-    small = ["model.n_layer=1", "model.n_head=2", "model.d_model=32", "model.d_ff=0", "model.seq_len=64"]
-    small += ["model.vocab_size=0", "budget.batch_tokens=256", "budget.steps=2", "machine.micro_batch=4"]
+    assert (
+        main(["prepare", str(corpus), "--out", str(tmp_path / "data"), "--tokenizer", "bytes"])
+        == ExitCode.DONE
+    )
+    small = [
+        "model.n_layer=1",
+        "model.n_head=2",
+        "model.d_model=32",
+        "model.d_ff=0",
+        "model.seq_len=64",
+    ]
+    small += [
+        "model.vocab_size=0",
+        "budget.batch_tokens=256",
+        "budget.steps=2",
+        "machine.micro_batch=4",
+    ]
     small += [*UNCHOSEN, f"data.path={tmp_path / 'data'}"]
     words = ["train", "--composer", str(path), "--out", str(tmp_path / "run"), *small]
     assert main(words) == ExitCode.DONE
@@ -309,21 +348,37 @@ def test_translated_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("seed: 17", "seed: 17\nload_path: old.pt\nload_weights_only: true", r"load_path old\.pt is not supported"),
+        (
+            "seed: 17",
+            "seed: 17\nload_path: old.pt\nload_weights_only: true",
+            r"load_path old\.pt is not supported",
+        ),
         ("use_pretrained: false", "use_pretrained: true", r"use_pretrained True is not supported"),
         (
             "seed: 17",
             "seed: 17\ncallbacks:\n  early_stopper:\n    monitor: loss",
             r"callbacks\.early_stopper\.monitor is not understood",
         ),
-        ("algorithms:", "algorithms:\n  gated_linear_units: {}", r"algorithms\.gated_linear_units is not understood"),
+        (
+            "algorithms:",
+            "algorithms:\n  gated_linear_units: {}",
+            r"algorithms\.gated_linear_units is not understood",
+        ),
         (
             "max_seq_len: 2048\n    tokenizer_name: gpt2\n    shuffle: true",
             "max_seq_len: 1024",
             r"model\.n_positions is 2048, train_dataset\.max_seq_len is 1024 .*: here they are one setting",
         ),
-        ("max_duration: 20000ba", "max_duration: 1.2.3ba", r"max_duration 1\.2\.3ba is not supported"),
-        ("max_duration: 20000ba", "max_duration: 1e999ba", r"max_duration 1e999ba is not supported"),
+        (
+            "max_duration: 20000ba",
+            "max_duration: 1.2.3ba",
+            r"max_duration 1\.2\.3ba is not supported",
+        ),
+        (
+            "max_duration: 20000ba",
+            "max_duration: 1e999ba",
+            r"max_duration 1e999ba is not supported",
+        ),
         ("seed: 17", f"seed: {'7' * 5000}", "seed is '777"),
         (
             "max_duration: 20000ba",
@@ -332,13 +387,22 @@ def test_translated_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
         (
             "seed: 17",
-            "a: ${b}${b}\n" + "b: " + "${c}" * 200 + "\nc: " + "${d}" * 200 + "\nd: " + "x" * 900 + "\nseed: 17",
+            "a: ${b}${b}\n"
+            + "b: "
+            + "${c}" * 200
+            + "\nc: "
+            + "${d}" * 200
+            + "\nd: "
+            + "x" * 900
+            + "\nseed: 17",
             "over 1,000 characters",
         ),
         ("n_embd: 1024", "n_embd: 100000000000001", "16 heads do not divide"),
     ],
 )
-def test_what_decides_the_result_is_never_left_out(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_what_decides_the_result_is_never_left_out(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert old in GPT3_350M
     with pytest.raises(MegatokenError, match=message) as caught:
         translate_composer(write(tmp_path, GPT3_350M.replace(old, new))).resolve([])
@@ -347,7 +411,9 @@ def test_what_decides_the_result_is_never_left_out(tmp_path: Path, old: str, new
 
 
 def test_deepspeeds_clipping_and_a_dataset_of_so_many_tokens(tmp_path: Path) -> None:
-    text = GPT3_350M.replace("algorithms:\n  gradient_clipping:", "callbacks:\n  lr_monitor: {}\nlogger:\n  x:")
+    text = GPT3_350M.replace(
+        "algorithms:\n  gradient_clipping:", "callbacks:\n  lr_monitor: {}\nlogger:\n  x:"
+    )
     text = text.replace("zero_optimization:", "gradient_clipping: 0.5\n  zero_optimization:")
     text = text.replace("20000ba", "2ep").replace("shuffle: true", "num_tokens: 1000000")
     resolved = translate_composer(write(tmp_path, text)).resolve([])
@@ -368,8 +434,13 @@ STREAMS = """\
 def test_streams_are_named_as_a_mixture(tmp_path: Path) -> None:
     mixed = FOUNDRY.replace("    local: ./my-copy-c4\n", STREAMS)
     notes = translate_composer(write(tmp_path, mixed)).notes
-    assert "its streams are mixed by data.path=data/web:0.6,data/books:0.4 once each is prepared" in notes
-    with pytest.raises(MegatokenError, match=r"books\.repeat: repeat counts samples .*file\.yaml:\d+"):
+    assert (
+        "its streams are mixed by data.path=data/web:0.6,data/books:0.4 once each is prepared"
+        in notes
+    )
+    with pytest.raises(
+        MegatokenError, match=r"books\.repeat: repeat counts samples .*file\.yaml:\d+"
+    ):
         translate_composer(write(tmp_path, mixed.replace("proportion: 0.4", "repeat: 2")))
 
 

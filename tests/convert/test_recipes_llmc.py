@@ -25,7 +25,9 @@ def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     resolved = translate_llmc(REFERENCE, processes=8).resolve([])
     values = {key: str(value) for key, value in flatten(resolved.config).items()}
-    assert {key: value for key, value in values.items() if resolved.origins[key].startswith("llm.c")} == {
+    assert {
+        key: value for key, value in values.items() if resolved.origins[key].startswith("llm.c")
+    } == {
         "model.preset": "gpt2-124m",
         "model.seq_len": "1024",
         "data.path": "dev/data/fineweb10B/fineweb_*.bin",
@@ -56,7 +58,11 @@ def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.Monkey
         "sample.temperature": "1.0",
         "sample.top_k": "0",
     }
-    assert (resolved.config.model.n_layer, resolved.config.model.d_model, resolved.config.batch_seqs) == (12, 768, 512)
+    assert (
+        resolved.config.model.n_layer,
+        resolved.config.model.d_model,
+        resolved.config.batch_seqs,
+    ) == (12, 768, 512)
     assert resolved.name == "llmc-d12"
     assert resolved.origins["optim.warmup"] == "llm.c -u 700"
     assert resolved.origins["machine.tf32"] == "llm.c -f 1 (default)"
@@ -65,7 +71,9 @@ def test_reference_run_field_by_field(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_learning_rates_equal_llmc() -> None:
-    run = translate_llmc("-e d6 -t 64 -b 4 -d 256 -x 1000 -l 0.002 -u 100 -q 0.1").resolve([]).config
+    run = (
+        translate_llmc("-e d6 -t 64 -b 4 -d 256 -x 1000 -l 0.002 -u 100 -q 0.1").resolve([]).config
+    )
     schedule = build_step_config(run, epoch_tokens=10**6).schedule
     # lr * (step + 1) / warm-up, then min + 0.5 (1 + cos(pi r)) (lr - min) with r = (step - warm-up) / (steps - warm-up)
     assert [schedule.lr(step) for step in (0, 49, 99, 100, 550, 1000)] == pytest.approx(
@@ -83,7 +91,9 @@ def test_learning_rates_equal_llmc() -> None:
 )
 def test_other_schedules(decay: str, rates: list[float]) -> None:
     words = f"-e d6 -t 64 -b 4 -d 256 -x 110 -l 0.002 -u 10 -q 0.1 -k {decay}"
-    schedule: LRSchedule = build_step_config(translate_llmc(words).resolve([]).config, epoch_tokens=10**6).schedule
+    schedule: LRSchedule = build_step_config(
+        translate_llmc(words).resolve([]).config, epoch_tokens=10**6
+    ).schedule
     assert [schedule.lr(step) for step in (0, 10, 60)] == pytest.approx(rates)
     if decay == "wsd":  # from step 88 on: min + (1 - sqrt(r)) (lr - min)
         assert schedule.lr(88 + 22 // 4) == pytest.approx(2e-4 + (1 - (5 / 22) ** 0.5) * 1.8e-3)
@@ -97,35 +107,51 @@ def test_other_schedules(decay: str, rates: list[float]) -> None:
         ("-e gpt3:c2048 -t 2048", {"model.preset": "gpt3-1.3b", "model.seq_len": 2048}),
         ("-e d6", {"model.n_layer": 6, "model.n_head": 6, "model.d_model": 384}),
         ("-e d12 -b 8", {"budget.batch_tokens": 8192, "machine.micro_batch": 8}),
-        ("-e d12 -x 20 -n 10 -nk 3 -nm 20", {"budget.steps": 20, "save.keep_last": 3, "save.keep_every": "20steps"}),
+        (
+            "-e d12 -x 20 -n 10 -nk 3 -nm 20",
+            {"budget.steps": 20, "save.keep_last": 3, "save.keep_every": "20steps"},
+        ),
         ("-e d12 -m -1", {"evaluate.tokens": 10**12}),
         ("-e d12 -r 0 -f 0", {"machine.activation_checkpointing": "none", "machine.tf32": False}),
-        ("mpirun -np 8 ./train_gpt2cu -e d12 -b 4", {"budget.batch_tokens": 32768, "evaluate.tokens": 655360}),
+        (
+            "mpirun -np 8 ./train_gpt2cu -e d12 -b 4",
+            {"budget.batch_tokens": 32768, "evaluate.tokens": 655360},
+        ),
         ("./train_gpt2cu \\\n -e d12 \\\n -pn 2", {"budget.batch_tokens": 8192}),
     ],
 )
 def test_other_commands(words: str, expected: dict[str, object]) -> None:
     values = flatten(translate_llmc(words).resolve([]).config)
-    assert {key: values[key] if isinstance(value, int) else str(values[key]) for key, value in expected.items()} == (
-        expected
-    )
+    assert {
+        key: values[key] if isinstance(value, int) else str(values[key])
+        for key, value in expected.items()
+    } == (expected)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("-e d12 -bs 4", r"llm\.c setting -bs is not understood — llm\.c -bs 4 — did you mean -s or -b or "),
+        (
+            "-e d12 -bs 4",
+            r"llm\.c setting -bs is not understood — llm\.c -bs 4 — did you mean -s or -b or ",
+        ),
         ("-e d12 --batch 4", r"llm\.c setting --batch is not understood"),
         ("-e d12 -b", r"-b has no value"),
         ("-e d12 -b x", r"-b is 'x', not a whole number — llm\.c -b x — its default is 4"),
         ("-e d12 -l fast", "-l is 'fast', not a number"),
         ("-e d12 -l nan", "-l is 'nan', not a number"),
         ("-e d12 -c inf", "-c is 'inf', not a number"),
-        ("-e d13", r"no model called 'd13' — llm\.c -e d13 — known: d12 .* gpt3:c12288 d6 .*, or a \.bin file"),
+        (
+            "-e d13",
+            r"no model called 'd13' — llm\.c -e d13 — known: d12 .* gpt3:c12288 d6 .*, or a \.bin file",
+        ),
         ("-e gpt3:c5140", "no model called 'gpt3:c5140'"),
         ("-e d" + "1" * 5000, "no model called 'd1111"),
         ("-b " + "1" * 5000, r"-b is '1111.*, not a whole number"),
-        ("mpirun -np " + "9" * 5000 + " ./train_gpt2cu -e d12", "-np 9999.* is no number of processes"),
+        (
+            "mpirun -np " + "9" * 5000 + " ./train_gpt2cu -e d12",
+            "-np 9999.* is no number of processes",
+        ),
         ("-e d12 -t 2048", "sequences of 2048 tokens for a model of 1024 positions"),
         ("-e d12 -d 5000", r"5000 tokens a step are not a multiple of 4096: .* — set -d 4096"),
         ("-e d12 -k step", "-k step is not supported .* supported: cosine, linear, constant, wsd"),
@@ -139,8 +165,14 @@ def test_other_commands(words: str, expected: dict[str, object]) -> None:
         ("-e d12 -r 3", "-r 3 is not supported"),
         ("-e d12 -z 4", "-z 4 is not supported .* supported: 0, 1, 2, 3"),
         ("-e d12 -i a/x_train.bin -j b/x_val.bin", "lie in two folders"),
-        ("-e d12 -i a/one.bin -j a/two.bin", r"the names one\.bin and two\.bin do not show their splits"),
-        ("-e absent.bin", r"cannot read llm\.c's checkpoint: No such file or directory — absent\.bin"),
+        (
+            "-e d12 -i a/one.bin -j a/two.bin",
+            r"the names one\.bin and two\.bin do not show their splits",
+        ),
+        (
+            "-e absent.bin",
+            r"cannot read llm\.c's checkpoint: No such file or directory — absent\.bin",
+        ),
         ("-b 4", r"cannot read llm\.c's checkpoint: .* — gpt2_124M_bf16\.bin"),
         ("-e 'd12", "cannot read the command: No closing quotation"),
     ],
@@ -169,7 +201,9 @@ def test_a_pattern_that_matches_other_shards_is_refused(tmp_path: Path) -> None:
     assert translate_llmc(words).resolve([]).config.data.path == str(tmp_path)
 
 
-def test_config_and_train_from_llmcs_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_and_train_from_llmcs_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """llm.c's shards, checkpoint and flags: a run, exported back to llm.c."""
     ids = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
     (tmp_path / "data").mkdir()
@@ -194,15 +228,21 @@ def test_config_and_train_from_llmcs_files(tmp_path: Path, capsys: pytest.Captur
     recipe = tmp_path / "again.yaml"
     recipe.write_text(shown)
     assert main(["config", str(recipe)]) == ExitCode.DONE
-    assert main(["export", str(tmp_path / "run"), "--to", "llmc", "--out", str(tmp_path / "back")]) == ExitCode.DONE
+    assert (
+        main(["export", str(tmp_path / "run"), "--to", "llmc", "--out", str(tmp_path / "back")])
+        == ExitCode.DONE
+    )
     assert (tmp_path / "back" / "model.bin").stat().st_size == name.stat().st_size
-    assert byte_tokenizer().fingerprint in (tmp_path / "back" / "megatoken_tokenizer.json").read_text()
+    assert (
+        byte_tokenizer().fingerprint in (tmp_path / "back" / "megatoken_tokenizer.json").read_text()
+    )
 
 
 def test_exactly_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == ExitCode.CONFIG
-    assert "error: no recipe given — command line — give one of RECIPE, --llmc, --nanogpt, --composer\n" in (
-        capsys.readouterr().err
+    assert (
+        "error: no recipe given — command line — give one of RECIPE, --llmc, --nanogpt, --composer\n"
+        in (capsys.readouterr().err)
     )
     assert main(["config", "quickstart", "--llmc", "-e d12"]) == ExitCode.CONFIG
     assert "recipe and llmc are both given" in capsys.readouterr().err

@@ -94,13 +94,19 @@ def test_command_line_overrides_the_file(config: Path) -> None:
     words = f"{config} --batch_size=4 --compile=False --device=cpu --dtype=float32 --decay_lr=False --bias=True"
     run = translate_nanogpt(words).resolve([]).config
     assert (run.budget.batch_tokens, run.machine.micro_batch) == (4 * 1024 * 40, 4)
-    assert (run.machine.compile, run.machine.device, run.machine.precision) == ("off", "cpu", "fp32")
+    assert (run.machine.compile, run.machine.device, run.machine.precision) == (
+        "off",
+        "cpu",
+        "fp32",
+    )
     assert (run.optim.schedule, run.optim.warmup.value) == ("constant", 0)
 
 
 @pytest.mark.parametrize("decay_iters", [3000, 5000, 600_000])
 def test_the_rate_is_nanogpts_at_every_iteration(config: Path, decay_iters: int) -> None:
-    words = f"{config} --max_iters=5000 --lr_decay_iters={decay_iters} --min_lr=1e-4 --warmup_iters=100"
+    words = (
+        f"{config} --max_iters=5000 --lr_decay_iters={decay_iters} --min_lr=1e-4 --warmup_iters=100"
+    )
     resolved = translate_nanogpt(words).resolve([]).config
     schedule = build_step_config(resolved, epoch_tokens=10**9).schedule
     assert resolved.total_steps(10**9) == 5000
@@ -123,12 +129,18 @@ def test_published_weights(config: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("batch_sizes = 4", r"nanoGPT setting batch_sizes is not understood — .*c\.py:1 — did you mean batch_size or "),
+        (
+            "batch_sizes = 4",
+            r"nanoGPT setting batch_sizes is not understood — .*c\.py:1 — did you mean batch_size or ",
+        ),
         (
             "batch_size = 4\nn_layer = open('x')",
             r"open\('x'\) would have to be computed by running the file — .*c\.py:2",
         ),
-        ("n_layer = __import__('os').system('false')", r"\('false'\) would have to be computed by running"),
+        (
+            "n_layer = __import__('os').system('false')",
+            r"\('false'\) would have to be computed by running",
+        ),
         ("for i in range(3): pass", r"not an assignment — .*c\.py:1"),
         ("print('hello')", r"not an assignment"),
         ("n_layer = n_head = 3", r"not an assignment"),
@@ -139,8 +151,14 @@ def test_published_weights(config: Path) -> None:
         ("learning_rate = True", r"learning_rate is 'True', not a number"),
         ("learning_rate = 1e999", r"learning_rate is 'inf', not a number"),
         ("n_layer = (", r"not Python: .* — .*c\.py:1"),
-        ("eval_only = True", r"eval_only True is not supported — .*c\.py:1 — evaluate a model: megatoken eval"),
-        ("init_from = 'gpt3'", r"init_from gpt3 is not supported .* supported: scratch, resume, gpt2"),
+        (
+            "eval_only = True",
+            r"eval_only True is not supported — .*c\.py:1 — evaluate a model: megatoken eval",
+        ),
+        (
+            "init_from = 'gpt3'",
+            r"init_from gpt3 is not supported .* supported: scratch, resume, gpt2",
+        ),
         (
             "lr_decay_iters = 9",
             r"decays until iteration 9, within the warm-up of 2000 — .* — add --lr_decay_iters=60000",
@@ -155,13 +173,21 @@ def test_published_weights(config: Path) -> None:
         ("n_layer = " + "9" * 5000, r"not Python: Exceeds the limit .*c\.py:1"),
         ("n_layer = 0x" + "f" * 5000, r"would have to be computed .*c\.py:1"),
         ("batch_size = 2 * 0x" + "f" * 5000, r"would have to be computed .*c\.py:1"),
-        ("batch_size = 2\n" + "batch_size = batch_size * batch_size\n" * 40, r"would have to be computed .*c\.py:2"),
-        ("init_from = 'resume'", r"out holds no run to resume, .* — .*c\.py:1 — .* model\.init=out/ckpt\.pt"),
+        (
+            "batch_size = 2\n" + "batch_size = batch_size * batch_size\n" * 40,
+            r"would have to be computed .*c\.py:2",
+        ),
+        (
+            "init_from = 'resume'",
+            r"out holds no run to resume, .* — .*c\.py:1 — .* model\.init=out/ckpt\.pt",
+        ),
         ("init_from = 'resume'\nout_dir = 'x'", r"x holds no run to resume"),
         ("dtype = 'int8'", r"dtype int8 is not supported .* supported: float32"),
     ],
 )
-def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_unsupported_settings_are_refused_in_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "c.py"
     path.write_text(text)
     with pytest.raises(MegatokenError, match=message) as caught:
@@ -170,7 +196,9 @@ def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, text: str,
     assert caught.value.code == ExitCode.CONFIG
 
 
-@pytest.mark.parametrize("program", ["python train.py", "torchrun --standalone --nproc_per_node=8 nanoGPT/train.py"])
+@pytest.mark.parametrize(
+    "program", ["python train.py", "torchrun --standalone --nproc_per_node=8 nanoGPT/train.py"]
+)
 def test_the_whole_line_may_be_pasted(config: Path, program: str) -> None:
     whole = translate_nanogpt(f"{program} {config} --batch_size=32")
     assert whole.assignments == translate_nanogpt(f"{config} --batch_size=32").assignments
@@ -178,7 +206,9 @@ def test_the_whole_line_may_be_pasted(config: Path, program: str) -> None:
 
 
 def test_absent_file_and_words_without_a_value() -> None:
-    with pytest.raises(MegatokenError, match=r"cannot read it: No such file or directory — absent\.py"):
+    with pytest.raises(
+        MegatokenError, match=r"cannot read it: No such file or directory — absent\.py"
+    ):
         translate_nanogpt("absent.py")
     with pytest.raises(MegatokenError, match="cannot read '--batch_size'"):
         translate_nanogpt("--batch_size")
@@ -200,7 +230,10 @@ def test_resume_goes_on_with_a_run_of_ours(tmp_path: Path) -> None:
 
 
 def test_whole_numbers_are_exact() -> None:
-    assert translate_nanogpt("--n_embd=9007199254740993").assignments["model.d_model"].text == "9007199254740993"
+    assert (
+        translate_nanogpt("--n_embd=9007199254740993").assignments["model.d_model"].text
+        == "9007199254740993"
+    )
 
 
 def test_config_shows_a_translated_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +244,9 @@ def test_config_shows_a_translated_file(config: Path, capsys: pytest.CaptureFixt
 def to_nanogpt(model: GPT, *, rows: int = BYTES, prefix: str = "") -> dict[str, torch.Tensor]:
     """The state dict of nanoGPT's model: Linear layers, a tied head, the embedding of so many rows."""
     tensors = {}
-    for name, view in replace(GPT2, conv1d=()).view_params(dict(model.named_parameters()), model.config).items():
+    for name, view in (
+        replace(GPT2, conv1d=()).view_params(dict(model.named_parameters()), model.config).items()
+    ):
         tensor = view.clone()
         if name == EMBEDDING:
             tensor = torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), 7.0)])
@@ -238,7 +273,10 @@ def checkpoint(tmp_path: Path) -> tuple[GPT, Path]:
     byte_tokenizer().save(folder)
     content = {
         "model": to_nanogpt(model, prefix="_orig_mod."),
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0)}},
+            "param_groups": [{"lr": 1e-3, "params": [0]}],
+        },
         "model_args": model_args(model, BYTES),
         "iter_num": 250,
         "best_val_loss": torch.tensor(1.5),
@@ -264,10 +302,14 @@ def test_checkpoint(checkpoint: tuple[GPT, Path], given: str) -> None:
     assert loaded.tokenizer.shares_ids(byte_tokenizer())
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
 def test_prefixes_are_stripped(tmp_path: Path, prefix: str) -> None:
     model = draw_model()
-    tensors = to_nanogpt(model, prefix=prefix) | {f"{prefix}transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)}
+    tensors = to_nanogpt(model, prefix=prefix) | {
+        f"{prefix}transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)
+    }
     torch.save({"model": tensors, "model_args": model_args(model, BYTES)}, tmp_path / "ckpt.pt")
     assert_same(read_nanogpt(tmp_path / "ckpt.pt"), model)
 
@@ -283,14 +325,23 @@ def test_padded_vocabulary_becomes_gpt2s(tmp_path: Path) -> None:
     assert not found.tokens.weight[50257:].any()
 
 
-def test_build_nanogpt_keeps_its_sizes_in_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_nanogpt_keeps_its_sizes_in_an_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = ModuleType("train_gpt2")
-    exec("class GPTConfig: pass", module.__dict__)  # pickled under the name that the script gives it
+    exec(
+        "class GPTConfig: pass", module.__dict__
+    )  # pickled under the name that the script gives it
     module.GPTConfig.__module__ = "train_gpt2"
     monkeypatch.setitem(sys.modules, "train_gpt2", module)
     model, config = draw_model(), module.GPTConfig()
-    config.__dict__.update({k: v for k, v in model_args(model, BYTES).items() if k not in ("bias", "dropout")})
-    torch.save({"model": to_nanogpt(model), "config": config, "step": 9, "val_loss": 3.1}, tmp_path / "model.pt")
+    config.__dict__.update(
+        {k: v for k, v in model_args(model, BYTES).items() if k not in ("bias", "dropout")}
+    )
+    torch.save(
+        {"model": to_nanogpt(model), "config": config, "step": 9, "val_loss": 3.1},
+        tmp_path / "model.pt",
+    )
     monkeypatch.delitem(sys.modules, "train_gpt2")
     found = read_nanogpt(tmp_path / "model.pt")
     assert_same(found, model)
@@ -298,7 +349,9 @@ def test_build_nanogpt_keeps_its_sizes_in_an_object(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_nanogpts_model_has_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_nanogpts_model_has_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
     """NANOGPT_CHECKOUT is where nanoGPT's model.py is."""
     checkout = os.environ.get("NANOGPT_CHECKOUT")
     if not checkout:
@@ -334,7 +387,11 @@ class Canary:
 
 def test_code_is_refused_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, canary = draw_model(), tmp_path / "canary"
-    content = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES), "extra": Canary(canary)}
+    content = {
+        "model": to_nanogpt(model),
+        "model_args": model_args(model, BYTES),
+        "extra": Canary(canary),
+    }
     torch.save(content, tmp_path / "ckpt.pt")
     assert main(["sample", str(tmp_path / "ckpt.pt"), "hello"]) == ExitCode.CHECKPOINT
     printed = capsys.readouterr().err
@@ -367,20 +424,44 @@ def test_wrong_files_are_named(checkpoint: tuple[GPT, Path], tmp_path: Path) -> 
     for change, message in (
         ([1, 2], "it holds no 'model'"),
         ({"model": good["model"]}, "it holds no 'model' with 'model_args'"),
-        (good | {"model_args": good["model_args"] | {"n_layer": 3}}, r"transformer\.h\.2\.ln_1\.weight is missing"),
-        (good | {"model_args": good["model_args"] | {"n_layer": 1}}, r"transformer\.h\.1\..* say none"),
-        (good | {"model_args": good["model_args"] | {"n_embd": 64}}, r"transformer\.wte\.weight is \(257, 32\), its"),
-        (good | {"model_args": good["model_args"] | {"n_layer": 10**9}}, "its sizes say 1,000,000,000 layers of "),
-        (good | {"model_args": good["model_args"] | {"n_layer": 10**100}}, "n_layer is 'too large'"),
-        (good | {"model_args": good["model_args"] | {"n_embd": 2**40}}, "its sizes say 2 layers of .*, the file holds"),
+        (
+            good | {"model_args": good["model_args"] | {"n_layer": 3}},
+            r"transformer\.h\.2\.ln_1\.weight is missing",
+        ),
+        (
+            good | {"model_args": good["model_args"] | {"n_layer": 1}},
+            r"transformer\.h\.1\..* say none",
+        ),
+        (
+            good | {"model_args": good["model_args"] | {"n_embd": 64}},
+            r"transformer\.wte\.weight is \(257, 32\), its",
+        ),
+        (
+            good | {"model_args": good["model_args"] | {"n_layer": 10**9}},
+            "its sizes say 1,000,000,000 layers of ",
+        ),
+        (
+            good | {"model_args": good["model_args"] | {"n_layer": 10**100}},
+            "n_layer is 'too large'",
+        ),
+        (
+            good | {"model_args": good["model_args"] | {"n_embd": 2**40}},
+            "its sizes say 2 layers of .*, the file holds",
+        ),
         (good | {"model": good["model"] | {1: torch.zeros(1)}}, "it holds no 'model'"),
         (good | {"model": good["model"] | {"a": "text"}}, "it holds no 'model'"),
         (good | {"model": good["model"] | {EMBEDDING: torch.tensor(1.0)}}, "it holds no 'model'"),
         (
-            good | {"model": {name: torch.zeros(1).expand(t.shape) for name, t in good["model"].items()}},
+            good
+            | {
+                "model": {name: torch.zeros(1).expand(t.shape) for name, t in good["model"].items()}
+            },
             "its sizes say 2 layers of .*, the file holds",
         ),
-        (good | {"model_args": good["model_args"] | {"n_head": 5}}, "5 heads do not divide d_model 32"),
+        (
+            good | {"model_args": good["model_args"] | {"n_head": 5}},
+            "5 heads do not divide d_model 32",
+        ),
         (good | {"model_args": good["model_args"] | {"vocab_size": None}}, "vocab_size is None"),
         (
             good | {"model": good["model"] | {"lm_head.weight": torch.zeros(257, 32)}},

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatoken.data.shard_format import Manifest, Shard, hash_block, hash_blocks, make_header, write_manifest
+from megatoken.data.shard_format import (
+    Manifest,
+    Shard,
+    hash_block,
+    hash_blocks,
+    make_header,
+    write_manifest,
+)
 
 TOKENIZER = {"name": "bpe:500", "vocab_size": 500, "eot": 0, "fingerprint": "5a" * 32}
 
@@ -25,13 +32,20 @@ def write_dataset(
             (folder / file).write_bytes(header + part.tobytes())
             rows.append(
                 Shard(
-                    file=file, split=split, tokens=len(part), blocks=tuple(hash_blocks(part)), header=hash_block(header)
+                    file=file,
+                    split=split,
+                    tokens=len(part),
+                    blocks=tuple(hash_blocks(part)),
+                    header=hash_block(header),
                 )
             )
     documents = {split: len(counts) for split, counts in sizes.items()}
     source = {"files": 1, "policy": "replace"}
     write_manifest(
-        folder, Manifest(tokenizer=TOKENIZER, dtype=dtype, documents=documents, shards=tuple(rows), source=source)
+        folder,
+        Manifest(
+            tokenizer=TOKENIZER, dtype=dtype, documents=documents, shards=tuple(rows), source=source
+        ),
     )
     return ids
 

@@ -18,8 +18,26 @@ from megatoken.data.chat_template import (
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import MegatokenError
 
-PROSE = "The cat sat on the mat; it didn't purr. user system assistant\n\nIl était une fois 12 chats.  " * 40
-WORDS = ("cat", " the", "12", "\n", "  ", "été", "?!", "日本", "\t", "it's", "user\n", "<|im_end|", "🙂", " ")
+PROSE = (
+    "The cat sat on the mat; it didn't purr. user system assistant\n\nIl était une fois 12 chats.  "
+    * 40
+)
+WORDS = (
+    "cat",
+    " the",
+    "12",
+    "\n",
+    "  ",
+    "été",
+    "?!",
+    "日本",
+    "\t",
+    "it's",
+    "user\n",
+    "<|im_end|",
+    "🙂",
+    " ",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +48,9 @@ def chatml() -> ChatTemplate:
 @pytest.fixture(scope="module")
 def llama3() -> ChatTemplate:
     """A tokenizer with Llama-3's tokens, which puts begin-of-text before every text."""
-    inner = tokenizers.Tokenizer.from_str(load_tokenizer("bpe:400", lambda: iter([PROSE])).to_json())
+    inner = tokenizers.Tokenizer.from_str(
+        load_tokenizer("bpe:400", lambda: iter([PROSE])).to_json()
+    )
     inner.add_special_tokens(["<|begin_of_text|>", *LLAMA_3])
     bos = inner.token_to_id("<|begin_of_text|>")
     inner.post_processor = tokenizers.processors.TemplateProcessing(
@@ -53,18 +73,24 @@ def test_ids_and_mask_are_those_of_transformers(name: str, request: pytest.Fixtu
     transformers = pytest.importorskip("transformers")
     template: ChatTemplate = request.getfixturevalue(name)
     inner = tokenizers.Tokenizer.from_str(template.tokenizer.to_json())
-    oracle = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template.jinja)
+    oracle = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, chat_template=template.jinja
+    )
     rng = random.Random(0)
     n_trained = 0
     for number in range(1000):
         messages = make_conversation(rng)
         rows = [{"role": message.role, "content": message.content} for message in messages]
         ids, trained = template.encode(messages)
-        expected = oracle.apply_chat_template(rows, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        expected = oracle.apply_chat_template(
+            rows, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         assert ids == expected["input_ids"]
         assert trained == [bool(mark) for mark in expected["assistant_masks"]]
         if number % 10 == 0:
-            prompt = oracle.apply_chat_template(rows[:-1], tokenize=True, add_generation_prompt=True, return_dict=True)
+            prompt = oracle.apply_chat_template(
+                rows[:-1], tokenize=True, add_generation_prompt=True, return_dict=True
+            )
             assert template.encode(messages[:-1], reply=True)[0] == prompt["input_ids"]
         n_trained += sum(trained)
     assert n_trained > 10_000
@@ -75,7 +101,9 @@ def test_chatml_as_it_is_written(chatml: ChatTemplate) -> None:
     text = "<|im_start|>user\n2 cats?<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
     decode = chatml.tokenizer.decode
     assert decode(ids) == text
-    assert decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == "the cat<|im_end|>"
+    assert (
+        decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == "the cat<|im_end|>"
+    )
     assert chatml.stop_ids == (chatml.tokenizer.special_ids["<|im_end|>"], chatml.tokenizer.eot)
     prompt, marks = chatml.encode([Message("user", "2 cats?")], reply=True)
     assert (ids[: len(prompt)], any(marks)) == (prompt, False)
@@ -111,7 +139,9 @@ def test_control_tokens_follow_the_last_id() -> None:
 
 
 def test_a_tokenizer_without_a_known_template_is_refused() -> None:
-    with pytest.raises(MegatokenError, match="bytes has no chat template — give the model one: megatoken train sft"):
+    with pytest.raises(
+        MegatokenError, match="bytes has no chat template — give the model one: megatoken train sft"
+    ):
         find_template(load_tokenizer("bytes"))
     other = load_tokenizer("bytes").add_special_tokens(["<start_of_turn>"], "mine")
     for function in (find_template, add_control_tokens):
@@ -120,7 +150,9 @@ def test_a_tokenizer_without_a_known_template_is_refused() -> None:
 
 
 def test_control_tokens_that_are_text_of_the_vocabulary_are_refused() -> None:
-    vocabulary = {character: id for id, character in enumerate(["<|im_start|>", "a", "<|endoftext|>"])}
+    vocabulary = {
+        character: id for id, character in enumerate(["<|im_start|>", "a", "<|endoftext|>"])
+    }
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     with pytest.raises(MegatokenError, match="cannot be added as special tokens"):
         add_control_tokens(Tokenizer(inner, "words", 2))
@@ -153,7 +185,13 @@ def test_what_is_no_conversation(rows: object, message: str) -> None:
 
 
 def test_messages_to_answer() -> None:
-    assert parse_messages([USER, ANSWER], "f:1") == [Message("user", "2+2"), Message("assistant", "4")]
+    assert parse_messages([USER, ANSWER], "f:1") == [
+        Message("user", "2+2"),
+        Message("assistant", "4"),
+    ]
     assert parse_messages([USER], "body", reply=True) == [Message("user", "2+2")]
-    with pytest.raises(MegatokenError, match="the last message is the assistant's — body — end with one of the user"):
+    with pytest.raises(
+        MegatokenError,
+        match="the last message is the assistant's — body — end with one of the user",
+    ):
         parse_messages([USER, ANSWER], "body", reply=True)

@@ -27,7 +27,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, np.ndarray
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 400), st.integers(1, 30), st.integers(0, 2**63), st.integers(0, 3))
-def test_ledger(corpus: tuple[Tokens, np.ndarray], seq_len: int, batch: int, seed: int, epoch: int) -> None:
+def test_ledger(
+    corpus: tuple[Tokens, np.ndarray], seq_len: int, batch: int, seed: int, epoch: int
+) -> None:
     """Over an epoch each window is visited exactly once, wherever its edges fall in a batch."""
     tokens, ids = corpus
     n_windows = (len(ids) - 1) // seq_len
@@ -37,7 +39,9 @@ def test_ledger(corpus: tuple[Tokens, np.ndarray], seq_len: int, batch: int, see
     assert loader.steps_per_epoch == n_windows / batch
     first, last = epoch * n_windows, (epoch + 1) * n_windows
     steps = range(first // batch, (last - 1) // batch + 1)
-    visited = np.concatenate([loader.windows(step) for step in steps])[first - steps[0] * batch :][:n_windows]
+    visited = np.concatenate([loader.windows(step) for step in steps])[first - steps[0] * batch :][
+        :n_windows
+    ]
     assert np.array_equal(np.sort(visited), np.arange(n_windows))
 
 
@@ -53,7 +57,9 @@ def test_batch_holds_the_windows_it_names(corpus: tuple[Tokens, np.ndarray]) -> 
         for row, window in zip(batch, loader.windows(step), strict=True):
             assert np.array_equal(row, ids[window * 64 : window * 64 + 65])
             crossing += int(((edges > window * 64) & (edges < window * 64 + 65)).sum())
-    assert crossing >= 2 * len(edges)  # two epochs and more: windows over shard edges were among them
+    assert crossing >= 2 * len(
+        edges
+    )  # two epochs and more: windows over shard edges were among them
 
 
 def test_golden_order(corpus: tuple[Tokens, np.ndarray]) -> None:
@@ -64,7 +70,9 @@ def test_golden_order(corpus: tuple[Tokens, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_ranks_are_disjoint_and_together_the_batch(corpus: tuple[Tokens, np.ndarray], world_size: int) -> None:
+def test_ranks_are_disjoint_and_together_the_batch(
+    corpus: tuple[Tokens, np.ndarray], world_size: int
+) -> None:
     whole = DataLoader(corpus[0], seq_len=16, batch_size=12, seed=5)
     comm = [
         DataLoader(corpus[0], seq_len=16, batch_size=12, seed=5, dp_rank=rank, dp_size=world_size)
@@ -120,10 +128,14 @@ def test_seeds_and_epochs_differ(corpus: tuple[Tokens, np.ndarray]) -> None:
 
 
 def test_batch_that_does_not_divide_is_refused(corpus: tuple[Tokens, np.ndarray]) -> None:
-    with pytest.raises(MegatokenError, match=r"640 tokens \(10 sequences\) or 960 tokens \(15 sequences\)") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"640 tokens \(10 sequences\) or 960 tokens \(15 sequences\)"
+    ) as caught:
         DataLoader(corpus[0], seq_len=64, batch_size=12, seed=0, dp_size=5)
     assert caught.value.code == ExitCode.CONFIG
-    with pytest.raises(MegatokenError, match=r"nearest that do: 320 tokens \(5 sequences\); or take 3 of them$"):
+    with pytest.raises(
+        MegatokenError, match=r"nearest that do: 320 tokens \(5 sequences\); or take 3 of them$"
+    ):
         DataLoader(corpus[0], seq_len=64, batch_size=3, seed=0, dp_size=5)
 
 
@@ -151,7 +163,9 @@ def test_small_corpus_is_refused_with_sizes_that_work(
     if "=" in fix:
         numbers = [int(word.partition("=")[2]) for word in fix.split() if "=" in word]
         seq_len = numbers[0] if "seq_len" in fix else seq_len
-        DataLoader(tokens, seq_len=seq_len, batch_size=numbers[-1] // seq_len, seed=0, dp_size=world_size).rows(0)
+        DataLoader(
+            tokens, seq_len=seq_len, batch_size=numbers[-1] // seq_len, seed=0, dp_size=world_size
+        ).rows(0)
 
 
 def test_corpus_of_exactly_one_batch(tmp_path: Path) -> None:
@@ -163,9 +177,12 @@ def test_corpus_of_exactly_one_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "count", "length"), [(10**9, 78, 64), (640, 10, 64), (639, 9, 64), (64, 1, 64), (20, 1, 20)]
+    ("limit", "count", "length"),
+    [(10**9, 78, 64), (640, 10, 64), (639, 9, 64), (64, 1, 64), (20, 1, 20)],
 )
-def test_evaluation_windows(corpus: tuple[Tokens, np.ndarray], limit: int, count: int, length: int) -> None:
+def test_evaluation_windows(
+    corpus: tuple[Tokens, np.ndarray], limit: int, count: int, length: int
+) -> None:
     windows = evaluation_windows(corpus[0], seq_len=64, limit_tokens=limit)
     assert (len(windows), windows.seq_len, windows.n_targets) == (count, length, count * length)
     rows = windows.rows(0, count)
@@ -179,7 +196,9 @@ def test_evaluation_windows(corpus: tuple[Tokens, np.ndarray], limit: int, count
 
 def test_some_evaluation_windows_are_spread_evenly_over_the_split(tmp_path: Path) -> None:
     n_tokens = 64 * 1000 + 1
-    np.save(tmp_path / "val.npy", (np.arange(n_tokens) // 64).astype(np.uint16))  # a token is its window's number
+    np.save(
+        tmp_path / "val.npy", (np.arange(n_tokens) // 64).astype(np.uint16)
+    )  # a token is its window's number
     tokens = load_dataset(tmp_path).val
     few = evaluation_windows(tokens, seq_len=64, limit_tokens=64 * 10).rows(0, 10)
     assert few[:, 0].tolist() == [50, 150, 250, 350, 450, 550, 650, 750, 850, 950]
@@ -190,7 +209,9 @@ def test_some_evaluation_windows_are_spread_evenly_over_the_split(tmp_path: Path
 
 
 @pytest.mark.parametrize(("n_tokens", "count", "length"), [(40, 1, 39), (2, 1, 1), (1, 0, 1)])
-def test_evaluation_of_a_split_shorter_than_a_window(tmp_path: Path, n_tokens: int, count: int, length: int) -> None:
+def test_evaluation_of_a_split_shorter_than_a_window(
+    tmp_path: Path, n_tokens: int, count: int, length: int
+) -> None:
     write_dataset(tmp_path, {"val": [n_tokens]})
     dataset = load_dataset(tmp_path)
     windows = evaluation_windows(dataset.val, seq_len=64, limit_tokens=1000)
@@ -215,10 +236,14 @@ def test_prefetcher_gives_exactly_the_batch_of_any_step(tmp_path: Path, dtype: s
         assert np.array_equal(targets.numpy(), expected[:, 1:])
     prefetcher.close()
     prefetcher.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megatoken-prefetch")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("megatoken-prefetch")
+    ]
 
 
-def test_iterating_gives_inputs_and_targets_of_every_step(corpus: tuple[Tokens, np.ndarray]) -> None:
+def test_iterating_gives_inputs_and_targets_of_every_step(
+    corpus: tuple[Tokens, np.ndarray],
+) -> None:
     loader = DataLoader(corpus[0], seq_len=32, batch_size=4, seed=0)
     for step, (inputs, targets) in zip(range(200), loader, strict=False):  # more than an epoch
         rows = torch.from_numpy(loader.rows(step).astype(np.int64))
@@ -247,7 +272,9 @@ def test_prefetcher_raises_where_the_batch_is_asked_for(tmp_path: Path) -> None:
     for _ in range(3):
         for step in range(6):
             if step % 3 == bad or loader.windows(step)[0] == 2:
-                with pytest.raises(MegatokenError, match="token id 60000 is outside the vocabulary"):
+                with pytest.raises(
+                    MegatokenError, match="token id 60000 is outside the vocabulary"
+                ):
                     prefetcher.get(step)
             else:
                 assert prefetcher.get(step).inputs_BT.shape == (1, 1 << 17)

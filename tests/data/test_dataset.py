@@ -59,7 +59,9 @@ def test_prepared_folder_reads_back(tmp_path: Path, dtype: str) -> None:
         everything = tokens.read(0, len(tokens))
         assert everything.dtype == np.dtype(dtype)
         assert np.array_equal(everything, ids[split])
-    assert dataset.fingerprint == read_manifest(tmp_path).fingerprint == dataset.manifest.fingerprint
+    assert (
+        dataset.fingerprint == read_manifest(tmp_path).fingerprint == dataset.manifest.fingerprint
+    )
     assert list(verify_dataset(tmp_path)) == []
 
 
@@ -70,7 +72,9 @@ def test_a_dataset_knows_its_tokenizer(tmp_path: Path) -> None:
     assert dataset.vocab_size == 257
     assert dataset.tokenizer.decode(dataset.train.read(0, 9)) == "some text"
     load_tokenizer("bpe:257", lambda: iter(["a"])).save(tmp_path / "out" / "tokenizer")
-    with pytest.raises(MegatokenError, match=r"shards were made with tokenizer .*, the folder's tokenizer has"):
+    with pytest.raises(
+        MegatokenError, match=r"shards were made with tokenizer .*, the folder's tokenizer has"
+    ):
         _ = load_dataset(tmp_path / "out").tokenizer
     write_external(tmp_path / "train.bin", np.arange(100, dtype=np.uint16))
     external = load_dataset(tmp_path / "train.bin", external_tokenizer="bytes")
@@ -79,7 +83,9 @@ def test_a_dataset_knows_its_tokenizer(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_any_stretch_and_any_windows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_stretch_and_any_windows(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     folder = tmp_path_factory.mktemp("any")
     ids = write_dataset(folder, {"train": sizes})["train"]
@@ -88,8 +94,12 @@ def test_any_stretch_and_any_windows(tmp_path_factory: pytest.TempPathFactory, d
     count = data.draw(st.integers(0, len(ids) - start))
     assert np.array_equal(tokens.read(start, count), ids[start : start + count])
     length = data.draw(st.integers(1, len(ids)))
-    starts = np.array(data.draw(st.lists(st.integers(0, len(ids) - length), max_size=60)), dtype=np.int64)
-    expected = np.array([ids[start : start + length] for start in starts]).reshape(len(starts), length)
+    starts = np.array(
+        data.draw(st.lists(st.integers(0, len(ids) - length), max_size=60)), dtype=np.int64
+    )
+    expected = np.array([ids[start : start + length] for start in starts]).reshape(
+        len(starts), length
+    )
     assert np.array_equal(tokens.gather(starts, length), expected)
 
 
@@ -119,7 +129,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     for turn in range(200):
         path = files[turn % 4]
         size = path.stat().st_size
-        limit = size if turn % 8 < 4 or path.suffix == ".json" else HEADER_BYTES  # half of them in headers
+        limit = (
+            size if turn % 8 < 4 or path.suffix == ".json" else HEADER_BYTES
+        )  # half of them in headers
         bit = int(rng.integers(8 * limit))
         flip(path, bit)
         with pytest.raises(MegatokenError) as caught:
@@ -144,9 +156,7 @@ def test_damage_names_block_hashes_and_offset(tmp_path: Path) -> None:
     tokens.read(2 * BLOCK, BLOCK)
     with pytest.raises(MegatokenError) as caught:
         tokens.read(BLOCK - 1, 2)
-    pattern = (
-        rf"block 1 has hash [0-9a-f]{{16}}, expected {good} — .*train_000000\.bin, 262,144 bytes from offset 263,168"
-    )
+    pattern = rf"block 1 has hash [0-9a-f]{{16}}, expected {good} — .*train_000000\.bin, 262,144 bytes from offset 263,168"
     assert re.search(pattern, str(caught.value))
 
 
@@ -162,7 +172,9 @@ def rewrite(path: Path, bits: list[int]) -> None:
 def test_a_shard_written_to_in_use_is_verified_again(tmp_path: Path) -> None:
     ids = write_dataset(tmp_path, {"train": [2 * BLOCK, 10]})["train"]
     tokens, shard = load_dataset(tmp_path).train, tmp_path / "train_000000.bin"
-    assert np.array_equal(tokens.gather(np.array([5, 2 * BLOCK - 1]), 4)[1], ids[2 * BLOCK - 1 : 2 * BLOCK + 3])
+    assert np.array_equal(
+        tokens.gather(np.array([5, 2 * BLOCK - 1]), 4)[1], ids[2 * BLOCK - 1 : 2 * BLOCK + 3]
+    )
     rewrite(shard, [])  # touched, but the same
     assert np.array_equal(tokens.read(0, len(ids)), ids)
     rewrite(shard, [8 * (HEADER_BYTES + BLOCK_BYTES)])
@@ -190,7 +202,9 @@ def test_a_shard_written_to_between_check_and_copy_is_verified_again(
 
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("suffix", [".bin", ".npy"])
-def test_a_disk_that_fails_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+def test_a_disk_that_fails_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
     path = tmp_path / f"train{suffix}"
     write_external(path, np.arange(1000, dtype=np.uint16))
     tokens = load_dataset(path).train
@@ -201,7 +215,9 @@ def test_a_disk_that_fails_is_one_error(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "preadv", fail)
     where = f"{path}, byte offset {HEADER_BYTES + 20 if suffix == '.bin' else 148:,}"
-    with pytest.raises(MegatokenError, match=f"cannot read the shard: Input/output error — {where}"):
+    with pytest.raises(
+        MegatokenError, match=f"cannot read the shard: Input/output error — {where}"
+    ):
         tokens.read(10, 5)
 
 
@@ -209,7 +225,9 @@ def test_reads_in_parts_and_without_preadv(tmp_path: Path, monkeypatch: pytest.M
     ids = write_dataset(tmp_path, {"train": [300, 40, 5]})["train"]
     preadv = os.preadv
     monkeypatch.setattr(
-        os, "preadv", lambda file, buffers, at: preadv(file, [memoryview(buffers[0]).cast("B")[:7]], at)
+        os,
+        "preadv",
+        lambda file, buffers, at: preadv(file, [memoryview(buffers[0]).cast("B")[:7]], at),
     )
     assert np.array_equal(load_dataset(tmp_path).train.read(0, 345), ids)
     monkeypatch.delattr(os, "preadv")
@@ -235,7 +253,9 @@ def truncate(path: Path, size: int) -> None:
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("sizes", [[3 * BLOCK], [BLOCK, BLOCK, BLOCK]])
 @pytest.mark.parametrize("touched", [False, True])
-def test_a_shard_truncated_in_use_is_an_error(tmp_path: Path, sizes: list[int], touched: bool) -> None:
+def test_a_shard_truncated_in_use_is_an_error(
+    tmp_path: Path, sizes: list[int], touched: bool
+) -> None:
     """A mapped file would end the process: pages beyond the end of a file cannot be read."""
     write_dataset(tmp_path, {"train": sizes})
     tokens = load_dataset(tmp_path).train
@@ -277,8 +297,18 @@ def test_an_unfinished_dataset_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "split"),
     [
-        *(("fineweb_val_000000", "val"), ("val", "val"), ("validation_1", "val"), ("books-valid", "val")),
-        *(("interval_train_01", "train"), ("evaluated", "train"), ("valued", "train"), ("retrieval_1", "train")),
+        *(
+            ("fineweb_val_000000", "val"),
+            ("val", "val"),
+            ("validation_1", "val"),
+            ("books-valid", "val"),
+        ),
+        *(
+            ("interval_train_01", "train"),
+            ("evaluated", "train"),
+            ("valued", "train"),
+            ("retrieval_1", "train"),
+        ),
     ],
 )
 def test_the_split_is_a_word_of_the_name(tmp_path: Path, name: str, split: str) -> None:
@@ -296,35 +326,61 @@ SHARD = "train_000001.bin"
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / SHARD).unlink(), "shard is missing"),
     (lambda folder: truncate(folder / SHARD, 0), "has 0 bytes, less than its 1,024-byte header"),
-    (lambda folder: truncate(folder / SHARD, 1024), "truncated: 1,024 bytes, expected 2,024 for 500 tokens"),
-    (lambda folder: truncate(folder / SHARD, 1501), "truncated, and not a whole number of 2-byte tokens: 1,501"),
-    (lambda folder: truncate(folder / SHARD, 2026), "longer than its header says: 2,026"),
-    (lambda folder: truncate(folder / SHARD, 2025), "longer than its header says, and not a whole number"),
-    (lambda folder: (folder / SHARD).write_bytes(bytes(2024)), "not a token shard: its magic number is 0"),
-    (lambda folder: swap(folder / SHARD, folder / "train_000002.bin"), "shard is damaged: block 0 has hash"),
     (
-        lambda folder: (folder / SHARD).write_bytes(make_header(500, "uint32", "5a" * 32) + bytes(2000)),
+        lambda folder: truncate(folder / SHARD, 1024),
+        "truncated: 1,024 bytes, expected 2,024 for 500 tokens",
+    ),
+    (
+        lambda folder: truncate(folder / SHARD, 1501),
+        "truncated, and not a whole number of 2-byte tokens: 1,501",
+    ),
+    (lambda folder: truncate(folder / SHARD, 2026), "longer than its header says: 2,026"),
+    (
+        lambda folder: truncate(folder / SHARD, 2025),
+        "longer than its header says, and not a whole number",
+    ),
+    (
+        lambda folder: (folder / SHARD).write_bytes(bytes(2024)),
+        "not a token shard: its magic number is 0",
+    ),
+    (
+        lambda folder: swap(folder / SHARD, folder / "train_000002.bin"),
+        "shard is damaged: block 0 has hash",
+    ),
+    (
+        lambda folder: (folder / SHARD).write_bytes(
+            make_header(500, "uint32", "5a" * 32) + bytes(2000)
+        ),
         "token type is uint32, expected uint16",
     ),
     (
-        lambda folder: (folder / SHARD).write_bytes(make_header(400, "uint16", "5a" * 32) + bytes(800)),
+        lambda folder: (folder / SHARD).write_bytes(
+            make_header(400, "uint16", "5a" * 32) + bytes(800)
+        ),
         "token count is 400, expected 500",
     ),
     (
-        lambda folder: (folder / SHARD).write_bytes(make_header(500, "uint16", "5b" * 32) + bytes(1000)),
+        lambda folder: (folder / SHARD).write_bytes(
+            make_header(500, "uint16", "5b" * 32) + bytes(1000)
+        ),
         f"tokenizer fingerprint is {'5b' * 32}, expected {'5a' * 32}",
     ),
     (
         lambda folder: (folder / SHARD).write_bytes(make_header(500, "uint16", "") + bytes(1000)),
         "tokenizer fingerprint is unknown",
     ),
-    (lambda folder: (folder / "manifest.json").unlink(), "prepared by megatoken, but manifest.json is not beside it"),
+    (
+        lambda folder: (folder / "manifest.json").unlink(),
+        "prepared by megatoken, but manifest.json is not beside it",
+    ),
 ]
 
 
 @pytest.mark.fault(30, 33)
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[words[:40] for _, words in DAMAGES])
-def test_damaged_shard_is_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+def test_damaged_shard_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
     write_dataset(tmp_path, {"train": [700, 500, 500], "val": [64]})
     damage(tmp_path)
     file = "train_000000.bin" if "manifest.json" in words else SHARD
@@ -352,7 +408,9 @@ def test_manifest_without_enough_block_hashes_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", ["x/**foo*.bin", "nothing://bucket/data", "s3:/x", ""])
 def test_paths_that_cannot_be_opened(path: str) -> None:
-    with pytest.raises(MegatokenError, match=r"not a pattern|not an address|not a path on|a path is empty"):
+    with pytest.raises(
+        MegatokenError, match=r"not a pattern|not an address|not a path on|a path is empty"
+    ):
         load_dataset(path)
 
 
@@ -379,7 +437,9 @@ def test_paths_that_cannot_be_opened(path: str) -> None:
         ('"source": {', f'"source": {"[" * 100_000 + "]" * 100_000}, "x": {{'),
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_one_error(tmp_path: Path, part: str, instead: str) -> None:
+def test_a_manifest_that_makes_no_sense_is_one_error(
+    tmp_path: Path, part: str, instead: str
+) -> None:
     """Its own hash is right: another program wrote it, or somebody who sealed it again."""
     write_dataset(tmp_path, {"train": [500]})
     path = tmp_path / "manifest.json"
@@ -396,7 +456,11 @@ def test_id_outside_the_vocabulary_with_right_hashes(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path)
     largest = int(load_dataset(tmp_path).train.read(0, BLOCK + 500).max())
     write_manifest(tmp_path, replace(manifest, tokenizer={**TOKENIZER, "vocab_size": largest}))
-    refuse(tmp_path, f"token id {largest} is outside the vocabulary of {largest}", "train_000000.bin, byte offset")
+    refuse(
+        tmp_path,
+        f"token id {largest} is outside the vocabulary of {largest}",
+        "train_000000.bin, byte offset",
+    )
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".npy"])
@@ -438,7 +502,10 @@ def test_nanogpts_files_are_ids_and_nothing_else(tmp_path: Path) -> None:
         load_dataset(tmp_path)
     (tmp_path / "val.bin").unlink()
     (tmp_path / "meta.pkl").touch()
-    with pytest.raises(MegatokenError, match=r"vocabulary of their own, in meta\.pkl: a pickle, which is never loaded"):
+    with pytest.raises(
+        MegatokenError,
+        match=r"vocabulary of their own, in meta\.pkl: a pickle, which is never loaded",
+    ):
         load_dataset(tmp_path)
     (tmp_path / "train.bin").rename(tmp_path / "other.bin")
     with pytest.raises(MegatokenError, match="not a token shard"):
@@ -468,7 +535,9 @@ def test_external_id_outside_the_vocabulary_is_located(tmp_path: Path, suffix: s
     tokens = load_dataset(tmp_path).train
     assert not tokens.read(0, BLOCK).any()
     with pytest.raises(MegatokenError) as caught:
-        tokens.gather(np.array([3, BLOCK]), 5)  # the bad id is not even in the window, but in its block
+        tokens.gather(
+            np.array([3, BLOCK]), 5
+        )  # the bad id is not even in the window, but in its block
     offset = (HEADER_BYTES if suffix == ".bin" else 128) + 2 * (BLOCK + 7)
     assert "token id 50257 is outside the vocabulary of 50,257" in str(caught.value)
     assert f"train{suffix}, byte offset {offset:,} (token {BLOCK + 7:,})" in str(caught.value)
@@ -500,7 +569,9 @@ def test_mixed_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train_2.bin").write_bytes(make_header(1, "uint16", "5a" * 32) + bytes(2))
     refuse(tmp_path, "prepared by megatoken, but manifest.json is not beside it", "train_2.bin")
     (tmp_path / "manifest.json").touch()
-    with pytest.raises(MegatokenError, match=f"train_2.bin — give the folder: data.path={tmp_path}$"):
+    with pytest.raises(
+        MegatokenError, match=f"train_2.bin — give the folder: data.path={tmp_path}$"
+    ):
         load_dataset(tmp_path / "*.bin")
     (tmp_path / "manifest.json").unlink()
     write_external(tmp_path / "train_2.bin", ids[:0])
@@ -540,7 +611,9 @@ def test_pickles_are_never_loaded(tmp_path: Path) -> None:
         (np.zeros((), np.uint16), "<u2 of shape ()"),
     ],
 )
-def test_npy_that_is_not_a_row_of_ids_is_refused(tmp_path: Path, ids: np.ndarray, words: str) -> None:
+def test_npy_that_is_not_a_row_of_ids_is_refused(
+    tmp_path: Path, ids: np.ndarray, words: str
+) -> None:
     np.save(tmp_path / "train.npy", ids)
     refuse(tmp_path, re.escape(words), "train.npy")
 
@@ -563,6 +636,8 @@ def test_garbled_npy_headers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["nowhere", "*.bin", ".", "text.txt", "long" * 100])
 def test_nothing_to_open(tmp_path: Path, name: str) -> None:
     (tmp_path / "text.txt").write_text("no shard")
-    with pytest.raises(MegatokenError, match=r"no dataset here|text, not a dataset|cannot read the dataset") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"no dataset here|text, not a dataset|cannot read the dataset"
+    ) as caught:
         load_dataset(tmp_path / name)
     assert caught.value.code == ExitCode.DATA

@@ -18,7 +18,13 @@ from pyarrow import parquet
 from megatoken.data import corpus_reader as reader
 from megatoken.data import documents, text_files
 from megatoken.data.corpus_reader import ReadPosition, read_chunks, sample_texts
-from megatoken.data.documents import PrepareOptions, choose_split, encode_segments, find_split_point, read_documents
+from megatoken.data.documents import (
+    PrepareOptions,
+    choose_split,
+    encode_segments,
+    find_split_point,
+    read_documents,
+)
 from megatoken.data.sources import NAMES, Source, classify, find_source
 from megatoken.data.tokenizer import SplitPoints, Tokenizer, load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
@@ -81,7 +87,9 @@ def test_text_files_are_documents_and_the_separator_parts_them(tmp_path: Path) -
 
 @pytest.mark.fault(38)
 def test_empty_documents_between_separators_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", "<|endoftext|>one<|endoftext|><|endoftext|>\n <|endoftext|>two")
+    path = write(
+        tmp_path / "a.txt", "<|endoftext|>one<|endoftext|><|endoftext|>\n <|endoftext|>two"
+    )
     assert read_all(find_source(str(path))) == (["one", "two"], {"empty": 3})
 
 
@@ -93,7 +101,11 @@ def pack(data: bytes, compression: str) -> bytes:
 
 def write_rows(path: Path, form: str, rows: list[dict[str, Any]]) -> Path:
     """Write rows as "array", "lines", "csv", "tsv" or "parquet", compressed as the name of the file says."""
-    text = json.dumps(rows, indent=1) if form == "array" else "".join(json.dumps(row) + "\n\n" for row in rows)
+    text = (
+        json.dumps(rows, indent=1)
+        if form == "array"
+        else "".join(json.dumps(row) + "\n\n" for row in rows)
+    )
     if form in ("csv", "tsv"):
         buffer = io.StringIO()
         writer = csv.DictWriter(buffer, list(rows[0]), delimiter="," if form == "csv" else "\t")
@@ -109,13 +121,26 @@ def write_rows(path: Path, form: str, rows: list[dict[str, Any]]) -> Path:
 FORMS = {
     **dict.fromkeys(("a.jsonl", "a.ndjson.gz", "a.jsonl.zst", "a.json", "a.json.gz"), "lines"),
     **dict.fromkeys(("b.json", "b.json.gz", "b.json.zst", "b.jsonl"), "array"),
-    **{"a.csv": "csv", "a.csv.zst": "csv", "a.tsv": "tsv", "a.TSV.gz": "tsv", "a.parquet": "parquet"},
+    **{
+        "a.csv": "csv",
+        "a.csv.zst": "csv",
+        "a.tsv": "tsv",
+        "a.TSV.gz": "tsv",
+        "a.parquet": "parquet",
+    },
 }
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS.items())
-def test_rows_give_one_document_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
-    texts = ["one", 'tw\u00f6 "[2]"\r\n, {x}\t]', "", *(f"row {number} é" * 9 for number in range(30))]
+def test_rows_give_one_document_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str
+) -> None:
+    texts = [
+        "one",
+        'tw\u00f6 "[2]"\r\n, {x}\t]',
+        "",
+        *(f"row {number} é" * 9 for number in range(30)),
+    ]
     rows = [{"id": number, "text": text} for number, text in enumerate(texts)]
     source = find_source(str(write_rows(tmp_path / name, form, rows).parent))
     expected = [text for text in texts if text]
@@ -128,7 +153,9 @@ def test_rows_give_one_document_each(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert chunks[-1].done_bytes == source.size_bytes
     for number, chunk in enumerate(chunks[:-1]):
         assert list(read_chunks(source, options, chunk.next)) == chunks[number + 1 :]
-    assert f"{tmp_path / name}{':1' if form == 'lines' else ', row 1'} " in str(refuse(source, text_key="body"))
+    assert f"{tmp_path / name}{':1' if form == 'lines' else ', row 1'} " in str(
+        refuse(source, text_key="body")
+    )
 
 
 @pytest.mark.parametrize("name", [*FORMS, "a.txt", "b.txt.gz"])
@@ -149,16 +176,36 @@ def test_bytes_of_parquet_are_text(tmp_path: Path, dtype: pyarrow.DataType) -> N
     ("name", "start", "row", "end", "reason"),
     [
         ("a.jsonl", '{"text": "one"}\n\n', "{", '\n{"text": "two"}\n', "Expecting property name"),
-        ("a.jsonl", '{"text": "one"}\n\n', '{"txt": 1}', '\n{"text": "two"}\n', "no key 'text' (it has: txt)"),
-        ("a.jsonl", '{"text": "one"}\n\n', '{"text": null}', '\n{"text": "two"}\n', "'text' is null, not a string"),
+        (
+            "a.jsonl",
+            '{"text": "one"}\n\n',
+            '{"txt": 1}',
+            '\n{"text": "two"}\n',
+            "no key 'text' (it has: txt)",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "one"}\n\n',
+            '{"text": null}',
+            '\n{"text": "two"}\n',
+            "'text' is null, not a string",
+        ),
         ("a.jsonl", '{"text": "one"}\n\n', "[" * 100_000, '\n{"text": "two"}\n', "recursion"),
-        ("a.json", '[{"text": "one"}, {"text": ""}', ", [1]", ', {"text": "two"}]', "named values, not [1]"),
+        (
+            "a.json",
+            '[{"text": "one"}, {"text": ""}',
+            ", [1]",
+            ', {"text": "two"}]',
+            "named values, not [1]",
+        ),
         ("a.csv", 'text,n\none,1\n"",2\n', "a,b,3\n", "two,4", 'not ["a", "b", "3"]'),
         ("a.csv", 'text\none\n""\n', '"a" b\n', "two", "expected after"),
         ("a.tsv", "n\ttext\n1\tone\n2\t\n", "3\n", "4\ttwo", 'not ["3"]'),
     ],
 )
-def test_bad_rows_are_named_or_skipped(tmp_path: Path, name: str, start: str, row: str, end: str, reason: str) -> None:
+def test_bad_rows_are_named_or_skipped(
+    tmp_path: Path, name: str, start: str, row: str, end: str, reason: str
+) -> None:
     path = write(tmp_path / name, start + row + end)
     message = str(refuse(path))
     assert f"{path}:3" in message if name == "a.jsonl" else f"{path}, row 3" in message
@@ -220,7 +267,9 @@ def test_binary_files_are_skipped_in_folders_and_refused_by_name(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.parquet"])
 def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
-    whole = pack(PROSE.encode() * 999, Path(name).suffix) if name != "a.parquet" else b"PAR1 no PAR1"
+    whole = (
+        pack(PROSE.encode() * 999, Path(name).suffix) if name != "a.parquet" else b"PAR1 no PAR1"
+    )
     path = write(tmp_path / name, whole[: len(whole) // 2])
     message = str(refuse(path))
     assert str(path) in message
@@ -245,14 +294,33 @@ def shrink(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 TEXTS = st.lists(
     st.sampled_from(
-        ["a", "Zebra", " b", "\n", "  ", "\r\n", "é", "\u3000", "\xa0", "中文", "'s", "12", "<", "<|endoftext|>"]
+        [
+            "a",
+            "Zebra",
+            " b",
+            "\n",
+            "  ",
+            "\r\n",
+            "é",
+            "\u3000",
+            "\xa0",
+            "中文",
+            "'s",
+            "12",
+            "<",
+            "<|endoftext|>",
+        ]
     )
     | st.binary(max_size=3),
     max_size=60,
 ).map(lambda parts: b"".join(part.encode() if isinstance(part, str) else part for part in parts))
 
 
-@given(data=TEXTS, size=st.integers(20, 60), form=st.sampled_from(["a.txt", "a.md", "a.txt.gz", "a.txt.zst"]))
+@given(
+    data=TEXTS,
+    size=st.integers(20, 60),
+    form=st.sampled_from(["a.txt", "a.md", "a.txt.gz", "a.txt.zst"]),
+)
 @settings(deadline=None, max_examples=150)
 def test_blocks_change_no_text_and_no_id(
     bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory, data: bytes, size: int, form: str
@@ -279,13 +347,23 @@ def test_blocks_change_no_text_and_no_id(
                     ids += encoded.train.tolist()
                     seams += chunk.counts.get("seams", 0) + encoded.counts.get("seams", 0)
             if not seams:
-                assert ids == [id for text in read_all(source)[0] for id in (bpe.eot, *bpe.encode(text).tolist())]
+                assert ids == [
+                    id
+                    for text in read_all(source)[0]
+                    for id in (bpe.eot, *bpe.encode(text).tolist())
+                ]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
-def test_reading_goes_on_at_every_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_reading_goes_on_at_every_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     shrink(monkeypatch, 50)
-    text = PROSE * 9 if "txt" in name else "".join(json.dumps({"text": PROSE}) + "\n" for _ in range(9))
+    text = (
+        PROSE * 9
+        if "txt" in name
+        else "".join(json.dumps({"text": PROSE}) + "\n" for _ in range(9))
+    )
     write(tmp_path / name, pack(text.encode(), Path(name).suffix))
     write(tmp_path / "z.txt", "last")
     source, options = find_source(str(tmp_path)), PrepareOptions(split_points="words")
@@ -300,7 +378,10 @@ def test_reading_goes_on_at_every_cursor(tmp_path: Path, monkeypatch: pytest.Mon
 def test_invalid_bytes_of_a_long_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, 40)
     prose = PROSE * 9
-    path = write(tmp_path / "a.txt", b"one<|endoftext|>%b\xff%b<|endoftext|>two\xff" % ((prose.encode(),) * 2))
+    path = write(
+        tmp_path / "a.txt",
+        b"one<|endoftext|>%b\xff%b<|endoftext|>two\xff" % ((prose.encode(),) * 2),
+    )
     texts, counts = read_all(find_source(str(path)), invalid="skip", split_points="words")
     assert (texts, counts) == (["one", f"{prose}\ufffd{prose}"], {"replaced": 1, "skipped": 1})
     message = str(refuse(path, invalid="fail", split_points="words"))
@@ -325,7 +406,9 @@ def test_seams(data: bytes, split_points: SplitPoints, expected: tuple[int, bool
     assert find_split_point(data, split_points) == expected
 
 
-def test_a_cut_document_gives_the_ids_of_the_whole(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_document_gives_the_ids_of_the_whole(
+    bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = PROSE * 50
     segment = documents.Segment("a.md", 1, "whole", "", True, text.encode())
     monkeypatch.setattr(documents, "CHUNK_BYTES", 64)
@@ -342,9 +425,12 @@ def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "end", ["", "\n", '\n{"text": "two"}', '\n{"text": "two"}\n' + "y" * 600 + '\n{"text": "three"}\n']
+    "end",
+    ["", "\n", '\n{"text": "two"}', '\n{"text": "two"}\n' + "y" * 600 + '\n{"text": "three"}\n'],
 )
-def test_an_endless_line_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+def test_an_endless_line_can_be_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
     shrink(monkeypatch, 64)
     monkeypatch.setattr(reader, "LARGEST_ROW", 512)
     for name in ("a.jsonl", "b.jsonl"):
@@ -355,9 +441,17 @@ def test_an_endless_line_can_be_skipped(tmp_path: Path, monkeypatch: pytest.Monk
     assert texts == expected
     assert counts["skipped"] == 2 * (1 + ("y" in end))
     skip = PrepareOptions(invalid="skip")
-    for chunk in read_chunks(source, skip, ReadPosition()):  # from every position the rest is the same
-        rest = [segment for later in read_chunks(source, skip, chunk.next) for segment in later.segments]
-        everything = [segment for each in read_chunks(source, skip, ReadPosition()) for segment in each.segments]
+    for chunk in read_chunks(
+        source, skip, ReadPosition()
+    ):  # from every position the rest is the same
+        rest = [
+            segment for later in read_chunks(source, skip, chunk.next) for segment in later.segments
+        ]
+        everything = [
+            segment
+            for each in read_chunks(source, skip, ReadPosition())
+            for segment in each.segments
+        ]
         assert everything[len(everything) - len(rest) :] == rest
     assert list(sample_texts(source, PrepareOptions(), 1 << 20)) == expected
 
@@ -373,10 +467,14 @@ def test_the_split_depends_on_the_beginning_alone() -> None:
     assert {choose_split(text, 0.0) for text in beginnings} == {"train"}
 
 
-def test_a_sample_is_bounded_even_and_repeatable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_is_bounded_even_and_repeatable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shrink(monkeypatch, 1000)
     for number in range(4):
-        write(tmp_path / f"{number}.txt", "".join(f"{number} line {line}\n" for line in range(2000)))
+        write(
+            tmp_path / f"{number}.txt", "".join(f"{number} line {line}\n" for line in range(2000))
+        )
     for number in range(50):
         write(tmp_path / f"small{number}.txt", f"small {number}\n")
     write(tmp_path / "z.jsonl", '{"text": "json"}\nbroken\n' * 500)
@@ -432,15 +530,21 @@ def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["nowhere", "*.nothing", "."])
-def test_nothing_to_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+def test_nothing_to_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert spec in str(refuse(spec))
 
 
-def test_a_corpus_with_the_name_of_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_with_the_name_of_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "python" / "a.txt", "text")
-    with pytest.raises(MegatokenError, match=r"python is a corpus, and a folder here .* write \./python for") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"python is a corpus, and a folder here .* write \./python for"
+    ) as caught:
         find_source("python")
     assert caught.value.code == ExitCode.CONFIG
     assert [file.name for file in find_source("./python").files] == ["a.txt"]
@@ -450,7 +554,9 @@ def test_a_corpus_with_the_name_of_a_folder_is_refused(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("spec", ["s3://bucket/a.txt", "gs://bucket/*.txt", ""])
 def test_addresses_are_no_local_paths(spec: str) -> None:
-    with pytest.raises(MegatokenError, match=r"not a path on this machine|a path is empty") as caught:
+    with pytest.raises(
+        MegatokenError, match=r"not a path on this machine|a path is empty"
+    ) as caught:
         find_source(spec)
     assert caught.value.code == ExitCode.CONFIG
 
@@ -475,7 +581,9 @@ def test_python_is_always_there() -> None:
     assert not [name for name in names if "/test/" in f"/{name}" or "site-packages" in name]
     assert not [name for name in names if name.startswith(("encodings/", "pydoc_data/"))]
     assert not {"html/entities.py", "stringprep.py", "locale.py", "keyword.py"} & {*names}  # tables
-    assert {"argparse.py", "pickletools.py", "_pydecimal.py", "typing.py", "http/client.py"} < {*names}
+    assert {"argparse.py", "pickletools.py", "_pydecimal.py", "typing.py", "http/client.py"} < {
+        *names
+    }
     assert len(names) > 300
 
 
@@ -484,7 +592,13 @@ def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path) -> None:
     docstring = '"""Tables."""\n' + '    """Docstring."""\n' * 20
     strings = "names = {\n" + "    'eacute': 'small e, acute accent',\n" * 3 + "}\n"
     numbers = "ids = [\n" + "    0x0041, -1, (2.5, None),\n" * 3 + "]\n"
-    files = {"code": code, "docstring": docstring, "strings": strings, "numbers": numbers, "mixed": code + strings}
+    files = {
+        "code": code,
+        "docstring": docstring,
+        "strings": strings,
+        "numbers": numbers,
+        "mixed": code + strings,
+    }
     for name, text in (files | {"long_code": code * 2 + strings, "empty": ""}).items():
         write(tmp_path / f"{name}.py", text)
     names = [file.name for file in find_source("python", root=tmp_path).files]
@@ -511,7 +625,10 @@ def test_named_corpora_are_read_from_a_local_copy(tmp_path: Path, name: str, pla
     if name == "tinystories":
         write(folder / "validation-00000-of-00001.parquet", "not read")
     texts, _ = read_all(find_source(name, root=tmp_path))
-    assert texts == ["story of train-00000-of-00002.parquet", "story of train-00001-of-00002.parquet"]
+    assert texts == [
+        "story of train-00000-of-00002.parquet",
+        "story of train-00001-of-00002.parquet",
+    ]
     with pytest.raises(MegatokenError, match="copy the files of dataset"):
         find_source(name, root=tmp_path / "data" / "nothing")
 

@@ -42,10 +42,19 @@ def test_nothing_held_out_is_learned() -> None:
     test, others = (list_exercises(held_out=held_out) for held_out in (True, False))
     assert 0.09 < len(test) / (len(test) + len(others)) < 0.11
     rows = [json.loads(line) for line in EXERCISES["exercises"]().splitlines()]
-    asked = {message["content"] for row in rows for message in row["messages"] if message["role"] == "user"}
+    asked = {
+        message["content"]
+        for row in rows
+        for message in row["messages"]
+        if message["role"] == "user"
+    }
     assert {exercise.question for exercise in others} < asked
     asked -= {question for question, _ in SMALL_TALK}
-    keys = {f"{min(pair)}+{max(pair)}" for text in asked if len(pair := [*map(int, re.findall(r"[0-9]+", text))]) == 2}
+    keys = {
+        f"{min(pair)}+{max(pair)}"
+        for text in asked
+        if len(pair := [*map(int, re.findall(r"[0-9]+", text))]) == 2
+    }
     keys |= {text.rstrip("?.").split()[-1] for text in asked if "pell" in text}
     assert len(keys) == len({exercise.key for exercise in others})
     assert keys.isdisjoint(exercise.key for exercise in test)

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from megatoken.data import permutation as shuffle
 from megatoken.data.permutation import feistel_permutation, make_key
 
-SIZES = [1, 2, 3, 5, 10_000, *(2**power + offset for power in range(2, 15) for offset in (-1, 0, 1))]
+SIZES = [
+    1,
+    2,
+    3,
+    5,
+    10_000,
+    *(2**power + offset for power in range(2, 15) for offset in (-1, 0, 1)),
+]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -29,15 +36,32 @@ def test_bijection_for_any_seed_and_epoch(n: int, seed: int, epoch: int) -> None
 def test_index_by_index_is_the_same_as_all_at_once() -> None:
     n, key = 1000, make_key(3, 4)
     image = feistel_permutation(np.arange(n), n, key)
-    assert [int(feistel_permutation(np.array([index]), n, key)[0]) for index in range(0, n, 37)] == image[::37].tolist()
-    assert np.array_equal(feistel_permutation(np.arange(n).reshape(10, 100), n, key), image.reshape(10, 100))
+    assert [
+        int(feistel_permutation(np.array([index]), n, key)[0]) for index in range(0, n, 37)
+    ] == image[::37].tolist()
+    assert np.array_equal(
+        feistel_permutation(np.arange(n).reshape(10, 100), n, key), image.reshape(10, 100)
+    )
 
 
 def test_golden_values() -> None:
     """Pinned: a change of these is a change of every run's data order."""
     assert make_key(0, 0) == 12035550249420947055
     assert make_key(1337, 2) == 15182249562775798649
-    assert feistel_permutation(np.arange(12), 12, make_key(0, 0)).tolist() == [11, 3, 9, 5, 1, 8, 4, 0, 7, 2, 6, 10]
+    assert feistel_permutation(np.arange(12), 12, make_key(0, 0)).tolist() == [
+        11,
+        3,
+        9,
+        5,
+        1,
+        8,
+        4,
+        0,
+        7,
+        2,
+        6,
+        10,
+    ]
     assert feistel_permutation(np.arange(8), 1_000_003, make_key(1337, 2)).tolist() == [
         203183,
         629554,
@@ -48,11 +72,9 @@ def test_golden_values() -> None:
         924504,
         441623,
     ]
-    assert feistel_permutation(np.array([0, 2**39, 2**40 - 1]), 2**40, make_key(42, 7)).tolist() == [
-        247149086414,
-        694771960454,
-        73952433511,
-    ]
+    assert feistel_permutation(
+        np.array([0, 2**39, 2**40 - 1]), 2**40, make_key(42, 7)
+    ).tolist() == [247149086414, 694771960454, 73952433511]
 
 
 def test_mixing_is_splitmix64() -> None:
@@ -70,7 +92,11 @@ def test_keys_differ_over_seeds_and_epochs() -> None:
 def test_looks_like_a_shuffle() -> None:
     n = 10_000
     images = np.stack(
-        [feistel_permutation(np.arange(n), n, make_key(seed, epoch)) for seed in range(4) for epoch in range(4)]
+        [
+            feistel_permutation(np.arange(n), n, make_key(seed, epoch))
+            for seed in range(4)
+            for epoch in range(4)
+        ]
     )
     index = np.arange(n)
     for image in images:
@@ -88,5 +114,8 @@ def test_looks_like_a_shuffle() -> None:
 
 
 def test_small_permutations_are_all_reached() -> None:
-    seen = {tuple(feistel_permutation(np.arange(4), 4, make_key(seed, 0)).tolist()) for seed in range(1000)}
+    seen = {
+        tuple(feistel_permutation(np.arange(4), 4, make_key(seed, 0)).tolist())
+        for seed in range(1000)
+    }
     assert len(seen) == 24

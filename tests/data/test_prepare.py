@@ -31,7 +31,14 @@ from megatoken.data import documents, encode_workers
 from megatoken.data import prepare as preparation
 from megatoken.data.gpt2_vocab import TIKTOKEN_VOCAB
 from megatoken.data.prepare import PrepareResult, Progress, prepare
-from megatoken.data.shard_format import BLOCK_BYTES, HEADER_BYTES, hash_block, hash_blocks, read_header, read_manifest
+from megatoken.data.shard_format import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    hash_block,
+    hash_blocks,
+    read_header,
+    read_manifest,
+)
 from megatoken.data.tokenizer import load_saved_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
 from tests.processes import children, wait_for_group
@@ -87,13 +94,19 @@ def read_split(folder: Path, split: str) -> list[int]:
         assert hash_block(header) == shard.header
         assert tuple(hash_blocks(body)) == shard.blocks
         if shard.split == split:
-            ids += np.frombuffer(body, dtype="<u2" if manifest.dtype == "uint16" else "<u4").tolist()
+            ids += np.frombuffer(
+                body, dtype="<u2" if manifest.dtype == "uint16" else "<u4"
+            ).tolist()
     assert manifest.tokens(split) == len(ids)
     return ids
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def refuse(code: ExitCode, source: Path | str, out: Path, **settings: Any) -> str:
@@ -122,7 +135,9 @@ def test_documents_are_joined_by_end_of_text(tmp_path: Path) -> None:
 def test_shards_hold_the_stream_in_pieces(tmp_path: Path) -> None:
     source = make_corpus(tmp_path / "corpus")
     whole = prepare(str(source), tmp_path / "a", tokenizer="bytes", val_fraction=0)
-    parts = prepare(str(source), tmp_path / "b", tokenizer="bytes", val_fraction=0, shard_tokens=9999)
+    parts = prepare(
+        str(source), tmp_path / "b", tokenizer="bytes", val_fraction=0, shard_tokens=9999
+    )
     assert read_split(tmp_path / "a", "train") == read_split(tmp_path / "b", "train")
     manifest = read_manifest(tmp_path / "b")
     assert [shard.tokens for shard in manifest.shards[:-1]] == [9999] * (parts.shards - 1)
@@ -133,36 +148,58 @@ def test_shards_hold_the_stream_in_pieces(tmp_path: Path) -> None:
 def test_a_document_longer_than_a_shard_and_hashes_of_many_blocks(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(BLOCK_BYTES).hex()
     result = prepare(
-        str(write(tmp_path / "a.md", data)), tmp_path / "out", tokenizer="bytes", val_fraction=0, shard_tokens=300_000
+        str(write(tmp_path / "a.md", data)),
+        tmp_path / "out",
+        tokenizer="bytes",
+        val_fraction=0,
+        shard_tokens=300_000,
     )
     assert (result.tokens, result.documents, result.shards) == (len(data), 1, 2)
     assert bytes(read_split(tmp_path / "out", "train")).decode() == data
     assert [len(shard.blocks) for shard in read_manifest(tmp_path / "out").shards] == [3, 2]
 
 
-@pytest.mark.skipif(not (DATA / "tiktoken" / TIKTOKEN_VOCAB).exists(), reason="needs ../shared/data")
-def test_tiny_shakespeare_has_the_published_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not (DATA / "tiktoken" / TIKTOKEN_VOCAB).exists(), reason="needs ../shared/data"
+)
+def test_tiny_shakespeare_has_the_published_number_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
     result = prepare(str(DATA / "tinyshakespeare.txt"), tmp_path, tokenizer="gpt2")
     assert (result.tokens, result.train_tokens, result.val_tokens) == (338_025, 334_645, 3_380)
     ids = read_split(tmp_path, "train") + read_split(tmp_path, "val")
-    assert load_saved_tokenizer(tmp_path / "tokenizer").decode(ids) == (DATA / "tinyshakespeare.txt").read_text()
+    assert (
+        load_saved_tokenizer(tmp_path / "tokenizer").decode(ids)
+        == (DATA / "tinyshakespeare.txt").read_text()
+    )
 
 
 @pytest.mark.fault(37)
 def test_counts_are_exact_and_in_the_manifest(tmp_path: Path) -> None:
     source = make_corpus(tmp_path / "corpus")
-    zero = {"empty": 0, "replaced": 0, "skipped": 0, "binary_files": 0, "seams": 0, "val_from_tail_tokens": 0}
+    zero = {
+        "empty": 0,
+        "replaced": 0,
+        "skipped": 0,
+        "binary_files": 0,
+        "seams": 0,
+        "val_from_tail_tokens": 0,
+    }
     kept = prepare(str(source), tmp_path / "a", tokenizer="bytes", val_fraction=0.1)
     assert kept.counts == zero | {"empty": 1, "replaced": 1, "binary_files": 1}
     assert kept.documents == 20 + 1 + 40 + 50 + 1
-    skipped = prepare(str(source), tmp_path / "b", tokenizer="bytes", val_fraction=0.1, invalid="skip")
+    skipped = prepare(
+        str(source), tmp_path / "b", tokenizer="bytes", val_fraction=0.1, invalid="skip"
+    )
     assert skipped.counts == zero | {"empty": 1, "skipped": 1, "binary_files": 1}
     assert skipped.documents == kept.documents - 1
     manifest = read_manifest(tmp_path / "a")
     assert manifest.source["counts"] == kept.counts
     assert sum(manifest.documents.values()) == kept.documents
-    assert f"{source / 'broken.txt'}:1" in refuse(ExitCode.DATA, source, tmp_path / "c", invalid="fail")
+    assert f"{source / 'broken.txt'}:1" in refuse(
+        ExitCode.DATA, source, tmp_path / "c", invalid="fail"
+    )
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
@@ -201,9 +238,15 @@ def test_progress_reaches_the_end(tmp_path: Path, small_chunks: None) -> None:
 def test_duplicates_land_on_the_same_side(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"document {number} {'x' * 30}"}) for number in range(300)]
     prepare(
-        str(write(tmp_path / "a.jsonl", "\n".join(lines * 2))), tmp_path / "out", tokenizer="bytes", val_fraction=0.2
+        str(write(tmp_path / "a.jsonl", "\n".join(lines * 2))),
+        tmp_path / "out",
+        tokenizer="bytes",
+        val_fraction=0.2,
     )
-    sides = [bytes(id for id in read_split(tmp_path / "out", split) if id != EOT) for split in ("train", "val")]
+    sides = [
+        bytes(id for id in read_split(tmp_path / "out", split) if id != EOT)
+        for split in ("train", "val")
+    ]
     assert read_manifest(tmp_path / "out").documents["val"] > 40
     for number in range(300):
         assert sorted(side.count(f"document {number} x".encode()) for side in sides) == [0, 2]
@@ -221,7 +264,12 @@ def test_duplicates_land_on_the_same_side(tmp_path: Path) -> None:
         (2, 0.01, 1000, 1),
         (1, 0.01, 1000, 0),
         (5000, 0.0, 1000, 0),
-        (5000, 0.999, 1000, 4995),  # the one document falls to val: all moves to train, then the end to val
+        (
+            5000,
+            0.999,
+            1000,
+            4995,
+        ),  # the one document falls to val: all moves to train, then the end to val
     ],
 )
 def test_val_is_cut_from_the_end_when_hashing_gives_none(
@@ -230,7 +278,11 @@ def test_val_is_cut_from_the_end_when_hashing_gives_none(
     text = "".join(random.Random(1).choices("abcdefgh ", k=length - 1)) + "z"
     out = tmp_path / "out"
     result = prepare(
-        str(write(tmp_path / "a.md", text)), out, tokenizer="bytes", val_fraction=fraction, shard_tokens=shard_tokens
+        str(write(tmp_path / "a.md", text)),
+        out,
+        tokenizer="bytes",
+        val_fraction=fraction,
+        shard_tokens=shard_tokens,
     )
     train, val = read_split(out, "train"), read_split(out, "val")
     assert (len(train), len(val)) == (length - expected, expected)
@@ -247,13 +299,20 @@ def test_workers_change_no_byte(tmp_path: Path, small_chunks: None, tokenizer: s
     source = str(make_corpus(tmp_path / "corpus"))
     for workers in (1, 3):
         out = tmp_path / str(workers)
-        prepare(source, out, tokenizer=tokenizer, workers=workers, shard_tokens=30_000, val_fraction=0.1)
+        prepare(
+            source, out, tokenizer=tokenizer, workers=workers, shard_tokens=30_000, val_fraction=0.1
+        )
     assert read_folder(tmp_path / "1") == read_folder(tmp_path / "3")
 
 
 def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_chunks: None) -> None:
     source = str(make_corpus(tmp_path / "corpus"))
-    settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "shard_tokens": 7000, "val_fraction": 0.1}
+    settings: dict[str, Any] = {
+        "tokenizer": "bytes",
+        "workers": 1,
+        "shard_tokens": 7000,
+        "val_fraction": 0.1,
+    }
     steps: list[Progress] = []
     prepare(source, tmp_path / "whole", on_progress=steps.append, **settings)
     expected = read_folder(tmp_path / "whole")
@@ -282,10 +341,16 @@ def stop_after(number: int) -> Callable[[Progress], None]:
 @pytest.mark.parametrize("name", ["fsync", "replace", "unlink"])
 @pytest.mark.parametrize("documents_in_corpus", ["many", "one"])
 def test_a_full_disk_at_any_moment_loses_nothing(
-    tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch, name: str, documents_in_corpus: str
+    tmp_path: Path,
+    small_chunks: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    documents_in_corpus: str,
 ) -> None:
     source = make_corpus(tmp_path / "corpus")
-    if documents_in_corpus == "one":  # all documents fall to val, so tokens move between the splits at the end
+    if (
+        documents_in_corpus == "one"
+    ):  # all documents fall to val, so tokens move between the splits at the end
         source /= "long.txt"
     settings: dict[str, Any] = {
         "tokenizer": "bytes",
@@ -301,7 +366,9 @@ def test_a_full_disk_at_any_moment_loses_nothing(
             error = catch_error(str(source), out, **settings, workers=1)
         if next(calls) <= points:
             break  # it was through before the call that was to fail
-        assert error is None or (error.code == ExitCode.STORAGE and "No space left on device" in str(error))
+        assert error is None or (
+            error.code == ExitCode.STORAGE and "No space left on device" in str(error)
+        )
         prepare(str(source), out, **settings, workers=1)
         assert read_folder(out) == expected
         shutil.rmtree(out)
@@ -387,7 +454,9 @@ def test_a_kill_within_an_atomic_write_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_to_the_whole_group_leave_no_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_to_the_whole_group_leave_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     source = make_corpus(tmp_path / "corpus")
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "wait"],
@@ -459,9 +528,9 @@ def test_preparing_again_returns_at_once(tmp_path: Path) -> None:
     before = read_folder(out)
     again = prepare(str(source), out, tokenizer="bpe:300", workers=2)
     assert (again.unchanged, first.unchanged) == (True, False)
-    assert [getattr(again, name) for name in ("tokens", "documents", "shards", "tokenizer", "counts")] == [
-        getattr(first, name) for name in ("tokens", "documents", "shards", "tokenizer", "counts")
-    ]
+    assert [
+        getattr(again, name) for name in ("tokens", "documents", "shards", "tokenizer", "counts")
+    ] == [getattr(first, name) for name in ("tokens", "documents", "shards", "tokenizer", "counts")]
     assert read_folder(out) == before
 
 
@@ -470,7 +539,10 @@ def test_preparing_again_returns_at_once(tmp_path: Path) -> None:
     ("change", "named"),
     [
         ({"tokenizer": "bpe:300"}, "tokenizer differs from when this folder was prepared: bytes"),
-        ({"val_fraction": 0.2}, "val_fraction differs from when this folder was prepared: 0.1 then, 0.2 now"),
+        (
+            {"val_fraction": 0.2},
+            "val_fraction differs from when this folder was prepared: 0.1 then, 0.2 now",
+        ),
         ({"shard_tokens": 5000}, "shard_tokens differs from when this folder was prepared"),
         ({"invalid": "skip"}, "invalid differs from when this folder was prepared"),
         ({"text_key": "body"}, "text_key differs from when this folder was prepared"),
@@ -481,7 +553,12 @@ def test_two_datasets_are_never_mixed(
     tmp_path: Path, small_chunks: None, finished: bool, change: dict[str, Any], named: str
 ) -> None:
     source, out = make_corpus(tmp_path / "corpus"), tmp_path / "out"
-    settings: dict[str, Any] = {"tokenizer": "bytes", "val_fraction": 0.1, "workers": 1, "shard_tokens": 7000}
+    settings: dict[str, Any] = {
+        "tokenizer": "bytes",
+        "val_fraction": 0.1,
+        "workers": 1,
+        "shard_tokens": 7000,
+    }
 
     def stop(progress: Progress) -> None:
         if progress.tokens > 20_000 and not finished:
@@ -529,7 +606,9 @@ def test_a_pattern_that_matches_its_own_output(tmp_path: Path) -> None:
     for pattern in ("*", "**/*"):
         result = prepare(f"{tmp_path}/{pattern}", tmp_path, tokenizer="bytes", val_fraction=0)
         assert bytes(read_split(tmp_path, "train")) == b"some text"
-        assert prepare(f"{tmp_path}/{pattern}", tmp_path, tokenizer="bytes", val_fraction=0).unchanged
+        assert prepare(
+            f"{tmp_path}/{pattern}", tmp_path, tokenizer="bytes", val_fraction=0
+        ).unchanged
         assert not result.unchanged
         for path in (*tmp_path.glob("*.bin"), tmp_path / "manifest.json", tmp_path / "inputs.xxh3"):
             path.unlink()
@@ -547,7 +626,9 @@ def test_an_input_replaced_by_an_older_file_is_noticed(tmp_path: Path) -> None:
     assert prepare(source, out, tokenizer="bytes").unchanged
 
 
-def test_a_finished_dataset_may_be_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_dataset_may_be_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
     prepare(source, out, tokenizer="bytes")
 
@@ -628,12 +709,15 @@ def test_a_disk_that_fills_up_says_how_much_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])
-def test_too_little_room_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_too_little_room_is_said_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """The estimate is of tokens, not of bytes of text, and of what is not written yet."""
     draw, spec = random.Random(0), "bpe:300" if name == "a.txt" else "bytes"
     rows = [f'{{"text": "{draw.randbytes(15_000).hex()}"}}\n' for _ in range(60)]
     source = write(
-        tmp_path / name, "one two three " * 20_000 if name == "a.txt" else gzip.compress("".join(rows).encode())
+        tmp_path / name,
+        "one two three " * 20_000 if name == "a.txt" else gzip.compress("".join(rows).encode()),
     )
     make = partial(prepare, source, tokenizer=spec, val_fraction=0, workers=1, shard_tokens=50_000)
     tokens = make(tmp_path / "whole").tokens
@@ -643,7 +727,9 @@ def test_too_little_room_is_said_before(tmp_path: Path, monkeypatch: pytest.Monk
 
     leave(tokens)  # half of what is needed, two bytes a token
     message = refuse(ExitCode.STORAGE, source, tmp_path / "out", tokenizer=spec, val_fraction=0)
-    needed = int(re.search(r"about ([0-9,]+) bytes needed, ([0-9,]+) free", message)[1].replace(",", ""))  # type: ignore[index]
+    needed = int(
+        re.search(r"about ([0-9,]+) bytes needed, ([0-9,]+) free", message)[1].replace(",", "")
+    )  # type: ignore[index]
     assert abs(needed - 2 * tokens) < 0.1 * tokens
     assert not list((tmp_path / "out").glob("*.bin"))
     leave(2 * tokens)
@@ -667,8 +753,12 @@ def test_too_little_room_is_said_before(tmp_path: Path, monkeypatch: pytest.Monk
         ({"tokenizer": "bpe:999999999"}, "at most 1,000,000"),
     ],
 )
-def test_impossible_settings_are_refused_before_any_work(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
-    assert named in refuse(ExitCode.CONFIG, write(tmp_path / "a.txt", "text"), tmp_path / "out", **settings)
+def test_impossible_settings_are_refused_before_any_work(
+    tmp_path: Path, settings: dict[str, Any], named: str
+) -> None:
+    assert named in refuse(
+        ExitCode.CONFIG, write(tmp_path / "a.txt", "text"), tmp_path / "out", **settings
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -21,7 +21,9 @@ from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import MegatokenError
 
-SYSTEM, USER, ANSWER = ({"role": r, "content": c} for r, c in (("system", "Add."), ("user", "2+2"), ("assistant", "4")))
+SYSTEM, USER, ANSWER = (
+    {"role": r, "content": c} for r, c in (("system", "Add."), ("user", "2+2"), ("assistant", "4"))
+)
 BYTES = add_control_tokens(load_tokenizer("bytes"))
 TEMPLATE = find_template(BYTES)
 
@@ -41,7 +43,12 @@ def prepare(tmp_path: Path, rows: Sequence[Any], out: str = "data", **options: A
 
 def chats(count: int) -> list[dict[str, Any]]:
     return [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "x" * (1 + n * 7 % 23)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}?"},
+                {"role": "assistant", "content": "x" * (1 + n * 7 % 23)},
+            ]
+        }
         for n in range(count)
     ]
 
@@ -62,7 +69,9 @@ PLAIN = [Message("user", "2+2"), Message("assistant", "4")]
         ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, [Message("system", "Add."), *PLAIN]),
     ],
 )  # fmt: skip
-def test_formats_of_conversations(row: dict[str, Any], messages: list[Message], tmp_path: Path) -> None:
+def test_formats_of_conversations(
+    row: dict[str, Any], messages: list[Message], tmp_path: Path
+) -> None:
     ((found, example),) = read_examples(find_source(write_rows(tmp_path / "a.jsonl", [row])))
     assert (found.kind, example.answers) == ("chat", [messages])
 
@@ -74,12 +83,16 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path) -
         rows = open_rows(dataset, split)
         ids, marks = rows.read(np.arange(len(rows)))
         assert ids.shape == (len(rows), 65)
-        assert (marks[:, 0] == 2).all()  # a conversation starts in front, and its first token is not trained
+        assert (
+            marks[:, 0] == 2
+        ).all()  # a conversation starts in front, and its first token is not trained
         for row_ids, row_marks in zip(ids, marks, strict=True):
             kept = row_marks < 4
             assert (row_ids[~kept] == BYTES.eot).all()
             pieces = np.split(np.arange(kept.sum()), np.flatnonzero(row_marks[kept] & 2)[1:])
-            found += [(row_ids[at].tolist(), (row_marks[at] & 1).astype(bool).tolist()) for at in pieces]
+            found += [
+                (row_ids[at].tolist(), (row_marks[at] & 1).astype(bool).tolist()) for at in pieces
+            ]
         assert len(rows) * 65 == len(getattr(dataset, split))
     expected = [TEMPLATE.encode([Message(**m) for m in row["messages"]]) for row in chats(40)]
     assert sorted(found) == sorted(expected)
@@ -90,15 +103,25 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path) -
 
 def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
     first, second = (prepare(tmp_path, chats(9), out) for out in ("a", "b"))
-    assert {p.name: p.read_bytes() for p in first.glob("*.*")} == {p.name: p.read_bytes() for p in second.glob("*.*")}
+    assert {p.name: p.read_bytes() for p in first.glob("*.*")} == {
+        p.name: p.read_bytes() for p in second.glob("*.*")
+    }
     before = (first / "manifest.json").stat().st_mtime_ns
     prepare(tmp_path, chats(9), "b")
     assert (first / "manifest.json").stat().st_mtime_ns == before
     (first / "manifest.json").unlink()
     with pytest.raises(MegatokenError, match="holds other data already"):
         prepare(tmp_path, chats(9), "a")
-    progress = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}, "tokens": {"train": 0, "val": 0}}
-    (first / "progress.json").write_text(json.dumps(progress))  # as a preparation that was killed leaves it
+    progress = {
+        "recipe": {},
+        "listing": "",
+        "position": [0, 0, 1, ""],
+        "counts": {},
+        "tokens": {"train": 0, "val": 0},
+    }
+    (first / "progress.json").write_text(
+        json.dumps(progress)
+    )  # as a preparation that was killed leaves it
     prepare(tmp_path, chats(9), "a")
     assert (first / "manifest.json").read_bytes() == (second / "manifest.json").read_bytes()
 
@@ -130,9 +153,14 @@ def test_a_conversation_as_long_as_a_row_fits(tmp_path: Path) -> None:
     with pytest.raises(MegatokenError) as caught:
         prepare(tmp_path, [row(60), row(70), row(66)], "other")
     what = "2 of 3 rows are longer than the context of 64 tokens, the longest has 70"
-    assert str(caught.value).startswith(f"{what} — {tmp_path}/rows.jsonl:2 — --long skip leaves them out")
+    assert str(caught.value).startswith(
+        f"{what} — {tmp_path}/rows.jsonl:2 — --long skip leaves them out"
+    )
     skipped = load_dataset(prepare(tmp_path, [row(60), row(70), row(66)], "other", long="skip"))
-    assert (skipped.manifest.documents, skipped.manifest.source["counts"]) == ({"train": 1, "val": 0}, {"skipped": 2})
+    assert (skipped.manifest.documents, skipped.manifest.source["counts"]) == (
+        {"train": 1, "val": 0},
+        {"skipped": 2},
+    )
 
 
 def test_the_same_prompt_is_in_one_split(tmp_path: Path) -> None:
@@ -148,7 +176,11 @@ def test_preferences_are_pairs_of_rows(tmp_path: Path) -> None:
     rows = [
         {"prompt": "2+2", "chosen": "4", "rejected": "5"},
         {"prompt": two_turns, "chosen": "6", "rejected": [{"role": "assistant", "content": "7"}]},
-        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": "no"}]},
+        {
+            "prompt": [USER],
+            "chosen": [USER, ANSWER],
+            "rejected": [USER, {"role": "assistant", "content": "no"}],
+        },
     ]
     rows[2]["messages"] = [USER, ANSWER]  # as in UltraFeedback
     dataset = load_dataset(prepare(tmp_path, rows, val_fraction=0))
@@ -174,7 +206,9 @@ def test_prompts_keep_their_answers(tmp_path: Path) -> None:
             assert prompts.sequence(number) == expected
         found += answers
     assert sorted(found, key=lambda row: row["answer"]) == rows
-    with pytest.raises(MegatokenError, match=r"objective.name=sft needs conversations, this dataset holds prompts"):
+    with pytest.raises(
+        MegatokenError, match=r"objective.name=sft needs conversations, this dataset holds prompts"
+    ):
         require_kind(dataset, "chat", "objective.name=sft")
 
 
@@ -231,9 +265,18 @@ def test_rows_that_cannot_be_used(rows: list[Any], message: str, tmp_path: Path)
 
 
 def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
-    bad = [3, {"messages": [USER]}, {"prompt": "a"}, {"messages": [USER, {**ANSWER, "role": "bot"}]}, {"text": "a"}]
+    bad = [
+        3,
+        {"messages": [USER]},
+        {"prompt": "a"},
+        {"messages": [USER, {**ANSWER, "role": "bot"}]},
+        {"text": "a"},
+    ]
     dataset = load_dataset(prepare(tmp_path, [bad[0], GOOD, *bad[1:], GOOD], invalid="skip"))
-    assert (dataset.manifest.documents, dataset.manifest.source["counts"]) == ({"train": 2, "val": 0}, {"skipped": 5})
+    assert (dataset.manifest.documents, dataset.manifest.source["counts"]) == (
+        {"train": 2, "val": 0},
+        {"skipped": 5},
+    )
     assert peek_format(find_source(str(tmp_path / "rows.jsonl")), "body") is not None
     with pytest.raises(MegatokenError, match=r"no rows, 5 skipped — .*rows.jsonl"):
         prepare(tmp_path, bad, "none", invalid="skip")
@@ -241,19 +284,33 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
 def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path) -> None:
-    turns = [USER, {**ANSWER, "weight": 0}, {"role": "user", "content": "3+3"}, {**ANSWER, "content": "6", "weight": 1}]
+    turns = [
+        USER,
+        {**ANSWER, "weight": 0},
+        {"role": "user", "content": "3+3"},
+        {**ANSWER, "content": "6", "weight": 1},
+    ]
     if key == "conversations":
-        turns = [{"from": row.pop("role"), "value": row.pop("content"), **row} for row in map(dict, turns)]
+        turns = [
+            {"from": row.pop("role"), "value": row.pop("content"), **row}
+            for row in map(dict, turns)
+        ]
     dataset = load_dataset(prepare(tmp_path, [{key: turns}]))
     ids, trained = open_rows(dataset, "train").sequence(0)
-    assert BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == "6<|im_end|>"
+    assert (
+        BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == "6<|im_end|>"
+    )
     assert "4<|im_end|>" in BYTES.decode(ids)
 
 
 def test_a_pair_of_the_same_tokens_is_refused(tmp_path: Path) -> None:
-    llama = load_tokenizer("bytes").add_special_tokens([*LLAMA_3, "<|begin_of_text|>"], "llama")  # its template trims
+    llama = load_tokenizer("bytes").add_special_tokens(
+        [*LLAMA_3, "<|begin_of_text|>"], "llama"
+    )  # its template trims
     source = find_source(write_rows(tmp_path / "rows.jsonl", [PAIR, {**PAIR, "rejected": "b "}]))
-    with pytest.raises(MegatokenError, match=r"chosen and rejected are the same tokens — .*rows.jsonl:2"):
+    with pytest.raises(
+        MegatokenError, match=r"chosen and rejected are the same tokens — .*rows.jsonl:2"
+    ):
         prepare_chats(source, tmp_path / "data", llama, seq_len=64)
 
 
@@ -289,21 +346,30 @@ def test_conversations_are_read_from_every_form_of_rows(name: str, tmp_path: Pat
     if name == "a.parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif name == "a.csv":
-        path.write_text("instruction,output\n" + "".join(f'{row["instruction"]},"{row["output"]}"\n' for row in rows))
+        path.write_text(
+            "instruction,output\n"
+            + "".join(f'{row["instruction"]},"{row["output"]}"\n' for row in rows)
+        )
     else:
         text = json.dumps(rows, indent=1) if "array" in name else "\n".join(map(json.dumps, rows))
         data = text.encode()
-        path.write_bytes(pyarrow.compress(data, "zstd", asbytes=True) if name.endswith(".zst") else data)
+        path.write_bytes(
+            pyarrow.compress(data, "zstd", asbytes=True) if name.endswith(".zst") else data
+        )
     source = find_source(str(path))
     assert (found := peek_format(source, "text")) is not None
     assert found.name == "instruction/output (alpaca)"
     answers = [example.answers for _, example in read_examples(source)]
-    assert answers == [[[Message("user", f"{n}?"), Message("assistant", f"{n} é\n")]] for n in range(3)]
+    assert answers == [
+        [[Message("user", f"{n}?"), Message("assistant", f"{n} é\n")]] for n in range(3)
+    ]
     assert peek_format(source, "output") is None
 
 
 def test_parquet_of_messages(tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]}), tmp_path / "a.parquet")
+    parquet.write_table(
+        pyarrow.table({"messages": [[USER, ANSWER]], "id": [1]}), tmp_path / "a.parquet"
+    )
     ((_, example),) = read_examples(find_source(str(tmp_path)))
     assert example.answers == [PLAIN]
 
@@ -311,7 +377,9 @@ def test_parquet_of_messages(tmp_path: Path) -> None:
 def test_a_first_row_without_an_answer_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n')
-    with pytest.raises(MegatokenError, match=r"no answer beside the prompt — .*rows.jsonl:1 — .*a `completion`"):
+    with pytest.raises(
+        MegatokenError, match=r"no answer beside the prompt — .*rows.jsonl:1 — .*a `completion`"
+    ):
         peek_format(find_source(str(path)), "text")
     assert peek_format(find_source(str(path)), "prompt") is None
 
@@ -319,7 +387,9 @@ def test_a_first_row_without_an_answer_is_not_text(tmp_path: Path) -> None:
 def test_an_answer_beyond_the_largest_number_is_none(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "answer": 1e999}\n')
-    with pytest.raises(MegatokenError, match=r"no answer beside the prompt — .*rows.jsonl:1 — .*text or a number"):
+    with pytest.raises(
+        MegatokenError, match=r"no answer beside the prompt — .*rows.jsonl:1 — .*text or a number"
+    ):
         list(read_examples(find_source(str(path))))
 
 
@@ -328,7 +398,10 @@ def test_rows_beside_text_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Rows")  # a card
     assert peek_format(find_source(str(tmp_path)), "text") is not None
     (tmp_path / "notes.md").write_text("# Notes")
-    with pytest.raises(MegatokenError, match=r"messages in rows.jsonl, text next to them — .*notes.md — name the rows"):
+    with pytest.raises(
+        MegatokenError,
+        match=r"messages in rows.jsonl, text next to them — .*notes.md — name the rows",
+    ):
         peek_format(find_source(str(tmp_path)), "text")
     write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
     assert peek_format(find_source(str(tmp_path)), "text") is None
@@ -336,7 +409,11 @@ def test_rows_beside_text_are_not_text(tmp_path: Path) -> None:
 
 def test_conversations_that_are_no_utf_8_are_conversations(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(json.dumps(GOOD, ensure_ascii=False).encode().replace(b'"user"', b'"user\xe9"') + b"\n")
+    path.write_bytes(
+        json.dumps(GOOD, ensure_ascii=False).encode().replace(b'"user"', b'"user\xe9"') + b"\n"
+    )
     assert peek_format(find_source(str(path)), "text")
-    with pytest.raises(MegatokenError, match=r"not a row of JSON: 'utf-8' codec .* — .*rows.jsonl:1"):
+    with pytest.raises(
+        MegatokenError, match=r"not a row of JSON: 'utf-8' codec .* — .*rows.jsonl:1"
+    ):
         list(read_examples(find_source(str(path))))

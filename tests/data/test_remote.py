@@ -75,11 +75,15 @@ def test_shards_are_fetched_once_and_read_as_local_ones(address: str, tmp_path: 
     assert again == []
 
 
-def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(address: str, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(
+    address: str, tmp_path: Path
+) -> None:
     write_dataset(tmp_path / "made", SIZES)
     store = put(tmp_path / "made", address)
     flip(store, "train_000001.bin", 1024 + 262_144 + 5)  # in its second block
-    with pytest.raises(DataError, match=r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"):
+    with pytest.raises(
+        DataError, match=r"shard is damaged: block 1 has hash .*/data/train_000001\.bin"
+    ):
         fetch_dataset(address)
     (cached,) = (tmp_path / "cache" / "datasets").iterdir()
     assert not (cached / "manifest.json").exists()
@@ -89,8 +93,14 @@ def test_a_damaged_shard_is_named_and_what_was_fetched_is_kept(address: str, tmp
     assert "train_000001.bin" in str(errors[0])
     put(tmp_path / "made", address)
     lines: list[str] = []
-    missing = {name: size for name, size in list_remote(address).files.items() if not (cached / name).exists()}
-    assert missing["train_000001.bin"] == 1024 + 2 * 150_001  # and those whose transfer had not begun by then
+    missing = {
+        name: size
+        for name, size in list_remote(address).files.items()
+        if not (cached / name).exists()
+    }
+    assert (
+        missing["train_000001.bin"] == 1024 + 2 * 150_001
+    )  # and those whose transfer had not begun by then
     fetch_dataset(address, lines.append)
     assert lines[0].startswith(f"fetching {format_quantity(sum(missing.values()), 'B')} from ")
 
@@ -135,7 +145,9 @@ def test_external_shards(address: str, pattern: str, tmp_path: Path) -> None:
         load_dataset(address + "/*train*.bin")
 
 
-def test_one_process_fetches_and_others_wait(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_fetches_and_others_wait(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_dataset(tmp_path / "made", SIZES)
     put(tmp_path / "made", address)
     fetched: list[str] = []
@@ -154,11 +166,15 @@ def test_one_process_fetches_and_others_wait(address: str, tmp_path: Path, monke
     assert sorted(fetched) == ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
 
 
-def test_a_full_disk_is_noticed_before(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_noticed_before(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_dataset(tmp_path / "made", SIZES)
     put(tmp_path / "made", address)
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(StorageError, match=r"no room to fetch .*: 913,074 bytes needed, 1,000 free"):
+    with pytest.raises(
+        StorageError, match=r"no room to fetch .*: 913,074 bytes needed, 1,000 free"
+    ):
         fetch_dataset(address)
 
 
@@ -167,7 +183,16 @@ def test_prepare_verify_and_eval_at_an_address(
 ) -> None:
     """`prepare` goes on after a store that failed in the middle; the manifest came last."""
     (tmp_path / "text.txt").write_text("To be, or not to be.\n\n" * 2000)
-    words = ["prepare", str(tmp_path / "text.txt"), "--out", f"{s3}/data", "--tokenizer", "bytes", "--workers", "1"]
+    words = [
+        "prepare",
+        str(tmp_path / "text.txt"),
+        "--out",
+        f"{s3}/data",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+    ]
     upload = ObjectStore.upload
 
     def fail(self: ObjectStore, path: Path, name: str, xxh3_128: str) -> None:
@@ -188,7 +213,11 @@ def test_prepare_verify_and_eval_at_an_address(
 
     assert main(words) == 0
     assert f"next: megatoken train RECIPE data.path={s3}/data" in capsys.readouterr().out
-    assert {"manifest.json", "train_000000.bin", "tokenizer/megatoken_tokenizer.json"} <= store.list().keys()
+    assert {
+        "manifest.json",
+        "train_000000.bin",
+        "tokenizer/megatoken_tokenizer.json",
+    } <= store.list().keys()
     assert "progress.json" not in store.list()
     assert main(words) == 0  # unchanged
     assert main(["verify", f"{s3}/data", "--json"]) == 0
@@ -211,10 +240,14 @@ def test_errors_are_one_line(s3: str) -> None:
         load_dataset("nothing://bucket/data")
     with pytest.raises(DataError, match="no dataset here"):
         load_dataset("s3://a-bucket-that-is-not-there/data")
-    with pytest.raises(StorageError, match=r"cannot write: .*bucket does not exist.* — s3://a-bucket-that"):
+    with pytest.raises(
+        StorageError, match=r"cannot write: .*bucket does not exist.* — s3://a-bucket-that"
+    ):
         ObjectStore("s3://a-bucket-that-is-not-there/data").write("x", b"")
     for address in ("s3:bucket/run", "s3:/bucket/run"):
-        with pytest.raises(ConfigError, match=f"not an address: {address} — write it as s3://bucket/folder"):
+        with pytest.raises(
+            ConfigError, match=f"not an address: {address} — write it as s3://bucket/folder"
+        ):
             ObjectStore(address)
     with pytest.raises(ConfigError, match="not a path on this machine"):
         load_dataset(Path("s3://bucket/data"))

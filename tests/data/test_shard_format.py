@@ -24,13 +24,21 @@ from megatoken.data.shard_format import (
 from megatoken.errors import ExitCode, MegatokenError
 from tests.data.small_dataset import TOKENIZER, write_dataset
 
-SHARD = Shard(file="train_000000.bin", split="train", tokens=3, blocks=("0123456789abcdef",), header="f" * 16)
+SHARD = Shard(
+    file="train_000000.bin", split="train", tokens=3, blocks=("0123456789abcdef",), header="f" * 16
+)
 MANIFEST = Manifest(
-    tokenizer=TOKENIZER, dtype="uint16", documents={"train": 1}, shards=(SHARD,), source={"kind": "text", "é": 1}
+    tokenizer=TOKENIZER,
+    dtype="uint16",
+    documents={"train": 1},
+    shards=(SHARD,),
+    source={"kind": "text", "é": 1},
 )
 
 
-@pytest.mark.parametrize(("dtype", "magic", "version"), [("uint16", 20240520, 1), ("uint32", 20240801, 7)])
+@pytest.mark.parametrize(
+    ("dtype", "magic", "version"), [("uint16", 20240520, 1), ("uint32", 20240801, 7)]
+)
 def test_header_is_llmc_layout(dtype: str, magic: int, version: int) -> None:
     raw = make_header(123_456, dtype, "5a" * 32)
     assert len(raw) == 1024
@@ -39,7 +47,9 @@ def test_header_is_llmc_layout(dtype: str, magic: int, version: int) -> None:
     assert raw[32:64] == b"\x5a" * 32
     assert raw[64:] == bytes(960)
     assert read_header(raw, "x") == Header(dtype=dtype, tokens=123_456, fingerprint="5a" * 32)
-    assert read_header(make_header(0, dtype, ""), "x") == Header(dtype=dtype, tokens=0, fingerprint="")
+    assert read_header(make_header(0, dtype, ""), "x") == Header(
+        dtype=dtype, tokens=0, fingerprint=""
+    )
 
 
 @pytest.mark.parametrize(

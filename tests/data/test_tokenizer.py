@@ -20,9 +20,13 @@ from megatoken.errors import DataError, ExitCode, MegatokenError
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 VOCAB = DATA / "tiktoken" / gpt2_vocab.TIKTOKEN_VOCAB
-needs_gpt2 = pytest.mark.skipif(not VOCAB.exists(), reason="needs GPT-2's vocabulary in ../shared/data/tiktoken")
+needs_gpt2 = pytest.mark.skipif(
+    not VOCAB.exists(), reason="needs GPT-2's vocabulary in ../shared/data/tiktoken"
+)
 
-PROSE = "The cat sat on the mat; it didn't purr.\r\nIl était une fois — 123 chats,\n\n\tpas 4.  " * 40
+PROSE = (
+    "The cat sat on the mat; it didn't purr.\r\nIl était une fois — 123 chats,\n\n\tpas 4.  " * 40
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +69,19 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 @needs_gpt2
 def test_gpt2_gives_the_published_ids(gpt2: Tokenizer) -> None:
     assert gpt2.encode("Hello world, GPT-2!").tolist() == [15496, 995, 11, 402, 11571, 12, 17, 0]
-    assert (gpt2.vocab_size, gpt2.eot, gpt2.name, gpt2.split_points) == (50257, 50256, "gpt2", "words")
+    assert (gpt2.vocab_size, gpt2.eot, gpt2.name, gpt2.split_points) == (
+        50257,
+        50256,
+        "gpt2",
+        "words",
+    )
     assert gpt2.encode("").tolist() == []
 
 
 @needs_gpt2
-@pytest.mark.parametrize("name", ["tinyshakespeare.txt", "wikitext2_valid.txt", "hellaswag_val_sample.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["tinyshakespeare.txt", "wikitext2_valid.txt", "hellaswag_val_sample.jsonl"]
+)
 def test_gpt2_gives_the_ids_of_tiktoken_on_real_text(
     gpt2: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,11 +100,16 @@ def test_every_character_splits_words_as_tokenizers_does(gpt2: Tokenizer) -> Non
     inner = library(gpt2)
     everything = [chr(code) for code in range(0x3100) if not 0xD800 <= code < 0xE000]
     texts = [f"a{c}b 1{c}2 .{c}! {c}s'{c}  {c} \n{c}{c}'s" for c in everything]
-    expected = [encoding.ids for encoding in inner.encode_batch_fast(texts, add_special_tokens=False)]
+    expected = [
+        encoding.ids for encoding in inner.encode_batch_fast(texts, add_special_tokens=False)
+    ]
     assert [gpt2.encode(text).tolist() for text in texts] == expected
 
 
-TRICKY = st.text(st.sampled_from("aZ é中9²'\"-_\t\n\r \xa0\u2028\x1c\x00’stlve<|endoftext|>")) | st.text()
+TRICKY = (
+    st.text(st.sampled_from("aZ é中9²'\"-_\t\n\r \xa0\u2028\x1c\x00’stlve<|endoftext|>"))
+    | st.text()
+)
 
 
 @given(text=TRICKY)
@@ -152,7 +168,9 @@ def test_trained_bpe_has_no_ids_that_nothing_uses() -> None:
     assert tokenizer.decode(tokenizer.encode("aaa ü")) == "aaa ü"
 
 
-@pytest.mark.parametrize("spec", ["bpe:256", "bpe:0", "bpe:", "bpe:-5", "bpe:many", "gtp2", "nothing/here.json"])
+@pytest.mark.parametrize(
+    "spec", ["bpe:256", "bpe:0", "bpe:", "bpe:-5", "bpe:many", "gtp2", "nothing/here.json"]
+)
 def test_meaningless_specs_are_config_errors(spec: str) -> None:
     with pytest.raises(MegatokenError) as caught:
         load_tokenizer(spec, lambda: iter(["text"]))
@@ -185,10 +203,15 @@ def test_a_changed_tokenizer_is_refused_with_both_hashes(small: Tokenizer, tmp_p
     saved = path.read_bytes()
     content = json.loads(saved)
     content["model"]["merges"].pop()
-    for changed in (json.dumps(content).encode(), saved.replace(b'"a"', b'"zz"')):  # the second is no tokenizer
+    for changed in (
+        json.dumps(content).encode(),
+        saved.replace(b'"a"', b'"zz"'),
+    ):  # the second is no tokenizer
         path.write_bytes(changed)
         hashes = f"xxh3-128 {xxhash.xxh3_128_hexdigest(changed)}, expected {xxhash.xxh3_128_hexdigest(saved)}"
-        with pytest.raises(MegatokenError, match=f"has changed since it was saved: {hashes} .* restore") as caught:
+        with pytest.raises(
+            MegatokenError, match=f"has changed since it was saved: {hashes} .* restore"
+        ) as caught:
             load_saved_tokenizer(tmp_path)
         assert caught.value.code == ExitCode.DATA
     path.write_text(json.dumps(content))
@@ -258,7 +281,9 @@ def test_gpt2_is_found_or_downloaded(bare_machine: Path, gpt2: Tokenizer, origin
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(VOCAB.read_bytes())
     assert load_tokenizer("gpt2").fingerprint == gpt2.fingerprint
-    assert (bare_machine / "MEGATOKEN_CACHE" / "vocab.bpe").exists() == (origin in ("ours", "download"))
+    assert (bare_machine / "MEGATOKEN_CACHE" / "vocab.bpe").exists() == (
+        origin in ("ours", "download")
+    )
 
 
 def test_without_gpt2_the_error_says_which_file_to_place_where(bare_machine: Path) -> None:
@@ -290,7 +315,9 @@ def test_texts_are_read_lazily() -> None:
 def test_the_older_pair_of_files_gives_the_same_ids(tmp_path: Path) -> None:
     trained = load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50]))
     model = json.loads(trained.to_json())["model"]
-    (tmp_path / "vocab.json").write_text(json.dumps({**model["vocab"], "<|endoftext|>": trained.eot}))
+    (tmp_path / "vocab.json").write_text(
+        json.dumps({**model["vocab"], "<|endoftext|>": trained.eot})
+    )
     lines = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
     pair = load_tokenizer(str(tmp_path))
@@ -305,7 +332,9 @@ def test_an_enormous_id_is_refused_before_tables_are_made(tmp_path: Path) -> Non
     content = json.loads(load_tokenizer("bytes").to_json())
     content["model"]["vocab"]["zzz"] = 2**31
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(MegatokenError, match=r"a token has id 2,147,483,648, ids below 16,777,216 are supported"):
+    with pytest.raises(
+        MegatokenError, match=r"a token has id 2,147,483,648, ids below 16,777,216 are supported"
+    ):
         load_tokenizer(str(tmp_path))
 
 
@@ -313,12 +342,16 @@ def test_begin_of_text_of_a_vocabulary_without_a() -> None:
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"xyz": 0, "<s>": 1, "</s>": 2}))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = [("<s>", 1), ("</s>", 2)]
-    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=special
+    )
     assert Tokenizer(inner, "xyz", eot=2).bos_ids == [1]
     empty = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0}))
     empty.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     assert Tokenizer(empty, "empty", eot=0).bos_ids == []
-    with pytest.raises(MegatokenError, match=r"the tokenizer cannot encode 'cats': WordLevel error.* — empty — "):
+    with pytest.raises(
+        MegatokenError, match=r"the tokenizer cannot encode 'cats': WordLevel error.* — empty — "
+    ):
         Tokenizer(empty, "empty", eot=0).encode("cats")
 
 
@@ -326,4 +359,6 @@ def test_bytes_with_a_prefix_space_are_those_of_tokenizers() -> None:
     content = json.loads(load_tokenizer("bytes").to_json())
     content["pre_tokenizer"]["add_prefix_space"] = True
     ids = tokenizers.Tokenizer.from_str(json.dumps(content)).encode("ab").ids
-    assert Tokenizer(json.dumps(content), "prefix", 256).encode("ab").tolist() == ids == [32, 97, 98]
+    assert (
+        Tokenizer(json.dumps(content), "prefix", 256).encode("ab").tolist() == ids == [32, 97, 98]
+    )

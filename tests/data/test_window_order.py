@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from megatoken.data.window_order import CachedOrder, MixedOrder, SequentialOrder, ShuffledOrder, floor_sum
+from megatoken.data.window_order import (
+    CachedOrder,
+    MixedOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    floor_sum,
+)
 
 SIZES, WEIGHTS = (5000, 37, 1), (0.6, 0.3, 0.1)
 

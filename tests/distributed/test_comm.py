@@ -41,7 +41,11 @@ def taken_port() -> int:
     ("rank", "find_port", "reason"),
     [
         (0, taken_port, "address already in use"),
-        (1, find_free_port, "timed out after 1000ms"),  # nobody listens: a wrong address, or rank 0 is missing
+        (
+            1,
+            find_free_port,
+            "timed out after 1000ms",
+        ),  # nobody listens: a wrong address, or rank 0 is missing
         (0, find_free_port, "1/2 clients joined"),  # rank 1 is missing
     ],
 )
@@ -68,7 +72,9 @@ def join_often(rank: int, port: int) -> None:
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_ranks_that_join_again_at_the_same_address(agent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_join_again_at_the_same_address(
+    agent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """agent: torchrun's own store, in which the keys of earlier joinings stay."""
     port = find_free_port()
     if agent:
@@ -79,7 +85,9 @@ def test_ranks_that_join_again_at_the_same_address(agent: bool, monkeypatch: pyt
 
 
 def test_a_program_that_does_not_answer_at_the_address() -> None:
-    done = subprocess.run([sys.executable, "-c", SILENT], stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SILENT], stderr=subprocess.PIPE, text=True, timeout=120
+    )
     assert done.returncode == ExitCode.PEER
     what = r"^error: rank 1 of 2 could not join within 1 s — 127.0.0.1:\d+ — check that rank 0 listens there"
     assert re.search(what, done.stderr, re.MULTILINE)

@@ -18,12 +18,16 @@ SLURM = {
 
 def test_one_process_without_launcher() -> None:
     assert read_dist_env({}) == DistEnv()
-    assert read_dist_env({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) == DistEnv()  # a shell inside an allocation
+    assert (
+        read_dist_env({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) == DistEnv()
+    )  # a shell inside an allocation
     assert read_dist_env({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}) == DistEnv()
 
 
 def test_variables_round_trip() -> None:
-    dist_env = DistEnv(rank=5, world_size=8, local_rank=1, local_world_size=4, address="node-0", port=1234)
+    dist_env = DistEnv(
+        rank=5, world_size=8, local_rank=1, local_world_size=4, address="node-0", port=1234
+    )
     assert read_dist_env(dist_env.variables()) == dist_env
     assert not dist_env.is_main_process
 
@@ -55,14 +59,23 @@ def test_open_mpi_variables() -> None:
     assert read_dist_env(OPEN_MPI | {"PMIX_NAMESPACE": "2391867394"}).port != found.port
     machines = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     assert read_dist_env(machines | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}).address == "head"
-    assert read_dist_env(machines | SLURM | {"SLURM_JOB_NODELIST": "gpu[003-004]"}).address == "gpu003"
-    assert read_dist_env(OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1  # torchrun's come first
+    assert (
+        read_dist_env(machines | SLURM | {"SLURM_JOB_NODELIST": "gpu[003-004]"}).address == "gpu003"
+    )
+    assert (
+        read_dist_env(OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
+    )  # torchrun's come first
     assert read_dist_env({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == DistEnv()
 
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
-    [("gpu[003-005,9],cpu1", "gpu003"), ("node7", "node7"), ("a1,a2", "a1"), ("rack[1,3]-ib", "rack1-ib")],
+    [
+        ("gpu[003-005,9],cpu1", "gpu003"),
+        ("node7", "node7"),
+        ("a1,a2", "a1"),
+        ("rack[1,3]-ib", "rack1-ib"),
+    ],
 )
 def test_first_host_of_a_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first

@@ -25,12 +25,17 @@ def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
 def work(rank: int, world: int, folder: str, master_weights: bool) -> None:
     torch.set_num_threads(1)
     file = Path(folder)
-    dist.init_process_group("gloo", init_method=f"file://{file / 'join'}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file / 'join'}", rank=rank, world_size=world
+    )
     state = tiny_state(dims=ParallelDims(dp_replicate=world, rank=rank))
     if master_weights:
         state.enable_master_weights(torch.bfloat16)
     state.start_grad_reduction(
-        Comm(DistEnv(rank=rank, world_size=world, local_rank=rank, local_world_size=world), dist.group.WORLD)
+        Comm(
+            DistEnv(rank=rank, world_size=world, local_rank=rank, local_world_size=world),
+            dist.group.WORLD,
+        )
     )
     assert isinstance(state.grad_reducer, GradBucketReducer)
     calls = []
@@ -75,5 +80,7 @@ def test_one_all_reduce_gives_the_gradient_of_the_whole_batch(tmp_path: Path) ->
             assert result["sizes"] == [parameters]  # four micro-batches, one sum of everything
             torch.testing.assert_close(result["loss"], loss, rtol=1e-6, atol=0)
             for name, parameter in single.model.named_parameters():
-                torch.testing.assert_close(result["gradients"][name], parameter.grad, rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(
+                    result["gradients"][name], parameter.grad, rtol=1e-5, atol=1e-7
+                )
                 assert torch.equal(result["gradients"][name], found[0]["gradients"][name])

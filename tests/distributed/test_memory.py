@@ -13,7 +13,12 @@ from megatoken.estimate.dry_run import dry_run
 from megatoken.system.gpus import GPUS
 
 # Preset with fewer layers, context, micro-batches: chosen so that each part of the formula is the largest somewhere.
-MODELS = [("gpt2-124m", 3, 1024), ("gpt3-1.3b", 2, 2048), ("llama-110m", 4, 1024), ("modern-124m", 3, 1024)]
+MODELS = [
+    ("gpt2-124m", 3, 1024),
+    ("gpt3-1.3b", 2, 2048),
+    ("llama-110m", 4, 1024),
+    ("modern-124m", 3, 1024),
+]
 
 
 @pytest.mark.parametrize(("preset", "n_layer", "seq_len"), MODELS)
@@ -41,8 +46,16 @@ def test_the_formula_agrees_with_the_dry_run_to_10_percent(
     micro_steps: int,
 ) -> None:
     gpus = 1 if sharding == "none" else 8
-    values = {"model.preset": preset, "model.n_layer": n_layer, "model.seq_len": seq_len, "budget.steps": 1}
-    values |= {"budget.batch_tokens": micro_batch * micro_steps * gpus * seq_len, "machine.precision": precision}
+    values = {
+        "model.preset": preset,
+        "model.n_layer": n_layer,
+        "model.seq_len": seq_len,
+        "budget.steps": 1,
+    }
+    values |= {
+        "budget.batch_tokens": micro_batch * micro_steps * gpus * seq_len,
+        "machine.precision": precision,
+    }
     values |= {"machine.micro_batch": micro_batch, "machine.sharding": sharding}
     config = build_config(values | {"machine.activation_checkpointing": checkpointing})
     model = config.model.resolve(PRESETS[preset].vocab_size)
@@ -60,8 +73,17 @@ def test_the_formula_agrees_with_the_dry_run_to_10_percent(
 @pytest.mark.parametrize("sharding", ["none", "zero3"])
 def test_the_formula_counts_the_state_of_muon(sharding: str) -> None:
     gpus = 1 if sharding == "none" else 8
-    values = {"model.preset": "gpt2-124m", "model.n_layer": 3, "budget.steps": 1, "machine.sharding": sharding}
-    values |= {"budget.batch_tokens": 2 * gpus * 1024, "machine.precision": "bf16", "machine.micro_batch": 1}
+    values = {
+        "model.preset": "gpt2-124m",
+        "model.n_layer": 3,
+        "budget.steps": 1,
+        "machine.sharding": sharding,
+    }
+    values |= {
+        "budget.batch_tokens": 2 * gpus * 1024,
+        "machine.precision": "bf16",
+        "machine.micro_batch": 1,
+    }
     config = build_config(values | {"optim.name": "muon"})
     model = config.model.resolve(PRESETS["gpt2-124m"].vocab_size)
     dims = build_dims(sharding, 1, DistEnv(world_size=gpus, local_world_size=gpus))
@@ -78,7 +100,9 @@ def choose(gpus: int, **machine: object) -> str:
     config = build_config({f"machine.{key}": value for key, value in machine.items()})
     dist_env = DistEnv(world_size=gpus, local_world_size=gpus)
     memory_bytes = GPUS["H100"].memory_bytes
-    return choose_dims(config.machine, PRESETS["gpt2-1558m"], "bf16", memory_bytes, dist_env).sharding
+    return choose_dims(
+        config.machine, PRESETS["gpt2-1558m"], "bf16", memory_bytes, dist_env
+    ).sharding
 
 
 def test_the_simplest_sharding_with_which_the_micro_batch_fits() -> None:
@@ -93,7 +117,12 @@ def test_published_runs_fit() -> None:
     for preset, gpu, gpus, machine in (
         ("gpt2-1558m", "H100", 1, MachineConfig(micro_batch=16)),
         ("gpt2-124m", "A100-40GB", 8, MachineConfig(micro_batch=64, sharding="zero1")),
-        ("gpt3-1.3b", "A100-40GB", 8, MachineConfig(micro_batch=4, activation_checkpointing="block")),
+        (
+            "gpt3-1.3b",
+            "A100-40GB",
+            8,
+            MachineConfig(micro_batch=4, activation_checkpointing="block"),
+        ),
     ):
         memory_bytes = GPUS[gpu].memory_bytes
         dist_env = DistEnv(world_size=gpus, local_world_size=gpus)
@@ -108,7 +137,9 @@ def test_published_runs_fit() -> None:
             checkpointing=machine.activation_checkpointing,
         )
         assert memory.total_bytes <= USABLE * memory_bytes
-        assert dims == replace(dims, sharding=machine.sharding if machine.sharding != "auto" else "none")
+        assert dims == replace(
+            dims, sharding=machine.sharding if machine.sharding != "auto" else "none"
+        )
 
 
 def test_tensor_parallel_halves_what_a_layer_needs() -> None:

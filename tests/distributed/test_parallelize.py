@@ -34,7 +34,13 @@ from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import GPT, init_weights, set_attention
 from megatoken.system.device import Device
-from megatoken.train.state import StepConfig, TrainState, build_state, gather_model, with_whole_model
+from megatoken.train.state import (
+    StepConfig,
+    TrainState,
+    build_state,
+    gather_model,
+    with_whole_model,
+)
 from megatoken.train.step import forward_backward, train_step
 from tests.ranks import run_ranks
 from tests.tiny_model import CPU, TINY_MODERN, tiny_config, tiny_step_config
@@ -54,7 +60,9 @@ TINY_LLAMA = replace(
 )
 TINY_MODERN = replace(TINY_MODERN, n_head=4, n_kv_head=2, n_layer=2)
 BF16 = replace(CPU, precision="bf16")
-LARGER = replace(TINY_GPT, n_layer=4, d_model=128, d_ff=512)  # so that vectors are small beside matrices
+LARGER = replace(
+    TINY_GPT, n_layer=4, d_model=128, d_ff=512
+)  # so that vectors are small beside matrices
 FAMILIES = {"gpt2": TINY_GPT, "llama": TINY_LLAMA, "modern": TINY_MODERN}
 Results = tuple[Path, dict[str, dict[str, Any]]]
 # sharding, tensor-parallel size, processes per machine; of a GPT-2 unless named otherwise
@@ -100,7 +108,9 @@ def family_of(name: str) -> str:
     return next((family for family in FAMILIES if family in name), "gpt2")
 
 
-def build(dims: ParallelDims, comm: Comm, model_config: ModelConfig = TINY_GPT, device: Device = CPU) -> TrainState:
+def build(
+    dims: ParallelDims, comm: Comm, model_config: ModelConfig = TINY_GPT, device: Device = CPU
+) -> TrainState:
     with torch.device("cpu" if dims.is_unsharded else "meta"):
         model = GPT(model_config)
     two_axes = dims.dp_shard > 1 and dims.tp_size > 1
@@ -129,12 +139,17 @@ def score_questions(state: TrainState) -> list[float]:
     rows = np.random.default_rng(6).integers(0, 97, (5, 3, 12))
     rows[:, :, :4] = rows[:, :1, :4]
     trees = [build_tree([ScoredSequence(ids.tolist(), 6) for ids in question]) for question in rows]
-    return [float(x) for sums in score_trees(state.model, trees, CPU, state.comm) for x in sums.log_p]
+    return [
+        float(x) for sums in score_trees(state.model, trees, CPU, state.comm) for x in sums.log_p
+    ]
 
 
 def train(state: TrainState, steps: int, device: Device = CPU) -> list[float]:
     step_config = two_micro_batches(state.dims)
-    return [train_step(state, step_config, device, Batch(*batch(state.step, state.dims))).loss for _ in range(steps)]
+    return [
+        train_step(state, step_config, device, Batch(*batch(state.step, state.dims))).loss
+        for _ in range(steps)
+    ]
 
 
 def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[str, object]:
@@ -147,12 +162,19 @@ def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[st
     for name_of_param, param in sharded.local_params.items():
         assert param.grad is not None, name_of_param
         largest = max(
-            largest, float((param.grad - sharded.slices[name_of_param].take(plain[name_of_param])).abs().max())
+            largest,
+            float(
+                (param.grad - sharded.slices[name_of_param].take(plain[name_of_param])).abs().max()
+            ),
         )
     norm = float(sharded.global_grad_norm(comm))
     state.optimizer.zero_grad()
     found = {"loss": float(loss), "gradient_error": largest, "norm": norm}
-    found |= {"curve": train(state, STEPS), "val": score(state, 7), "val of one window": score(state, 1)}
+    found |= {
+        "curve": train(state, STEPS),
+        "val": score(state, 7),
+        "val of one window": score(state, 1),
+    }
     found |= {"scores": score_questions(state)} if dims.tp_size == 1 else {}
     set_attention(state.model, "explicit")
     model, low = gather_model(state), with_whole_model(state, BF16)
@@ -165,7 +187,9 @@ def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[st
             assert torch.equal(sharded.slices[each].take(copied[each]), param.bfloat16())
     if model is not None:
         torch.save(dict(model.named_parameters()), folder / f"{name}.pt")
-    save = AsyncSave(folder / name, state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={})
+    save = AsyncSave(
+        folder / name, state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={}
+    )
     train(state, 1)  # while it is written
     save.finish()
     return found
@@ -197,11 +221,16 @@ def measure_memory(dims: ParallelDims, comm: Comm) -> dict[str, int]:
     state.forward = record
     forward_backward(state, two_micro_batches(dims), CPU, Batch(*batch(0, dims)))
     parameters = sum(math.prod(size) for size in state.sharded.full_shapes.values())
-    return {"measured": live[1], "expected": count_state_bytes(dims, parameters, 8 * parameters, "fp32")}
+    return {
+        "measured": live[1],
+        "expected": count_state_bytes(dims, parameters, 8 * parameters, "fp32"),
+    }
 
 
 def join(rank: int, world: int, folder: Path, name: str) -> Comm:
-    dist.init_process_group("gloo", init_method=f"file://{folder / name}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / name}", rank=rank, world_size=world
+    )
     dist_env = DistEnv(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     return Comm(dist_env, dist.new_group(backend="gloo"))
 
@@ -214,7 +243,9 @@ def work(rank: int, where: str) -> None:
     filters = list(warnings.filters)
     found: dict[str, dict[str, object]] = {}
     for name, (kind, tensor, local) in DIMS.items():
-        dims = build_dims(kind, tensor, DistEnv(rank=rank, world_size=WORLD, local_world_size=local))
+        dims = build_dims(
+            kind, tensor, DistEnv(rank=rank, world_size=WORLD, local_world_size=local)
+        )
         found[name] = run_dims(name, dims, comm, folder)
         if name in MEASURED:
             found[name] |= measure_memory(dims, comm)
@@ -230,7 +261,9 @@ def work(rank: int, where: str) -> None:
         if rank < world:
             resume(
                 name,
-                build_dims(kind, tensor, DistEnv(rank=rank, world_size=world, local_world_size=world)),
+                build_dims(
+                    kind, tensor, DistEnv(rank=rank, world_size=world, local_world_size=world)
+                ),
                 world,
                 folder,
             )
@@ -247,9 +280,12 @@ def train_grid(comm: Comm, folder: Path) -> None:
         step_config = tiny_step_config(micro_batch, optim__lr=1e-3)
         batches = [batch(step, ParallelDims()) for step in range(10)]
         rows = [
-            [torch.cat(parts)[rows_of_rank] for parts in zip(*batches[i : i + 2], strict=True)] for i in range(0, 10, 2)
+            [torch.cat(parts)[rows_of_rank] for parts in zip(*batches[i : i + 2], strict=True)]
+            for i in range(0, 10, 2)
         ]
-        curves[micro_batch] = [train_step(state, step_config, CPU, Batch(*row)).loss for row in rows]
+        curves[micro_batch] = [
+            train_step(state, step_config, CPU, Batch(*row)).loss for row in rows
+        ]
     if comm.dist_env.is_main_process:
         (folder / f"grid {world}.json").write_text(json.dumps(curves))
 
@@ -260,7 +296,9 @@ def train_deterministic(dims: ParallelDims, comm: Comm, folder: Path) -> None:
         build(dims, comm),
         replace(tiny_step_config(3, optim__lr=1e-3, optim__grad_clip=0.5), deterministic=True),
     )
-    curve = [train_step(state, step_config, CPU, Batch(*batch(state.step, dims))).loss for _ in range(5)]
+    curve = [
+        train_step(state, step_config, CPU, Batch(*batch(state.step, dims))).loss for _ in range(5)
+    ]
     torch.save(
         {"curve": torch.tensor(curve), **state.sharded.local_params},
         folder / f"deterministic on {dims.dp_replicate}.pt",
@@ -273,7 +311,9 @@ def resume(name: str, dims: ParallelDims, world: int, folder: Path) -> None:
     state = build(dims, comm)
     saved = folder / "zero3" / f"step-{STEPS:08d}"
     restore_state(saved, verify(saved), state)
-    save_state(folder / name, state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={})
+    save_state(
+        folder / name, state, config=folder / "config.yaml", tokenizer=folder / "tokenizer", meta={}
+    )
     curve = train(state, 3)
     if comm.dist_env.is_main_process:
         (folder / f"{name}.json").write_text(json.dumps(curve))
@@ -293,7 +333,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Results:
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "vocab.json").write_text("{}")
     found = {
-        family: run_single_process(model_config, folder / f"{family}.pt") for family, model_config in FAMILIES.items()
+        family: run_single_process(model_config, folder / f"{family}.pt")
+        for family, model_config in FAMILIES.items()
     }
     run_ranks(work, str(folder), nprocs=WORLD)
     return folder, found
@@ -304,11 +345,18 @@ def run_single_process(model_config: ModelConfig, gradients: Path) -> dict[str, 
     comm = Comm(DistEnv())
     state = build(ParallelDims(), comm, model_config)
     params = state.sharded.local_params
-    loss = forward_backward(state, two_micro_batches(ParallelDims()), CPU, Batch(*batch(0, ParallelDims())))
+    loss = forward_backward(
+        state, two_micro_batches(ParallelDims()), CPU, Batch(*batch(0, ParallelDims()))
+    )
     torch.save({name: param.grad for name, param in params.items()}, gradients)
     norm = float(state.sharded.global_grad_norm(comm))
     state.optimizer.zero_grad()
-    found: dict[str, Any] = {"loss": float(loss), "norm": norm, "curve": train(state, STEPS), "val": score(state, 7)}
+    found: dict[str, Any] = {
+        "loss": float(loss),
+        "norm": norm,
+        "curve": train(state, STEPS),
+        "val": score(state, 7),
+    }
     found |= {"val of one window": score(state, 1), "scores": score_questions(state)}
     found |= {"weights": {name: param.detach().clone() for name, param in params.items()}}
     return found | {"on": train(state, 3)}
@@ -324,14 +372,18 @@ def test_sharded_training_equals_the_plain_model(name: str, plain: Results) -> N
         assert found["norm"] == pytest.approx(expected["norm"], rel=1e-6)
         assert found["curve"] == pytest.approx(expected["curve"], rel=1e-6)
         assert found["curve"] == ranks[0]["curve"]
-        assert found.get("scores", expected["scores"]) == pytest.approx(expected["scores"], rel=1e-5)
+        assert found.get("scores", expected["scores"]) == pytest.approx(
+            expected["scores"], rel=1e-5
+        )
         for windows in ("val", "val of one window"):
             assert found[windows][0] == pytest.approx(expected[windows][0], rel=1e-6)
             assert found[windows][1:] == expected[windows][1:]
     weights = torch.load(folder / f"{name}.pt", weights_only=True)
     assert set(weights) == set(expected["weights"])
     for parameter, tensor in expected["weights"].items():
-        if ".attention.qkv.bias" in parameter:  # keys' biases cancel in the softmax: their gradient is rounding alone
+        if (
+            ".attention.qkv.bias" in parameter
+        ):  # keys' biases cancel in the softmax: their gradient is rounding alone
             continue
         # AdamW divides by the root of the second moment: where a gradient is rounding alone (one element in a thousand
         # on some processors) its sign decides. Those are held to 1e-5.
@@ -360,7 +412,11 @@ def test_a_checkpoint_has_the_weights_of_its_step(name: str, plain: Results) -> 
         assert torch.equal(weights.read(parameter), tensor)
     files = sorted(path.name for path in saved.glob("*.safetensors"))
     whole = ["model.safetensors", "optimizer.safetensors"]
-    parts = [f"{kind}-0000{rank}-of-00004.safetensors" for kind in ("model", "optimizer") for rank in range(WORLD)]
+    parts = [
+        f"{kind}-0000{rank}-of-00004.safetensors"
+        for kind in ("model", "optimizer")
+        for rank in range(WORLD)
+    ]
     if name == "ddp":
         assert files == whole
     elif name in ("hybrid", "tensor"):  # the second replica has nothing to add
@@ -387,7 +443,10 @@ def test_consolidate_merges_sharded_files(plain: Results, tmp_path: Path) -> Non
     model = load_checkpoint_model(split, verify(split))
     for name, tensor in model.state_dict().items():
         assert torch.equal(weights[name], tensor), name
-    moments, parts = load_file(whole / "optimizer.safetensors"), TensorReader(split, verify(split), OPTIMIZER)
+    moments, parts = (
+        load_file(whole / "optimizer.safetensors"),
+        TensorReader(split, verify(split), OPTIMIZER),
+    )
     assert all(torch.equal(moments[name], parts.read(name)) for name in parts.shapes)
     assert verify(whole).meta == verify(split).meta
 
@@ -397,16 +456,23 @@ def test_four_shards_resume_with_other_dims(name: str, plain: Results) -> None:
     folder, expected = plain[0], plain[1]["gpt2"]
     saved, again = (folder / each / f"step-{STEPS:08d}" for each in ("zero3", name))
     for kind in (MODEL, OPTIMIZER):
-        first, second = TensorReader(saved, verify(saved), kind), TensorReader(again, verify(again), kind)
+        first, second = (
+            TensorReader(saved, verify(saved), kind),
+            TensorReader(again, verify(again), kind),
+        )
         assert first.shapes == second.shapes
         for tensor in first.shapes:
             assert torch.equal(first.read(tensor), second.read(tensor)), tensor
-    assert json.loads((folder / f"{name}.json").read_text()) == pytest.approx(expected["on"], rel=1e-6)
+    assert json.loads((folder / f"{name}.json").read_text()) == pytest.approx(
+        expected["on"], rel=1e-6
+    )
 
 
 def test_the_curve_does_not_depend_on_ranks_and_micro_batches(plain: Results) -> None:
     folder, _ = plain
-    grid = {world: json.loads((folder / f"grid {world}.json").read_text()) for world in (1, 2, 3, 4)}
+    grid = {
+        world: json.loads((folder / f"grid {world}.json").read_text()) for world in (1, 2, 3, 4)
+    }
     for world, curves in grid.items():
         for micro_batch, curve in curves.items():
             assert curve == pytest.approx(grid[1]["4"], rel=1e-6), (world, micro_batch)
@@ -414,7 +480,10 @@ def test_the_curve_does_not_depend_on_ranks_and_micro_batches(plain: Results) ->
 
 def test_deterministic_runs_have_the_same_bits_on_1_2_and_4_ranks(plain: Results) -> None:
     folder, _ = plain
-    alone, *others = (torch.load(folder / f"deterministic on {world}.pt", weights_only=True) for world in (1, 2, 4))
+    alone, *others = (
+        torch.load(folder / f"deterministic on {world}.pt", weights_only=True)
+        for world in (1, 2, 4)
+    )
     for tensors in others:
         assert set(tensors) == set(alone)
         for name, tensor in alone.items():

@@ -23,7 +23,9 @@ def test_token_order_after_any_chain_of_resumes(chains: int, tmp_path: Path) -> 
     expected = [alone.rows(step) for step in range(STEPS)]
     loaders = {
         world: [
-            DataLoader(tokens, seq_len=SEQ_LEN, batch_size=BATCH, seed=7, dp_rank=rank, dp_size=world)
+            DataLoader(
+                tokens, seq_len=SEQ_LEN, batch_size=BATCH, seed=7, dp_rank=rank, dp_size=world
+            )
             for rank in range(world)
         ]
         for world in (1, 2, 3, 4)
@@ -44,6 +46,8 @@ def test_token_order_after_any_chain_of_resumes(chains: int, tmp_path: Path) -> 
                     for first in range(0, share, micro_batch)
                 ]
                 history[step] = np.concatenate(micro_batches)
-            saved = int(rng.integers(saved, stopped + 1))  # steps after the newest checkpoint are lost and done again
+            saved = int(
+                rng.integers(saved, stopped + 1)
+            )  # steps after the newest checkpoint are lost and done again
         assert all(np.array_equal(history[step], expected[step]) for step in range(STEPS))
     assert starts > 3 * chains

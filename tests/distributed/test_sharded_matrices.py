@@ -76,7 +76,10 @@ def build(model_config: ModelConfig, dims: ParallelDims, comm: Comm) -> TrainSta
 
 def train(state: TrainState, steps: int) -> list[float]:
     step_config = step_config_of(state.dims)
-    return [train_step(state, step_config, CPU, Batch(*batch(state.step, state.dims))).loss for _ in range(steps)]
+    return [
+        train_step(state, step_config, CPU, Batch(*batch(state.step, state.dims))).loss
+        for _ in range(steps)
+    ]
 
 
 def map_known_matrices(state: TrainState) -> list[list[int]]:
@@ -102,7 +105,9 @@ def map_known_matrices(state: TrainState) -> list[list[int]]:
 def work(rank: int, world: int, where: str) -> None:
     torch.set_num_threads(1)
     folder = Path(where)
-    dist.init_process_group("gloo", init_method=f"file://{folder / f'join {world}'}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / f'join {world}'}", rank=rank, world_size=world
+    )
     dist_env = DistEnv(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     comm = Comm(dist_env, dist.new_group(backend="gloo"))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -110,7 +115,9 @@ def work(rank: int, world: int, where: str) -> None:
     for name, (model_config, sharding, tensor, processes, local) in LAYOUTS.items():
         if processes != world:
             continue
-        dims = build_dims(sharding, tensor, DistEnv(rank=rank, world_size=world, local_world_size=local))
+        dims = build_dims(
+            sharding, tensor, DistEnv(rank=rank, world_size=world, local_world_size=local)
+        )
         state = build(model_config, dims, comm)
         found[name] = {"matrices": map_known_matrices(state), "curve": train(state, STEPS)}
         model = gather_model(state)
@@ -141,7 +148,9 @@ def alone() -> dict[int, tuple[list[float], dict[str, Any], list[float]]]:
     for model_config in (GPT2, LLAMA, MODERN):
         state = build(model_config, ParallelDims(), Comm(DistEnv()))
         curve = train(state, STEPS)
-        weights = {name: param.detach().clone() for name, param in state.sharded.local_params.items()}
+        weights = {
+            name: param.detach().clone() for name, param in state.sharded.local_params.items()
+        }
         found[id(model_config)] = curve, weights, train(state, 2)
     return found
 
@@ -153,17 +162,23 @@ def read_ranks(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_trains_as_one_process(name: str, results: Path, alone: dict[int, Any]) -> None:
+def test_every_layout_trains_as_one_process(
+    name: str, results: Path, alone: dict[int, Any]
+) -> None:
     curve, weights, _ = alone[id(LAYOUTS[name][0])]
     for found in read_ranks(results, name):
         assert found["curve"] == pytest.approx(curve, rel=1e-6)
     trained = torch.load(results / f"{name}.pt", weights_only=True)
     assert set(trained) == set(weights)
     for parameter, expected in weights.items():
-        if ".attention.qkv.bias" in parameter:  # keys' biases cancel in the softmax: their gradient is rounding alone
+        if (
+            ".attention.qkv.bias" in parameter
+        ):  # keys' biases cancel in the softmax: their gradient is rounding alone
             continue
         far = ~torch.isclose(trained[parameter], expected, rtol=1e-4, atol=1e-5)
-        assert far.float().mean() <= 1e-3, parameter  # AdamW: where a gradient is rounding alone, its sign decides
+        assert far.float().mean() <= 1e-3, (
+            parameter
+        )  # AdamW: where a gradient is rounding alone, its sign decides
         torch.testing.assert_close(trained[parameter], expected, rtol=1e-3, atol=1e-4)
 
 
@@ -171,7 +186,9 @@ def test_every_layout_trains_as_one_process(name: str, results: Path, alone: dic
 def test_every_matrix_is_computed_once_and_the_work_is_shared(name: str, results: Path) -> None:
     model_config = LAYOUTS[name][0]
     rows = list_hidden_matrices(GPT(model_config))
-    columns = {key: param.shape[1] for key, param in GPT(model_config).named_parameters() if key in rows}
+    columns = {
+        key: param.shape[1] for key, param in GPT(model_config).named_parameters() if key in rows
+    }
     expected = sorted([size, columns[key]] for key, sizes in rows.items() for size in sizes)
     of_ranks = [found["matrices"] for found in read_ranks(results, name)]
     assert sorted(shape for shapes in of_ranks for shape in shapes) == expected
@@ -188,9 +205,19 @@ def test_what_four_processes_saved_one_resumes(results: Path, alone: dict[int, A
 
 def test_owners_share_gpt2_evenly() -> None:
     """12 layers of 4 matrices 768 x 768 and 2 of 768 x 3,072, on 8 processes: each has 6 and 3."""
-    rows = {f"{layer}.{name}": [768] * 3 if name == "qkv" else [768] for layer in range(12) for name in ("qkv", "out")}
-    rows |= {f"{layer}.{name}": [size] for layer in range(12) for name, size in (("up", 3072), ("down", 768))}
+    rows = {
+        f"{layer}.{name}": [768] * 3 if name == "qkv" else [768]
+        for layer in range(12)
+        for name in ("qkv", "out")
+    }
+    rows |= {
+        f"{layer}.{name}": [size]
+        for layer in range(12)
+        for name, size in (("up", 3072), ("down", 768))
+    }
     shapes = {name: (sum(sizes), 3072 if "down" in name else 768) for name, sizes in rows.items()}
-    owned = [[m.shape for m in assign_owners(rows, shapes, 8) if m.owner == rank] for rank in range(8)]
+    owned = [
+        [m.shape for m in assign_owners(rows, shapes, 8) if m.owner == rank] for rank in range(8)
+    ]
     assert [len(each) for each in owned] == [9] * 8
     assert all(sum(768 == rows == columns for rows, columns in each) == 6 for each in owned)

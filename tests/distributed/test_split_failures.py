@@ -45,7 +45,9 @@ class FailingBackward(torch.autograd.Function):
 def compile_badly(module: nn.Module) -> None:
     """In place of `nn.Module.compile`: the forward works, the backward does not."""
     error = RuntimeError("no kernel for this card")
-    module._compiled_call_impl = lambda *args: FailingBackward.apply(module._call_impl(*args), error)
+    module._compiled_call_impl = lambda *args: FailingBackward.apply(
+        module._call_impl(*args), error
+    )
 
 
 def build(layout: str, comm: Comm) -> TrainState:
@@ -74,13 +76,19 @@ class Memory:
     def __init__(self, largest: int, patch: pytest.MonkeyPatch) -> None:
         self.largest, self.sizes = largest, list[int]()
         self._measure = micro_batch._time_forward_backward
-        patch.setattr(micro_batch, "_free_bytes", lambda device: 10.0 * largest / micro_batch.MEMORY_SHARE)
+        patch.setattr(
+            micro_batch, "_free_bytes", lambda device: 10.0 * largest / micro_batch.MEMORY_SHARE
+        )
         patch.setattr(micro_batch, "_time_forward_backward", self.measure)
 
-    def measure(self, state: TrainState, step_config: StepConfig, device: object, rows: int) -> tuple[float, int]:
+    def measure(
+        self, state: TrainState, step_config: StepConfig, device: object, rows: int
+    ) -> tuple[float, int]:
         size = step_config.micro_batch
         self.sizes.append(size)
-        hook = state.model.blocks[0].mlp.register_forward_hook(self.fail if size > self.largest else lambda *_: None)
+        hook = state.model.blocks[0].mlp.register_forward_hook(
+            self.fail if size > self.largest else lambda *_: None
+        )
         try:
             self._measure(state, step_config, CPU, rows)
         finally:
@@ -89,14 +97,18 @@ class Memory:
 
     @staticmethod
     def fail(_module: nn.Module, _inputs: object, output: Tensor) -> Any:
-        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Including advice")
+        error = torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. Including advice"
+        )
         return FailingBackward.apply(output, error)
 
 
 def work(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    dist_env = DistEnv(rank=rank, world_size=WORLD, local_rank=rank, local_world_size=WORLD, port=port)
+    dist_env = DistEnv(
+        rank=rank, world_size=WORLD, local_rank=rank, local_world_size=WORLD, port=port
+    )
     found: dict[str, Any] = {}
     with join_process_group(dist_env, "cpu") as comm:
         for layout in LAYOUTS:
@@ -106,7 +118,11 @@ def work(rank: int, port: int, folder: str) -> None:
                 # One rank has less memory than the other.
                 memory = Memory(4 - 2 * rank, patch)
                 rates = tune_micro_batch(state, tiny_step_config(), CPU, 8)
-                found[layout] |= {"rates": list(rates), "tried": memory.sizes, "tuned": train(state, comm)}
+                found[layout] |= {
+                    "rates": list(rates),
+                    "tried": memory.sizes,
+                    "tuned": train(state, comm),
+                }
             state = build(layout, comm)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(nn.Module, "compile", compile_badly)
@@ -146,11 +162,16 @@ def test_sizes_that_do_not_fit_change_nothing(layout: str, found: list[dict[str,
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_failed_compile_changes_nothing(layout: str, found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert rank[layout]["note"] == "torch.compile failed, the model runs uncompiled: no kernel for this card"
+        assert (
+            rank[layout]["note"]
+            == "torch.compile failed, the model runs uncompiled: no kernel for this card"
+        )
         assert rank[layout]["compiled"] == rank[layout]["untouched"]
 
 
-def test_memory_that_ends_in_a_split_model_ends_the_run_at_once(found: list[dict[str, Any]]) -> None:
+def test_memory_that_ends_in_a_split_model_ends_the_run_at_once(
+    found: list[dict[str, Any]],
+) -> None:
     whole, failed = (rank["end"] for rank in found)
     assert failed[:2] == ["out of memory: Tried to allocate 2.00 GiB. — rank 1 — lower it", 2]
     assert whole[0].startswith("rank 0 lost another rank: ")

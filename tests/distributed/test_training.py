@@ -51,15 +51,30 @@ FIXED = [
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     text = folder / "text.txt"
-    text.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(400)))
+    text.write_text(
+        "".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(400))
+    )
     prepare(str(text), folder / "shards", tokenizer="bytes", val_fraction=0.1)
     return folder / "shards"
 
 
 def train(shards: Path, out: Path, nproc: int, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", str(nproc)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatoken",
+        "train",
+        "quickstart",
+        "--out",
+        str(out),
+        "--nproc",
+        str(nproc),
+    ]
     return subprocess.run(
-        [*command, f"data.path={shards}", *FIXED, *words], capture_output=True, text=True, timeout=240
+        [*command, f"data.path={shards}", *FIXED, *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
@@ -81,7 +96,9 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.fault(40)
-def test_the_curve_of_three_processes_is_that_of_one(shards: Path, alone: Path, tmp_path: Path) -> None:
+def test_the_curve_of_three_processes_is_that_of_one(
+    shards: Path, alone: Path, tmp_path: Path
+) -> None:
     done = train(shards, tmp_path / "run", 3, "machine.micro_batch=4", "log.every=1", "--json")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1  # only rank 0 prints
@@ -89,7 +106,8 @@ def test_the_curve_of_three_processes_is_that_of_one(shards: Path, alone: Path, 
     assert curve(tmp_path / "run") == pytest.approx(curve(alone), rel=1e-6)
     assert curve(tmp_path / "run", "val") == pytest.approx(curve(alone, "val"), rel=1e-6)
     counts = [
-        [r["target_tokens"] for r in read_metrics(run) if r["kind"] == "val"] for run in (alone, tmp_path / "run")
+        [r["target_tokens"] for r in read_metrics(run) if r["kind"] == "val"]
+        for run in (alone, tmp_path / "run")
     ]
     assert counts[0] == counts[1]
     facts = json.loads((tmp_path / "run" / "provenance.json").read_text())
@@ -100,7 +118,13 @@ def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_p
     out = tmp_path / "run"
     attempts = ((3, 2, "machine.sharding=zero3", 4), (2, 3, "machine.tensor_parallel=2", 8))
     for nproc, micro_batch, override, until in attempts:
-        words = [f"machine.micro_batch={micro_batch}", "log.every=1", "sample.every=4", "sample.tokens=3", override]
+        words = [
+            f"machine.micro_batch={micro_batch}",
+            "log.every=1",
+            "sample.every=4",
+            "sample.tokens=3",
+            override,
+        ]
         stopping = subprocess.Popen(
             [
                 sys.executable,
@@ -118,7 +142,9 @@ def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_p
             ],
             stderr=subprocess.PIPE,
         )
-        while stopping.poll() is None and not [s for s in list_steps(out / "checkpoints") if s >= until]:
+        while stopping.poll() is None and not [
+            s for s in list_steps(out / "checkpoints") if s >= until
+        ]:
             time.sleep(0.02)
         if stopping.poll() is None:
             stopping.send_signal(signal.SIGTERM)
@@ -148,13 +174,35 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
 
 @pytest.mark.fault(6)
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
-def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, alone: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others_and_the_run_resumes(
+    shards: Path, alone: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    words = ["machine.micro_batch=2", "log.every=1", "budget.steps=100000", "save.every=2", "machine.sharding=zero1"]
-    command = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", "2"]
+    words = [
+        "machine.micro_batch=2",
+        "log.every=1",
+        "budget.steps=100000",
+        "save.every=2",
+        "machine.sharding=zero1",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megatoken",
+        "train",
+        "quickstart",
+        "--out",
+        str(out),
+        "--nproc",
+        "2",
+    ]
     command += ["--restarts", "0"]
-    running = subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE)
-    while running.poll() is None and len(list_steps(out / "checkpoints")) < 2:  # the next one is on its way
+    running = subprocess.Popen(
+        [*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE
+    )
+    while (
+        running.poll() is None and len(list_steps(out / "checkpoints")) < 2
+    ):  # the next one is on its way
         time.sleep(0.02)
     os.kill(find_rank(running.pid, 1), signal.SIGKILL)
     _, errors = running.communicate(timeout=250)
@@ -172,14 +220,34 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(shards: Path, alone: 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(shards: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["machine.micro_batch=2", "budget.steps=100000", "save.every=0", "machine.sharding=zero1", "log.every=1"]
-    command = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", "2"]
-    with subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE) as running:
+    words = [
+        "machine.micro_batch=2",
+        "budget.steps=100000",
+        "save.every=0",
+        "machine.sharding=zero1",
+        "log.every=1",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megatoken",
+        "train",
+        "quickstart",
+        "--out",
+        str(out),
+        "--nproc",
+        "2",
+    ]
+    with subprocess.Popen(
+        [*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE
+    ) as running:
         wait_for_training(out, running)
         os.kill(find_rank(running.pid, 1), signal.SIGTERM)
         _, errors = running.communicate(timeout=180)
     assert (running.returncode, errors) == (ExitCode.STOPPED, b"")
-    assert list_steps(out / "checkpoints") == [max(row["step"] for row in read_metrics(out) if row["kind"] == "train")]
+    assert list_steps(out / "checkpoints") == [
+        max(row["step"] for row in read_metrics(out) if row["kind"] == "train")
+    ]
 
 
 def wait_for_training(out: Path, running: "subprocess.Popen[bytes]") -> None:
@@ -199,8 +267,20 @@ def find_rank(pid: int, rank: int) -> int:
 def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ["machine.micro_batch=2", "budget.steps=100000", "save.every=0"]
-    command = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", "2"]
-    running = subprocess.Popen([*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "megatoken",
+        "train",
+        "quickstart",
+        "--out",
+        str(out),
+        "--nproc",
+        "2",
+    ]
+    running = subprocess.Popen(
+        [*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.DEVNULL
+    )
     wait_for_training(out, running)
     running.kill()
     running.wait()
@@ -208,7 +288,10 @@ def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_pat
     while time.monotonic() < until and not list_steps(out / "checkpoints"):
         time.sleep(0.05)
     assert list_steps(out / "checkpoints")
-    while time.monotonic() < until and (status := json.loads((out / "status.json").read_text()))["state"] == "running":
+    while (
+        time.monotonic() < until
+        and (status := json.loads((out / "status.json").read_text()))["state"] == "running"
+    ):
         time.sleep(0.05)
     assert (status["state"], status["exit_code"]) == ("stopped", ExitCode.STOPPED)
 
@@ -229,7 +312,9 @@ def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path
     prepare(shards.parent / "text.txt", data, tokenizer="bytes", val_fraction=0.1, shard_tokens=64)
     loader = DataLoader(load_dataset(data).train, seq_len=16, batch_size=12, seed=3)
     read = [
-        {number * 16 // 64, (number + 1) * 16 // 64} for step in range(3) for number in loader.windows(step).tolist()
+        {number * 16 // 64, (number + 1) * 16 // 64}
+        for step in range(3)
+        for number in loader.windows(step).tolist()
     ]
     index = min(set().union(*read[30:]) - set().union(*read[:30]))
     with (data / f"train_{index:06d}.bin").open("r+b") as file:
@@ -238,13 +323,20 @@ def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path
     done = train(data, tmp_path / "run", 2, "machine.micro_batch=6", "seed=3", "log.every=1")
     assert done.returncode == ExitCode.DATA, done.stderr
     assert re.search(
-        rf"^\[rank 1\] error: shard is damaged: block 0 .*train_{index:06d}\.bin", done.stderr, re.MULTILINE
+        rf"^\[rank 1\] error: shard is damaged: block 0 .*train_{index:06d}\.bin",
+        done.stderr,
+        re.MULTILINE,
     )
-    assert {row["step"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"} <= {1, 2}
+    assert {row["step"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"} <= {
+        1,
+        2,
+    }
 
 
 @pytest.mark.fault(7)
-def test_the_error_of_one_rank_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_one_rank_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys\n"
@@ -256,4 +348,6 @@ def test_the_error_of_one_rank_is_printed(tmp_path: Path, capfd: pytest.CaptureF
     assert launch([sys.executable, str(program)], 4) == ExitCode.STORAGE
     lines = capfd.readouterr().err.splitlines()
     notes = [f"[rank {rank}] note" for rank in range(4)]
-    assert sorted(lines) == sorted([*notes, "[rank 0] error: lost a peer", "[rank 2] error: disk full"])
+    assert sorted(lines) == sorted(
+        [*notes, "[rank 0] error: lost a peer", "[rank 2] error: disk full"]
+    )

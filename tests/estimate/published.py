@@ -16,7 +16,12 @@ from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.system.gpus import GPUS
 
 SMALL, XL = PRESETS["gpt2-124m"], PRESETS["gpt2-1558m"]
-MPT = {"125M": (12, 12, 768), "350M": (24, 16, 1024), "760M": (24, 12, 1536), "1.3B": (24, 16, 2048)}
+MPT = {
+    "125M": (12, 12, 768),
+    "350M": (24, 16, 1024),
+    "760M": (24, 12, 1536),
+    "1.3B": (24, 16, 2048),
+}
 MPT |= {"3B": (32, 20, 2560), "7B": (32, 32, 4096), "13B": (40, 40, 5120)}
 OLD = "PyTorch of 2022: FSDP without today's overlap, no FlashAttention"
 SLOW_ATTENTION = "its Triton attention of 2023 is slower at long contexts"
@@ -52,25 +57,49 @@ def mpt(size: str, seq_len: int) -> ModelConfig:
     return ModelConfig(**sizes, seq_len=seq_len, vocab_size=50368, bias=False)
 
 
-def row(source: str, what: str, model: ModelConfig, gpu: str, rate: float, layout: Layout, **others: str) -> Published:
-    return Published(source=source, what=what, model=model, gpu=gpu, tokens_per_second=rate, layout=layout, **others)
+def row(
+    source: str, what: str, model: ModelConfig, gpu: str, rate: float, layout: Layout, **others: str
+) -> Published:
+    return Published(
+        source=source,
+        what=what,
+        model=model,
+        gpu=gpu,
+        tokens_per_second=rate,
+        layout=layout,
+        **others,
+    )
 
 
 def foundry(
     size: str, seq_len: int, gpus: int, gpu: str, batch: tuple[int, int], rate: float, **others: str
 ) -> Published:
     """batch: micro-batch and how many of them a step; the sizes whose names end in * recompute blocks."""
-    layout = Layout(gpus=gpus, micro_batch=batch[0], micro_steps=batch[1], sharding="zero3", program="eager")
-    layout = replace(layout, gradient_bytes=2, checkpointing="block" if size.endswith("*") else "none")
+    layout = Layout(
+        gpus=gpus, micro_batch=batch[0], micro_steps=batch[1], sharding="zero3", program="eager"
+    )
+    layout = replace(
+        layout, gradient_bytes=2, checkpointing="block" if size.endswith("*") else "none"
+    )
     size = size.rstrip("*")
     recomputes = ", blocks recomputed" if layout.checkpointing == "block" else ""
-    return row("foundry", f"{size}, context {seq_len:,}{recomputes}", mpt(size, seq_len), gpu, rate, layout, **others)
+    return row(
+        "foundry",
+        f"{size}, context {seq_len:,}{recomputes}",
+        mpt(size, seq_len),
+        gpu,
+        rate,
+        layout,
+        **others,
+    )
 
 
 PLAIN = Layout(program="eager", attention="explicit", adamw="foreach")
 LLMC = Layout(gpus=8, micro_batch=64, program="fused", sharding="zero1", gradient_bytes=2)
 LLMC_XL = replace(LLMC, micro_batch=16, micro_steps=8)
-COMPOSER = Layout(program="eager", attention="explicit", sharding="zero3", checkpointing="block", micro_batch=4)
+COMPOSER = Layout(
+    program="eager", attention="explicit", sharding="zero3", checkpointing="block", micro_batch=4
+)
 FIRST, LECTURE = replace(PLAIN, micro_batch=4), replace(PLAIN, micro_batch=16)
 
 
@@ -81,7 +110,15 @@ def lecture(what: str, gpu: str, milliseconds: float, layout: Layout, **others: 
 
 def composer(what: str, rate: float, **layout: int) -> Published:
     model = PRESETS["gpt3-1.3b"]
-    return row("Composer", f"1.3B, {what}", model, "A100-40GB", rate, replace(COMPOSER, **layout), reason=OLD)
+    return row(
+        "Composer",
+        f"1.3B, {what}",
+        model,
+        "A100-40GB",
+        rate,
+        replace(COMPOSER, **layout),
+        reason=OLD,
+    )
 
 
 TITAN, LLAMA = Layout(gpus=8, sharding="zero3", checkpointing="block"), PRESETS["llama3-8b"]

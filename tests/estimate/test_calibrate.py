@@ -17,7 +17,14 @@ from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ExitCode
-from megatoken.estimate.calibrate import Calibration, StepTimer, build_run, calibrate, count_run_bytes, find_calibration
+from megatoken.estimate.calibrate import (
+    Calibration,
+    StepTimer,
+    build_run,
+    calibrate,
+    count_run_bytes,
+    find_calibration,
+)
 from megatoken.estimate.expectation import Expectation
 from megatoken.estimate.memory_tracker import MemoryTracker
 from megatoken.estimate.speed import Layout, estimate_step
@@ -30,9 +37,26 @@ from megatoken.train.kernel_autotune import autotune
 from megatoken.train.metrics_log import read_metrics
 from megatoken.train.step import train_step
 
-MODEL = ("model.n_layer=6", "model.n_head=2", "model.d_model=32", "model.seq_len=16", "model.vocab_size=257")
-MACHINE = ("machine.device=cpu", "machine.precision=fp32", "machine.micro_batch=4", "machine.threads=1")
-OTHERS = ("budget.steps=6", "budget.batch_tokens=128", "save.every=0", "evaluate.every=0", "sample.every=0")
+MODEL = (
+    "model.n_layer=6",
+    "model.n_head=2",
+    "model.d_model=32",
+    "model.seq_len=16",
+    "model.vocab_size=257",
+)
+MACHINE = (
+    "machine.device=cpu",
+    "machine.precision=fp32",
+    "machine.micro_batch=4",
+    "machine.threads=1",
+)
+OTHERS = (
+    "budget.steps=6",
+    "budget.batch_tokens=128",
+    "save.every=0",
+    "evaluate.every=0",
+    "sample.every=0",
+)
 WORDS = (*MODEL, *MACHINE, *OTHERS, "log.plots=false", "data.tokenizer=bytes", "optim.name=adamw")
 
 
@@ -70,7 +94,9 @@ def test_the_micro_batch_is_the_one_that_a_run_takes(
     rates = iter([{1: 50.0, 2: 90.0, 4: 101.0, 8: 100.0}])
     monkeypatch.setattr(micro_batch, "tune_micro_batch", lambda *_: next(rates))
     np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
-    config = load_config("quickstart", f"data.path={tmp_path}/*.npy", *WORDS, "machine.micro_batch=auto")
+    config = load_config(
+        "quickstart", f"data.path={tmp_path}/*.npy", *WORDS, "machine.micro_batch=auto"
+    )
     here, known = calibrate(config, config.model.resolve(257), 0.0)
     assert (known.micro_batch, known.timed_seqs) == (8, 8)  # of 16 tokens
     trainer = Trainer(config, tmp_path / "run")
@@ -81,12 +107,24 @@ def test_the_micro_batch_is_the_one_that_a_run_takes(
     assert here.type == "cpu"
 
 
-@pytest.mark.parametrize(("micro_batch", "batch_seqs", "timed"), [(4, 8, 4), (64, 128, 32), (64, 64, 32)])
+@pytest.mark.parametrize(
+    ("micro_batch", "batch_seqs", "timed"), [(4, 8, 4), (64, 128, 32), (64, 64, 32)]
+)
 def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
-    micro_batch: int, batch_seqs: int, timed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+    micro_batch: int,
+    batch_seqs: int,
+    timed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
 ) -> None:
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
-    words = (*WORDS, "model.seq_len=32", "model.n_layer=2", f"budget.batch_tokens={batch_seqs * 32}")
+    words = (
+        *WORDS,
+        "model.seq_len=32",
+        "model.n_layer=2",
+        f"budget.batch_tokens={batch_seqs * 32}",
+    )
     config = load_config("quickstart", *words, f"machine.micro_batch={micro_batch}")
     model = config.model.resolve(257)
     here = device.open_device(config.machine)
@@ -103,7 +141,10 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
 
 
 def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
 ) -> None:
     monkeypatch.setattr(plan, "CALIBRATE_SECONDS", 0.0)
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
@@ -119,7 +160,9 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     answer = json.loads(capsys.readouterr().out)
     assert answer["tokens"] == 6 * 128
     assert answer["hours"] * 3600 * answer["tokens_per_second"] >= answer["tokens"]
-    assert answer["memory_bytes"] > 12 * 6 * 12 * 32**2  # weights, gradients and moments of the blocks
+    assert (
+        answer["memory_bytes"] > 12 * 6 * 12 * 32**2
+    )  # weights, gradients and moments of the blocks
     model = config.model.resolve(257)
     here, _ = calibrate(config, model, 0.0)
     known = find_calibration(config, model, here, 4)
@@ -127,14 +170,21 @@ def test_what_was_measured_is_kept_and_training_says_how_far_off_it_was(
     assert known.layers == [1, 4]
     assert find_calibration(config, model, here, 8) is None
     assert find_calibration(config, replace(model, d_model=64), here, 4) is None
-    assert find_calibration(replace(config, optim=replace(config.optim, name="muon")), model, here, 4) is None
+    assert (
+        find_calibration(replace(config, optim=replace(config.optim, name="muon")), model, here, 4)
+        is None
+    )
     first, last = train("after")
     assert "tokens/s" in first
     assert "(this machine, measured before)" in first
     assert "than planned" in last or "as planned" in last
-    saving = replace(config, save=replace(config.save, every=Duration(2)))  # a copy of weights and two moments
+    saving = replace(
+        config, save=replace(config.save, every=Duration(2))
+    )  # a copy of weights and two moments
     assert count_run_bytes(known, config, model, here) == known.memory_bytes(6)
-    assert count_run_bytes(known, saving, model, here) == known.memory_bytes(6) + 12 * count_padded_parameters(model)
+    assert count_run_bytes(known, saving, model, here) == known.memory_bytes(
+        6
+    ) + 12 * count_padded_parameters(model)
     (row,) = [row for row in read_metrics(tmp_path / "after") if row.get("what") == "planned"]
     assert row["tokens_per_second"] == 128 / known.step_seconds(6, 8)
 
@@ -187,21 +237,30 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan_seconds() == pytest.approx(64000 / 128 * 4)
     # 300 batches of half a micro-batch, 150 of one, 100 of one and a half, each with its update, then 35,200 tokens.
     smaller = 300 * (0.5 + 2) + 150 * (1 + 2) + 100 * (1.5 + 2)
-    assert plan_seconds("budget.batch_start=32", "budget.batch_ramp=28800") == pytest.approx(smaller + 35200 / 128 * 4)
+    assert plan_seconds("budget.batch_start=32", "budget.batch_ramp=28800") == pytest.approx(
+        smaller + 35200 / 128 * 4
+    )
 
 
 def test_a_gpu_that_is_known_is_planned_by_arithmetic(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
 ) -> None:
     """A CPU under the name of an H100: the line has the planner's speed for that card."""
     np.save(tmp_path / "train_0.npy", np.arange(5000, dtype=np.uint16) % 256)
     monkeypatch.setattr(device, "find_processor_name", lambda: GPUS["H100"].driver)
     config = load_config("quickstart", f"data.path={tmp_path}/*.npy", *WORDS)
     Trainer(config, tmp_path / "run").fit()
-    first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("plan "))
+    first, last = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("plan ")
+    )
     layout = Layout(micro_batch=4, micro_steps=2, precision="tf32", program="eager")
     rate = estimate_step(config.model.resolve(257), GPUS["H100"], layout).tokens_per_second
-    assert re.match(rf"plan     0s of steps, {rate:,.0f} tokens/s, \d+\.\d MiB \(arithmetic\)", first)
+    assert re.match(
+        rf"plan     0s of steps, {rate:,.0f} tokens/s, \d+\.\d MiB \(arithmetic\)", first
+    )
     assert last.startswith("plan     steps took ")  # how far off depends on this machine
 
 
@@ -209,4 +268,7 @@ def test_the_error_of_a_plan_in_words() -> None:
     expected = Expectation(step_seconds=2.0, memory_bytes=2**30, source="arithmetic")
     line = expected.describe_error(100.0, 230.0, 2**30)
     assert line == "steps took 3m50s, 15% longer than planned; memory 1.00 GiB, as planned"
-    assert "10% shorter than planned; memory 2.00 GiB, 100% more than planned" in expected.describe_error(10, 18, 2**31)
+    assert (
+        "10% shorter than planned; memory 2.00 GiB, 100% more than planned"
+        in expected.describe_error(10, 18, 2**31)
+    )

@@ -31,7 +31,12 @@ SMALL = ModelConfig(n_layer=3, n_head=2, d_model=64, d_ff=256, vocab_size=256, s
 
 
 def small_run(**machine: object) -> Config:
-    values = {"budget.steps": 1, "budget.batch_tokens": 16 * 32, "model.seq_len": 32, "machine.device": "cpu"}
+    values = {
+        "budget.steps": 1,
+        "budget.batch_tokens": 16 * 32,
+        "model.seq_len": 32,
+        "machine.device": "cpu",
+    }
     return build_config(values | {f"machine.{key}": value for key, value in machine.items()})
 
 
@@ -64,18 +69,24 @@ def test_one_process_needs_the_memory_of_a_real_step(micro_batch: int) -> None:
 def test_steps_that_the_host_checks_are_estimated(precision: str, form: str, sharding: str) -> None:
     config = small_run(precision=precision, adamw=form, sharding=sharding, micro_batch=8)
     estimate = dry_run(config, replace(SMALL, n_layer=1), 2, H100)
-    assert 2 * estimate.parameter_bytes <= estimate.optimizer_bytes < 2.01 * estimate.parameter_bytes
+    assert (
+        2 * estimate.parameter_bytes <= estimate.optimizer_bytes < 2.01 * estimate.parameter_bytes
+    )
     assert estimate.activation_bytes > 0
 
 
 @pytest.mark.parametrize(("sharding", "collective"), [("none", "allgather"), ("zero3", "alltoall")])
-def test_muon_keeps_one_momentum_and_sends_matrices_in_low_precision(sharding: str, collective: str) -> None:
+def test_muon_keeps_one_momentum_and_sends_matrices_in_low_precision(
+    sharding: str, collective: str
+) -> None:
     config = small_run(precision="bf16", sharding=sharding, micro_batch=4)
     config = replace(config, optim=replace(config.optim, name="muon"))
     parts = 4 if sharding == "zero3" else 1
     estimate = dry_run(config, SMALL, 4, H100)
     whole = count_optimizer_bytes("muon", SMALL)
-    assert whole == 8 * count_parameters(SMALL) - 4 * 3 * 12 * 64 * 64  # one number less in three layers' matrices
+    assert (
+        whole == 8 * count_parameters(SMALL) - 4 * 3 * 12 * 64 * 64
+    )  # one number less in three layers' matrices
     assert 0 <= estimate.optimizer_bytes - whole / parts < 0.02 * whole
     assert estimate.total_bytes > 0
     adamw = dry_run(small_run(precision="bf16", sharding=sharding, micro_batch=4), SMALL, 4, H100)
@@ -111,11 +122,15 @@ print(resident("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads resident memory from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads resident memory from /proc"
+)
 @pytest.mark.slow
 def test_gpt2_124m_needs_the_memory_of_a_real_process_to_10_percent() -> None:
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root, check=True
+    )
     config = build_config(
         {
             "model.preset": "gpt2-124m",
@@ -136,15 +151,33 @@ def count_175b(layers: int, tensor: int, shards: int) -> int:
     def rows(whole: int) -> int:
         return -(-whole // shards)
 
-    attention = (rows(3 * width // tensor) + rows(width) // tensor) * width + rows(3 * width // tensor) + rows(width)
-    mlp = (rows(4 * width // tensor) + rows(width) * 4 // tensor) * width + rows(4 * width // tensor) + rows(width)
+    attention = (
+        (rows(3 * width // tensor) + rows(width) // tensor) * width
+        + rows(3 * width // tensor)
+        + rows(width)
+    )
+    mlp = (
+        (rows(4 * width // tensor) + rows(width) * 4 // tensor) * width
+        + rows(4 * width // tensor)
+        + rows(width)
+    )
     embeddings = (rows(vocabulary // tensor) + rows(context)) * width
     return embeddings + layers * (attention + mlp + 4 * rows(width)) + 2 * rows(width)
 
 
 def test_gpt3_175b_on_1024_gpus_equals_theory(capsys: pytest.CaptureFixture[str]) -> None:
     """Two of its 96 layers, which are alike; all of them take two minutes and give count_175b(96, 8, 128) * 4 bytes."""
-    words = ["gpt3-175b", "--gpus", "1024", "--tp", "8", "--shard", "zero3", "--json", "model.n_layer=2"]
+    words = [
+        "gpt3-175b",
+        "--gpus",
+        "1024",
+        "--tp",
+        "8",
+        "--shard",
+        "zero3",
+        "--json",
+        "model.n_layer=2",
+    ]
     assert main(["dryrun", *words]) == ExitCode.DONE
     answer = json.loads(capsys.readouterr().out)
     assert answer["parameter_bytes"] == answer["gradient_bytes"] == 4 * count_175b(2, 8, 128)
@@ -176,14 +209,25 @@ def test_communication_of_each_sharding(shard: str, reduces: int) -> None:
 def test_checkpointing_and_smaller_micro_batches_need_less() -> None:
     plain = dry_run(small_run(micro_batch=8), SMALL, 1, H100).activation_bytes
     assert (
-        dry_run(small_run(micro_batch=8, activation_checkpointing="block"), SMALL, 1, H100).activation_bytes
+        dry_run(
+            small_run(micro_batch=8, activation_checkpointing="block"), SMALL, 1, H100
+        ).activation_bytes
         < 0.7 * plain
     )
     assert dry_run(small_run(micro_batch=4), SMALL, 1, H100).activation_bytes < 0.6 * plain
 
 
 def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["dryrun", "quickstart", "--gpus", "1", "--gpu", "24", "--json", "machine.micro_batch=2"]
+    words = [
+        "dryrun",
+        "quickstart",
+        "--gpus",
+        "1",
+        "--gpu",
+        "24",
+        "--json",
+        "machine.micro_batch=2",
+    ]
     assert main(words) == ExitCode.DONE
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
@@ -215,7 +259,8 @@ def test_auto_takes_the_simplest_sharding_that_fits() -> None:
     """What three copies of the state leave is too little for the activations, what a shard of them leaves is not."""
     config = small_run(micro_batch=8)
     need = {
-        sharding: dry_run(small_run(micro_batch=8, sharding=sharding), SMALL, 2, 0) for sharding in ("none", "zero1")
+        sharding: dry_run(small_run(micro_batch=8, sharding=sharding), SMALL, 2, 0)
+        for sharding in ("none", "zero1")
     }
     memory_bytes = need["none"].total_bytes / USABLE - 1
     assert need["zero1"].total_bytes <= USABLE * memory_bytes

@@ -49,7 +49,9 @@ def test_gradients_at_the_peak_are_counted() -> None:
     assert tracker.gradients_at_peak == 7
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # newer names are not in the oldest torch
+@pytest.mark.filterwarnings(
+    "ignore:.*is deprecated:FutureWarning"
+)  # newer names are not in the oldest torch
 @pytest.mark.parametrize("processes", [2, 8])
 def test_ring_traffic(processes: int) -> None:
     size, n = 4000, processes

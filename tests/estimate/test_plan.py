@@ -50,8 +50,12 @@ def test_published_run_of_llm_c() -> None:
 
 
 def test_published_runs_fit() -> None:
-    assert plan_recipe("gpt2-1558m", "H100", 8, "machine.micro_batch=16", "machine.sharding=none").fits
-    assert plan_recipe("gpt2-124m", "A100-40GB", 8, "machine.micro_batch=64", "machine.sharding=zero1").fits
+    assert plan_recipe(
+        "gpt2-1558m", "H100", 8, "machine.micro_batch=16", "machine.sharding=none"
+    ).fits
+    assert plan_recipe(
+        "gpt2-124m", "A100-40GB", 8, "machine.micro_batch=64", "machine.sharding=zero1"
+    ).fits
     assert plan_recipe("gpt3-1.3b", "A100-40GB", 8).fits
 
 
@@ -65,14 +69,18 @@ def test_what_makes_it_fit() -> None:
     assert (pinned.fits, pinned.layout.micro_batch, pinned.layout.precision) == (False, 512, "fp16")
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("gpt2-124m", 128), ("gpt3-125m", 256), ("gpt2-355m", 256)])
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("gpt2-124m", 128), ("gpt3-125m", 256), ("gpt2-355m", 256)]
+)
 def test_nothing_is_recomputed_that_fits(name: str, gpus: int) -> None:
     """The whole batch fits at once: a second forward makes no room, though its time would hide communication."""
     layout = plan_recipe(name, "H100", gpus).layout
     assert (layout.micro_steps, layout.checkpointing) == (1, "none")
 
 
-def test_recomputation_that_was_chosen_is_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputation_that_was_chosen_is_named_or_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["plan", "gpt2-1558m", "--gpus", "8xRTX-4090", "--json"]
     setting = "machine.activation_checkpointing"
     expected = [
@@ -97,12 +105,19 @@ def test_what_does_not_fit_has_no_price(capsys: pytest.CaptureFixture[str]) -> N
     assert [answer[key] for key in ("hours", "gpu_hours", "dollars", "energy_kwh")] == [None] * 4
     assert answer["fewest_gpus"] == 48
     assert plan_recipe("gpt3-175b", "H100", 48).fits
-    assert not plan_recipe("gpt3-175b", "H100", 32).fits  # the next number among which 1,536 sequences divide
-    assert plan_recipe("gpt3-175b", "H100", 1024, "machine.tensor_parallel=8").fits  # as its header says
+    assert not plan_recipe(
+        "gpt3-175b", "H100", 32
+    ).fits  # the next number among which 1,536 sequences divide
+    assert plan_recipe(
+        "gpt3-175b", "H100", 1024, "machine.tensor_parallel=8"
+    ).fits  # as its header says
     above = printed.err.partition("the same batch")[0]
     assert "fits on  48 x H100" in above
     assert not any(row in above for row in ("\ntime", "\nprice", "\nenergy"))
-    assert main(["plan", "gpt2-124m", "--gpus", "1xT4", "machine.micro_batch=512", "--json"]) == ExitCode.DONE
+    assert (
+        main(["plan", "gpt2-124m", "--gpus", "1xT4", "machine.micro_batch=512", "--json"])
+        == ExitCode.DONE
+    )
     printed = capsys.readouterr()
     assert json.loads(printed.out)["fewest_gpus"] is None
     assert "fits on  no number up to 1,024" in printed.err
@@ -112,11 +127,18 @@ def test_strong_scaling() -> None:
     resolved, model, _ = resolve_recipe_or_preset("gpt2-124m", ())
     config = resolved.config
     plans = scale_gpus(config, model, A100, (1, 8, 64, 3, 1024))
-    assert [plan.layout.gpus for plan in plans] == [1, 8, 64]  # 512 sequences divide neither by 3 nor by 1,024
+    assert [plan.layout.gpus for plan in plans] == [
+        1,
+        8,
+        64,
+    ]  # 512 sequences divide neither by 3 nor by 1,024
     rates = [plan.tokens_per_second for plan in plans]
     assert rates[0] < rates[1] < rates[2] < 64 * rates[0]
     for plan in plans:
-        assert plan.layout.gpus * plan.layout.micro_batch * plan.layout.micro_steps == config.batch_seqs
+        assert (
+            plan.layout.gpus * plan.layout.micro_batch * plan.layout.micro_steps
+            == config.batch_seqs
+        )
         assert plan.step.tokens == config.budget.batch_tokens
 
 
@@ -124,7 +146,10 @@ def test_muon_adds_its_products_to_the_optimizer() -> None:
     """1.63e12 FLOP at 62% of 989e12 a second, shared by the GPUs."""
     model, seconds = PRESETS["gpt2-124m"], {}
     for gpus in (1, 8):
-        adamw, muon = (estimate_step(model, H100, Layout(gpus=gpus, optimizer=name)) for name in ("adamw", "muon"))
+        adamw, muon = (
+            estimate_step(model, H100, Layout(gpus=gpus, optimizer=name))
+            for name in ("adamw", "muon")
+        )
         seconds[gpus] = muon.optimizer - adamw.optimizer
     assert seconds[1] == pytest.approx(2.66e-3, rel=0.01)
     assert seconds[8] == pytest.approx(seconds[1] / 8)
@@ -151,7 +176,9 @@ def test_products_in_a_precision_that_the_card_lacks_are_fp32(
     assert (plan.step.products == plain.products) == (precision != "tf32")
 
 
-@pytest.mark.parametrize(("adamw", "counted"), [("auto", "fused"), ("loop", "foreach"), ("foreach", "foreach")])
+@pytest.mark.parametrize(
+    ("adamw", "counted"), [("auto", "fused"), ("loop", "foreach"), ("foreach", "foreach")]
+)
 def test_the_form_of_adamw_counts(adamw: str, counted: str) -> None:
     """As the published runs without and with the fused kernel, 55,271 and 78,750 tokens/s."""
     plan = plan_recipe("shakespeare", "H100", 1, f"machine.adamw={adamw}")
@@ -182,8 +209,13 @@ def test_compute_optimal_split() -> None:
     assert math.isclose(6 * fitted * fitted_tokens, 5.76e23)
 
 
-def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt3-125m", "--gpus", "1xRTX-3090", "--budget", "1e6", "--json"]) == ExitCode.DONE
+def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(["plan", "gpt3-125m", "--gpus", "1xRTX-3090", "--budget", "1e6", "--json"])
+        == ExitCode.DONE
+    )
     printed = capsys.readouterr()
     budget = json.loads(printed.out)["budget"]
     assert (budget["nearest"], budget["fitting"]) == ("gpt3-175b", "gpt3-760m")
@@ -192,14 +224,31 @@ def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(capsys: pytest.Ca
     rate = fitting.tokens_per_second * 1e6 / GPUS["RTX-3090"].price * 3600
     assert budget["flops"] == pytest.approx(6 * count_parameters(fitting.model) * rate, rel=0.1)
     assert 6 * budget["parameters"] * budget["tokens"] == pytest.approx(budget["flops"])
-    words = ["plan", "gpt3-125m", "--gpus", "1xT4", "--price", "1", "--budget", "5", "machine.micro_batch=256"]
+    words = [
+        "plan",
+        "gpt3-125m",
+        "--gpus",
+        "1xT4",
+        "--price",
+        "1",
+        "--budget",
+        "5",
+        "machine.micro_batch=256",
+    ]
     assert main(words) == ExitCode.CONFIG
     assert "no GPT-3 fits on 1 x T4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("every", "evaluations"), [("30steps", 5), ("0.5dur", 3), ("0", 1)])
-def test_evaluations_before_the_first_step_and_at_the_end_are_counted(every: str, evaluations: int) -> None:
-    words = ("budget.steps=100", "budget.batch_tokens=512", f"evaluate.every={every}", "evaluate.tokens=1000")
+def test_evaluations_before_the_first_step_and_at_the_end_are_counted(
+    every: str, evaluations: int
+) -> None:
+    words = (
+        "budget.steps=100",
+        "budget.batch_tokens=512",
+        f"evaluate.every={every}",
+        "evaluate.tokens=1000",
+    )
     assert count_evaluated_tokens(load_config("quickstart", *words), 51_200) == 1000 * evaluations
 
 
@@ -214,27 +263,50 @@ def test_a_batch_that_grows_takes_longer(capsys: pytest.CaptureFixture[str]) -> 
     assert (whole.layout.micro_batch, half.layout.micro_batch) == (16, 8)
     assert half.hours > 1.1 * whole.hours
     assert plan.hours == pytest.approx((whole.hours + half.hours) / 2, rel=0.01)
-    words = ["gpt2-124m", "--gpus", "32xH100", "budget.batch_start=16384", "budget.batch_ramp=500e6", "--json"]
+    words = [
+        "gpt2-124m",
+        "--gpus",
+        "32xH100",
+        "budget.batch_start=16384",
+        "budget.batch_ramp=500e6",
+        "--json",
+    ]
     assert main(["plan", *words]) == ExitCode.DONE
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
     assert "budget.batch_start=32768" in answer["settings"]
     times = {row["gpus"]: row["hours"] for row in answer["scaling"]}
-    assert times == {gpus: pytest.approx(plan_recipe("gpt2-124m", "H100", gpus).hours) for gpus in times}
+    assert times == {
+        gpus: pytest.approx(plan_recipe("gpt2-124m", "H100", gpus).hours) for gpus in times
+    }
     assert answer["hours"] > times[32]
     assert "batches of 32,768 to 524,288 over the first 500 M" in printed.err
 
 
-def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_is_that_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert resolve_recipe_or_preset("quickstart", ())[1].vocab_size == 4096  # as the shipped recipe's data are prepared
+    assert (
+        resolve_recipe_or_preset("quickstart", ())[1].vocab_size == 4096
+    )  # as the shipped recipe's data are prepared
     (tmp_path / "manifest.json").write_text('{"tokenizer": {"vocab_size": 300}}')
     assert resolve_recipe_or_preset("quickstart", (f"data.path={tmp_path}",))[1].vocab_size == 300
     assert resolve_recipe_or_preset("quickstart", ("model.vocab_size=512",))[1].vocab_size == 512
 
 
 def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["gpt3-1.3b", "--gpus", "8xA100-40GB", "--tokens", "chinchilla", "--price", "2", "--budget", "500"]
+    words = [
+        "gpt3-1.3b",
+        "--gpus",
+        "8xA100-40GB",
+        "--tokens",
+        "chinchilla",
+        "--price",
+        "2",
+        "--budget",
+        "500",
+    ]
     assert main(["plan", *words, "--deadline", "2d12h", "--json"]) == ExitCode.DONE
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
@@ -243,7 +315,11 @@ def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert tuple(answer)[: len(keys)] == keys
     assert answer["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
     assert answer["dollars"] == pytest.approx(answer["gpu_hours"] * 2)
-    assert answer["tokens_per_second_low"] < answer["tokens_per_second"] < answer["tokens_per_second_high"]
+    assert (
+        answer["tokens_per_second_low"]
+        < answer["tokens_per_second"]
+        < answer["tokens_per_second_high"]
+    )
     assert answer["deadline"]["hours"] <= 60
     assert {row["gpus"] for row in answer["scaling"]} >= {1, 8, 128}
     assert set(answer["family"]) == {name for name in PRESETS if name.startswith("gpt3-")}
@@ -256,7 +332,13 @@ def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "time", "energy", "head", "cells"),
     [
-        ("quickstart --gpus 1xH100", "0.7 GPU-minutes", "8.2 Wh", "minutes  GPU-minutes", "0.70          0.7    0.031"),
+        (
+            "quickstart --gpus 1xH100",
+            "0.7 GPU-minutes",
+            "8.2 Wh",
+            "minutes  GPU-minutes",
+            "0.70          0.7    0.031",
+        ),
         (
             "gpt2-124m --gpus 8xH100 --tokens 1e6",
             "0.3 GPU-minutes",
@@ -271,7 +353,13 @@ def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
             "minutes  GPU-hours",
             "4.96        0.7        2",
         ),
-        ("depth-20 --gpus 8xH100", "19.5 GPU-hours", "13.6 kWh", "hours  GPU-hours", "0.00077     0.0062    0.017"),
+        (
+            "depth-20 --gpus 8xH100",
+            "19.5 GPU-hours",
+            "13.6 kWh",
+            "hours  GPU-hours",
+            "0.00077     0.0062    0.017",
+        ),
     ],
 )
 def test_short_runs_are_told_in_a_unit_that_has_digits(
@@ -313,24 +401,42 @@ def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpus", "8xH100", "--records", "nowhere"], "no such folder"),
         (["gpt2-124m", "--gpus", "0xA100"], "0 GPUs"),
         (["gpt2-124m", "--gpus", "8xA10000"], "unknown GPU 'A10000' — --gpus — nearest: A100-80GB"),
-        (["gpt2-124m", "--gpus", "7xH100"], "does not divide among 7 GPUs — --gpus — nearest budget.batch_tokens"),
+        (
+            ["gpt2-124m", "--gpus", "7xH100"],
+            "does not divide among 7 GPUs — --gpus — nearest budget.batch_tokens",
+        ),
         (["gpt2-124m", "--gpus", "8xH100", "--price", "-1"], "--price is -1"),
         (["gpt2-124m", "--gpus", "8xH100", "--price", "nan"], "--price is nan"),
         (["gpt2-124m", "--gpus", "8xH100", "--price", "free"], "invalid float value: 'free'"),
         (["gpt2-124m", "--gpus", "8xH100", "--budget", "0"], "--budget is 0"),
-        (["gpt2-124m", "--gpus", "8xH100", "--budget", "0.01"], "fewer than the law holds for — --budget — give $0."),
-        (["gpt2-124m", "--gpus", "8xH100", "--law", "fitted", "--budget", "1e-9"], "$1e-09 is compute-optimal for"),
+        (
+            ["gpt2-124m", "--gpus", "8xH100", "--budget", "0.01"],
+            "fewer than the law holds for — --budget — give $0.",
+        ),
+        (
+            ["gpt2-124m", "--gpus", "8xH100", "--law", "fitted", "--budget", "1e-9"],
+            "$1e-09 is compute-optimal for",
+        ),
         (["gpt2-124m", "--gpus", "8xT4", "--budget", "5"], "no price of T4 is known"),
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", "soon"], "write it as 90m, 24h or 2d12h"),
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", "0h"], "a deadline of 0h"),
-        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "5"], "a deadline of 5 without a unit — --deadline — write"),
-        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "2d5"], "a deadline of 2d5 without a unit"),
+        (
+            ["gpt2-124m", "--gpus", "8xH100", "--deadline", "5"],
+            "a deadline of 5 without a unit — --deadline — write",
+        ),
+        (
+            ["gpt2-124m", "--gpus", "8xH100", "--deadline", "2d5"],
+            "a deadline of 2d5 without a unit",
+        ),
         (["gpt2-124m", "--gpus", "8xH100", "--deadline", " "], "a deadline of nothing"),
         (
             ["gpt3-175b", "--gpus", "1000xH100", "machine.tensor_parallel=8"],
             "a batch of 1,536 sequences does not divide among 125 replicas of 8 GPUs",
         ),
-        (["gpt2-124m", "--gpus", "8xH100", "--tokens", "many"], "give a number such as 10e9 or 10B, or chinchilla"),
+        (
+            ["gpt2-124m", "--gpus", "8xH100", "--tokens", "many"],
+            "give a number such as 10e9 or 10B, or chinchilla",
+        ),
         (["gpt2-124m", "--gpus", "8xH100", "--tokens", "0"], "no tokens"),
         (["gpt2-125m", "--gpus", "8xH100"], "gpt2-124m"),
         (
@@ -340,14 +446,18 @@ def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpus", "8xH100", "budget.epochs=1"], "the recipe's length is in epochs"),
     ],
 )
-def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *words]) == ExitCode.CONFIG
     printed = capsys.readouterr()
     assert message in printed.err
     assert (printed.out, len(printed.err.splitlines())) == ("", 1)
 
 
-def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_the_gpu_correct_the_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """1.2 times the planned speed, by a record of that GPU; those of others say nothing."""
     layout = Layout(micro_batch=16, micro_steps=2)
     rate = 1.2 * estimate_step(PRESETS["gpt2-124m"], H100, layout).tokens_per_second
@@ -367,8 +477,13 @@ def test_records_of_the_gpu_correct_the_speed(tmp_path: Path, capsys: pytest.Cap
         1.2 * plan_recipe("gpt2-355m", "H100", 8).tokens_per_second, rel=1e-6
     )
     assert known["tokens_per_second_low"] == pytest.approx(0.9 * known["tokens_per_second"])
-    assert ask("8xA100-40GB")["tokens_per_second"] == plan_recipe("gpt2-355m", "A100-40GB", 8).tokens_per_second
-    (tmp_path / "batch.json").write_text(json.dumps(record | {"answer": answer | {"rows": [{"micro_batch": 16}]}}))
+    assert (
+        ask("8xA100-40GB")["tokens_per_second"]
+        == plan_recipe("gpt2-355m", "A100-40GB", 8).tokens_per_second
+    )
+    (tmp_path / "batch.json").write_text(
+        json.dumps(record | {"answer": answer | {"rows": [{"micro_batch": 16}]}})
+    )
     assert main([*words, "8xH100"]) == ExitCode.CONFIG
     assert "not a record of `megatoken bench batch`" in capsys.readouterr().err
 
@@ -380,18 +495,26 @@ def test_nothing_slow_is_imported() -> None:
     assert subprocess.run(words, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
-def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     target = tmp_path / "plan.png"
     words = ["plan", "gpt2-124m", "--gpus", "8xH100", "--json", "--plot"]
     assert main([*words, str(target.with_suffix(""))]) == ExitCode.DONE
     assert target.read_bytes().startswith(b"\x89PNG")
     assert json.loads(capsys.readouterr().out)["picture"] == str(target)
-    assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.foo")]) == ExitCode.CONFIG
+    assert (
+        main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.foo")])
+        == ExitCode.CONFIG
+    )
     answer = capsys.readouterr()
     assert answer.out == ""  # before any table
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    assert main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.svg")]) == ExitCode.DONE
+    assert (
+        main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.svg")])
+        == ExitCode.DONE
+    )
     assert "gpt2-124m on H100: 524,288 tokens a step" in (tmp_path / "plan.svg").read_text()
     assert answer.err.startswith("error: cannot draw: Format 'foo' is not supported")
 
@@ -400,10 +523,23 @@ def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_run(tmp_path / "run", draw_model())
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(400)))
-    words = ["prepare", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "data"), "--val-fraction", "0.1"]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(400))
+    )
+    words = [
+        "prepare",
+        str(tmp_path / "rows.jsonl"),
+        "--out",
+        str(tmp_path / "data"),
+        "--val-fraction",
+        "0.1",
+    ]
     assert main([*words, "--tokenizer", "bytes", "--context", "24"]) == ExitCode.DONE
-    start = [f"model.init={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}", "budget.batch_tokens=240"]
+    start = [
+        f"model.init={tmp_path / 'run'}",
+        f"data.path={tmp_path / 'data'}",
+        "budget.batch_tokens=240",
+    ]
     capsys.readouterr()
     assert main(["plan", "sft", "--gpus", "1xA100-80GB", *start]) == ExitCode.DONE
     printed = capsys.readouterr().out

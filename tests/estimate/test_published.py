@@ -28,4 +28,6 @@ def test_the_range_holds_four_in_five() -> None:
 
 
 def test_the_page_has_the_computed_table() -> None:
-    assert draw_table() in NUMBERS.read_text(), "write the output of `python -m tests.estimate.published` into it"
+    assert draw_table() in NUMBERS.read_text(), (
+        "write the output of `python -m tests.estimate.published` into it"
+    )

@@ -17,7 +17,9 @@ from tests.tiny_model import TINY_GPT
 
 # Hoffmann et al. 2022, equation 10.
 E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
-PARAMETERS, TOKENS = (x.ravel() for x in np.meshgrid([70e6, 160e6, 410e6, 1e9], [1e9, 4e9, 16e9], indexing="ij"))
+PARAMETERS, TOKENS = (
+    x.ravel() for x in np.meshgrid([70e6, 160e6, 410e6, 1e9], [1e9, 4e9, 16e9], indexing="ij")
+)
 LOSSES = E + A / PARAMETERS**ALPHA + B / TOKENS**BETA
 
 
@@ -27,7 +29,9 @@ def test_chinchillas_law_is_found_again() -> None:
     assert law.floor == pytest.approx(E, abs=1e-3)
     assert law.exponents == pytest.approx((ALPHA, BETA), abs=1e-3)
     assert law.factors == pytest.approx((A, B), rel=0.01)
-    assert float(law.loss(70e9, 1.4e12)) == pytest.approx(E + A / 70e9**ALPHA + B / 1.4e12**BETA, abs=1e-3)
+    assert float(law.loss(70e9, 1.4e12)) == pytest.approx(
+        E + A / 70e9**ALPHA + B / 1.4e12**BETA, abs=1e-3
+    )
 
 
 def test_the_best_split_has_the_lowest_loss_of_its_flops() -> None:
@@ -61,7 +65,9 @@ def test_runs_that_vary_one_thing_or_both_in_step_fix_a_law_of_that() -> None:
 def test_too_few_runs_are_refused_with_the_number_that_is_enough() -> None:
     with pytest.raises(DataError, match="fewer than 3 model sizes and fewer than 3 token counts"):
         choose_terms(np.array([1e6, 2e6, 1e6, 2e6]), np.array([1e6, 1e6, 2e6, 2e6]))
-    with pytest.raises(DataError, match="3 runs cannot fix the 3 numbers of the law in D — give 4 runs or more"):
+    with pytest.raises(
+        DataError, match="3 runs cannot fix the 3 numbers of the law in D — give 4 runs or more"
+    ):
         choose_terms(np.full(3, 1e6), np.array([1e6, 2e6, 3e6]))
     with pytest.raises(DataError, match="5 runs cannot fix the 5 numbers of the law in N and D"):
         choose_terms(np.array([1.0, 1, 2, 2, 3]), np.array([1.0, 2, 1, 3, 2]))
@@ -71,10 +77,15 @@ def write_run(folder: Path, d_model: int, tokens: int, state: str = "done", **me
     """A run folder as training leaves it, with a loss that follows Chinchilla's law."""
     model = replace(TINY_GPT, d_model=d_model, d_ff=4 * d_model)
     loss = 1.0 + 20 / count_matmul_parameters(model) ** ALPHA + 30 / tokens**BETA
-    rows = [{"kind": "train", "step": 7, "tokens": tokens, "loss": 9.0}, {"kind": "val", "step": 7, "tokens": tokens}]
+    rows = [
+        {"kind": "train", "step": 7, "tokens": tokens, "loss": 9.0},
+        {"kind": "val", "step": 7, "tokens": tokens},
+    ]
     checkpoint = folder / "checkpoints" / "step-00000007"
     checkpoint.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"loss": loss}) + "\n" for row in rows))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row | {"loss": loss}) + "\n" for row in rows)
+    )
     (folder / "status.json").write_text(json.dumps({"state": state}))
     facts = {"shape": encode_model_config(model), "tokenizer": "t", "dataset": "d"} | meta
     (checkpoint / "manifest.json").write_bytes(encode_manifest(CheckpointManifest(7, facts, {})))
@@ -96,7 +107,10 @@ def test_command_fits_holds_out_and_extrapolates(
 ) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "law.png"
-    assert main(["scaling", *runs, "--flops", "1e13", "1e15", "--plot", str(picture), "--json"]) == ExitCode.DONE
+    assert (
+        main(["scaling", *runs, "--flops", "1e13", "1e15", "--plot", str(picture), "--json"])
+        == ExitCode.DONE
+    )
     answer = read_answer(capsys)
     assert answer["fits"]["E"]["value"] == pytest.approx(1.0, abs=0.01)
     assert answer["fits"]["exponent of N"]["value"] == pytest.approx(ALPHA, abs=0.01)
@@ -109,12 +123,20 @@ def test_command_fits_holds_out_and_extrapolates(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda run: (run / "status.json").write_text('{"state": "stopped"}'), "not finished: stopped at step 7"),
         (
-            lambda run: (run / "metrics.jsonl").write_text('{"kind": "train", "step": 7, "tokens": 1}\n'),
+            lambda run: (run / "status.json").write_text('{"state": "stopped"}'),
+            "not finished: stopped at step 7",
+        ),
+        (
+            lambda run: (run / "metrics.jsonl").write_text(
+                '{"kind": "train", "step": 7, "tokens": 1}\n'
+            ),
             "no validation",
         ),
-        (lambda run: (run / "checkpoints" / "step-00000007").rename(run / "gone"), "it has no checkpoint"),
+        (
+            lambda run: (run / "checkpoints" / "step-00000007").rename(run / "gone"),
+            "it has no checkpoint",
+        ),
     ],
 )
 def test_runs_that_do_not_count_are_named(
@@ -128,14 +150,19 @@ def test_runs_that_do_not_count_are_named(
     assert error.count("\n") == 1
 
 
-def test_a_check_that_is_far_off_is_warned_of(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_that_is_far_off_is_warned_of(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["scaling", *runs]) == ExitCode.DONE
     assert "the check is far off" not in capsys.readouterr().out
     log = Path(runs[-1]) / "metrics.jsonl"  # of the largest
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(row | {"loss": row["loss"] * 1.05}) + "\n" for row in rows))
     assert main(["scaling", *runs]) == ExitCode.DONE
-    assert "warning: the check is far off: what the law says of larger runs is a guess" in capsys.readouterr().out
+    assert (
+        "warning: the check is far off: what the law says of larger runs is a guess"
+        in capsys.readouterr().out
+    )
 
 
 def test_losses_of_other_tokenizers_are_refused_and_other_data_warned_of(
@@ -149,7 +176,9 @@ def test_losses_of_other_tokenizers_are_refused_and_other_data_warned_of(
     assert "trained on other data" in capsys.readouterr().out
 
 
-def test_a_budget_must_be_a_number_above_0(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_must_be_a_number_above_0(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     for budget in ("0", "-1e9", "nan", "inf"):
         assert main(["scaling", *runs, f"--flops={budget}"]) == ExitCode.CONFIG
         assert "give a number above 0" in capsys.readouterr().err

@@ -15,14 +15,26 @@ from megatoken.eval.tasks import Example, Prompt
 from megatoken.model.gpt import GPT
 from megatoken.system.device import Device
 
-CPU = Device(torch_device=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
+CPU = Device(
+    torch_device=torch.device("cpu"),
+    name="cpu",
+    precision="fp32",
+    peak_flops=0.0,
+    peak_source="unknown",
+)
 SINGLE = Comm(DistEnv())
 
 
 def make_model(vocab_size: int = 257, seq_len: int = 256, n_layer: int = 2, **fields: Any) -> GPT:
     """A model with weights large enough that choices differ clearly."""
     config = ModelConfig(
-        n_layer=n_layer, n_head=2, d_model=16, d_ff=32, vocab_size=vocab_size, seq_len=seq_len, **fields
+        n_layer=n_layer,
+        n_head=2,
+        d_model=16,
+        d_ff=32,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        **fields,
     )
     model = GPT(config)
     with torch.no_grad():
@@ -37,7 +49,10 @@ def harness_ids(prompt: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[i
     spaces = len(context) - len(context.rstrip())
     if spaces:
         continuation, context = context[-spaces:] + continuation, context[:-spaces]
-    ids, prefix = tokenizer.encode(context + continuation).tolist(), tokenizer.encode(context).tolist()
+    ids, prefix = (
+        tokenizer.encode(context + continuation).tolist(),
+        tokenizer.encode(context).tolist(),
+    )
     return prefix, ids[len(prefix) :]
 
 
@@ -57,10 +72,18 @@ def log_probabilities(model: GPT, context: list[int], continuation: list[int]) -
 def predict(model: GPT, tokenizer: Tokenizer, example: Example) -> tuple[int, int, int]:
     """Predictions by sum, by sum per character, and by mean per token of the raw text."""
     model.eval()
-    sums = np.array([float(log_probabilities(model, *harness_ids(p, tokenizer)).sum()) for p in example.prompts])
-    raw = [log_probabilities(model, *separate_ids(prompt, tokenizer)) for prompt in example.raw_prompts]
+    sums = np.array(
+        [float(log_probabilities(model, *harness_ids(p, tokenizer)).sum()) for p in example.prompts]
+    )
+    raw = [
+        log_probabilities(model, *separate_ids(prompt, tokenizer)) for prompt in example.raw_prompts
+    ]
     means = [float(-log_p.mean()) for log_p in raw]
-    return int(sums.argmax()), int((sums / np.array(example.lengths)).argmax()), int(np.argmin(means))
+    return (
+        int(sums.argmax()),
+        int((sums / np.array(example.lengths)).argmax()),
+        int(np.argmin(means)),
+    )
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:

@@ -22,7 +22,9 @@ from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
 from tests.tiny_model import CPU, tiny_config
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
-MODEL = draw_model(replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128))
+MODEL = draw_model(
+    replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128)
+)
 PROMPTS = ["a", "bb", "say", "2 + 2?", "né", "x y z"]
 
 
@@ -39,7 +41,8 @@ def reward_length(prompt: str, answer: str, right: str) -> float:
 
 def ask(rights: list[str], **values: object) -> dict[str, object]:
     questions = [
-        Question([Message("user", prompt)], right, "here") for prompt, right in zip(PROMPTS, rights, strict=True)
+        Question([Message("user", prompt)], right, "here")
+        for prompt, right in zip(PROMPTS, rights, strict=True)
     ]
     fields = {"reward": reward_length, "max_new_tokens": 6} | values
     return evaluate_answers(MODEL, TEMPLATE, questions, **fields)
@@ -52,19 +55,26 @@ def test_greedy_answers() -> None:
     result = ask([middle] * 6, per_example=True)
     scores = [float(length > int(middle)) for length in lengths]
     assert result["score"] == statistics.fmean(scores)
-    assert result["stderr"]["score"] == pytest.approx(statistics.stdev(scores) / math.sqrt(6), abs=1e-12)
+    assert result["stderr"]["score"] == pytest.approx(
+        statistics.stdev(scores) / math.sqrt(6), abs=1e-12
+    )
     assert [row["answer"] for row in result["examples"]] == texts
     assert result["n"] == 6
     ends = [len(answer(prompt)) < 6 for prompt in PROMPTS]
     assert result["stops"] == statistics.fmean(ends)
-    assert result["tokens"] == statistics.fmean(len(answer(p)) + end for p, end in zip(PROMPTS, ends, strict=True))
+    assert result["tokens"] == statistics.fmean(
+        len(answer(p)) + end for p, end in zip(PROMPTS, ends, strict=True)
+    )
 
 
 def test_pass_at_k_counts_the_right_ones_of_the_sampled() -> None:
     result = ask(["7"] * 6, samples=5, temperature=1.5, seed=3, per_example=True)
     right = [
         sum(
-            reward_length("", TEMPLATE.tokenizer.decode(answer(prompt, 3 + 5 * number + sample, 1.5)), "7") == 1
+            reward_length(
+                "", TEMPLATE.tokenizer.decode(answer(prompt, 3 + 5 * number + sample, 1.5)), "7"
+            )
+            == 1
             for sample in range(5)
         )
         for number, prompt in enumerate(PROMPTS)
@@ -76,7 +86,9 @@ def test_pass_at_k_counts_the_right_ones_of_the_sampled() -> None:
     assert ask(["7"] * 6, samples=5, temperature=1.5, seed=4)["pass_at"] != result["pass_at"]
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 2), (6, 3, 4), (4, 0, 2), (4, 4, 4), (4, 1, 4)])
+@pytest.mark.parametrize(
+    ("n", "c", "k"), [(5, 2, 1), (5, 2, 2), (6, 3, 4), (4, 0, 2), (4, 4, 4), (4, 1, 4)]
+)
 def test_pass_at_k_is_the_share_of_all_choices(n: int, c: int, k: int) -> None:
     choices = list(itertools.combinations([True] * c + [False] * (n - c), k))
     expected = sum(any(choice) for choice in choices) / len(choices)
@@ -91,7 +103,9 @@ def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: P
     ]  # fmt: skip
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_questions(str(path), 0) == [Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")]
+    assert read_questions(str(path), 0) == [
+        Question([Message("system", "s"), Message("user", "q")], "a", f"{path}:1")
+    ]
     path.write_text('{"prompt": "q", "answer": 4}\n{"prompt": "p", "answer": "5"}\n')
     assert [question.right for question in read_questions(str(path), 0)] == ["4", "5"]
     assert len(read_questions(str(path), 1)) == 1
@@ -107,8 +121,19 @@ def test_questions_are_read_from_prompts_conversations_and_exercises(tmp_path: P
 
 def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"q{n}", "answer": f"a{n}"}) + "\n" for n in range(40)))
-    words = ["prepare", str(path), "--out", str(tmp_path / "data"), "--tokenizer", "bytes", "--context", "64"]
+    path.write_text(
+        "".join(json.dumps({"prompt": f"q{n}", "answer": f"a{n}"}) + "\n" for n in range(40))
+    )
+    words = [
+        "prepare",
+        str(path),
+        "--out",
+        str(tmp_path / "data"),
+        "--tokenizer",
+        "bytes",
+        "--context",
+        "64",
+    ]
     assert main([*words, "--val-fraction", "0.25"]) == ExitCode.DONE
     found = read_questions(str(tmp_path / "data"), 0)
     assert 2 < len(found) < 20
@@ -116,7 +141,9 @@ def test_a_dataset_of_prompts_gives_its_held_out_ones(tmp_path: Path) -> None:
     path.write_text('{"prompt": "q", "completion": "a"}\n')
     words[3] = str(tmp_path / "chats")
     assert main(words) == ExitCode.DONE
-    with pytest.raises(DataError, match="--chat needs prompts with answers, this dataset holds conversations"):
+    with pytest.raises(
+        DataError, match="--chat needs prompts with answers, this dataset holds conversations"
+    ):
         read_questions(str(tmp_path / "chats"), 0)
 
 

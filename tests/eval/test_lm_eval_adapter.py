@@ -50,7 +50,12 @@ metric_list: [{metric: bits_per_byte}]
 """,
 }
 ROWS = [
-    {"question": f"Question {n}: {'why ' * n}", "choices": ["because", f"no {n}", "b"], "gold": n % 3} for n in range(9)
+    {
+        "question": f"Question {n}: {'why ' * n}",
+        "choices": ["because", f"no {n}", "b"],
+        "gold": n % 3,
+    }
+    for n in range(9)
 ]
 
 
@@ -65,9 +70,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "tasks").mkdir()
     for name, text in TASKS.items():
-        head = (
-            f'task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: "{data}"}}}}\ntest_split: test\n'
-        )
+        head = f'task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: "{data}"}}}}\ntest_split: test\n'
         (tmp_path / "tasks" / f"{name}.yaml").write_text(head + text)
     return tmp_path / "tasks"
 
@@ -81,12 +84,17 @@ def rolling_loss(loaded: LoadedModel, text: str) -> float:
     ids, nats = [BYTES.eot, *text.encode()], 0.0
     for start in range(1, len(ids), 32):
         end = min(start + 32, len(ids))
-        nats -= float(log_probabilities(loaded.model, ids[max(0, end - 33) : start], ids[start:end]).sum())
+        nats -= float(
+            log_probabilities(loaded.model, ids[max(0, end - 33) : start], ids[start:end]).sum()
+        )
     return nats
 
 
 def test_results_equal_those_of_the_model(
-    loaded: LoadedModel, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loaded: LoadedModel,
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("megatoken.cli.eval.load_pretrained", lambda name, warn: loaded)
     arguments = [
@@ -122,10 +130,17 @@ def test_results_equal_those_of_the_model(
 
 def test_log_likelihoods_are_in_order_with_greedy_flags(loaded: LoadedModel) -> None:
     adapter = Adapter(loaded.model, loaded.tokenizer, CPU, SINGLE)
-    texts = [("abc", " def"), ("xyz", " d"), ("abc", " deg"), ("longer than the context " * 3, " end")]
+    texts = [
+        ("abc", " def"),
+        ("xyz", " d"),
+        ("abc", " deg"),
+        ("longer than the context " * 3, " end"),
+    ]
     requests = [(pair, adapter.tok_encode(pair[0]), adapter.tok_encode(pair[1])) for pair in texts]
     results = adapter._loglikelihood_tokens(requests)
-    assert [log_p for log_p, _ in results] == pytest.approx([log_likelihood(loaded, *pair) for pair in texts], rel=1e-5)
+    assert [log_p for log_p, _ in results] == pytest.approx(
+        [log_likelihood(loaded, *pair) for pair in texts], rel=1e-5
+    )
     with torch.no_grad():
         next_id = int(loaded.model.logits(torch.tensor([[*b"abc"]]))[0, -1].argmax())
     ((_, greedy),) = adapter._loglikelihood_tokens([(("abc", "?"), [*b"abc"], [next_id])])
@@ -148,7 +163,10 @@ def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path) ->
     found, expected = ask({"max_gen_toks": 30})
     assert found == expected
     stops = [text[3:5] for text in expected[:3]]
-    for settings in ({"until": stops, "max_new_tokens": 20}, {"until": expected[0][7], "max_gen_toks": 47}):
+    for settings in (
+        {"until": stops, "max_new_tokens": 20},
+        {"until": expected[0][7], "max_gen_toks": 47},
+    ):
         found, expected = ask(settings)
         assert found == expected
     for adapter, error in ((ours, ConfigError), (theirs, AssertionError)):
@@ -161,7 +179,10 @@ def test_unknown_task_is_a_one_line_error(
 ) -> None:
     monkeypatch.setattr("megatoken.cli.eval.load_pretrained", lambda name, warn: loaded)
     assert main(["eval", "any", "--harness", "--tasks", "hellaswagg", "--device", "cpu"]) == 2
-    assert "error: lm-evaluation-harness knows no task 'hellaswagg' — --tasks" in capsys.readouterr().err
+    assert (
+        "error: lm-evaluation-harness knows no task 'hellaswagg' — --tasks"
+        in capsys.readouterr().err
+    )
 
 
 CHAT = find_template(add_control_tokens(BYTES))
@@ -178,23 +199,35 @@ def test_a_conversation_has_the_ids_of_the_template() -> None:
     said = [Message(row["role"], row["content"].replace("\ufdd0", "")) for row in rows]
     text = adapter.apply_chat_template(rows)
     assert adapter.tok_encode(text) == CHAT.encode(said, reply=True)[0]
-    begun = adapter.apply_chat_template([*rows, {"role": "assistant", "content": "It is"}], add_generation_prompt=False)
+    begun = adapter.apply_chat_template(
+        [*rows, {"role": "assistant", "content": "It is"}], add_generation_prompt=False
+    )
     assert begun == text + "It is"
     assert adapter.chat_template(True) == CHAT.jinja
 
 
-def test_a_chat_model_is_asked_by_its_template(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_model_is_asked_by_its_template(
+    tasks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_model(seq_len=128, n_layer=1, vocab_size=CHAT.tokenizer.vocab_size).eval()
-    options = Namespace(tasks="choice,generated", include=tasks, limit=0, fewshot=None, examples=True, json=True)
+    options = Namespace(
+        tasks="choice,generated", include=tasks, limit=0, fewshot=None, examples=True, json=True
+    )
     for no_template in (False, True):
         options.no_template = no_template
         loaded = LoadedModel(model, CHAT.tokenizer, "a model")
         answer = run_harness(options, loaded, CPU, SINGLE, Console(to_stderr=True))
         assert answer["chat_template"] == (None if no_template else "chatml")
-        assert ("by the model's chat template chatml" in capsys.readouterr().err) == (not no_template)
-        for row, sample in zip([] if no_template else ROWS, answer["samples"]["choice"], strict=False):
+        assert ("by the model's chat template chatml" in capsys.readouterr().err) == (
+            not no_template
+        )
+        for row, sample in zip(
+            [] if no_template else ROWS, answer["samples"]["choice"], strict=False
+        ):
             ids, _ = CHAT.encode([Message("user", str(row["question"]))], reply=True)
             for choice, found in zip(row["choices"], sample["filtered_resps"], strict=True):
                 # The harness counts the white space before a choice as its own: here the header's last line end.
-                expected = float(log_probabilities(model, ids[:-1], [*f"\n{choice}".encode()]).sum())
+                expected = float(
+                    log_probabilities(model, ids[:-1], [*f"\n{choice}".encode()]).sum()
+                )
                 assert float(found[0]) == pytest.approx(expected, abs=1e-4)

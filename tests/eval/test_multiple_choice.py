@@ -20,7 +20,14 @@ from megatoken.eval.multiple_choice import (
     score_examples,
 )
 from megatoken.eval.tasks import Example, find_tasks, read_examples
-from tests.eval.reference_scorer import CPU, SINGLE, log_probabilities, make_model, predict, write_jsonl
+from tests.eval.reference_scorer import (
+    CPU,
+    SINGLE,
+    log_probabilities,
+    make_model,
+    predict,
+    write_jsonl,
+)
 from tests.eval.test_scorer import EXAMPLES
 
 BYTES = load_tokenizer("bytes")
@@ -28,18 +35,24 @@ BYTES = load_tokenizer("bytes")
 
 @pytest.fixture(scope="module")
 def sample(real_data: Path) -> list[Example]:
-    return read_examples(find_tasks("hellaswag"), real_data / "hellaswag_val_sample.jsonl")["hellaswag"]
+    return read_examples(find_tasks("hellaswag"), real_data / "hellaswag_val_sample.jsonl")[
+        "hellaswag"
+    ]
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_predictions_equal_the_plain_scorer(sample: list[Example], count: int) -> None:
     sample = sample[:count]
-    tokenizer = load_tokenizer("bpe:900", lambda: (context for example in sample for context, _ in example.prompts))
+    tokenizer = load_tokenizer(
+        "bpe:900", lambda: (context for example in sample for context, _ in example.prompts)
+    )
     model = make_model(tokenizer.vocab_size, seq_len=180)
     results = score_examples(model, encode_examples(sample, tokenizer, 180), CPU, SINGLE)
     expected = [predict(model, tokenizer, example) for example in sample]
     assert len(results) == count
-    assert [(result.pred, result.pred_norm, result.pred_token_mean) for result in results] == expected
+    assert [
+        (result.pred, result.pred_norm, result.pred_token_mean) for result in results
+    ] == expected
     lengths = [len(tokenizer.encode("".join(example.prompts[0]))) for example in sample]
     assert sum(length > 181 for length in lengths) > count / 25  # truncated from the left
     assert len(set(expected)) > 20
@@ -52,7 +65,9 @@ def test_predictions_with_gpt2_vocabulary(
     tokenizer, model = load_tokenizer("gpt2"), make_model(50257)
     results = score_examples(model, encode_examples(sample[:12], tokenizer, 256), CPU, SINGLE)
     expected = [predict(model, tokenizer, example) for example in sample[:12]]
-    assert [(result.pred, result.pred_norm, result.pred_token_mean) for result in results] == expected
+    assert [
+        (result.pred, result.pred_norm, result.pred_token_mean) for result in results
+    ] == expected
 
 
 def test_first_of_equal_choices_wins() -> None:
@@ -63,7 +78,12 @@ def test_first_of_equal_choices_wins() -> None:
 
 def test_empty_choice_is_never_predicted_per_character() -> None:
     example = Example((("say", " "), ("say", " something long")), 1, (0, 14))
-    assert score_examples(make_model(), encode_examples([example], BYTES, 64), CPU, SINGLE)[0].pred_norm == 1
+    assert (
+        score_examples(make_model(), encode_examples([example], BYTES, 64), CPU, SINGLE)[
+            0
+        ].pred_norm
+        == 1
+    )
 
 
 def test_token_may_span_context_and_choice() -> None:
@@ -80,7 +100,10 @@ def test_begin_of_text_is_added_if_the_tokenizer_has_one(tmp_path: Path) -> None
     """As in LLaMA: Hugging Face and the harness put it before every text."""
     content = json.loads(BYTES.to_json())
     content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<s>"})
-    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    single = [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
     special = {"<s>": {"id": "<s>", "ids": [257], "tokens": ["<s>"]}}
     content["post_processor"] = {
         "type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special
@@ -104,7 +127,10 @@ def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted() -> No
     assert [result.cut for result in results] == [True, False]
     assert encoded[0].tree.n_targets.max() == 8
     ending = list(f"{EXAMPLES[0].prompts[0][0]}{EXAMPLES[0].prompts[0][1]}".encode())[-9:]
-    assert encoded[0].tree.targets[: encoded[0].tree.n_targets[0]].tolist() == ending[-encoded[0].tree.n_targets[0] :]
+    assert (
+        encoded[0].tree.targets[: encoded[0].tree.n_targets[0]].tolist()
+        == ending[-encoded[0].tree.n_targets[0] :]
+    )
     metrics = compute_metrics(results)
     assert (metrics["n"], metrics["n_cut"]) == (2, 1)
     assert "in 2 examples, 1 with a choice longer than the context" in format_metrics(metrics)
@@ -113,7 +139,9 @@ def test_choice_longer_than_the_context_is_cut_from_the_left_and_counted() -> No
         encode_examples([replace(fits, prompts=(("ab", ""),), where="tasks.jsonl:1")], BYTES, 8)
 
 
-def test_a_task_with_a_question_mark_is_left_out_where_its_examples_are_missing(tmp_path: Path) -> None:
+def test_a_task_with_a_question_mark_is_left_out_where_its_examples_are_missing(
+    tmp_path: Path,
+) -> None:
     write_jsonl(tmp_path / "lambada.jsonl", [{"text": "the word"}])
     warnings: list[str] = []
     config = EvalConfig(tasks="hellaswag?, lambada", tasks_data=str(tmp_path))
@@ -130,14 +158,23 @@ def test_cloze_is_correct_if_greedy_decoding_writes_it(tmp_path: Path) -> None:
     model = make_model()
     with torch.no_grad():
         second = int(model.logits(torch.tensor([[*b"the word "]]))[0, -1, :127].argmax())
-    write_jsonl(tmp_path / "lambada.jsonl", [{"text": f"the word {chr(id)}"} for id in (second, second ^ 1)])
-    examples = read_tasks(EvalConfig(tasks="lambada", tasks_data=str(tmp_path)), BYTES, 256, pytest.fail)["lambada"]
+    write_jsonl(
+        tmp_path / "lambada.jsonl", [{"text": f"the word {chr(id)}"} for id in (second, second ^ 1)]
+    )
+    examples = read_tasks(
+        EvalConfig(tasks="lambada", tasks_data=str(tmp_path)), BYTES, 256, pytest.fail
+    )["lambada"]
     results = score_examples(model, examples, CPU, SINGLE)
     assert {result.pred for result in results} <= {0, -1}
     assert (results[0].pred_norm, results[0].pred_token_mean) == (None, None)
-    losses = [-float(log_probabilities(model, [*b"the word"], [32, id]).sum()) for id in (second, second ^ 1)]
+    losses = [
+        -float(log_probabilities(model, [*b"the word"], [32, id]).sum())
+        for id in (second, second ^ 1)
+    ]
     assert [result.loss for result in results] == pytest.approx(losses, rel=1e-5)
-    assert compute_metrics(results)["perplexity"] == pytest.approx(float(np.exp(np.mean(losses))), rel=1e-5)
+    assert compute_metrics(results)["perplexity"] == pytest.approx(
+        float(np.exp(np.mean(losses))), rel=1e-5
+    )
     hopeless = [replace(result, loss=2000.0) for result in results]  # e to that is no float
     assert compute_metrics(hopeless)["perplexity"] == pytest.approx(np.exp(709))
 
@@ -149,12 +186,18 @@ def test_metrics_and_standard_errors() -> None:
     assert metrics["acc"] == correct.mean()
     assert metrics["stderr"]["acc"] == pytest.approx(correct.std(ddof=1) / np.sqrt(20))
     assert metrics["n"] == 20
-    assert compute_metrics(results[:1])["stderr"] == {"acc": None, "acc_norm": None, "acc_token_mean": None}
+    assert compute_metrics(results[:1])["stderr"] == {
+        "acc": None,
+        "acc_norm": None,
+        "acc_token_mean": None,
+    }
 
 
 def test_token_mean_can_be_left_out() -> None:
     model = make_model()
     results = score_examples(model, encode_examples(EXAMPLES, BYTES, 256), CPU, SINGLE)
-    without = score_examples(model, encode_examples(EXAMPLES, BYTES, 256, token_mean=False), CPU, SINGLE)
+    without = score_examples(
+        model, encode_examples(EXAMPLES, BYTES, 256, token_mean=False), CPU, SINGLE
+    )
     assert [replace(result, pred_token_mean=None) for result in results] == without
     assert compute_metrics(without)["acc_token_mean"] is None

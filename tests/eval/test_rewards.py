@@ -20,7 +20,12 @@ from megatoken.eval.rewards import REWARDS, load_reward, score_answers
         ("number", "17-42", "42", 1.0),
         ("number", "17 - -42", "-42", 1.0),
         ("number", "the minus sign: -42", "42", 0.0),
-        ("number", "42, 43", "42", 0.0),  # the last one counts, so a list of all numbers is not paid
+        (
+            "number",
+            "42, 43",
+            "42",
+            0.0,
+        ),  # the last one counts, so a list of all numbers is not paid
         ("number", "4,2", "42", 0.0),
         ("number", "1.50", "1.5", 1.0),
         ("number", "no number", "42", 0.0),
@@ -38,7 +43,9 @@ def test_what_a_rule_pays(name: str, answer: str, right: str, reward: float):
 
 
 def test_own_code_is_found_by_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "my_reward_of_length.py").write_text("def reward(prompt, answer, right):\n    return len(answer)\n")
+    (tmp_path / "my_reward_of_length.py").write_text(
+        "def reward(prompt, answer, right):\n    return len(answer)\n"
+    )
     monkeypatch.chdir(tmp_path)
     reward = load_reward("my_reward_of_length:reward")
     assert score_answers(reward, "mine", [("p", "abc", ""), ("p", "", "")]) == [3.0, 0.0]
@@ -62,7 +69,9 @@ def test_a_reward_that_fails_names_its_answer():
     def divide(prompt: str, answer: str, right: str) -> float:
         return 1 / len(answer)
 
-    with pytest.raises(ConfigError, match=r"reward m:f raised ZeroDivisionError: .*prompt 'p', answer ''.*return 0"):
+    with pytest.raises(
+        ConfigError, match=r"reward m:f raised ZeroDivisionError: .*prompt 'p', answer ''.*return 0"
+    ):
         score_answers(divide, "m:f", [("p", "a", ""), ("p", "", "")])
 
 
@@ -75,7 +84,12 @@ def test_a_reward_is_a_finite_number(value: object):
 def test_a_reward_that_hangs():
     released = threading.Event()
     try:
-        with pytest.raises(ConfigError, match=r"reward m:f has not returned within 0.05 s — prompt 'p', answer 'slow'"):
-            score_answers(lambda *row: released.wait(), "m:f", [("p", "slow", "")], limit_seconds=0.05)
+        with pytest.raises(
+            ConfigError,
+            match=r"reward m:f has not returned within 0.05 s — prompt 'p', answer 'slow'",
+        ):
+            score_answers(
+                lambda *row: released.wait(), "m:f", [("p", "slow", "")], limit_seconds=0.05
+            )
     finally:
         released.set()

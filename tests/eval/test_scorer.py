@@ -13,7 +13,15 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.eval.multiple_choice import encode_examples
-from megatoken.eval.scorer import BATCH_NODES, ScoredSequence, Tree, build_tree, plan_batches, score_trees, stack_trees
+from megatoken.eval.scorer import (
+    BATCH_NODES,
+    ScoredSequence,
+    Tree,
+    build_tree,
+    plan_batches,
+    score_trees,
+    stack_trees,
+)
 from megatoken.eval.tasks import Example
 from megatoken.model.gpt import GPT
 from tests.eval.reference_scorer import CPU, SINGLE, harness_ids, log_probabilities, make_model
@@ -23,7 +31,11 @@ LLAMA = {
     "n_kv_head": 1, "norm": "rmsnorm", "pos_emb": "rotary", "mlp": "swiglu", "bias": False, "tie_embeddings": False
 }  # fmt: skip
 EXAMPLES = [
-    Example((("to be or", " not to be"), ("to be or", " that"), ("to be or", " not to see")), 1, (9, 4, 10)),
+    Example(
+        (("to be or", " not to be"), ("to be or", " that"), ("to be or", " not to see")),
+        1,
+        (9, 4, 10),
+    ),
     Example((("a context with spaces  ", " x"), ("a context with spaces  ", " yes")), 0, (1, 3)),
     Example((("", " nothing before"), ("", " it")), 1, (14, 2)),
     Example((("long " * 40, " end"), ("long " * 40, " of it all")), 1, (3, 9)),
@@ -61,12 +73,23 @@ def test_branches_do_not_attend_to_each_other() -> None:
     assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 0, 0, 0, 0]]
     assert mask.positions_BT.tolist() == [[0, 1, 2, 1, 2], [0, 0, 0, 0, 0]]
     rows = mask.attn_mask_BTT.int().tolist()
-    assert rows[0] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
-    assert rows[1] == torch.eye(5).int().tolist()  # padding attends to itself: no row of the mask is empty
+    assert rows[0] == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 0, 0, 1, 0],
+        [1, 0, 0, 1, 1],
+    ]
+    assert (
+        rows[1] == torch.eye(5).int().tolist()
+    )  # padding attends to itself: no row of the mask is empty
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=1, max_size=6), st.integers(1, 6))
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
 def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int) -> None:
     counts = [min(count, len(ids) - 1) for ids in sequences]
     tree = make_tree(*zip(sequences, counts, strict=True))
@@ -85,12 +108,18 @@ def test_path_to_a_node_is_its_sequence(sequences: list[list[int]], count: int) 
 
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("seq_len", [256, 48])
-def test_log_likelihoods_equal_those_of_single_sequences(seq_len: int, fields: dict[str, Any]) -> None:
+def test_log_likelihoods_equal_those_of_single_sequences(
+    seq_len: int, fields: dict[str, Any]
+) -> None:
     model = make_model(seq_len=seq_len, **fields)
     for example, scores in zip(EXAMPLES, score(model, EXAMPLES), strict=True):
         for prompt, log_p in zip(example.prompts, scores, strict=True):
-            context, continuation = harness_ids(prompt, BYTES) if prompt[0] else ([BYTES.eot], [*prompt[1].encode()])
-            assert log_p == pytest.approx(float(log_probabilities(model, context, continuation).sum()), rel=1e-5)
+            context, continuation = (
+                harness_ids(prompt, BYTES) if prompt[0] else ([BYTES.eot], [*prompt[1].encode()])
+            )
+            assert log_p == pytest.approx(
+                float(log_probabilities(model, context, continuation).sum()), rel=1e-5
+            )
 
 
 def test_equal_sequences_have_bit_equal_scores() -> None:
@@ -111,7 +140,9 @@ class RankOfMany(Comm):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_sum_over_ranks_is_bit_equal_to_one_rank(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_over_ranks_is_bit_equal_to_one_rank(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(BATCH_NODES, "cpu", 64)
     model = make_model(seq_len=48)
     parts = [score(model, EXAMPLES, RankOfMany(rank, world_size)) for rank in range(world_size)]

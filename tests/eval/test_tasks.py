@@ -18,7 +18,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "ctx_a": "A man [header] sits [title] on  a   roof.",
         "ctx_b": "he Looks",
         "ctx": "A man [header] sits [title] on  a   roof. he Looks",
-        "endings": [" is using [substeps] wrap.", "is ripping [title] tiles", "é [x", "starts  up "],
+        "endings": [
+            " is using [substeps] wrap.",
+            "is ripping [title] tiles",
+            "é [x",
+            "starts  up ",
+        ],
         "label": "3",
     },
     "arc_easy": {
@@ -31,7 +36,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "choices": {"text": ["puppies", "plants", "ice", "war"], "label": ["A", "B", "C", "D"]},
         "answerKey": " B",
     },
-    "piqa": {"goal": "Open a jar", "sol1": "Twist the lid.", "sol2": "Twist the jar, lid off.", "label": 0},
+    "piqa": {
+        "goal": "Open a jar",
+        "sol1": "Twist the lid.",
+        "sol2": "Twist the jar, lid off.",
+        "label": 0,
+    },
     "winogrande": {
         "sentence": "The trophy did not fit the case as _ was too big.",
         "option1": "the trophy",
@@ -57,13 +67,19 @@ HELLASWAG = "Roof shingle removal: A man sits. on a  roof. He looks"
                 ),
                 gold=3,
                 lengths=(14, 17, 4, 9),
-                raw_prompts=tuple((ROWS["hellaswag"]["ctx"], f" {ending}") for ending in ROWS["hellaswag"]["endings"]),
+                raw_prompts=tuple(
+                    (ROWS["hellaswag"]["ctx"], f" {ending}")
+                    for ending in ROWS["hellaswag"]["endings"]
+                ),
             ),
         ),
         (
             "arc_easy",
             Example(
-                prompts=tuple(("Question: Which gas?\nAnswer:", f" {gas}") for gas in ("oxygen", "neon ", "iron")),
+                prompts=tuple(
+                    ("Question: Which gas?\nAnswer:", f" {gas}")
+                    for gas in ("oxygen", "neon ", "iron")
+                ),
                 gold=1,
                 lengths=(6, 5, 4),
             ),
@@ -71,7 +87,10 @@ HELLASWAG = "Roof shingle removal: A man sits. on a  roof. He looks"
         (
             "openbookqa",
             Example(
-                prompts=tuple(("The sun is responsible for", f" {a}") for a in ("puppies", "plants", "ice", "war")),
+                prompts=tuple(
+                    ("The sun is responsible for", f" {a}")
+                    for a in ("puppies", "plants", "ice", "war")
+                ),
                 gold=1,
                 lengths=(7, 6, 3, 3),
             ),
@@ -109,7 +128,13 @@ def test_hellaswag_row_without_ctx_a_uses_ctx() -> None:
     example = TASKS["hellaswag"].parse(row)
     assert example.prompts[0] == ("Roof: A man sits.", " a")
     assert example.raw_prompts[1] == ("A man sits.", " b")
-    halves = {"activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "", "endings": ["a", "b"], "label": 1}
+    halves = {
+        "activity_label": "Roof",
+        "ctx_a": "A man sits.",
+        "ctx_b": "",
+        "endings": ["a", "b"],
+        "label": 1,
+    }
     assert TASKS["hellaswag"].parse(halves).prompts[0] == ("Roof: A man sits.", " a")
     assert TASKS["hellaswag"].parse(halves).raw_prompts[0][0] == "A man sits."
 
@@ -119,7 +144,11 @@ def test_hellaswag_row_without_ctx_a_uses_ctx() -> None:
     [
         ("hellaswag", {"endings": "one"}, "choices are 'one', not at least two strings"),
         ("hellaswag", {"endings": ["one"]}, "not at least two strings"),
-        ("hellaswag", {"endings": ["one", " "]}, "choices are .'one', ' '., not at least two strings"),
+        (
+            "hellaswag",
+            {"endings": ["one", " "]},
+            "choices are .'one', ' '., not at least two strings",
+        ),
         ("hellaswag", {"label": "4"}, "'label' is '4', not one of 0 to 3"),
         ("hellaswag", {"label": ""}, "invalid literal for int"),
         ("hellaswag", {"ctx_b": None}, "'ctx_b' is None, not a string"),
@@ -142,7 +171,9 @@ def test_malformed_row(task: str, change: dict[str, Any], message: str) -> None:
 def test_find_tasks() -> None:
     assert [task.name for task in find_tasks("piqa, hellaswag")] == ["piqa", "hellaswag"]
     assert find_tasks(["piqa", "hellaswag"]) == find_tasks("piqa,hellaswag,piqa")
-    with pytest.raises(MegatokenError, match=r"unknown task 'helaswag' — tasks — did you mean hellaswag\?") as error:
+    with pytest.raises(
+        MegatokenError, match=r"unknown task 'helaswag' — tasks — did you mean hellaswag\?"
+    ) as error:
         find_tasks("piqa,helaswag")
     assert error.value.code == ExitCode.CONFIG
     with pytest.raises(MegatokenError, match="choose among hellaswag, arc_easy"):
@@ -168,7 +199,9 @@ def write_rows(folder: Path, name: str) -> Path:
 def test_every_file_format_gives_the_same_examples(tmp_path: Path, suffix: str) -> None:
     path = write_rows(tmp_path, f"piqa{suffix}")
     examples = read_examples(PIQA, path)["piqa"]
-    assert [example.prompts[0][0] for example in examples] == [f"Question: goal {n}\nAnswer:" for n in range(5)]
+    assert [example.prompts[0][0] for example in examples] == [
+        f"Question: goal {n}\nAnswer:" for n in range(5)
+    ]
     assert [example.gold for example in examples] == [0, 1, 0, 1, 0]
     assert read_examples(PIQA, path, 2)["piqa"] == examples[:2]
     assert read_examples(PIQA, tmp_path)["piqa"] == examples
@@ -187,14 +220,24 @@ def test_every_file_format_gives_the_same_examples(tmp_path: Path, suffix: str) 
             json.dumps(PIQA_ROWS[0]) + "\n\n{oops\n",
             r"malformed example of piqa: JSONDecodeError: .*a\.jsonl:3 — correct or remove it",
         ),
-        ("a.jsonl", json.dumps(PIQA_ROWS[0]) + "\n[1]\n", r"malformed example of piqa: TypeError.* — .*a\.jsonl:2"),
+        (
+            "a.jsonl",
+            json.dumps(PIQA_ROWS[0]) + "\n[1]\n",
+            r"malformed example of piqa: TypeError.* — .*a\.jsonl:2",
+        ),
         ("a.jsonl", "", "no examples of piqa — .*a.jsonl"),
-        ("a.jsonl", '{"goal": "half \\ud800", "sol1": "a", "sol2": "b", "label": 0}\n', r"surrogates.*a\.jsonl:1"),
+        (
+            "a.jsonl",
+            '{"goal": "half \\ud800", "sol1": "a", "sol2": "b", "label": 0}\n',
+            r"surrogates.*a\.jsonl:1",
+        ),
         ("a.parquet", "PAR1", r"cannot read: .*a\.parquet"),
         ("a.csv", "goal,sol1", r"malformed example of piqa: JSONDecodeError: .*a\.csv:1"),
     ],
 )
-def test_malformed_file_is_a_one_line_error(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_malformed_file_is_a_one_line_error(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(MegatokenError, match=message) as error:
         read_examples(PIQA, tmp_path / name)
@@ -211,14 +254,18 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_one_file_cannot_be_two_tasks(tmp_path: Path) -> None:
     with pytest.raises(
-        MegatokenError, match=r"one file cannot be 2 tasks.*give a folder with piqa\.jsonl, lambada\.jsonl"
+        MegatokenError,
+        match=r"one file cannot be 2 tasks.*give a folder with piqa\.jsonl, lambada\.jsonl",
     ):
         read_examples(BOTH, write_rows(tmp_path, "piqa.jsonl"))
 
 
 def test_hub_needs_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # import fails as if it were not installed
-    with pytest.raises(MegatokenError, match=r"reading baber/piqa from the hub needs `datasets` — piqa — pip install"):
+    with pytest.raises(
+        MegatokenError,
+        match=r"reading baber/piqa from the hub needs `datasets` — piqa — pip install",
+    ):
         read_examples(PIQA, None)
 
 
@@ -230,6 +277,7 @@ def test_unreachable_hub_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        MegatokenError, match="cannot get baber/piqa from the Hugging Face hub: ConnectionError — piqa — give a"
+        MegatokenError,
+        match="cannot get baber/piqa from the Hugging Face hub: ConnectionError — piqa — give a",
     ):
         read_examples(PIQA, None)

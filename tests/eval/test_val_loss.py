@@ -62,14 +62,23 @@ def build_tokenizer(kind: str) -> Tokenizer:
     words = ["the", "a", "n", "fi", *([] if kind == "no U+2581" else [space, f"{space}the"])]
     tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     inner = tokenizers.Tokenizer(
-        models.BPE({token: id for id, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+        models.BPE(
+            {token: id for id, token in enumerate(tokens)},
+            [],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
     )
     first = {"prefix": [normalizers.Prepend(space)], "NFKC": [normalizers.NFKC()]}.get(kind, [])
     inner.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", space)])
     strip = [decoders.Strip(" ", 1, 0)] if kind == "prefix" else []
-    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(space, " "), *strip])
+    inner.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(space, " "), *strip]
+    )
     if kind == "added space":
-        inner = tokenizers.Tokenizer.from_str(load_tokenizer("bpe:300", lambda: iter([TEXT])).to_json())
+        inner = tokenizers.Tokenizer.from_str(
+            load_tokenizer("bpe:300", lambda: iter([TEXT])).to_json()
+        )
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     inner.add_special_tokens(["<unk>", "</s>"])
     return Tokenizer(inner, kind, inner.token_to_id("</s>"))
@@ -88,7 +97,12 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
     nats = found["loss"] * found["target_tokens"]
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["text_bytes"])
     tokenizer.save(tmp_path / "tokenizer")
-    prepare(str(tmp_path / "text.jsonl"), tmp_path / "shards", tokenizer=str(tmp_path / "tokenizer"), val_fraction=0)
+    prepare(
+        str(tmp_path / "text.jsonl"),
+        tmp_path / "shards",
+        tokenizer=str(tmp_path / "tokenizer"),
+        val_fraction=0,
+    )
     tokens = load_dataset(tmp_path / "shards").train
     if kind in ("no U+2581", "prefix"):  # the others change the text
         ids = tokens.gather(np.array([0]), len(tokens)).astype(np.int64)
@@ -96,9 +110,13 @@ def test_the_bytes_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
     if kind == "prefix":
         for limit in (0, 32):
             expected, few = (
-                evaluate(model, tokenizer, data=tmp_path / name, limit=limit) for name in ("text.jsonl", "shards")
+                evaluate(model, tokenizer, data=tmp_path / name, limit=limit)
+                for name in ("text.jsonl", "shards")
             )
-            assert (few["text_bytes"], few["bits_per_byte"]) == (expected["text_bytes"], expected["bits_per_byte"])
+            assert (few["text_bytes"], few["bits_per_byte"]) == (
+                expected["text_bytes"],
+                expected["bits_per_byte"],
+            )
 
 
 class MailboxComm(Comm):
@@ -121,7 +139,10 @@ def test_text_that_rank_0_cannot_prepare_is_refused_by_all_ranks(tmp_path: Path)
     messages = []
     for rank in (0, 1):
         comm = MailboxComm(rank, mailbox)
-        with pytest.raises(DataError) as error, open_tokens(tmp_path / "nowhere.txt", BYTES, None, comm):
+        with (
+            pytest.raises(DataError) as error,
+            open_tokens(tmp_path / "nowhere.txt", BYTES, None, comm),
+        ):
             pass
         messages.append(str(error.value))
     assert messages[0] == messages[1]

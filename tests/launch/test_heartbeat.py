@@ -20,7 +20,9 @@ from megatoken.pretrain import Trainer
 from megatoken.train.metrics_log import read_metrics
 from tests.processes import find_processes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes, finds them in /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="stops processes, finds them in /proc"
+)
 
 # A rank without torch that does its fault at step 5, once or (SIGSEGV) always; rank 0 waits for rank 1 at every step.
 RANK = """
@@ -80,7 +82,9 @@ def act(row):
 Trainer(resolve("quickstart", words), out, callbacks=[act], console=Console(quiet=True)).fit()
 """
 WORDS = "model.n_layer=1 model.n_head=2 model.d_model=32 model.seq_len=16 budget.batch_tokens=64 budget.steps=16 "
-WORDS += "save.every=5 log.every=1 log.plots=false sample.every=0 evaluate.every=0 machine.device=cpu "
+WORDS += (
+    "save.every=5 log.every=1 log.plots=false sample.every=0 evaluate.every=0 machine.device=cpu "
+)
 WORDS += "machine.precision=fp32 machine.threads=1 machine.micro_batch=2 model.dropout=0"
 LAUNCH = (
     "import sys; from megatoken.launch import local; local.LOST_SECONDS = 0.2; "
@@ -102,12 +106,18 @@ def run(program: str, *words: object) -> tuple[int, list[str]]:
 
 
 @pytest.mark.fault(47)
-@pytest.mark.parametrize(("fault", "stack"), [("SIGSTOP", "no answer: stopped by a signal"), ("1000", "in fail")])
-def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(fault: str, stack: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "stack"), [("SIGSTOP", "no answer: stopped by a signal"), ("1000", "in fail")]
+)
+def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(
+    fault: str, stack: str, tmp_path: Path
+) -> None:
     """A stopped rank is not woken for its stack: the others would go on, and be killed while they train."""
     code, lines = run(RANK, tmp_path, fault)
     assert code == ExitCode.DONE
-    assert [re.sub(r"for \d+ s", "for some s", line) for line in lines if line.startswith("warning")] == [
+    assert [
+        re.sub(r"for \d+ s", "for some s", line) for line in lines if line.startswith("warning")
+    ] == [
         "warning: rank 1 hangs, silent for some s in phase 'step' after step 5 — 2 ranks — starting again from the "
         "newest checkpoint (restart 1 of 2 without progress)"
     ]
@@ -145,7 +155,9 @@ def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path) -> None:
 
 def test_training_goes_on_after_a_hang_and_a_death(tmp_path: Path) -> None:
     """With the losses of a process that nothing befell; a step of half the limit does no harm."""
-    (tmp_path / "text.txt").write_text("".join(f"{n} bottles of beer, take {n % 7} down\n" for n in range(99)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"{n} bottles of beer, take {n % 7} down\n" for n in range(99))
+    )
     prepare(str(tmp_path / "text.txt"), tmp_path / "shards", tokenizer="bytes", val_fraction=0.0)
     words = [f"data.path={tmp_path / 'shards'}", *WORDS.split()]
     code, lines = run(TRAIN, tmp_path / "faulty", *words)
@@ -159,7 +171,10 @@ def test_training_goes_on_after_a_hang_and_a_death(tmp_path: Path) -> None:
     assert "in all_reduce" in stacks[0]
     assert "in act" in stacks[1]
     Trainer(resolve("quickstart", words), tmp_path / "whole", console=Console(quiet=True)).fit()
-    losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("faulty", "whole")]
+    losses = [
+        [row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row]
+        for name in ("faulty", "whole")
+    ]
     assert len(losses[0]) == 16
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -182,7 +197,12 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert not watchdog.all_silent([0])  # nothing noted yet
     # Compilation in the first steps, then short ones; a long one raises the limit; the first evaluation has none.
     times = [("step", 0, 90.0), ("step", 1, 0.1), ("step", 2, 0.1), ("step", 3, 0.1)]
-    assert [limit_after(*each) for each in times] == [float("inf"), float("inf"), float("inf"), 450.0]
+    assert [limit_after(*each) for each in times] == [
+        float("inf"),
+        float("inf"),
+        float("inf"),
+        450.0,
+    ]
     for step in range(4, 80):
         limit_after("step", step, 0.1)
     assert limit_after("step", 80, 3.0) == 8.0
@@ -214,7 +234,9 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         silent = watchdog.all_silent([0])
     assert silent
     beats.beat("step", 86)
-    assert watchdog.describe(0) == " in phase 'step' after step 86"  # of a rank that died after the last look
+    assert (
+        watchdog.describe(0) == " in phase 'step' after step 86"
+    )  # of a rank that died after the last look
     assert not watchdog.all_silent([0])
     faulthandler.unregister(signal.SIGQUIT)
     beats._stacks.close()
@@ -226,12 +248,24 @@ TORCH = '  File "/lib/torch/distributed/distributed_c10d.py", line 3060 in all_r
 @pytest.mark.parametrize(
     ("ranks", "world_size", "named"),
     [
-        ({0: "train", 1: "validate", 2: "train"}, 3, "rank 1 hangs, silent for 0 s in phase 'step' after step 7"),
-        ({2: "train", 3: "train"}, 4, "all ranks of this machine wait, perhaps for another machine's; rank 2 is, "),
+        (
+            {0: "train", 1: "validate", 2: "train"},
+            3,
+            "rank 1 hangs, silent for 0 s in phase 'step' after step 7",
+        ),
+        (
+            {2: "train", 3: "train"},
+            4,
+            "all ranks of this machine wait, perhaps for another machine's; rank 2 is, ",
+        ),
     ],
 )
 def test_a_collective_that_others_do_not_join_is_named(
-    ranks: dict[int, str], world_size: int, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: dict[int, str],
+    world_size: int,
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All wait in a collective; one in another than the rest, or all in one with the ranks of another machine."""
 
@@ -251,7 +285,9 @@ def test_a_collective_that_others_do_not_join_is_named(
         file.write_text("8.0 7 step")
     what, stacks = watchdog.find_hung({rank: Process(rank) for rank in ranks})  # type: ignore[misc]
     assert what.startswith(named)
-    assert re.findall(r"rank (\d):\n.*\n.*\n.*in (\w+)", stacks) == [(str(rank), name) for rank, name in ranks.items()]
+    assert re.findall(r"rank (\d):\n.*\n.*\n.*in (\w+)", stacks) == [
+        (str(rank), name) for rank, name in ranks.items()
+    ]
 
 
 def test_a_wait_is_told_from_work() -> None:

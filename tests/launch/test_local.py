@@ -41,9 +41,7 @@ with PreemptionHandler() as handler:
     (folder / f"saved-{rank}").write_text(handler.stop_requested)
     sys.exit(75)
 """
-LAUNCH = (
-    "import sys; from megatoken.launch.local import launch; sys.exit(launch([sys.executable, *sys.argv[1:]], 2, 2))"
-)
+LAUNCH = "import sys; from megatoken.launch.local import launch; sys.exit(launch([sys.executable, *sys.argv[1:]], 2, 2))"
 
 
 # A process that gets a signal while the command is imported, before any module of megatoken but __main__ has run.
@@ -95,7 +93,9 @@ def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         deadline = time.monotonic() + 120
-        while {path.read_text() for path in tmp_path.glob("saved-*")} != {"the death of its launcher"}:
+        while {path.read_text() for path in tmp_path.glob("saved-*")} != {
+            "the death of its launcher"
+        }:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -103,9 +103,15 @@ def test_ranks_whose_launcher_is_killed_say_so(tmp_path: Path) -> None:
 @pytest.mark.fault(14)
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(["train"], ExitCode.STOPPED), (["describe"], -signal.SIGTERM), (["train", "--ending", "x"], -signal.SIGTERM)],
+    [
+        (["train"], ExitCode.STOPPED),
+        (["describe"], -signal.SIGTERM),
+        (["train", "--ending", "x"], -signal.SIGTERM),
+    ],
 )
-def test_a_signal_before_the_command_is_imported_is_a_stop_of_training(words: list[str], code: int) -> None:
+def test_a_signal_before_the_command_is_imported_is_a_stop_of_training(
+    words: list[str], code: int
+) -> None:
     assert subprocess.run([sys.executable, "-c", EARLY, *words]).returncode == code
     assert __main__.STOP_SIGNALS == STOP_SIGNALS
     assert __main__.STOPPED == ExitCode.STOPPED
@@ -138,11 +144,19 @@ def test_a_lost_rank_of_one_machine_is_named_and_not_started_again(
     """torchrun or Slurm starts all machines again."""
     program = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'x').write(str(sorted(os.environ.items()))); "
     program += "os.environ['RANK'] == '3' and os.abort()"
-    machine = DistEnv(rank=1, world_size=2, local_rank=0, local_world_size=1, address="head", port=1234)
+    machine = DistEnv(
+        rank=1, world_size=2, local_rank=0, local_world_size=1, address="head", port=1234
+    )
     assert launch([sys.executable, "-c", program, f"{tmp_path}/"], 2, 3, machine) == ExitCode.PEER
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
     variables = dict(eval((tmp_path / "3").read_text()))
-    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+    expected = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": "1234",
+    }
     assert {name: variables[name] for name in expected} == expected
     error = capfd.readouterr().err
     assert error.startswith(

@@ -16,9 +16,16 @@ from megatoken.cli.main import main
 from megatoken.errors import ExitCode
 from megatoken.launch.scripts import ENGINES, Job, name_job, write_script
 
-SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
+SHELLCHECK = shutil.which("shellcheck") or shutil.which(
+    "shellcheck", path=Path(sys.executable).parent
+)
 JOB = Job(
-    name="a-run", train_args=["gpt2-124m", 'sample.prompt=it\'s "so"'], nodes=2, nproc=4, gpus="A100", time="1:00:00"
+    name="a-run",
+    train_args=["gpt2-124m", 'sample.prompt=it\'s "so"'],
+    nodes=2,
+    nproc=4,
+    gpus="A100",
+    time="1:00:00",
 )
 
 
@@ -41,7 +48,9 @@ def test_shellcheck_finds_nothing(engine: str, tmp_path: Path) -> None:
         text = yaml.safe_load(text)["run"]
     script = tmp_path / "script.sh"
     script.write_text(text)
-    done = subprocess.run([str(SHELLCHECK), "--shell=bash", str(script)], capture_output=True, text=True)
+    done = subprocess.run(
+        [str(SHELLCHECK), "--shell=bash", str(script)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -52,7 +61,10 @@ def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
     fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\nexit 75\n')
     fake.chmod(0o755)
     done = subprocess.run(
-        ["bash", str(script), "head-0"], capture_output=True, text=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        ["bash", str(script), "head-0"],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )
     assert done.returncode == ExitCode.STOPPED
     arguments = done.stdout.splitlines()
@@ -92,7 +104,11 @@ def test_line_ends_in_an_argument_survive_yaml() -> None:
 
 
 HOSTILE = """a b; touch "$PWD/owned" '$(touch owned)' `touch owned` \\ #x"""
-OF_A_SITE = {"partition": "gpu", "account": HOSTILE, "sbatch": ["qos=high", f"comment={HOSTILE}", "exclusive"]}
+OF_A_SITE = {
+    "partition": "gpu",
+    "account": HOSTILE,
+    "sbatch": ["qos=high", f"comment={HOSTILE}", "exclusive"],
+}
 
 
 def test_slurm_options_of_a_site(tmp_path: Path) -> None:
@@ -100,31 +116,54 @@ def test_slurm_options_of_a_site(tmp_path: Path) -> None:
     setup = ["unset_is_fine=$NOT_SET", "export PATH=$PWD/env:$PATH", "type megatoken"]
     script = tmp_path / "job.sh"
     script.write_text(write_script("slurm", replace(JOB, **OF_A_SITE, setup=setup)))  # type: ignore[arg-type]
-    lines = [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
-    expected = ["--partition=gpu", f"--account={HOSTILE}", "--qos=high", f"--comment={HOSTILE}", "--exclusive"]
+    lines = [
+        line.removeprefix("#SBATCH ")
+        for line in script.read_text().splitlines()
+        if line.startswith("#SBATCH ")
+    ]
+    expected = [
+        "--partition=gpu",
+        f"--account={HOSTILE}",
+        "--qos=high",
+        f"--comment={HOSTILE}",
+        "--exclusive",
+    ]
     assert [shlex.split(line) for line in lines][-5:] == [[word] for word in expected]
     (tmp_path / "env").mkdir()
     for path, text in (("srun", 'shift; exec "$@"'), ("env/megatoken", 'printf "%s\\n" "$@"')):
         (tmp_path / path).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / path).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        ["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-4:] == ["--nproc", "4", "gpt2-124m", 'sample.prompt=it\'s "so"']
+    assert done.stdout.splitlines()[-4:] == [
+        "--nproc",
+        "4",
+        "gpt2-124m",
+        'sample.prompt=it\'s "so"',
+    ]
     assert not (tmp_path / "owned").exists()
     script.write_text(write_script("slurm", replace(JOB, setup=["false"])))
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        ["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_values_stay_one_value_in_yaml() -> None:
     image = 'x",hostPID:true,a:"${IMAGE}#y'
-    service, job = yaml.safe_load_all(write_script("k8s", replace(JOB, image=image, namespace="ml")))
+    service, job = yaml.safe_load_all(
+        write_script("k8s", replace(JOB, image=image, namespace="ml"))
+    )
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["image"] == image
     assert service["metadata"]["namespace"] == job["metadata"]["namespace"] == "ml"
     assert "namespace" not in next(yaml.safe_load_all(write_script("k8s", JOB)))["metadata"]
-    (task,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, image=image, gpus="A100-80GB")))
+    (task,) = yaml.safe_load_all(
+        write_script("skypilot", replace(JOB, image=image, gpus="A100-80GB"))
+    )
     assert task["resources"]["image_id"] == f"docker:{image}"
     assert task["resources"]["accelerators"] == "A100-80GB:4"
 
@@ -133,7 +172,9 @@ def test_skypilot_installs_what_is_there() -> None:
     """A checkout that is copied, the lines given, or nothing in an image; no package that is not published."""
     (checkout,) = yaml.safe_load_all(write_script("skypilot", JOB))
     assert (checkout["workdir"], checkout["setup"]) == (".", 'pip install ".[data,s3]"\n')
-    (own,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, setup=["one", "two: # three"])))
+    (own,) = yaml.safe_load_all(
+        write_script("skypilot", replace(JOB, setup=["one", "two: # three"]))
+    )
     assert ("workdir" in own, own["setup"]) == (False, "one\ntwo: # three\n")
     (image,) = yaml.safe_load_all(write_script("skypilot", replace(JOB, image="megatoken")))
     assert not {"workdir", "setup"} & image.keys()
@@ -142,13 +183,19 @@ def test_skypilot_installs_what_is_there() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["k8s", "--partition", "x"], "--partition has no effect on k8s — --partition — leave it out: it is for slurm"),
+        (
+            ["k8s", "--partition", "x"],
+            "--partition has no effect on k8s — --partition — leave it out: it is for slurm",
+        ),
         (["slurm", "--image", "x"], "--image has no effect on slurm"),
         (
             ["slurm", "--gpus", "A100"],
             "--gpus has no effect here — --gpus — leave it out: it is for skypilot, or none; their number",
         ),
-        (["k8s", "--time", "1:00:00"], "--time has no effect here — --time — leave it out: it is for slurm"),
+        (
+            ["k8s", "--time", "1:00:00"],
+            "--time has no effect here — --time — leave it out: it is for slurm",
+        ),
         (["k8s", "--setup", "x=1"], "--setup has no effect on k8s"),
         (["torchrun", "--sbatch", "qos=high"], "--sbatch has no effect on torchrun"),
         (["slurm", "--partition", "x\n#SBATCH --uid=0"], "--partition is not one line of text"),
@@ -157,7 +204,10 @@ def test_skypilot_installs_what_is_there() -> None:
         (["slurm", "--sbatch", "qos=a\nb"], "--sbatch is not one line of text"),
         (["slurm", "--sbatch", "-q=x"], "expected one argument"),
         (["slurm", "--sbatch=Q=x"], "not an option of sbatch: 'Q=x'"),
-        (["slurm", "--sbatch", "nodes=9"], "--sbatch nodes contradicts --nodes — --sbatch — use --nodes"),
+        (
+            ["slurm", "--sbatch", "nodes=9"],
+            "--sbatch nodes contradicts --nodes — --sbatch — use --nodes",
+        ),
         (["slurm", "--sbatch", "--time=1"], "--sbatch time contradicts --time"),
         (["slurm", "--sbatch=ntasks=2"], "--sbatch ntasks contradicts --nodes and --nproc"),
         *(
@@ -168,7 +218,10 @@ def test_skypilot_installs_what_is_there() -> None:
             for option in ("signal=TERM@10", "no-requeue", "array=1-4")
         ),
         *(
-            (["slurm", "--time", time], f"--time {time} is not longer than the 300 seconds before its end when")
+            (
+                ["slurm", "--time", time],
+                f"--time {time} is not longer than the 300 seconds before its end when",
+            )
             for time in ("5", "4:59", "0:05:00", "0-0:05")
         ),
         *(
@@ -177,7 +230,10 @@ def test_skypilot_installs_what_is_there() -> None:
         ),
         (["k8s", "--image", "a b"], "an image has no white space in its name: 'a b'"),
         (["k8s", "--namespace", "A_b"], "not a namespace: 'A_b'"),
-        (["skypilot", "--gpus", "H100:8"], "not the name of a GPU: 'H100:8' — --gpus — give a name such as H100; how"),
+        (
+            ["skypilot", "--gpus", "H100:8"],
+            "not the name of a GPU: 'H100:8' — --gpus — give a name such as H100; how",
+        ),
         (["skypilot", "--gpus", "8"], "not the name of a GPU: '8'"),
     ],
 )
@@ -189,7 +245,9 @@ def test_options_without_effect_or_of_several_lines_are_refused(
 
 
 @pytest.mark.parametrize("words", [["--sbatch", "--constraint=a=b"], ["--sbatch=--constraint=a=b"]])
-@pytest.mark.parametrize("time", ["0", "6", "5:01", "90", "90:30", "12:00:00", "2-12", "2-12:30", "2-12:30:00"])
+@pytest.mark.parametrize(
+    "time", ["0", "6", "5:01", "90", "90:30", "12:00:00", "2-12", "2-12:30", "2-12:30:00"]
+)
 def test_sbatch_options_with_dashes_and_every_form_of_a_time(
     words: list[str], time: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +261,17 @@ def test_kubectl_accepts_every_field_of_the_job(tmp_path: Path) -> None:
     """kubectl reads the Job into its own types, which drop unknown fields; it needs no cluster."""
     _, job = yaml.safe_load_all(write_script("k8s", JOB))
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    command = ["kubectl", "set", "image", "--local", "-f", str(tmp_path / "job.yaml"), "train=other", "-o", "json"]
+    command = [
+        "kubectl",
+        "set",
+        "image",
+        "--local",
+        "-f",
+        str(tmp_path / "job.yaml"),
+        "train=other",
+        "-o",
+        "json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert list_fields(job) <= list_fields(json.loads(done.stdout))
@@ -211,15 +279,26 @@ def test_kubectl_accepts_every_field_of_the_job(tmp_path: Path) -> None:
 
 def list_fields(node: object, path: str = "") -> set[str]:
     if isinstance(node, dict):
-        return {field for key, value in node.items() for field in list_fields(value, f"{path}.{key}")}
+        return {
+            field for key, value in node.items() for field in list_fields(value, f"{path}.{key}")
+        }
     if isinstance(node, list):
-        return {field for index, value in enumerate(node) for field in list_fields(value, f"{path}[{index}]")}
+        return {
+            field
+            for index, value in enumerate(node)
+            for field in list_fields(value, f"{path}[{index}]")
+        }
     return {path}
 
 
 @pytest.mark.parametrize(
     ("recipe", "name"),
-    [("gpt2-124m", "gpt2-124m"), ("124M_mine.v2", "run-124m-mine-v2"), ("--", "run"), ("a" * 60, "a" * 40)],
+    [
+        ("gpt2-124m", "gpt2-124m"),
+        ("124M_mine.v2", "run-124m-mine-v2"),
+        ("--", "run"),
+        ("a" * 60, "a" * 40),
+    ],
 )
 def test_job_names_are_host_names(recipe: str, name: str) -> None:
     assert name_job(recipe) == name
@@ -232,14 +311,29 @@ def test_a_job_without_gpus_requests_none(engine: str) -> None:
     list(yaml.safe_load_all(text) if engine != "slurm" else [])
 
 
-@pytest.mark.parametrize(("engine", "unit"), [("slurm", "machine"), ("torchrun", "machine"), ("k8s", "pod")])
+@pytest.mark.parametrize(
+    ("engine", "unit"), [("slurm", "machine"), ("torchrun", "machine"), ("k8s", "pod")]
+)
 def test_one_machine_is_counted_as_one(engine: str, unit: str) -> None:
-    assert f"# a-run: 1 {unit} of 1 process. " in write_script(engine, replace(JOB, nodes=1, nproc=1))
+    assert f"# a-run: 1 {unit} of 1 process. " in write_script(
+        engine, replace(JOB, nodes=1, nproc=1)
+    )
     assert f"# a-run: 2 {unit}s of 4 processes. " in write_script(engine, JOB)
 
 
-def test_the_launch_command_checks_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["launch", "slurm", "gpt2-124m", "--nodes", "2", "--write", str(tmp_path / "job.sh"), "optim.lr=1e-3"]
+def test_the_launch_command_checks_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "launch",
+        "slurm",
+        "gpt2-124m",
+        "--nodes",
+        "2",
+        "--write",
+        str(tmp_path / "job.sh"),
+        "optim.lr=1e-3",
+    ]
     assert main([*words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     text = (tmp_path / "job.sh").read_text()

@@ -34,7 +34,9 @@ BY_NAME = {case.name: case for case in CASES}
 )
 def test_a_run_whose_output_fails_is_saved_or_runs_on(case: Case, tmp_path: Path) -> None:
     steps = 100_000 if case.end == SAVED else 40
-    short = replace(case, words=(*case.words, f"budget.steps={steps}", "sample.every=0", "save.every=20steps"))
+    short = replace(
+        case, words=(*case.words, f"budget.steps={steps}", "sample.every=0", "save.every=20steps")
+    )
     assert find_end(short, write_recipe(tmp_path / "job"), tmp_path / "run") == case.end
 
 
@@ -44,7 +46,9 @@ def test_an_error_that_cannot_be_printed_keeps_its_code() -> None:
     assert done.returncode == ExitCode.DATA
 
 
-def test_a_heartbeat_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(HEARTBEAT, str(tmp_path / "rank-0"))
     heartbeat = Heartbeat()
     own = heartbeat._file

@@ -20,17 +20,28 @@ from megatoken.system.environment import HEARTBEAT
 from tests.distributed.test_training import FIXED
 from tests.processes import children, read_variable
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc"
+)
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run folder and the command that starts the script for it."""
     folder = tmp_path_factory.mktemp("torchrun")
-    (folder / "text.txt").write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(400)))
+    (folder / "text.txt").write_text(
+        "".join(f"{n} bottles of beer on the wall\n" for n in range(400))
+    )
     prepare(str(folder / "text.txt"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
     out = folder / "run"
-    words = ["quickstart", "--out", str(out), f"data.path={folder / 'shards'}", *FIXED, "machine.micro_batch=2"]
+    words = [
+        "quickstart",
+        "--out",
+        str(out),
+        f"data.path={folder / 'shards'}",
+        *FIXED,
+        "machine.micro_batch=2",
+    ]
     job = Job(
         name="here",
         train_args=[*words, "budget.steps=100000", "save.every=5", "evaluate.every=0"],
@@ -64,7 +75,9 @@ def wait_for_step(out: Path, step: int, running: subprocess.Popen[bytes]) -> Non
 def find_ranks(pid: int) -> dict[int, int]:
     """Processes by rank, started by the one that torchrun, `pid`, has started."""
     ranks = [child for launcher in children(pid) for child in children(launcher)]
-    return {int(rank): child for child in ranks if (rank := read_variable(child, "RANK")) is not None}
+    return {
+        int(rank): child for child in ranks if (rank := read_variable(child, "RANK")) is not None
+    }
 
 
 def stop_in_a_step(pid: int) -> None:
@@ -110,6 +123,8 @@ def test_a_config_error_keeps_its_code(start: tuple[Path, list[str]]) -> None:
     script = Path(command[1])
     typo = script.with_name("typo.sh")
     typo.write_text(script.read_text().replace(" budget.steps=100000", " budget.stepz=1"))
-    done = subprocess.run(["bash", str(typo), "127.0.0.1"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        ["bash", str(typo), "127.0.0.1"], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == ExitCode.CONFIG, done.stderr
     assert "did you mean 'budget.steps'?" in done.stderr

@@ -35,8 +35,16 @@ def test_the_share_that_is_kept_and_its_scale(p: float) -> None:
 
 def test_masks_of_neighbours_are_not_correlated() -> None:
     own = kept(keys())
-    others = [kept(keys(seed=2)), kept(keys(step=1)), kept(keys(), site=1), kept(fold_in(keys(), 1))]
-    others += [own.roll(1, dim) for dim in range(4)] + [own.roll((1, 1), (1, 2)), own.roll((1, -1), (2, 3))]
+    others = [
+        kept(keys(seed=2)),
+        kept(keys(step=1)),
+        kept(keys(), site=1),
+        kept(fold_in(keys(), 1)),
+    ]
+    others += [own.roll(1, dim) for dim in range(4)] + [
+        own.roll((1, 1), (1, 2)),
+        own.roll((1, -1), (2, 3)),
+    ]
     for other in others:
         agreeing = (own == other).double().mean()  # of fair coins one half
         assert float((agreeing - 0.5).abs()) < 4 * 0.5 / math.sqrt(own.numel())
@@ -47,7 +55,10 @@ def test_masks_of_neighbours_are_not_correlated() -> None:
 
 def test_a_mask_is_the_same_in_any_slice() -> None:
     whole = kept(keys())
-    assert torch.equal(torch.cat([kept(keys(first=n, count=4), shape=(4, *SHAPE[1:])) for n in (0, 4, 8, 12)]), whole)
+    assert torch.equal(
+        torch.cat([kept(keys(first=n, count=4), shape=(4, *SHAPE[1:])) for n in (0, 4, 8, 12)]),
+        whole,
+    )
     slices = []
     for rank in range(3):
         part = Dropout(0.5, 0)
@@ -63,9 +74,13 @@ def test_keys_of_a_batch_differ_and_never_change() -> None:
 
 
 def test_an_attention_that_expects_a_probability_is_refused() -> None:
-    def own(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, dropout_p: float) -> Tensor:
+    def own(
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, dropout_p: float
+    ) -> Tensor:
         return v
 
-    with pytest.raises(ConfigError, match=r"attention 'own' takes dropout_p, a probability — register_attention"):
+    with pytest.raises(
+        ConfigError, match=r"attention 'own' takes dropout_p, a probability — register_attention"
+    ):
         register_attention("own", own)  # type: ignore[arg-type]
     assert "own" not in ATTENTION

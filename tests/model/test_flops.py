@@ -80,7 +80,9 @@ OTHERS = {
     "odd": ODD,
     "llama": TINY_LLAMA,
     "modern": TINY_MODERN,
-    "all switches of a GPT-2": replace(ODD, qk_norm=True, embedding_norm=True, value_embeddings=True),
+    "all switches of a GPT-2": replace(
+        ODD, qk_norm=True, embedding_norm=True, value_embeddings=True
+    ),
     "no biases": replace(ODD, bias=False),
     "a value head": replace(TINY_LLAMA, value_head=True),
     "biases of a gate": replace(ODD, mlp="swiglu", norm="rmsnorm", tie_embeddings=False),
@@ -97,23 +99,35 @@ def test_counts_are_those_of_the_module(name: str) -> None:
         for m in model.modules()
         if getattr(m, "weight", torch.empty(0)).shape[:1] == (model_config.padded_vocab_size,)
     ]
-    padding = (model_config.padded_vocab_size - model_config.vocab_size) * sum(table.shape[1] for table in tables)
+    padding = (model_config.padded_vocab_size - model_config.vocab_size) * sum(
+        table.shape[1] for table in tables
+    )
     assert sum(p.numel() for p in model.parameters()) - padding == count_parameters(model_config)
-    matrices = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, torch.nn.Linear))
-    assert matrices + model_config.vocab_size * model_config.d_model == count_matmul_parameters(model_config)
+    matrices = sum(
+        m.weight.numel() for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)
+    )
+    assert matrices + model_config.vocab_size * model_config.d_model == count_matmul_parameters(
+        model_config
+    )
     assert count_padded_parameters(model_config) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"])
+@pytest.mark.parametrize(
+    "model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
+)
 def test_flops_are_those_that_torch_counts(model_config: ModelConfig) -> None:
     model = GPT(model_config)
     ids = torch.zeros(3, model_config.seq_len + 1, dtype=torch.long)
     # The plain attention: the counter knows its products, and of the fused one on a CPU nothing.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         hidden, softcap = model(ids[:, :-1]), model_config.logit_softcap
-        total, _ = cross_entropy(hidden, model.lm_head_weight, ids[:, 1:], vocab_size=256, softcap=softcap, chunk=0)
+        total, _ = cross_entropy(
+            hidden, model.lm_head_weight, ids[:, 1:], vocab_size=256, softcap=softcap, chunk=0
+        )
         total.backward()
-    assert counter.get_total_flops() == 3 * model_config.seq_len * flops_per_token(model_config, causal=False)
+    assert counter.get_total_flops() == 3 * model_config.seq_len * flops_per_token(
+        model_config, causal=False
+    )
 
 
 @pytest.mark.parametrize("window", [0, 200, 64])
@@ -129,7 +143,9 @@ def test_flops_with_windows_are_those_of_attention_in_blocks(window: int) -> Non
     attention = counter.get_total_flops() / 1024 - products
     expected = flops_per_token(model_config, causal=True) - products - 6 * 256 * d
     assert expected < attention < expected + 12 * d * 128 * len(blocks)
-    assert flops_per_token(model_config, causal=False) == products + 6 * 256 * d + 12 * d * sum(blocks)
+    assert flops_per_token(model_config, causal=False) == products + 6 * 256 * d + 12 * d * sum(
+        blocks
+    )
 
 
 def test_published_flops_of_124m() -> None:
@@ -147,7 +163,10 @@ def test_published_flops_of_llama2_7b() -> None:
     assert count_matmul_parameters(model_config) == n
     assert flops_per_token(model_config, causal=True) == 6 * n + 6 * 32 * 4096 * 4096
     shared = replace(model_config, n_kv_head=8)
-    assert flops_per_token(model_config, causal=True) - flops_per_token(shared, causal=True) == 6 * 32 * 2 * 4096 * 3072
+    assert (
+        flops_per_token(model_config, causal=True) - flops_per_token(shared, causal=True)
+        == 6 * 32 * 2 * 4096 * 3072
+    )
 
 
 def test_expected_initial_loss() -> None:

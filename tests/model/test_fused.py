@@ -16,7 +16,10 @@ from tests.tiny_model import TINY_GPT
 pytestmark = pytest.mark.skipif(not softmax.HAS_TRITON, reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Both implementations round once to the dtype; sums in another order may round to its other side.
-BOUNDS = {torch.float32: {"rtol": 2e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2}}
+BOUNDS = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
+}
 
 
 def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -26,7 +29,9 @@ def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 @pytest.mark.parametrize("block", [softmax.BLOCK, 64])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize(("rows", "vocabulary", "padded"), [(1, 3, 3), (9, 97, 128), (5, 300, 384), (2, 1025, 1152)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "padded"), [(1, 3, 3), (9, 97, 128), (5, 300, 384), (2, 1025, 1152)]
+)
 def test_loss(
     rows: int,
     vocabulary: int,
@@ -62,12 +67,19 @@ def test_loss_without_overwrite_leaves_the_logits() -> None:
 def test_a_model_with_the_fused_loss_has_the_plain_losses_and_gradients(precision: str) -> None:
     losses, gradients = [], []
     for name in ("torch", "triton"):
-        model = GPT(TINY_GPT, seed=3).to(DEVICE, torch.bfloat16 if precision == "bf16" else torch.float32)
+        model = GPT(TINY_GPT, seed=3).to(
+            DEVICE, torch.bfloat16 if precision == "bf16" else torch.float32
+        )
         ids = (torch.arange(2 * TINY_GPT.seq_len, device=DEVICE) * 5 % 97).view(2, -1)
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=precision == "autocast"):
             hidden, weight = model(ids), model.lm_head_weight
             total, count = cross_entropy(
-                hidden, weight, ids.roll(-1, 1), vocab_size=97, chunk=24, softmax_cross_entropy=LOSS[name]
+                hidden,
+                weight,
+                ids.roll(-1, 1),
+                vocab_size=97,
+                chunk=24,
+                softmax_cross_entropy=LOSS[name],
             )
         (total / count).backward()
         losses.append(float(total.detach() / count))

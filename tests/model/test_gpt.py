@@ -24,7 +24,10 @@ def build(model_config: ModelConfig = TINY, seed: int = 0, dropout: float = 0.0)
 
 def random_ids(model_config: ModelConfig, rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(
-        0, model_config.vocab_size, (rows, model_config.seq_len), generator=torch.Generator().manual_seed(seed)
+        0,
+        model_config.vocab_size,
+        (rows, model_config.seq_len),
+        generator=torch.Generator().manual_seed(seed),
     )
 
 
@@ -47,13 +50,17 @@ def test_golden_losses() -> None:
 
 
 def test_initial_loss_is_ln_v() -> None:
-    model_config = ModelConfig(n_layer=2, n_head=4, d_model=64, d_ff=256, vocab_size=5000, seq_len=64)
+    model_config = ModelConfig(
+        n_layer=2, n_head=4, d_model=64, d_ff=256, vocab_size=5000, seq_len=64
+    )
     loss = mean_loss(build(model_config), random_ids(model_config, 8)).item()
     assert loss == pytest.approx(expected_initial_loss(model_config), abs=0.05)
 
 
 def test_initial_statistics() -> None:
-    model_config = ModelConfig(n_layer=8, n_head=4, d_model=128, d_ff=512, vocab_size=1000, seq_len=256)
+    model_config = ModelConfig(
+        n_layer=8, n_head=4, d_model=128, d_ff=512, vocab_size=1000, seq_len=256
+    )
     model = build(model_config, seed=3)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -94,7 +101,9 @@ def test_sizes_left_open_are_resolved_by_the_vocabulary() -> None:
     config = GPT(section, vocab_size=97).config
     assert (config.vocab_size, config.d_ff) == (97, 128)
     assert GPT(TINY, vocab_size=50).config == TINY  # a size in the config is kept
-    with pytest.raises(ConfigError, match=r"vocabulary size is unknown — model\.vocab_size — .* to GPT"):
+    with pytest.raises(
+        ConfigError, match=r"vocabulary size is unknown — model\.vocab_size — .* to GPT"
+    ):
         GPT(section)
 
 
@@ -102,7 +111,9 @@ def test_loss_is_torchs_mean_over_targets_that_are_not_negative() -> None:
     model, ids = build(), random_ids(TINY, 2)
     targets = ids.roll(-1, 1)
     targets[:, 9:] = -1
-    expected = torch.nn.functional.cross_entropy(model.logits(ids).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    expected = torch.nn.functional.cross_entropy(
+        model.logits(ids).flatten(0, 1), targets.flatten(), ignore_index=-1
+    )
     torch.testing.assert_close(model.loss(ids, targets), expected, rtol=1e-6, atol=0)
 
 
@@ -131,7 +142,9 @@ def test_attention_is_causal() -> None:
 def test_every_parameter_has_a_gradient() -> None:
     model = build()
     mean_loss(model, random_ids(TINY, 2)).backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
+    assert [
+        name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
+    ] == []
 
 
 def test_dropout() -> None:
@@ -164,4 +177,6 @@ def test_values_are_those_of_the_head() -> None:
     model.value_head.bias.data.fill_(0.5)
     torch.testing.assert_close(model.values(hidden), model.value_head(hidden)[..., 0])
     plain = GPT(TINY_GPT, seed=1)
-    assert all(torch.equal(model.get_parameter(name), values) for name, values in plain.named_parameters())
+    assert all(
+        torch.equal(model.get_parameter(name), values) for name, values in plain.named_parameters()
+    )

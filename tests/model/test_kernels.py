@@ -11,8 +11,19 @@ from torch import Tensor
 from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, TreeMask, set_attention
-from megatoken.model.kernels import ATTENTION, CUDA_ONLY, Kernels, masked_attention, register_attention
-from megatoken.model.kernels.attention import Dropout, explicit_attention, flash_attention, repeat_kv
+from megatoken.model.kernels import (
+    ATTENTION,
+    CUDA_ONLY,
+    Kernels,
+    masked_attention,
+    register_attention,
+)
+from megatoken.model.kernels.attention import (
+    Dropout,
+    explicit_attention,
+    flash_attention,
+    repeat_kv,
+)
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.library import find_library
 from megatoken.sampling.generate import generate_ids
@@ -25,7 +36,9 @@ def random(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
-def causal(name: str, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout = None, **window: int) -> Tensor:
+def causal(
+    name: str, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout = None, **window: int
+) -> Tensor:
     if name == "native" and find_library() is None:
         pytest.skip("the native kernels are not compiled")
     return ATTENTION[name](q, k, v, mask=None, causal=True, dropout=dropout, **window)
@@ -45,11 +58,15 @@ def causal(name: str, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout = None, 
     ],
 )
 @pytest.mark.parametrize("window", [0, 1, 50, 70, 128, 500])
-def test_attention_equals_the_formula(name: str, sizes: tuple[int, int, int, int, int], window: int) -> None:
+def test_attention_equals_the_formula(
+    name: str, sizes: tuple[int, int, int, int, int], window: int
+) -> None:
     B, H, K, T, D = sizes
     found, expected = [], []
     for results, each in ((found, name), (expected, "explicit")):
-        packed = random(B, T, H + 2 * K, D).requires_grad_()  # the model passes views of one packed product
+        packed = random(
+            B, T, H + 2 * K, D
+        ).requires_grad_()  # the model passes views of one packed product
         q, k, v = packed.transpose(1, 2).split((H, K, K), dim=1)
         y = causal(each, q, k, v, window=window)
         y.backward(random(B, T, H, D, seed=1).transpose(1, 2))
@@ -67,7 +84,8 @@ def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, 
     mask[..., -1] = True  # every query sees something
     for each in (mask, mask[:1], None):
         flash, explicit = (
-            fn(q, k, v, mask=each, causal=False, dropout=None) for fn in (flash_attention, explicit_attention)
+            fn(q, k, v, mask=each, causal=False, dropout=None)
+            for fn in (flash_attention, explicit_attention)
         )
         torch.testing.assert_close(flash, explicit, rtol=2e-5, atol=2e-6)
 
@@ -76,7 +94,9 @@ def test_masked_and_decoding_attention_equal_the_formula(kv_heads: int, T: int, 
 def test_neighbouring_queries_share_a_key(name: str) -> None:
     """Heads 0 and 1 the first, heads 2 and 3 the second: the order of released weights."""
     q, k, v = random(1, 4, 20, 8), *random(2, 1, 2, 20, 8, seed=1)
-    alone = torch.cat([causal(name, q[:, h : h + 1], k[:, h // 2, None], v[:, h // 2, None]) for h in range(4)], 1)
+    alone = torch.cat(
+        [causal(name, q[:, h : h + 1], k[:, h // 2, None], v[:, h // 2, None]) for h in range(4)], 1
+    )
     torch.testing.assert_close(causal(name, q, k, v), alone, rtol=1e-5, atol=1e-6)
 
 
@@ -98,8 +118,12 @@ def test_dropout_is_applied_to_the_weights(name: str) -> None:
     def drop_odd_keys(weights_BHTS: Tensor) -> Tensor:
         return 2 * weights_BHTS * (torch.arange(32) % 2 == 0)
 
-    expected = drop_odd_keys((q @ k.mT / 8**0.5).masked_fill(~torch.ones(32, 32).tril().bool(), -torch.inf).softmax(-1))
-    torch.testing.assert_close(causal(name, q, k, v, drop_odd_keys), expected @ v, rtol=1e-5, atol=1e-6)
+    expected = drop_odd_keys(
+        (q @ k.mT / 8**0.5).masked_fill(~torch.ones(32, 32).tril().bool(), -torch.inf).softmax(-1)
+    )
+    torch.testing.assert_close(
+        causal(name, q, k, v, drop_odd_keys), expected @ v, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_flash_is_torchs_own() -> None:
@@ -109,7 +133,9 @@ def test_flash_is_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-def test_a_model_uses_the_selected_attention_and_gets_the_same_gradients(family: ModelConfig) -> None:
+def test_a_model_uses_the_selected_attention_and_gets_the_same_gradients(
+    family: ModelConfig,
+) -> None:
     gradients = []
     for name in ("flash", "blocked", "explicit"):
         model = GPT(replace(family, seq_len=80), seed=3)
@@ -126,15 +152,30 @@ def test_a_model_uses_the_selected_attention_and_gets_the_same_gradients(family:
 
 
 def test_an_attention_that_is_not_registered_is_refused_and_an_old_run_folder_is_read() -> None:
-    with pytest.raises(ConfigError, match=r"no attention 'nope' — machine.attention — choose one of explicit, flash"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no attention 'nope' — machine.attention — choose one of explicit, flash",
+    ):
         set_attention(GPT(TINY_GPT), "nope")
-    kept = {"linear": "onednn", "attention": "blocked", "norm": "torch", "gelu": "torch", "loss": "torch"}
+    kept = {
+        "linear": "onednn",
+        "attention": "blocked",
+        "norm": "torch",
+        "gelu": "torch",
+        "loss": "torch",
+    }
     assert Kernels.from_json(kept) == Kernels(attention="blocked")
     assert Kernels.from_json({"gelu": "triton", "loss": "triton"}) == Kernels(loss="triton")
 
 
 def alibi(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Tensor | None, causal: bool, dropout: Dropout
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: Dropout,
 ) -> Tensor:
     """Attention with linear biases (Press et al. 2022), a slope per head, by distance in the sequence."""
     (H, T), S = q_BHTD.shape[1:3], k_BKSD.shape[2]
@@ -158,8 +199,12 @@ def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_registry_restored")
 @pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("fn", [alibi, lambda q, k, v, **options: flash_attention(3 * q, k, v, **options)])
-def test_a_custom_attention_computes_training_sampling_and_scoring(family: ModelConfig, fn: object) -> None:
+@pytest.mark.parametrize(
+    "fn", [alibi, lambda q, k, v, **options: flash_attention(3 * q, k, v, **options)]
+)
+def test_a_custom_attention_computes_training_sampling_and_scoring(
+    family: ModelConfig, fn: object
+) -> None:
     """Earlier only the first: sampling and scoring kept torch's attention."""
     model = GPT(replace(family, n_head=4)).eval()
     with torch.no_grad():
@@ -173,9 +218,13 @@ def test_a_custom_attention_computes_training_sampling_and_scoring(family: Model
         expected = model.logits(ids)
         assert float((expected - plain).abs().max()) > 0.1
 
-        cache = KeyValueCache(model.config, rows=2, capacity=12, dtype=torch.float32, device=torch.device("cpu"))
+        cache = KeyValueCache(
+            model.config, rows=2, capacity=12, dtype=torch.float32, device=torch.device("cpu")
+        )
         pieces = [model(piece, cache) for piece in ids.split([4, 1, 5, 2], dim=1)]
-        torch.testing.assert_close(model.lm_head(torch.cat(pieces, 1)), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model.lm_head(torch.cat(pieces, 1)), expected, rtol=1e-4, atol=1e-4
+        )
 
         # Both rows as one tree: two branches after a common beginning of three tokens.
         ids[1, :3] = ids[0, :3]
@@ -184,7 +233,9 @@ def test_a_custom_attention_computes_training_sampling_and_scoring(family: Model
         mask = torch.ones(21, 21, dtype=torch.bool).tril()
         mask[12:, 3:12] = False
         positions = torch.cat([torch.arange(12), torch.arange(3, 12)])[None]
-        tree = model.lm_head(model(tree_ids, tree_mask=TreeMask(positions_BT=positions, attn_mask_BTT=mask[None])))
+        tree = model.lm_head(
+            model(tree_ids, tree_mask=TreeMask(positions_BT=positions, attn_mask_BTT=mask[None]))
+        )
         torch.testing.assert_close(tree[0, :12], expected[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(tree[0, 12:], expected[1, 3:], rtol=1e-4, atol=1e-4)
 
@@ -197,7 +248,9 @@ def test_a_custom_attention_computes_training_sampling_and_scoring(family: Model
 @pytest.mark.usefixtures("_registry_restored")
 def test_a_custom_attention_without_masks_trains_and_is_refused_elsewhere() -> None:
     register_attention(
-        "custom", lambda q, k, v, **options: flash_attention(3 * q, k, v, **options), supports_mask=False
+        "custom",
+        lambda q, k, v, **options: flash_attention(3 * q, k, v, **options),
+        supports_mask=False,
     )
     model, ids = GPT(TINY_GPT), torch.arange(16)[None]
     set_attention(model, "custom")
@@ -205,6 +258,9 @@ def test_a_custom_attention_without_masks_trains_and_is_refused_elsewhere() -> N
     refused = r"attention 'custom' supports neither a mask nor a cache — sampling or scoring"
     with pytest.raises(ConfigError, match=refused):
         generate_ids(model, [1, 2], max_new_tokens=3)
-    mask = TreeMask(positions_BT=torch.arange(16)[None], attn_mask_BTT=torch.ones(1, 16, 16, dtype=torch.bool).tril())
+    mask = TreeMask(
+        positions_BT=torch.arange(16)[None],
+        attn_mask_BTT=torch.ones(1, 16, 16, dtype=torch.bool).tril(),
+    )
     with pytest.raises(ConfigError, match=refused):
         model(ids, tree_mask=mask)

@@ -22,7 +22,9 @@ SCALED = {
     "rope_factor": 8.0,
     "rope_context": 32,
 }  # of four pairs one is kept, one lies in the transition, two are scaled
-TINY_GPT = replace(TINY_LLAMA, n_head=4, n_kv_head=2, d_model=32, vocab_size=131, seq_len=80, rope_theta=10000.0)
+TINY_GPT = replace(
+    TINY_LLAMA, n_head=4, n_kv_head=2, d_model=32, vocab_size=131, seq_len=80, rope_theta=10000.0
+)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +57,10 @@ def configure(model_config: ModelConfig) -> Any:
 
 def collect(model_config: ModelConfig, reference: dict[str, Tensor]) -> dict[str, Tensor]:
     """transformers' tensors under our names: queries, keys and values packed, rows of padding left out."""
-    weights = {"tokens.weight": reference["model.embed_tokens.weight"], "norm.weight": reference["model.norm.weight"]}
+    weights = {
+        "tokens.weight": reference["model.embed_tokens.weight"],
+        "norm.weight": reference["model.norm.weight"],
+    }
     if not model_config.tie_embeddings:
         weights["head.weight"] = reference["lm_head.weight"]
     names = {
@@ -68,7 +73,10 @@ def collect(model_config: ModelConfig, reference: dict[str, Tensor]) -> dict[str
     }
     for i in range(model_config.n_layer):
         layer = f"model.layers.{i}"
-        weights |= {f"blocks.{i}.{mine}.weight": reference[f"{layer}.{name}.weight"] for mine, name in names.items()}
+        weights |= {
+            f"blocks.{i}.{mine}.weight": reference[f"{layer}.{name}.weight"]
+            for mine, name in names.items()
+        }
         weights[f"blocks.{i}.attention.qkv.weight"] = torch.cat(
             [reference[f"{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
         )
@@ -114,7 +122,10 @@ CASES = {
 def test_logits_and_gradients_are_those_of_transformers(model_config: ModelConfig) -> None:
     pair = build_pair(model_config)
     ids = torch.randint(
-        0, model_config.vocab_size, (2, model_config.seq_len), generator=torch.Generator().manual_seed(1)
+        0,
+        model_config.vocab_size,
+        (2, model_config.seq_len),
+        generator=torch.Generator().manual_seed(1),
     )
     output = pair.reference(ids, labels=ids)
     output.loss.backward()
@@ -128,7 +139,9 @@ def test_logits_and_gradients_are_those_of_transformers(model_config: ModelConfi
     )
     (total / count).backward()
     assert float((total / count).detach()) == pytest.approx(float(output.loss.detach()), rel=1e-6)
-    expected_grads = collect(model_config, {name: p.grad for name, p in pair.reference.named_parameters()})
+    expected_grads = collect(
+        model_config, {name: p.grad for name, p in pair.reference.named_parameters()}
+    )
     found = {name: p.grad for name, p in pair.model.named_parameters()}
     assert set(found) == set(expected_grads)
     for name, gradient in expected_grads.items():
@@ -147,7 +160,10 @@ def test_inverse_frequencies_are_those_of_transformers(name: str) -> None:
 
 def test_scaling_slows_long_wavelengths_only() -> None:
     plain, scaled = (
-        rope_inv_freq(replace(TINY_GPT, d_model=32 * 16, rope_factor=factor, rope_context=1024), torch.device("cpu"))
+        rope_inv_freq(
+            replace(TINY_GPT, d_model=32 * 16, rope_factor=factor, rope_context=1024),
+            torch.device("cpu"),
+        )
         for factor in (1.0, 4.0)
     )
     rounds, share = plain * 1024 / (2 * math.pi), scaled / plain
@@ -158,7 +174,9 @@ def test_scaling_slows_long_wavelengths_only() -> None:
 
 
 def test_only_the_distance_of_two_positions_matters() -> None:
-    q, k = torch.randn(2, 1, 1, 1, TINY_GPT.d_head, generator=torch.Generator().manual_seed(0)).double()
+    q, k = torch.randn(
+        2, 1, 1, 1, TINY_GPT.d_head, generator=torch.Generator().manual_seed(0)
+    ).double()
 
     def score(one: int, other: int) -> float:
         cos_sin = [rotary_cos_sin(TINY_GPT, torch.tensor([position])) for position in (one, other)]
@@ -173,7 +191,9 @@ def test_only_the_distance_of_two_positions_matters() -> None:
 
 def test_low_precision_is_rotated_in_fp32_by_exact_angles() -> None:
     """A cosine in bf16 is wrong by up to 1/256, and a position in bf16 by whole tokens."""
-    x = torch.randn(1, 3000, 2, TINY_GPT.d_head, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(
+        1, 3000, 2, TINY_GPT.d_head, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
     cos_sin = rotary_cos_sin(TINY_GPT, torch.arange(3000))
     assert cos_sin is not None
     assert cos_sin[0].dtype == torch.float32
@@ -186,7 +206,11 @@ def test_shapes_of_the_parameters() -> None:
     """Checkpoints and tensor parallelism rely on these names and shapes."""
     model = GPT(replace(TINY_GPT, tie_embeddings=False))
     sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    block = {name.removeprefix("blocks.1."): size for name, size in sizes.items() if name.startswith("blocks.1.")}
+    block = {
+        name.removeprefix("blocks.1."): size
+        for name, size in sizes.items()
+        if name.startswith("blocks.1.")
+    }
     assert block == {
         "norm1.weight": (32,),
         "attention.qkv.weight": (32 + 2 * 16, 32),
@@ -204,7 +228,9 @@ def test_shapes_of_the_parameters() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights(tied: bool) -> None:
-    model_config = replace(TINY_GPT, n_layer=8, d_model=128, d_ff=256, vocab_size=1000, tie_embeddings=tied)
+    model_config = replace(
+        TINY_GPT, n_layer=8, d_model=128, d_ff=256, vocab_size=1000, tie_embeddings=tied
+    )
     model = GPT(model_config, seed=3)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -212,7 +238,11 @@ def test_initial_weights(tied: bool) -> None:
             continue
         std = 0.02 / 4 if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
         assert parameter[:1000].std().item() == pytest.approx(std, rel=0.03), name
-    assert torch.count_nonzero(model.lm_head_weight[1000:]) == torch.count_nonzero(model.tokens.weight[1000:]) == 0
+    assert (
+        torch.count_nonzero(model.lm_head_weight[1000:])
+        == torch.count_nonzero(model.tokens.weight[1000:])
+        == 0
+    )
     assert torch.equal(model.lm_head_weight, model.tokens.weight) == tied
 
 
@@ -230,14 +260,19 @@ def learn(model: GPT, ids: Tensor, steps: int = 3) -> list[float]:
 
 def draw_ids(model_config: ModelConfig, rows: int) -> Tensor:
     return torch.randint(
-        0, model_config.vocab_size, (rows, model_config.seq_len), generator=torch.Generator().manual_seed(1337)
+        0,
+        model_config.vocab_size,
+        (rows, model_config.seq_len),
+        generator=torch.Generator().manual_seed(1337),
     )
 
 
 def test_golden_losses() -> None:
     """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
     model = GPT(replace(TINY_LLAMA, tie_embeddings=False, **SCALED), seed=1337)
-    assert learn(model, draw_ids(TINY_LLAMA, 4)) == pytest.approx([4.571456, 4.172758, 3.897610, 3.598461], abs=1e-5)
+    assert learn(model, draw_ids(TINY_LLAMA, 4)) == pytest.approx(
+        [4.571456, 4.172758, 3.897610, 3.598461], abs=1e-5
+    )
 
 
 def test_norms_are_not_decayed() -> None:
@@ -260,12 +295,16 @@ def test_recomputing_changes_nothing(recompute: str) -> None:
 @pytest.mark.parametrize("switch", [{"norm": "rmsnorm"}, {"pos_emb": "rotary"}, {"mlp": "swiglu"}, {"bias": False},
                                     {"tie_embeddings": False}, {"n_kv_head": 1}])  # fmt: skip
 def test_every_switch_works_alone(switch: dict[str, Any]) -> None:
-    model_config = ModelConfig(n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=16, **switch)
+    model_config = ModelConfig(
+        n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=16, **switch
+    )
     model = GPT(model_config, seed=0)
     losses = learn(model, draw_ids(model_config, 4))
     assert losses[0] == pytest.approx(math.log(97), abs=0.1)
     assert losses[-1] < losses[0] - 0.3
-    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
+    assert [
+        name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
+    ] == []
 
 
 def test_attention_is_causal() -> None:

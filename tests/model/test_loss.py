@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from megatoken.model.loss import cross_entropy, token_log_probs
 
 
-def make(rows: int, time: int, width: int, vocab: int, padded: int, seed: int) -> tuple[torch.Tensor, ...]:
+def make(
+    rows: int, time: int, width: int, vocab: int, padded: int, seed: int
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, time, width, generator=generator)
     weight = torch.randn(padded, width, generator=generator)
@@ -30,7 +32,9 @@ def run(
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    total, count = cross_entropy(hidden, weight, targets, vocab_size=vocab, chunk=chunk, softcap=softcap)
+    total, count = cross_entropy(
+        hidden, weight, targets, vocab_size=vocab, chunk=chunk, softcap=softcap
+    )
     (total * scale).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -38,7 +42,12 @@ def run(
 
 
 def reference(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, vocab: int, softcap: float = 0.0
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab: int,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """torch's cross-entropy over the real vocabulary, in fp64."""
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -85,7 +94,9 @@ def test_every_chunking_gives_torchs_values_and_gradients(
 @pytest.mark.parametrize("chunk", [0, 5, 1024])
 def test_ignored_targets_give_zero_and_no_gradient(chunk: int) -> None:
     hidden, weight, targets = make(2, 6, 8, 11, 16, seed=0)
-    total, grad_h, grad_w, count = run(hidden, weight, torch.full_like(targets, -1), vocab=11, chunk=chunk)
+    total, grad_h, grad_w, count = run(
+        hidden, weight, torch.full_like(targets, -1), vocab=11, chunk=chunk
+    )
     assert (float(total), count) == (0.0, 0)
     assert torch.count_nonzero(grad_h) == torch.count_nonzero(grad_w) == 0
 
@@ -103,7 +114,8 @@ def test_without_gradients_the_value_alone_is_computed() -> None:
     total, count = cross_entropy(hidden, weight, targets, vocab_size=11, chunk=5)
     assert not total.requires_grad
     assert float(total / count) == pytest.approx(
-        float(F.cross_entropy((hidden @ weight.T)[..., :11].flatten(0, 1), targets.flatten())), rel=1e-5
+        float(F.cross_entropy((hidden @ weight.T)[..., :11].flatten(0, 1), targets.flatten())),
+        rel=1e-5,
     )
 
 
@@ -120,10 +132,15 @@ def test_only_the_hidden_states_need_gradients() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("chunk", [0, 4])
 @pytest.mark.parametrize("softcap", [0.0, 10.0])
-def test_half_precision_stays_near_fp32(dtype: torch.dtype, tolerance: float, chunk: int, softcap: float) -> None:
+def test_half_precision_stays_near_fp32(
+    dtype: torch.dtype, tolerance: float, chunk: int, softcap: float
+) -> None:
     """Products in half precision, logits and softmax in fp32: a few units of the dtype's last place (2^-9, 2^-12)."""
     hidden, weight, targets = make(2, 9, 16, 30, 32, seed=4)
-    hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()  # the inputs themselves are exact
+    hidden, weight = (
+        hidden.to(dtype).float(),
+        weight.to(dtype).float(),
+    )  # the inputs themselves are exact
     try:
         with torch.autocast("cpu", dtype):
             found = run(hidden, weight, targets, vocab=30, chunk=chunk, softcap=softcap)
@@ -156,14 +173,19 @@ def test_log_probabilities_of_targets(chunk: int, softcap: float):
     weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
     found, expected = [], []
     for dtype, results in ((torch.float32, found), (torch.float64, expected)):
-        h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
+        h, w = (
+            hidden.to(dtype, copy=True).requires_grad_(),
+            weight.to(dtype, copy=True).requires_grad_(),
+        )
         if dtype == torch.float32:
             options = {"vocab_size": 11, "softcap": softcap, "temperature": 0.7, "chunk": chunk}
             log_probs = token_log_probs(h, w, targets, **options)
         else:
             logits = (h @ w.T)[..., :11]
             logits = softcap * (logits / softcap).tanh() if softcap else logits
-            log_probs = (logits / 0.7).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+            log_probs = (
+                (logits / 0.7).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+            )
             log_probs = log_probs * (targets >= 0)
         (log_probs * weights).sum().backward()
         results += [log_probs, h.grad, w.grad]
@@ -181,4 +203,6 @@ def test_log_probabilities_sum_to_the_cross_entropy():
 
 def test_log_probabilities_without_a_target():
     hidden, weight, targets = make(1, 2, 8, 11, 16, seed=3)
-    assert token_log_probs(hidden.requires_grad_(), weight, targets - 99, vocab_size=11).tolist() == [[0.0, 0.0]]
+    assert token_log_probs(
+        hidden.requires_grad_(), weight, targets - 99, vocab_size=11
+    ).tolist() == [[0.0, 0.0]]

@@ -63,7 +63,9 @@ def test_every_switch_works_alone_and_begins_near_ln_v(switch: dict[str, Any]) -
     losses = learn(model)
     assert losses[0] == pytest.approx(math.log(97), abs=0.1)
     assert losses[-1] < losses[0] - 0.3
-    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
+    assert [
+        name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
+    ] == []
 
 
 @pytest.mark.parametrize("switch", [{"residual_scales": True}, {"value_embeddings": True}], ids=str)
@@ -81,13 +83,17 @@ def test_a_switch_that_begins_neutral_changes_little_at_first(switch: dict[str, 
 def test_capped_logits(softcap: float) -> None:
     logits = torch.linspace(-60, 60, 1001)
     expected = softcap * torch.tanh(logits.double() / softcap)
-    torch.testing.assert_close(cap_logits(logits, softcap).double(), expected, rtol=0, atol=2.4e-7 * softcap)
+    torch.testing.assert_close(
+        cap_logits(logits, softcap).double(), expected, rtol=0, atol=2.4e-7 * softcap
+    )
     assert cap_logits(logits, 0.0) is logits
 
 
 def test_golden_losses() -> None:
     """Three AdamW steps on one batch; the literals change only when the model, its init or the loss does."""
-    assert learn(GPT(TINY_MODERN, seed=1337)) == pytest.approx([4.583349, 4.179964, 3.853915, 3.557496], abs=1e-5)
+    assert learn(GPT(TINY_MODERN, seed=1337)) == pytest.approx(
+        [4.583349, 4.179964, 3.853915, 3.557496], abs=1e-5
+    )
     model = GPT(replace(TINY_MODERN, zero_init=True), seed=1337)
     assert learn(model) == pytest.approx([4.574711, 4.34221, 3.992499, 3.633748], abs=1e-5)
 
@@ -105,8 +111,12 @@ def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_thir
         *(f"{layer}mlp.down.weight" for layer in layers),
     }
     assert learn(model, steps=2)[0] == pytest.approx(expected_initial_loss(config), rel=1e-6)
-    assert [name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0] == []
-    report = train_step(tiny_state(model_config=config), tiny_step_config(), CPU, Batch(*tiny_batch()))
+    assert [
+        name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
+    ] == []
+    report = train_step(
+        tiny_state(model_config=config), tiny_step_config(), CPU, Batch(*tiny_batch())
+    )
     assert report.loss == pytest.approx(math.log(97), rel=1e-6)
 
 
@@ -136,7 +146,9 @@ def test_hidden_states_are_those_of_the_formulas() -> None:
         b = f"blocks.{layer}."
         x = w["residual_scales"][layer] * x + w["embedding_scales"][layer] * e
         h = rms(x, w[f"{b}norm1.weight"])
-        q, k, v = (part.view(4, 16, 4, 8) for part in (h @ w[f"{b}attention.qkv.weight"].T).split(32, -1))
+        q, k, v = (
+            part.view(4, 16, 4, 8) for part in (h @ w[f"{b}attention.qkv.weight"].T).split(32, -1)
+        )
         q, k = rms(q, w[f"{b}attention.q_norm.weight"]), rms(k, w[f"{b}attention.k_norm.weight"])
         if layer == 1:
             gates = 2 * torch.sigmoid(h @ w[f"{b}attention.value_gate.weight"].T)
@@ -205,7 +217,11 @@ def test_norms_and_scales_are_not_decayed() -> None:
 def test_padding_ids_have_no_logits_and_get_no_gradient() -> None:
     model = GPT(TINY_MODERN)
     model.loss(IDS, IDS.roll(-1, 1)).backward()
-    for weight in (model.tokens.weight, model.head.weight, model.blocks[1].attention.value_tokens.weight):
+    for weight in (
+        model.tokens.weight,
+        model.head.weight,
+        model.blocks[1].attention.value_tokens.weight,
+    ):
         assert torch.count_nonzero(weight[97:]) == torch.count_nonzero(weight.grad[97:]) == 0
     assert model.logits(IDS).shape == (4, 16, 97)
 
@@ -215,7 +231,9 @@ def test_windows_of_layers() -> None:
     assert four.windows == [4, 4, 4, 0, 4, 4, 4, 0, 0]
     assert replace(four, window_pattern="SL", n_layer=3).windows == [4, 0, 0]
     assert replace(four, window=0).windows == [0] * 9
-    with pytest.raises(ConfigError, match=r"window_pattern 'SXL' is not made of S and L .* write it as SSSL"):
+    with pytest.raises(
+        ConfigError, match=r"window_pattern 'SXL' is not made of S and L .* write it as SSSL"
+    ):
         load_config("quickstart", "model.window=4", "model.window_pattern=SXL")
 
 
@@ -233,12 +251,17 @@ def test_no_token_reaches_beyond_the_windows_of_its_layers(attention: str) -> No
 
 
 def test_an_attention_without_windows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"attention 'fa2' has no windows — machine.attention — use auto"):
+    with pytest.raises(
+        ConfigError, match=r"attention 'fa2' has no windows — machine.attention — use auto"
+    ):
         set_attention(GPT(TINY_MODERN), "fa2")
     set_attention(GPT(TINY_GPT), "fa2")
 
 
 def test_value_embeddings_of_layers() -> None:
     for n_layer, expected in ((1, [0]), (2, [1]), (5, [0, 2, 4])):
-        assert list(ModelConfig(n_layer=n_layer, value_embeddings=True).value_embedding_layers) == expected
+        assert (
+            list(ModelConfig(n_layer=n_layer, value_embeddings=True).value_embedding_layers)
+            == expected
+        )
     assert list(ModelConfig().value_embedding_layers) == []

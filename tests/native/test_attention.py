@@ -43,7 +43,9 @@ def split(packed: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     return packed.transpose(1, 2).split_with_sizes([H, K, K], dim=1)
 
 
-def compute(fn: Callable[..., Tensor], packed: Tensor, shape: tuple[int, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
+def compute(
+    fn: Callable[..., Tensor], packed: Tensor, shape: tuple[int, ...], dy: Tensor
+) -> tuple[Tensor, Tensor]:
     """Output and the packed gradient."""
     packed = packed.detach().requires_grad_()
     y = fn(*split(packed, shape), mask=None, causal=True, dropout=None)
@@ -57,7 +59,10 @@ def compute(fn: Callable[..., Tensor], packed: Tensor, shape: tuple[int, ...], d
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_are_the_formulas(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     B, H, _, T, D = shape
-    packed, dy = packed_heads(shape, dtype), packed_heads((B, H, 0, T, D), dtype, seed=1).transpose(1, 2)
+    packed, dy = (
+        packed_heads(shape, dtype),
+        packed_heads((B, H, 0, T, D), dtype, seed=1).transpose(1, 2),
+    )
     y, grad = compute(native_attention, packed, shape, dy)
     y_formula, grad_formula = compute(explicit_attention, packed.double(), shape, dy.double())
     assert y.dtype == grad.dtype == dtype
@@ -66,14 +71,19 @@ def test_values_and_gradients_are_the_formulas(shape: tuple[int, ...], dtype: to
         error, size = (computed.double() - formula), formula.square().mean().sqrt()
         # bf16: results, weights and their gradients are rounded, each alone.
         assert error.square().mean().sqrt() < (1e-6 if dtype == torch.float32 else BF16) * size
-        assert error.abs().max() < (3e-6 if dtype == torch.float32 else 4 * BF16) * formula.abs().max()
+        assert (
+            error.abs().max() < (3e-6 if dtype == torch.float32 else 4 * BF16) * formula.abs().max()
+        )
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", [(1, 1, 1, 300, 32), (2, 4, 2, 140, 64)])
 def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...]) -> None:
     B, H, _, T, D = shape
-    packed, dy = packed_heads(shape, torch.bfloat16), packed_heads((B, H, 0, T, D), torch.bfloat16).transpose(1, 2)
+    packed, dy = (
+        packed_heads(shape, torch.bfloat16),
+        packed_heads((B, H, 0, T, D), torch.bfloat16).transpose(1, 2),
+    )
     threads = torch.get_num_threads()
     results = []
     try:
@@ -94,12 +104,17 @@ def test_a_query_sees_its_own_key_and_earlier_ones(dtype: torch.dtype) -> None:
     packed = packed_heads(shape, dtype)
     q, k, v = split(packed, shape)
     y = native_attention(q, k, v, mask=None, causal=True, dropout=None)
-    torch.testing.assert_close(y[:, :, 0].float(), v[:, :, 0].float(), rtol=1e-6, atol=0)  # a weight of 1
+    torch.testing.assert_close(
+        y[:, :, 0].float(), v[:, :, 0].float(), rtol=1e-6, atol=0
+    )  # a weight of 1
     for n in (1, 31, 64, 150):
         changed = packed.clone()
         changed[:, n:] = 7
         assert torch.equal(
-            native_attention(*split(changed, shape), mask=None, causal=True, dropout=None)[:, :, :n], y[:, :, :n]
+            native_attention(*split(changed, shape), mask=None, causal=True, dropout=None)[
+                :, :, :n
+            ],
+            y[:, :, :n],
         )
 
 
@@ -108,7 +123,10 @@ def test_a_query_sees_its_own_key_and_earlier_ones(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_what_is_not_finite_reaches_outputs_and_gradients(value: float, part: int) -> None:
     shape = (1, 1, 1, 200, 32)
-    packed, dy = packed_heads(shape, torch.bfloat16), torch.ones(1, 1, 200, 32, dtype=torch.bfloat16)
+    packed, dy = (
+        packed_heads(shape, torch.bfloat16),
+        torch.ones(1, 1, 200, 32, dtype=torch.bfloat16),
+    )
     packed[0, 70, part, 3] = value
     y, grad = compute(native_attention, packed, shape, dy)
     assert not y[0, 0, 70].isfinite().all()
@@ -131,11 +149,17 @@ def test_large_scores_do_not_overflow() -> None:
 def test_queries_that_see_all_keys(T: int, S: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, T, 80, generator=generator).to(dtype)
-    k, v = torch.randn(2, 2, 2, 400, 80, generator=generator).to(dtype)[:, :, :, :S]  # of a longer cache
+    k, v = torch.randn(2, 2, 2, 400, 80, generator=generator).to(dtype)[
+        :, :, :, :S
+    ]  # of a longer cache
     y = native.attention(q, k, v, causal=False)
-    formula = explicit_attention(q.double(), k.double(), v.double(), mask=None, causal=False, dropout=None)
+    formula = explicit_attention(
+        q.double(), k.double(), v.double(), mask=None, causal=False, dropout=None
+    )
     tolerance = 3e-6 if dtype == torch.float32 else 4 * BF16
-    torch.testing.assert_close(y.double(), formula, rtol=0, atol=tolerance * float(formula.abs().max()))
+    torch.testing.assert_close(
+        y.double(), formula, rtol=0, atol=tolerance * float(formula.abs().max())
+    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -143,7 +167,9 @@ def test_any_strides() -> None:
     shape = (2, 2, 2, 70, 32)
     packed = packed_heads(shape, torch.float32)
     contiguous = compute(native_attention, packed, shape, torch.ones(2, 2, 70, 32))
-    transposed = packed.transpose(1, 3).contiguous().transpose(1, 3)  # the head width is not contiguous
+    transposed = (
+        packed.transpose(1, 3).contiguous().transpose(1, 3)
+    )  # the head width is not contiguous
     for each in (packed, transposed):
         y, grad = compute(native_attention, each, shape, torch.ones(1).expand(2, 2, 70, 32))
         assert torch.equal(y, contiguous[0])

@@ -16,7 +16,9 @@ needs_compiler = pytest.mark.skipif(not find_compiler(), reason="no C++ compiler
 
 def build(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "megatoken.native.build", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=given_environment() | variables)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=given_environment() | variables
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 40, 0.5, -1])
@@ -29,7 +31,9 @@ def test_a_library_that_is_cut_short_is_named(kept: float, tmp_path: Path) -> No
     subprocess.run([find_compiler(), "-shared", str(source), "-o", str(path)], check=True)
     contents = path.read_bytes()
     path.write_bytes(contents[: int(len(contents) * kept) if kept == 0.5 else int(kept)])
-    with pytest.raises(ConfigError, match=r"the native kernels do not load — .*-portable-.* — delete it, then"):
+    with pytest.raises(
+        ConfigError, match=r"the native kernels do not load — .*-portable-.* — delete it, then"
+    ):
         find_library("portable", tmp_path)
 
 
@@ -40,7 +44,8 @@ def test_a_library_without_the_functions_is_named(tmp_path: Path) -> None:
     path = tmp_path / library_name("portable")
     subprocess.run([find_compiler(), "-shared", str(source), "-o", str(path)], check=True)
     with pytest.raises(
-        ConfigError, match=r"the native kernels do not load — .*undefined symbol: megatoken_.* — delete"
+        ConfigError,
+        match=r"the native kernels do not load — .*undefined symbol: megatoken_.* — delete",
     ):
         find_library("portable", tmp_path)
 
@@ -49,7 +54,11 @@ def test_a_library_without_the_functions_is_named(tmp_path: Path) -> None:
 def test_wrong_input_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = build(str(tmp_path / "file"))
-    assert (done.returncode, done.stderr.count("\n"), done.stderr[:20]) == (5, 1, "error: File exists —")
+    assert (done.returncode, done.stderr.count("\n"), done.stderr[:20]) == (
+        5,
+        1,
+        "error: File exists —",
+    )
     done = build(str(tmp_path), MEGATOKEN_INSTRUCTION_SET="sse9")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("error: unknown instruction set 'sse9'")
@@ -58,7 +67,9 @@ def test_wrong_input_is_one_line(tmp_path: Path) -> None:
 def test_an_old_compiler_makes_what_it_knows(tmp_path: Path) -> None:
     """Without an instruction set that the processor has, the next one; without any, an error."""
     compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *-march=*) exit 1;; esac\nfor last; do :; done; echo x > "$last"\n')
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-march=*) exit 1;; esac\nfor last; do :; done; echo x > "$last"\n'
+    )
     compiler.chmod(0o755)
     done = build(str(tmp_path / "out"), CXX=str(compiler))
     assert done.returncode == 0, done.stderr

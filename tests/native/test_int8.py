@@ -12,7 +12,16 @@ from megatoken.native.build import INSTRUCTION_SETS
 from megatoken.native.library import Library
 
 # Rows, width, outputs.
-SIZES = [(1, 1, 1), (1, 768, 70), (2, 33, 5), (3, 64, 33), (4, 97, 2), (7, 31, 16), (1, 5000, 3), (20, 48, 9)]
+SIZES = [
+    (1, 1, 1),
+    (1, 768, 70),
+    (2, 33, 5),
+    (3, 64, 33),
+    (4, 97, 2),
+    (7, 31, 16),
+    (1, 5000, 3),
+    (20, 48, 9),
+]
 
 
 @pytest.fixture(autouse=True, params=INSTRUCTION_SETS)
@@ -33,7 +42,9 @@ def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype) -> None:
         weight = int8.round_to_int8(draw(outputs, width, seed=1))
         got = int8.linear(x, weight, bias)
         exact = F.linear(
-            x.double(), weight.to(dtype if rows > int8.MOST_ROWS else torch.float64).double(), bias.double()
+            x.double(),
+            weight.to(dtype if rows > int8.MOST_ROWS else torch.float64).double(),
+            bias.double(),
         )
         assert got.dtype == dtype
         # x is rounded to 2^-13 of its largest value: an error of each product, of either sign.
@@ -44,7 +55,9 @@ def test_products_are_those_of_the_rounded_weights(dtype: torch.dtype) -> None:
 
 def test_largest_values_do_not_overflow() -> None:
     for width in (768, 4096, 9000):
-        got = int8.linear(torch.full((1, width), -3.0), int8.round_to_int8(torch.full((2, width), 0.5)), None)
+        got = int8.linear(
+            torch.full((1, width), -3.0), int8.round_to_int8(torch.full((2, width), 0.5)), None
+        )
         torch.testing.assert_close(got, torch.full((1, 2), -1.5 * width), rtol=1e-3, atol=0)
 
 
@@ -64,7 +77,11 @@ def test_no_value_moves_by_more_than_half_a_step() -> None:
 
 
 def test_same_bits_with_any_number_of_threads() -> None:
-    x, weight, threads = draw(1, 300).bfloat16(), int8.round_to_int8(draw(101, 300, seed=1)), torch.get_num_threads()
+    x, weight, threads = (
+        draw(1, 300).bfloat16(),
+        int8.round_to_int8(draw(101, 300, seed=1)),
+        torch.get_num_threads(),
+    )
     try:
         results = []
         for n in (1, 2, 3):

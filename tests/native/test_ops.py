@@ -15,7 +15,10 @@ from megatoken.native.library import DTYPES, Library
 from megatoken.optim.adamw import AdamW
 from tests.native.twins import assert_same
 
-EPS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}  # of a result near 1: a few roundings; one to bf16
+EPS = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 2.0**-8,
+}  # of a result near 1: a few roundings; one to bf16
 LARGEST = {dtype: 2 * eps for dtype, eps in EPS.items()}
 SIZES = [(1, 1), (3, 17), (64, 32), (65, 48), (130, 771)]
 
@@ -36,7 +39,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 @pytest.mark.parametrize("rms", [False, True])
 def test_norm(library: Library, rms: bool, dtype: torch.dtype) -> None:
     for N, C in SIZES[1:]:
-        inputs = [3 * draw(N, C, dtype=dtype) + 1, draw(C, dtype=dtype, seed=1), draw(C, dtype=dtype, seed=2)]
+        inputs = [
+            3 * draw(N, C, dtype=dtype) + 1,
+            draw(C, dtype=dtype, seed=1),
+            draw(C, dtype=dtype, seed=2),
+        ]
         inputs = [*inputs[:2], None] if rms else inputs  # type: ignore[list-item]
         assert_same(
             lambda x, w, b: native.norm(x, w, b, 1e-5, rms=rms),
@@ -53,7 +60,9 @@ def test_activations(library: Library, dtype: torch.dtype) -> None:
         assert_same(native.gelu, lambda x: F.gelu(x, approximate="tanh"), [x], largest=LARGEST)
         assert_same(native.swiglu, torch_swiglu, [x, up], largest=LARGEST)
     extremes = torch.tensor([-100.0, -30.0, 0.0, 30.0, 100.0, torch.inf])
-    assert native.gelu(extremes).tolist() == pytest.approx([0.0, 0.0, 0.0, 30.0, 100.0, torch.inf], abs=1e-15)
+    assert native.gelu(extremes).tolist() == pytest.approx(
+        [0.0, 0.0, 0.0, 30.0, 100.0, torch.inf], abs=1e-15
+    )
     assert native.gelu(torch.tensor([torch.nan])).isnan().all()
     exact = F.gelu(x.float())
     assert torch.equal(native.gelu(x.float(), approximate="none"), exact)
@@ -74,21 +83,32 @@ def test_cross_entropy(library: Library, dtype: torch.dtype, softcap: float) -> 
         torch.testing.assert_close(ours[counted], torchs[counted], rtol=2 * EPS[dtype], atol=1e-6)
         assert (ours[:, vocab_size:] == 0).all()
     logits[0, 3] = torch.nan
-    assert native.softmax_cross_entropy(logits, targets, vocab_size, softcap, overwrite=False)[0].isnan()
+    assert native.softmax_cross_entropy(logits, targets, vocab_size, softcap, overwrite=False)[
+        0
+    ].isnan()
 
 
 def test_adamw(library: Library) -> None:
     """Ten updates, decayed and not, with a divisor of the gradient: torch's fused weights to a few roundings."""
     sizes, dtype = [(100, 33), (77,)], torch.float32
-    ours, torchs = ([torch.nn.Parameter(draw(*size, dtype=dtype)) for size in sizes] for _ in range(2))
+    ours, torchs = (
+        [torch.nn.Parameter(draw(*size, dtype=dtype)) for size in sizes] for _ in range(2)
+    )
     optimizers = []
     for params in (ours, torchs):
-        groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(params, (0.1, 0.0), strict=True)]
+        groups = [
+            {"params": [p], "weight_decay": decay}
+            for p, decay in zip(params, (0.1, 0.0), strict=True)
+        ]
         optimizers.append(AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": 0 * p.data, "exp_avg_sq": 0 * p.data}
+                optimizer.state[p] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": 0 * p.data,
+                    "exp_avg_sq": 0 * p.data,
+                }
     copies = {p: p.detach().bfloat16() for p in ours}
     optimizers[0].use_native(library, copies)
     for step in range(10):

@@ -14,7 +14,10 @@ from megatoken.native.library import Library
 from tests.native.twins import assert_same
 
 DTYPES = [torch.float32, torch.bfloat16]
-LARGEST = {torch.float32: 2e-5, torch.bfloat16: 0.04}  # errors of sums that cancel, relative to typical ones
+LARGEST = {
+    torch.float32: 2e-5,
+    torch.bfloat16: 0.04,
+}  # errors of sums that cancel, relative to typical ones
 TYPICAL = {torch.float32: 2e-6, torch.bfloat16: 0.004}
 SIZES = [1, 2, 3, 5, 13, 16, 31, 33, 47, 64, 97, 130]
 
@@ -41,7 +44,9 @@ def draw(rows: int, cols: int, dtype: torch.dtype, rng: random.Random) -> Tensor
     transposed = rng.random() < 0.5
     height, width = (cols, rows) if transposed else (rows, cols)
     whole = torch.randn(
-        top + height, left + width + spare, generator=torch.Generator().manual_seed(rng.randrange(99999))
+        top + height,
+        left + width + spare,
+        generator=torch.Generator().manual_seed(rng.randrange(99999)),
     )
     part = whole.to(dtype)[top:, left : left + width]
     return part.t() if transposed else part
@@ -88,7 +93,9 @@ def test_without_rows_columns_or_inner_dimension(library: Library) -> None:
     assert products.matmul(torch.ones(0, 5), torch.ones(5, 4)).shape == (0, 4)
     assert products.matmul(torch.ones(4, 5), torch.ones(5, 0)).shape == (4, 0)
     sums = torch.ones(6)
-    assert products.matmul(torch.ones(6, 0), torch.ones(0, 40), row_sums_M=sums).equal(torch.zeros(6, 40))
+    assert products.matmul(torch.ones(6, 0), torch.ones(0, 40), row_sums_M=sums).equal(
+        torch.zeros(6, 40)
+    )
     assert sums.equal(torch.zeros(6))
 
 
@@ -102,7 +109,10 @@ def test_long_sums_in_chunks(library: Library, dtype: torch.dtype) -> None:
 
 
 def test_long_sums_of_a_large_result_in_strips(fastest: Library) -> None:
-    a, b = (torch.randn(2100, 3100, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
+    a, b = (
+        torch.randn(2100, 3100, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed in (1, 2)
+    )
     got = products.matmul(a, b.t(), torch.empty(2100, 2100))
     torch.testing.assert_close(got, a.float() @ b.float().t(), rtol=1e-4, atol=2e-3)
 
@@ -114,7 +124,13 @@ def test_linear_with_gradients(library: Library, dtype: torch.dtype, biased: boo
     for N, width, hidden in [(1, 16, 40), (3, 37, 65), (70, 64, 96), (129, 130, 33)]:
         x = draw(N, width, dtype, rng).unsqueeze(0)
         weight, bias = draw(hidden, width, dtype, rng) / 8, torch.linspace(-1, 1, hidden).to(dtype)
-        assert_same(products.linear, F.linear, [x, weight, bias if biased else None], largest=LARGEST, typical=TYPICAL)
+        assert_same(
+            products.linear,
+            F.linear,
+            [x, weight, bias if biased else None],
+            largest=LARGEST,
+            typical=TYPICAL,
+        )
 
 
 def test_only_the_gradients_that_are_needed(fastest: Library) -> None:
@@ -130,14 +146,18 @@ def test_only_the_gradients_that_are_needed(fastest: Library) -> None:
 def test_same_bits_with_any_number_of_threads(library: Library, dtype: torch.dtype) -> None:
     rng, threads = random.Random(5), torch.get_num_threads()
     cases = [
-        (draw(M, K, dtype, rng), draw(K, N, dtype, rng)) for M, N, K in [(2, 99, 64), (130, 257, 96), (301, 45, 3500)]
+        (draw(M, K, dtype, rng), draw(K, N, dtype, rng))
+        for M, N, K in [(2, 99, 64), (130, 257, 96), (301, 45, 3500)]
     ]
     results = []
     try:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
             sums = [torch.empty(len(a)) for a, _ in cases]
-            results.append([products.matmul(a, b, row_sums_M=s) for (a, b), s in zip(cases, sums, strict=True)] + sums)
+            results.append(
+                [products.matmul(a, b, row_sums_M=s) for (a, b), s in zip(cases, sums, strict=True)]
+                + sums
+            )
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -146,7 +166,9 @@ def test_same_bits_with_any_number_of_threads(library: Library, dtype: torch.dty
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_reaches_its_row_and_column_only(library: Library, dtype: torch.dtype, value: float) -> None:
+def test_what_is_not_finite_reaches_its_row_and_column_only(
+    library: Library, dtype: torch.dtype, value: float
+) -> None:
     a, b = torch.ones(50, 40, dtype=dtype), torch.ones(40, 45, dtype=dtype)
     a[17, 9] = b[3, 21] = value
     finite = products.matmul(a, b).isfinite()

@@ -11,11 +11,15 @@ from megatoken.system.environment import find_compiler
 from tests.native.conftest import EMULATED_AMX
 
 DRIVERS = [("products", "150 products\n", name) for name in INSTRUCTION_SETS]
-DRIVERS += [("operations", "12 rounds\n", name) for name in ("avx512_bf16", "avx2")]  # ten seconds each to compile
+DRIVERS += [
+    ("operations", "12 rounds\n", name) for name in ("avx512_bf16", "avx2")
+]  # ten seconds each to compile
 
 
 @pytest.mark.parametrize(("driver", "output", "instruction_set"), DRIVERS)
-def test_sanitizers_find_nothing(driver: str, output: str, instruction_set: str, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(
+    driver: str, output: str, instruction_set: str, tmp_path: Path
+) -> None:
     compiler, runnable = find_compiler(), runnable_instruction_sets()
     if not compiler:
         pytest.skip("no C++ compiler")
@@ -26,7 +30,16 @@ def test_sanitizers_find_nothing(driver: str, output: str, instruction_set: str,
         pytest.skip(f"this processor has no {instruction_set}")
     program, source = tmp_path / driver, Path(__file__).with_name(f"{driver}_driver.cc")
     sanitize = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    command = [compiler, *build.OPTIONS, *options, *sanitize, f"-I{build.SOURCES}", str(source), "-o", str(program)]
+    command = [
+        compiler,
+        *build.OPTIONS,
+        *options,
+        *sanitize,
+        f"-I{build.SOURCES}",
+        str(source),
+        "-o",
+        str(program),
+    ]
     compiled = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in compiled.stderr:
         pytest.skip("the compiler has no sanitizers")

@@ -25,7 +25,11 @@ def assert_same(
     y.backward(dy)
     expected.backward(dy.double())
     pairs = [(y.detach(), expected.detach())]
-    pairs += [(x.grad, e.grad) for x, e in zip(given, exact, strict=True) if x is not None and e is not None]
+    pairs += [
+        (x.grad, e.grad)
+        for x, e in zip(given, exact, strict=True)
+        if x is not None and e is not None
+    ]
     for got, wanted in pairs:
         assert got is not None
         assert wanted is not None

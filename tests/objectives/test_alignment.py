@@ -35,14 +35,33 @@ from tests.ranks import run_ranks, start_process
 TOKENIZER = add_control_tokens(load_tokenizer("bytes"))
 MODEL = replace(TINY_GPT, vocab_size=TOKENIZER.vocab_size, seq_len=64)
 SETTINGS = [
-    *("machine.device=cpu", "machine.precision=fp32", "machine.threads=1", "machine.micro_batch=4", "log.plots=false"),
-    *("machine.attention=explicit", "machine.gemm_backend=torch", "machine.adamw=loop", "machine.fused=off"),
-    *("budget.batch_tokens=512", "budget.steps=6", "budget.epochs=0", "evaluate.every=3steps", "save.every=2steps"),
+    *(
+        "machine.device=cpu",
+        "machine.precision=fp32",
+        "machine.threads=1",
+        "machine.micro_batch=4",
+        "log.plots=false",
+    ),
+    *(
+        "machine.attention=explicit",
+        "machine.gemm_backend=torch",
+        "machine.adamw=loop",
+        "machine.fused=off",
+    ),
+    *(
+        "budget.batch_tokens=512",
+        "budget.steps=6",
+        "budget.epochs=0",
+        "evaluate.every=3steps",
+        "save.every=2steps",
+    ),
 ]
 ROLLOUTS = ["objective.group=4", "objective.max_new_tokens=6"]
 
 
-def prepare(folder: Path, name: str, rows: list[dict[str, Any]], tokenizer: Tokenizer = TOKENIZER) -> Path:
+def prepare(
+    folder: Path, name: str, rows: list[dict[str, Any]], tokenizer: Tokenizer = TOKENIZER
+) -> Path:
     file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepare_chats(find_source(str(file)), folder / name, tokenizer, seq_len=64, val_fraction=0.2)
@@ -73,7 +92,10 @@ def test_prepare_names_the_recipe_that_trains_on_the_rows(
 ) -> None:
     file, out = tmp_path / "rows.jsonl", tmp_path / "data"
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
-    assert main(["prepare", str(file), "--out", str(out), "--tokenizer", str(base / "run")]) == ExitCode.DONE
+    assert (
+        main(["prepare", str(file), "--out", str(out), "--tokenizer", str(base / "run")])
+        == ExitCode.DONE
+    )
     said = capsys.readouterr().out
     assert said.endswith(f"next: megatoken train {recipe} --init {base / 'run'} data.path={out}\n")
     file.write_text(json.dumps(row))
@@ -83,9 +105,17 @@ def test_prepare_names_the_recipe_that_trains_on_the_rows(
     ):
         code = main(["prepare", str(file), "--out", str(tmp_path / "other"), *words])
         assert code == (ExitCode.CONFIG if flag else ExitCode.DONE)
-        assert capsys.readouterr().err.startswith(f"error: {flag} has no effect here" if flag else "")
-    for words in ([], ["--tokenizer", "bytes"], ["--tokenizer", str(base / "run" / "tokenizer" / "tokenizer.json")]):
-        assert main(["prepare", str(file), "--out", str(tmp_path / "no"), *words]) == ExitCode.CONFIG
+        assert capsys.readouterr().err.startswith(
+            f"error: {flag} has no effect here" if flag else ""
+        )
+    for words in (
+        [],
+        ["--tokenizer", "bytes"],
+        ["--tokenizer", str(base / "run" / "tokenizer" / "tokenizer.json")],
+    ):
+        assert (
+            main(["prepare", str(file), "--out", str(tmp_path / "no"), *words]) == ExitCode.CONFIG
+        )
         line = "error: rows of conversations are prepared for a model — --tokenizer — name the model by --tokenizer RUN"
         assert capsys.readouterr().err.startswith(line)
 
@@ -115,9 +145,12 @@ def losses(out: Path) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("dpo", []), ("reward", []), ("grpo", ["objective.kl=0.1"]), ("ppo", ["objective.kl=0.1"])]
+    ("name", "words"),
+    [("dpo", []), ("reward", []), ("grpo", ["objective.kl=0.1"]), ("ppo", ["objective.kl=0.1"])],
 )
-def test_stopped_runs_end_bit_identical(base: Path, tmp_path: Path, name: str, words: list[str]) -> None:
+def test_stopped_runs_end_bit_identical(
+    base: Path, tmp_path: Path, name: str, words: list[str]
+) -> None:
     """Stopped at step 3, that of no save; the model that the run began with is gone by then."""
     init = tmp_path / "base"
     shutil.copytree(base, init)
@@ -133,7 +166,9 @@ def test_stopped_runs_end_bit_identical(base: Path, tmp_path: Path, name: str, w
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_a_stop_waits_for_the_last_update_on_a_rollout(base: Path, tmp_path: Path, name: str) -> None:
+def test_a_stop_waits_for_the_last_update_on_a_rollout(
+    base: Path, tmp_path: Path, name: str
+) -> None:
     words = ["objective.updates=2", "objective.kl=0.1", "save.every=0"]
     assert train(base, name, tmp_path / "whole", *words).code == ExitCode.DONE
     stop = [lambda row: row["kind"] == "train" and row["step"] == 3]
@@ -158,10 +193,16 @@ def train_and_die(base: Path, name: str, out: Path, words: list[str], step: int)
     [
         ("dpo", [], 5),
         ("grpo", [], 5),
-        ("grpo", ["objective.updates=3", "budget.steps=9", "save.every=3steps"], 8),  # the second of three updates
+        (
+            "grpo",
+            ["objective.updates=3", "budget.steps=9", "save.every=3steps"],
+            8,
+        ),  # the second of three updates
     ],
 )
-def test_killed_runs_end_bit_identical(base: Path, tmp_path: Path, name: str, words: list[str], step: int) -> None:
+def test_killed_runs_end_bit_identical(
+    base: Path, tmp_path: Path, name: str, words: list[str], step: int
+) -> None:
     """Killed behind the second save, before which the first is committed."""
     process = start_process(train_and_die, base, name, tmp_path / "killed", words, step)
     process.join()
@@ -175,7 +216,9 @@ def test_killed_runs_end_bit_identical(base: Path, tmp_path: Path, name: str, wo
 
 
 @pytest.mark.parametrize("name", ["dpo", "ppo"])
-def test_two_processes_train_the_same(base: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_train_the_same(
+    base: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a reward in a file of the user's, which every process reads."""
     lines = inspect.getsource(pay_for_letters)
     (tmp_path / "letters.py").write_text(lines)
@@ -183,22 +226,44 @@ def test_two_processes_train_the_same(base: Path, tmp_path: Path, name: str, mon
     own = {"reward": "letters:pay_for_letters"} if name == "ppo" else {}
     for nproc in (1, 2):
         words = ["objective.kl=0.1"] if name == "ppo" else []
-        assert train(base, name, tmp_path / str(nproc), *words, nproc=nproc, **own).code == ExitCode.DONE
+        assert (
+            train(base, name, tmp_path / str(nproc), *words, nproc=nproc, **own).code
+            == ExitCode.DONE
+        )
     one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
     assert all(torch.allclose(one[key], two[key], rtol=0, atol=2e-5) for key in one)
     for a, b in zip(losses(tmp_path / "1"), losses(tmp_path / "2"), strict=True):
         assert a[:2] == b[:2]
-        assert [x for x in a[2:] if x is not None] == pytest.approx([x for x in b[2:] if x is not None], abs=1e-4)
+        assert [x for x in a[2:] if x is not None] == pytest.approx(
+            [x for x in b[2:] if x is not None], abs=1e-4
+        )
 
 
-OBJECTIVES = {"dpo": [], "reward": [], "grpo": ["objective.kl=0.1", "objective.updates=2"], "ppo": ["objective.kl=0.1"]}
+OBJECTIVES = {
+    "dpo": [],
+    "reward": [],
+    "grpo": ["objective.kl=0.1", "objective.updates=2"],
+    "ppo": ["objective.kl=0.1"],
+}
 
 
 def train_as_ranks(
-    rank: int, base: Path, name: str, words: list[str], outs: dict[Path, str], port: int, die_at: int
+    rank: int,
+    base: Path,
+    name: str,
+    words: list[str],
+    outs: dict[Path, str],
+    port: int,
+    die_at: int,
 ) -> None:
     """One of two ranks; outs: run folders with their sharding."""
-    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    facts = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": port,
+    }
     os.environ.update({key: str(value) for key, value in facts.items()})
 
     def die(row: dict[str, Any]) -> None:
@@ -218,7 +283,12 @@ def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -
         model.norm.bias[0], model.tokens.weight[find_template(TOKENIZER).stop_ids[0], 0] = 3.0, 1.5
     save_run(tmp_path / "run", model, TOKENIZER)
     outs = {tmp_path / sharding: sharding for sharding in ("zero1", "zero2", "zero3")}
-    words = [f"model.init={tmp_path / 'run'}", "budget.steps=4", "evaluate.every=4steps", "save.every=0"]
+    words = [
+        f"model.init={tmp_path / 'run'}",
+        "budget.steps=4",
+        "evaluate.every=4steps",
+        "save.every=0",
+    ]
     run_ranks(train_as_ranks, base, name, words, outs, find_free_port(), 0, nprocs=2)
     train(base, name, tmp_path / "one", *OBJECTIVES[name], *words)
     one, expected = weights(tmp_path / "one"), losses(tmp_path / "one")
@@ -227,7 +297,10 @@ def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -
         found = weights(out)
         assert found.keys() == one.keys()
         for key in one:
-            if (name, key) != ("reward", "value_head.bias"):  # cancels in a pair: its gradient is rounding alone
+            if (name, key) != (
+                "reward",
+                "value_head.bias",
+            ):  # cancels in a pair: its gradient is rounding alone
                 assert torch.allclose(one[key], found[key], rtol=0, atol=2e-6), (out, key)
         for a, b in zip(expected, losses(out), strict=True):
             assert a[:2] == b[:2]
@@ -235,33 +308,79 @@ def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -
             assert known[0] == pytest.approx(known[1], rel=1e-6, abs=1e-6)
 
 
-def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(base: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_and_use_a_reward_model_with_an_output_layer_of_its_own(
+    base: Path, tmp_path: Path
+) -> None:
     """The loss does not use the output layer; of the one held-out prompt a rank has none."""
     save_run(tmp_path / "run", GPT(replace(MODEL, tie_embeddings=False), seed=1), TOKENIZER)
     words = [f"model.init={tmp_path / 'run'}", "budget.steps=2", "save.every=0"]
     exact = [*words, "machine.deterministic=true"]
     train(base, "reward", tmp_path / "one", *words)
-    run_ranks(train_as_ranks, base, "reward", words, {tmp_path / "two": "none"}, find_free_port(), 0, nprocs=2)
-    run_ranks(train_as_ranks, base, "reward", exact, {tmp_path / "exact": "none"}, find_free_port(), 0, nprocs=2)
+    run_ranks(
+        train_as_ranks,
+        base,
+        "reward",
+        words,
+        {tmp_path / "two": "none"},
+        find_free_port(),
+        0,
+        nprocs=2,
+    )
+    run_ranks(
+        train_as_ranks,
+        base,
+        "reward",
+        exact,
+        {tmp_path / "exact": "none"},
+        find_free_port(),
+        0,
+        nprocs=2,
+    )
     for out in ("two", "exact"):
         for key, weight in weights(tmp_path / "one").items():
-            assert torch.allclose(weight, weights(tmp_path / out)[key], rtol=0, atol=2e-5), (out, key)
+            assert torch.allclose(weight, weights(tmp_path / out)[key], rtol=0, atol=2e-5), (
+                out,
+                key,
+            )
     prompts = prepare(tmp_path, "few", [{"prompt": f"{n}?", "answer": n} for n in range(5)])
     own = [*words, f"data.path={prompts}", f"objective.reward={tmp_path / 'two'}"]
-    run_ranks(train_as_ranks, base, "grpo", own, {tmp_path / "grpo": "none"}, find_free_port(), 0, nprocs=2)
-    assert [row["prompts"] for row in read_metrics(tmp_path / "grpo") if row["kind"] == "val"] == [1, 1]
+    run_ranks(
+        train_as_ranks,
+        base,
+        "grpo",
+        own,
+        {tmp_path / "grpo": "none"},
+        find_free_port(),
+        0,
+        nprocs=2,
+    )
+    assert [row["prompts"] for row in read_metrics(tmp_path / "grpo") if row["kind"] == "val"] == [
+        1,
+        1,
+    ]
 
 
 def test_a_sharded_run_that_was_killed_ends_bit_identical(base: Path, tmp_path: Path) -> None:
     """Its reference is lost, too: it is made again, of the model that the hash of the gathered weights names."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     with pytest.raises(ProcessException):
-        run_ranks(train_as_ranks, base, "grpo", [], {killed: "zero3"}, find_free_port(), 5, nprocs=2)
+        run_ranks(
+            train_as_ranks, base, "grpo", [], {killed: "zero3"}, find_free_port(), 5, nprocs=2
+        )
     assert 0 < list_steps(killed / "checkpoints")[-1] < 5
     reference = killed / "reference" / "reference.safetensors"
     kept = reference.read_bytes()
     reference.unlink()
-    run_ranks(train_as_ranks, base, "grpo", [], {killed: "zero3", whole: "zero3"}, find_free_port(), 0, nprocs=2)
+    run_ranks(
+        train_as_ranks,
+        base,
+        "grpo",
+        [],
+        {killed: "zero3", whole: "zero3"},
+        find_free_port(),
+        0,
+        nprocs=2,
+    )
     assert reference.read_bytes() == kept
     one, other = weights(whole), weights(killed)
     assert all(torch.equal(one[key], other[key]) for key in one)
@@ -272,7 +391,15 @@ def test_what_is_logged(base: Path, tmp_path: Path) -> None:
     train(base, "grpo", tmp_path / "run", "objective.kl=0.1", reward=partial(pay_for_letters))
     rows = read_metrics(tmp_path / "run")
     first = next(row for row in rows if row["kind"] == "train")
-    names = {"reward", "reward_std", "groups_without_difference", "answer_tokens", "stopped", "kl", "clip_share"}
+    names = {
+        "reward",
+        "reward_std",
+        "groups_without_difference",
+        "answer_tokens",
+        "stopped",
+        "kl",
+        "clip_share",
+    }
     assert names <= first.keys()
     assert first["kl"] == pytest.approx(0, abs=1e-6)  # the model is its reference
     held_out = [row for row in rows if row["kind"] == "val"]
@@ -284,22 +411,34 @@ def test_what_is_logged(base: Path, tmp_path: Path) -> None:
 def test_dpo_begins_at_ln_2(base: Path, tmp_path: Path) -> None:
     train(base, "dpo", tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
-    assert [row["loss"] for row in rows if row["step"] in (0, 1)] == pytest.approx([math.log(2)] * 2, abs=1e-5)
+    assert [row["loss"] for row in rows if row["step"] in (0, 1)] == pytest.approx(
+        [math.log(2)] * 2, abs=1e-5
+    )
 
 
 def test_a_reward_model_takes_the_place_of_a_rule(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(base, "reward", tmp_path / "scorer", "optim.lr=3e-3", "budget.steps=20", console=Console())
-    command = f"train ppo --init {base / 'run'} data.path=PROMPTS objective.reward={tmp_path / 'scorer'}"
+    train(
+        base, "reward", tmp_path / "scorer", "optim.lr=3e-3", "budget.steps=20", console=Console()
+    )
+    command = (
+        f"train ppo --init {base / 'run'} data.path=PROMPTS objective.reward={tmp_path / 'scorer'}"
+    )
     said = capsys.readouterr().out
     assert f"next: megatoken {command}\n" in said
     assert "held out: loss 0.6931, in order 0, " in said  # as the lines of steps call it
     # A row is cut to its sequence, so that what a token of the budget costs is not known; and the weights were given.
     assert all(words not in said for words in ("FLOP in all", "expected at first"))
-    assert {row["mfu"] for row in read_metrics(tmp_path / "scorer") if row["kind"] == "train"} == {None}
-    assert train(base, "grpo", tmp_path / "run", f"objective.reward={tmp_path / 'scorer'}").steps == 6
-    spreads = [row["reward_std"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    assert {row["mfu"] for row in read_metrics(tmp_path / "scorer") if row["kind"] == "train"} == {
+        None
+    }
+    assert (
+        train(base, "grpo", tmp_path / "run", f"objective.reward={tmp_path / 'scorer'}").steps == 6
+    )
+    spreads = [
+        row["reward_std"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"
+    ]
     assert min(spreads) > 0
     with pytest.raises(ConfigError, match=r"run is no reward model — objective.reward — train one"):
         train(base, "grpo", tmp_path / "other", f"objective.reward={base / 'run'}")
@@ -320,7 +459,9 @@ def test_a_damaged_reference_is_made_again_or_missed(base: Path, tmp_path: Path)
     (tmp_path / "other" / "reference" / "reference.safetensors").unlink()
     shutil.rmtree(init / "run")
     save_run(init / "run", GPT(MODEL, seed=2), TOKENIZER)
-    with pytest.raises(CheckpointError, match=r"is lost, and model.init is not the model that this run began with"):
+    with pytest.raises(
+        CheckpointError, match=r"is lost, and model.init is not the model that this run began with"
+    ):
         train(init, "dpo", tmp_path / "other")
 
 
@@ -351,7 +492,9 @@ def test_what_does_not_fit(
         rows = [{"prompt": f"{n}?", "answer": n} for n in range(40)]
         prepare(tmp_path, "other", rows, add_control_tokens(llama_tokenizer()))
     paths = {"PAIRS": base / "pairs", "PROMPTS": base / "prompts", "OTHER": tmp_path / "other"}
-    given = [f"{key}={paths.get(value, value)}" for key, value in (word.split("=") for word in words)]
+    given = [
+        f"{key}={paths.get(value, value)}" for key, value in (word.split("=") for word in words)
+    ]
     with pytest.raises(error, match=text):
         train(base, name, tmp_path / "run", *given, reward=None)
 
@@ -367,14 +510,20 @@ def test_a_reward_that_is_none_is_refused_before_anything_is_measured(
 
 def test_a_reward_without_an_objective_that_samples_is_refused(tmp_path: Path) -> None:
     for reward in ("exact", lambda prompt, answer, right: 1.0):
-        with pytest.raises(ConfigError, match=r"a reward has no effect with objective.name=pretrain — Trainer — leave"):
+        with pytest.raises(
+            ConfigError,
+            match=r"a reward has no effect with objective.name=pretrain — Trainer — leave",
+        ):
             Trainer(resolve("quickstart"), tmp_path / "run", reward=reward)
 
 
 def test_a_rule_may_be_named_as_one_s_own_reward_is(base: Path, tmp_path: Path) -> None:
     assert train(base, "grpo", tmp_path / "run", reward="number").code == ExitCode.DONE
     assert "reward: number" in (tmp_path / "run" / "config.yaml").read_text()
-    assert train(base, "grpo", tmp_path / "run", "objective.reward=number", reward=None).code == ExitCode.DONE
+    assert (
+        train(base, "grpo", tmp_path / "run", "objective.reward=number", reward=None).code
+        == ExitCode.DONE
+    )
 
 
 def test_a_model_that_has_not_learnt_to_answer_is_said(
@@ -382,14 +531,27 @@ def test_a_model_that_has_not_learnt_to_answer_is_said(
 ) -> None:
     plain = load_tokenizer("bytes")
     save_run(tmp_path / "plain", GPT(replace(MODEL, vocab_size=plain.vocab_size), seed=1), plain)
-    train(base, "dpo", tmp_path / "run", f"model.init={tmp_path / 'plain'}", "budget.steps=2", console=Console())
-    assert f"{tmp_path / 'plain'} has no chat template, so it has not learnt to answer" in "".join(capsys.readouterr())
+    train(
+        base,
+        "dpo",
+        tmp_path / "run",
+        f"model.init={tmp_path / 'plain'}",
+        "budget.steps=2",
+        console=Console(),
+    )
+    assert f"{tmp_path / 'plain'} has no chat template, so it has not learnt to answer" in "".join(
+        capsys.readouterr()
+    )
 
 
-def test_a_value_head_is_left_out_of_an_export(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_head_is_left_out_of_an_export(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(base, "reward", tmp_path / "run", "budget.steps=2")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
-    assert "the value head, of a reward model or of PPO, is left out" in "".join(capsys.readouterr())
+    assert "the value head, of a reward model or of PPO, is left out" in "".join(
+        capsys.readouterr()
+    )
     assert load_pretrained(tmp_path / "hf").model.value_head is None
 
 
@@ -397,7 +559,16 @@ def test_a_reward_that_raises_ends_the_run_with_one_line(base: Path, tmp_path: P
     def fail(prompt: str, answer: str, right: str) -> float:
         raise KeyError(right)
 
-    with pytest.raises(ConfigError, match=r"reward .*fail raised KeyError: .* — prompt '\d+\?', answer '.*' — mend it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward .*fail raised KeyError: .* — prompt '\d+\?', answer '.*' — mend it",
+    ):
         train(base, "grpo", tmp_path / "run", reward=fail)
     with pytest.raises(ConfigError, match="is a function of your own"):  # a start again without it
-        train(base, "grpo", tmp_path / "run", f"objective.reward={fail.__module__}:{fail.__qualname__}", reward=None)
+        train(
+            base,
+            "grpo",
+            tmp_path / "run",
+            f"objective.reward={fail.__module__}:{fail.__qualname__}",
+            reward=None,
+        )

@@ -32,7 +32,9 @@ def test_group_advantages_are_standard_scores():
 def test_a_group_without_a_difference_has_no_advantages():
     rewards = torch.tensor([[0.1, 0.1, 0.1], [1.0, 0.0, 0.0]])
     assert group_advantages(rewards)[0].tolist() == [0.0, 0.0, 0.0]
-    assert group_advantages(rewards)[1].tolist() == pytest.approx([1.15450, -0.57725, -0.57725], abs=1e-4)
+    assert group_advantages(rewards)[1].tolist() == pytest.approx(
+        [1.15450, -0.57725, -0.57725], abs=1e-4
+    )
     assert has_difference(rewards).tolist() == [False, True]
 
 
@@ -75,7 +77,9 @@ def test_gae_is_the_weighted_sum_of_temporal_differences():
         deltas = [rewards[row, t].item() + gamma * after[t + 1] - after[t] for t in range(n)]
         expected = [sum((gamma * lam) ** k * deltas[t + k] for k in range(n - t)) for t in range(n)]
         assert advantages[row].tolist() == pytest.approx(expected + [0.0] * (6 - n), abs=1e-12)
-        assert returns[row, :n].tolist() == pytest.approx([a + v for a, v in zip(expected, after[:n], strict=True)])
+        assert returns[row, :n].tolist() == pytest.approx(
+            [a + v for a, v in zip(expected, after[:n], strict=True)]
+        )
     assert returns[mask == 0].abs().max() == 0
 
 
@@ -98,7 +102,9 @@ def test_whitening_does_not_depend_on_the_split():
 
 def test_values_are_clipped_where_that_costs_more():
     values = torch.tensor([[1.0, 1.0, -1.0]], requires_grad=True)
-    losses = clipped_value_loss(values, torch.zeros(1, 3), torch.tensor([[2.0, 0.5, 0.0]]), clip=0.2)
+    losses = clipped_value_loss(
+        values, torch.zeros(1, 3), torch.tensor([[2.0, 0.5, 0.0]]), clip=0.2
+    )
     # 1 is within 0.2 of 0 as 0.2; against 2 that is the larger error, against 0.5 the value's own is.
     assert losses[0].tolist() == pytest.approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5])
     losses.sum().backward()

@@ -16,8 +16,13 @@ def test_the_loss_of_a_model_that_is_its_reference_is_ln_2():
 
 
 def test_dpo_is_equation_7_of_its_paper():
-    draws = [-5 * torch.rand(16, generator=torch.Generator().manual_seed(seed)).double() for seed in range(4)]
-    policy_w, policy_l, ref_w, ref_l = (each.exp() for each in draws)  # as probabilities, as in the paper
+    draws = [
+        -5 * torch.rand(16, generator=torch.Generator().manual_seed(seed)).double()
+        for seed in range(4)
+    ]
+    policy_w, policy_l, ref_w, ref_l = (
+        each.exp() for each in draws
+    )  # as probabilities, as in the paper
     losses, chosen, rejected = dpo_loss(*draws, beta=0.3)
     ratio = (policy_w / ref_w) ** 0.3 / (policy_l / ref_l) ** 0.3
     torch.testing.assert_close(losses, (1 + 1 / ratio).log(), rtol=0, atol=1e-12)

@@ -16,7 +16,10 @@ from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, tiny_state, tiny_step_config
 
 PAIRS = [
-    (Row([7 + i, 20, 30 + i, 3], [False, False, True, True]), Row([7 + i, 20, 60 + i, 61, 3], [False] * 2 + [True] * 3))
+    (
+        Row([7 + i, 20, 30 + i, 3], [False, False, True, True]),
+        Row([7 + i, 20, 60 + i, 61, 3], [False] * 2 + [True] * 3),
+    )
     for i in range(6)
 ]
 
@@ -26,22 +29,31 @@ def log_prob(model: GPT, row: Row) -> torch.Tensor:
     total = torch.zeros(())
     for t in range(1, len(row.ids)):
         if row.trained[t]:
-            total = total + model.logits(torch.tensor([row.ids[:t]]))[0, -1].log_softmax(-1)[row.ids[t]]
+            total = (
+                total + model.logits(torch.tensor([row.ids[:t]]))[0, -1].log_softmax(-1)[row.ids[t]]
+            )
     return total
 
 
 def with_reference(batch: Batch, model: GPT) -> Batch:
     rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
     log_probs = measure_answers(model, tiny_step_config(4), CPU, rows)
-    return Batch(batch.inputs_BT, batch.targets_BT, values={"reference": log_probs.sum(1).view(-1, 2)})
+    return Batch(
+        batch.inputs_BT, batch.targets_BT, values={"reference": log_probs.sum(1).view(-1, 2)}
+    )
 
 
 def test_pairs_are_two_rows():
-    batch = build_pairs([(Row([7, 8, 3], [False, True, True]), Row([7, 9, 9, 3], [False, True, True, True]))], 16)
+    batch = build_pairs(
+        [(Row([7, 8, 3], [False, True, True]), Row([7, 9, 9, 3], [False, True, True, True]))], 16
+    )
     assert batch.inputs_BT.tolist() == [[[7, 8, 3, 0], [7, 9, 9, 3]]]
     assert batch.targets_BT.tolist() == [[[8, 3, -1, -1], [9, 9, 3, -1]]]
     values = torch.arange(8.0).view(2, 4)
-    assert take_last(values, batch.targets_BT[0]).tolist() == [2.0, 7.0]  # where the stop token has been read
+    assert take_last(values, batch.targets_BT[0]).tolist() == [
+        2.0,
+        7.0,
+    ]  # where the stop token has been read
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 6])
@@ -50,7 +62,9 @@ def test_the_first_step_of_dpo(micro_batch: int):
     state, step_config = tiny_state(), tiny_step_config(micro_batch)
     state.objective = build_objective(ObjectiveConfig(name="dpo", beta=0.3))
     batch = with_reference(build_pairs(PAIRS, 16), state.model)
-    differences = torch.stack([log_prob(state.model, chosen) - log_prob(state.model, bad) for chosen, bad in PAIRS])
+    differences = torch.stack(
+        [log_prob(state.model, chosen) - log_prob(state.model, bad) for chosen, bad in PAIRS]
+    )
     (-0.15 * differences.mean()).backward()
     expected = torch.cat([param.grad.flatten() for param in state.model.parameters()]).norm().item()
     state.model.zero_grad()
@@ -77,7 +91,9 @@ def test_a_reward_model_learns_the_order(device: Device):
     state.objective = build_objective(ObjectiveConfig(name="reward"))
     batch, losses = build_pairs(PAIRS, 16), []
     for _ in range(20):
-        metrics = train_step(state, tiny_step_config(4, optim__lr=3e-3, optim__schedule="constant"), device, batch)
+        metrics = train_step(
+            state, tiny_step_config(4, optim__lr=3e-3, optim__schedule="constant"), device, batch
+        )
         losses.append(metrics.loss)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)  # the head starts at 0
     assert losses[-1] < 0.3

@@ -48,10 +48,21 @@ def open_run(
     values = {"group": 4, "max_new_tokens": 6, "kl": 0.0, **settings}
     objective = {f"objective__{key}": value for key, value in values.items()}
     settings_of_size = {"budget__batch_tokens": 16 * batch}
-    config = tiny_config(objective__name=name, optim__lr=3e-3, optim__weight_decay=0.0, **settings_of_size, **objective)
+    config = tiny_config(
+        objective__name=name,
+        optim__lr=3e-3,
+        optim__weight_decay=0.0,
+        **settings_of_size,
+        **objective,
+    )
     model = replace(model, value_head=name == "ppo")
     run = RunContext(
-        config=config, out=out, console=Console(quiet=True), device=device, comm=Comm(DistEnv()), is_main=True
+        config=config,
+        out=out,
+        console=Console(quiet=True),
+        device=device,
+        comm=Comm(DistEnv()),
+        is_main=True,
     )
     run.state, run.model_config = tiny_state(model_config=model), model
     run.state.sharded = replace(run.state.sharded, dims=ParallelDims(dp_replicate=ranks, rank=rank))
@@ -66,7 +77,10 @@ def open_batches(run: RunContext, score: Score = pay_for_low_ids) -> RolloutBatc
 
 def test_rows_train_the_answer_and_its_stop_token():
     prompts = [Prompt([7, 8], "", ""), Prompt([9], "", "")]
-    completions = [Completion([11, 12], [-0.1, -0.2, -0.3], "stop", 3), Completion([13, 14], [-0.4, -0.5], "length")]
+    completions = [
+        Completion([11, 12], [-0.1, -0.2, -0.3], "stop", 3),
+        Completion([13, 14], [-0.4, -0.5], "length"),
+    ]
     batch, log_probs = build_rows(prompts, completions, 6)
     assert batch.inputs_BT.tolist() == [[7, 8, 11, 12, 3, 0], [9, 13, 14, 0, 0, 0]]
     assert batch.targets_BT.tolist() == [[-1, 11, 12, 3, -1, -1], [13, 14, -1, -1, -1, -1]]
@@ -76,7 +90,9 @@ def test_rows_train_the_answer_and_its_stop_token():
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 @pytest.mark.parametrize("model", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-def test_log_probabilities_are_of_the_distribution_sampled_from(tmp_path: Path, model: ModelConfig, temperature: float):
+def test_log_probabilities_are_of_the_distribution_sampled_from(
+    tmp_path: Path, model: ModelConfig, temperature: float
+):
     run = open_run(tmp_path, model=model, temperature=temperature)
     batch = open_batches(run).get(0)
     measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch)
@@ -89,12 +105,18 @@ def test_log_probabilities_are_of_the_distribution_sampled_from(tmp_path: Path, 
 
 def test_a_batch_follows_from_weights_and_number(tmp_path: Path):
     run = open_run(tmp_path)
-    first, again, other = open_batches(run).get(3), open_batches(run).get(3), open_batches(run).get(4)
+    first, again, other = (
+        open_batches(run).get(3),
+        open_batches(run).get(3),
+        open_batches(run).get(4),
+    )
     assert torch.equal(first.inputs_BT, again.inputs_BT)
     assert first.values.keys() == {"log_probs", "advantages"}
     assert all(torch.equal(first.values[name], again.values[name]) for name in first.values)
     assert not torch.equal(first.inputs_BT[:, :1], other.inputs_BT[:, :1])
-    assert len({sequence_seed(s, b, i) for s in range(9) for b in range(9) for i in range(9)}) == 729
+    assert (
+        len({sequence_seed(s, b, i) for s in range(9) for b in range(9) for i in range(9)}) == 729
+    )
 
 
 def count_clipped(run: RunContext, batch: Batch) -> tuple[float, float]:
@@ -104,16 +126,24 @@ def count_clipped(run: RunContext, batch: Batch) -> tuple[float, float]:
     log_probs = measure(temperature=objective.temperature)
     mask, gains = batch.targets_BT >= 0, given["advantages"]
     ratio = (log_probs - given["log_probs"]).exp()
-    beyond = ((ratio > 1 + objective.clip) & (gains > 0)) | ((ratio < 1 - objective.clip) & (gains < 0))
-    errors = (measure(values=True) - given["returns"]).square() / 2 if "returns" in given else 0 * mask
-    return (beyond & mask).sum().item() / mask.sum().item(), (errors * mask).sum().item() / mask.sum().item()
+    beyond = ((ratio > 1 + objective.clip) & (gains > 0)) | (
+        (ratio < 1 - objective.clip) & (gains < 0)
+    )
+    errors = (
+        (measure(values=True) - given["returns"]).square() / 2 if "returns" in given else 0 * mask
+    )
+    return (beyond & mask).sum().item() / mask.sum().item(), (
+        errors * mask
+    ).sum().item() / mask.sum().item()
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_clipping_acts_from_the_second_update_on(tmp_path: Path, name: str):
     """On PPO's values, too: what is clipped has the larger error of the two."""
     run = open_run(tmp_path, name, updates=3, value_clip=0.01)
-    run.step_config = tiny_step_config(8, optim__lr=3e-2, optim__schedule="constant", budget__batch_tokens=128)
+    run.step_config = tiny_step_config(
+        8, optim__lr=3e-2, optim__schedule="constant", budget__batch_tokens=128
+    )
     batches, metrics, expected, errors = open_batches(run), [], [], []
     for _ in range(3):
         batch = batches.get(run.state.batch)
@@ -139,7 +169,9 @@ def test_updates_share_the_rollout_of_the_weights_before_them(tmp_path: Path, na
         seen.append(batches.get(run.state.batch))
         assert torch.equal(seen[-1].targets_BT, expected.targets_BT)
         assert seen[-1].values.keys() == expected.values.keys()
-        assert all(torch.equal(value, expected.values[key]) for key, value in seen[-1].values.items())
+        assert all(
+            torch.equal(value, expected.values[key]) for key, value in seen[-1].values.items()
+        )
         assert batches.metrics == once.metrics
         train_step(run.state, run.step_config, CPU, seen[-1])
     assert not torch.equal(seen[2].targets_BT, seen[3].targets_BT)
@@ -148,7 +180,9 @@ def test_updates_share_the_rollout_of_the_weights_before_them(tmp_path: Path, na
 def test_a_skipped_batch_leaves_out_the_rest_of_its_rollout(tmp_path: Path):
     run, drawn = open_run(tmp_path, updates=2), []
     batches = open_batches(run)
-    batches._sample = lambda rollout: drawn.append(rollout) or Batch(torch.zeros(1, 1), torch.zeros(1, 1))
+    batches._sample = lambda rollout: (
+        drawn.append(rollout) or Batch(torch.zeros(1, 1), torch.zeros(1, 1))
+    )
     for step, skipped in (
         (0, []),
         (1, []),
@@ -172,18 +206,24 @@ def test_two_processes_sample_what_one_does(tmp_path: Path):
         rows, width = slice(4 * rank, 4 * rank + 4), half.inputs_BT.shape[1]
         assert torch.equal(half.inputs_BT, whole.inputs_BT[rows, :width])
         assert (whole.targets_BT[rows, width:] == -1).all()
-        torch.testing.assert_close(half.values["advantages"], whole.values["advantages"][rows, :width])
+        torch.testing.assert_close(
+            half.values["advantages"], whole.values["advantages"][rows, :width]
+        )
 
 
 def test_advantages_are_those_of_each_prompts_answers(tmp_path: Path):
     batches = open_batches(open_run(tmp_path))
     batch = batches.get(0)
     answers = [[id for id in row if id >= 0] for row in batch.targets_BT.tolist()]
-    rewards = torch.tensor([sum(id < 30 and id not in STOPS for id in ids) / 4 for ids in answers]).double()
+    rewards = torch.tensor(
+        [sum(id < 30 and id not in STOPS for id in ids) / 4 for ids in answers]
+    ).double()
     expected = group_advantages(rewards.view(2, 4)).flatten()
     for row in range(8):
         values = batch.values["advantages"][row][batch.targets_BT[row] >= 0]
-        assert values.tolist() == pytest.approx([expected[row].item()] * len(answers[row]), abs=1e-6)
+        assert values.tolist() == pytest.approx(
+            [expected[row].item()] * len(answers[row]), abs=1e-6
+        )
     assert batches.metrics["reward"] == pytest.approx(rewards.mean().item())
     assert batches.metrics["answer_tokens"] == sum(map(len, answers)) / 8
     assert batches.metrics["stopped"] == sum(ids[-1] in STOPS for ids in answers) / 8
@@ -200,14 +240,20 @@ def test_a_low_temperature_draws_likelier_answers(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("micro_batch", "temperature"), [(1, 1.0), (3, 1.0), (8, 1.0), (3, 0.6)])
-def test_the_first_gradient_is_the_policy_gradient(tmp_path: Path, micro_batch: int, temperature: float):
+def test_the_first_gradient_is_the_policy_gradient(
+    tmp_path: Path, micro_batch: int, temperature: float
+):
     """Where the model is the one that sampled, the clipped objective's gradient is that of -A log p over the tokens."""
     run = open_run(tmp_path, temperature=temperature)
     run.step_config = tiny_step_config(micro_batch)
     batch = open_batches(run).get(0)
     model = run.state.model
     logits = model.logits(batch.inputs_BT)
-    log_probs = (logits / temperature).log_softmax(-1).gather(-1, batch.targets_BT.clamp(min=0)[..., None])[..., 0]
+    log_probs = (
+        (logits / temperature)
+        .log_softmax(-1)
+        .gather(-1, batch.targets_BT.clamp(min=0)[..., None])[..., 0]
+    )
     (-(batch.values["advantages"] * log_probs).sum() / (batch.targets_BT >= 0).sum()).backward()
     expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm().item()
     model.zero_grad()
@@ -226,13 +272,17 @@ def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
     )
     log_probs = measure_answers(run.state.model, run.step_config, CPU, batch)
     mask = batch.targets_BT >= 0
-    losses, clipped = clipped_loss(log_probs, batch.values["log_probs"], batch.values["advantages"], clip=0.2)
+    losses, clipped = clipped_loss(
+        log_probs, batch.values["log_probs"], batch.values["advantages"], clip=0.2
+    )
     forward = run.state.forward
     run.state.forward = lambda ids, **options: rows.append(len(ids)) or forward(ids, **options)
     metrics = train_step(run.state, tiny_step_config(4), CPU, batch)
     assert rows == [1, 1, 4, 4]
     assert metrics.loss == pytest.approx((losses * mask).sum().item() / mask.sum().item(), rel=1e-5)
-    assert metrics.values["clip_share"] == pytest.approx((clipped & mask).sum().item() / mask.sum().item())
+    assert metrics.values["clip_share"] == pytest.approx(
+        (clipped & mask).sum().item() / mask.sum().item()
+    )
     assert metrics.values["clip_share"] > 0
 
 
@@ -240,7 +290,9 @@ def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
 def test_rewards_rise(tmp_path: Path, name: str, device: Device):
     run = open_run(tmp_path, name, device=device, group=8)
     batches, rewards = open_batches(run), []
-    run.step_config = replace(tiny_step_config(8, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=8 * 16)
+    run.step_config = replace(
+        tiny_step_config(8, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=8 * 16
+    )
     for number in range(40):
         metrics = train_step(run.state, run.step_config, run.device, batches.get(number))
         rewards.append(batches.metrics["reward"])
@@ -255,14 +307,18 @@ def test_ppo_returns_are_the_rewards(tmp_path: Path):
     for row in range(8):
         ids = batch.targets_BT[row][mask[row]].tolist()
         reward = sum(id < 30 and id not in STOPS for id in ids) / 4
-        assert batch.values["returns"][row][mask[row]].tolist() == pytest.approx([reward] * len(ids))
+        assert batch.values["returns"][row][mask[row]].tolist() == pytest.approx(
+            [reward] * len(ids)
+        )
     advantages = batch.values["advantages"][mask]
     assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantages.std().item() == pytest.approx(1, abs=1e-4)
     assert batch.values["values"].abs().max() == 0
 
 
-@pytest.mark.parametrize(("reward", "fix"), [(0.0, "a model that is right sometimes"), (1.0, "read some answers")])
+@pytest.mark.parametrize(
+    ("reward", "fix"), [(0.0, "a model that is right sometimes"), (1.0, "read some answers")]
+)
 def test_steps_without_a_difference_are_said(
     tmp_path: Path, reward: float, fix: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -286,7 +342,10 @@ def test_steps_without_a_difference_are_said(
     ("prompts", "text"),
     [
         ([], "no prompts"),
-        ([Prompt([1] * 11, "", "")], "a prompt has 11 tokens, with 6 of an answer more than .* of 16"),
+        (
+            [Prompt([1] * 11, "", "")],
+            "a prompt has 11 tokens, with 6 of an answer more than .* of 16",
+        ),
     ],
 )
 def test_prompts_that_do_not_fit(prompts: list[Prompt], text: str):
@@ -295,7 +354,9 @@ def test_prompts_that_do_not_fit(prompts: list[Prompt], text: str):
 
 
 def test_groups_are_whole(tmp_path: Path):
-    with pytest.raises(ConfigError, match="4 sequences a process are not whole groups of 8 answers"):
+    with pytest.raises(
+        ConfigError, match="4 sequences a process are not whole groups of 8 answers"
+    ):
         open_batches(open_run(tmp_path, group=8, ranks=2))
 
 
@@ -316,7 +377,9 @@ def test_a_reward_that_pays_the_empty_answer_is_hacked(tmp_path: Path):
 
     run = open_run(tmp_path, group=16, batch=64)
     batches, metrics = open_batches(run, pay_for_parts), []
-    run.step_config = replace(tiny_step_config(64, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=64 * 16)
+    run.step_config = replace(
+        tiny_step_config(64, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=64 * 16
+    )
     for number in range(40):
         train_step(run.state, run.step_config, run.device, batches.get(number))
         metrics.append(batches.metrics)

@@ -12,7 +12,13 @@ from megatoken.train.state import build_step_config
 
 
 def schedule(decay: str, **changes: float | BatchRamp | None) -> LRSchedule:
-    sizes: dict[str, Any] = {"peak_lr": 1.0, "min_lr_ratio": 0.1, "warmup": 10, "decay_length": None, "total": 110}
+    sizes: dict[str, Any] = {
+        "peak_lr": 1.0,
+        "min_lr_ratio": 0.1,
+        "warmup": 10,
+        "decay_length": None,
+        "total": 110,
+    }
     sizes["decay_length"] = 20 if decay.startswith("wsd") else None
     return LRSchedule(decay=decay, **{**sizes, **changes})
 
@@ -22,12 +28,16 @@ def test_linear_warmup(decay: str) -> None:
     assert [schedule(decay).lr(s) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
 
 
-@pytest.mark.parametrize(("decay", "middle"), [("cosine", 0.55), ("linear", 0.55), ("wsd", 1.0), ("constant", 1.0)])
+@pytest.mark.parametrize(
+    ("decay", "middle"), [("cosine", 0.55), ("linear", 0.55), ("wsd", 1.0), ("constant", 1.0)]
+)
 def test_halfway(decay: str, middle: float) -> None:
     assert schedule(decay).lr(60) == pytest.approx(middle)
 
 
-@pytest.mark.parametrize(("decay", "end"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)])
+@pytest.mark.parametrize(
+    ("decay", "end"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)]
+)
 def test_end_and_beyond(decay: str, end: float) -> None:
     assert schedule(decay).lr(110) == pytest.approx(end)
     assert schedule(decay).lr(500) == pytest.approx(end)
@@ -43,7 +53,15 @@ def test_multi_step_is_that_of_deepseek() -> None:
     length = build_config({"optim.schedule": "multi-step"}).optim.decay_length
     assert str(length) == "0.2dur"
     steps = schedule("multi-step", warmup=0, total=100, decay_length=20)
-    assert [round(steps.lr(s), 3) for s in (0, 79, 80, 89, 90, 99, 500)] == [1.0, 1.0, 0.316, 0.316, 0.1, 0.1, 0.1]
+    assert [round(steps.lr(s), 3) for s in (0, 79, 80, 89, 90, 99, 500)] == [
+        1.0,
+        1.0,
+        0.316,
+        0.316,
+        0.1,
+        0.1,
+        0.1,
+    ]
     assert steps.is_before_decay(80)
     assert not steps.is_before_decay(81)
 
@@ -59,24 +77,36 @@ def test_a_decay_of_its_own_length_ends_before_the_run(decay: str) -> None:
     assert schedule(decay, decay_length=100).lr(37) == schedule(decay).lr(37)
 
 
-GPT3 = {"optim.lr": 6e-4, "optim.warmup": "375e6tok", "optim.decay": "260e9tok", "budget.tokens": 300 * 10**9}
+GPT3 = {
+    "optim.lr": 6e-4,
+    "optim.warmup": "375e6tok",
+    "optim.decay": "260e9tok",
+    "budget.tokens": 300 * 10**9,
+}
 
 
 def test_gpt3_decays_over_260_of_300_billion_tokens_and_stays_at_a_tenth() -> None:
     values = {**GPT3, "model.seq_len": 2048, "budget.batch_tokens": 524288}
-    values |= {key: parse_value(FIELDS[key], str(values[key])) for key in ("optim.warmup", "optim.decay")}
+    values |= {
+        key: parse_value(FIELDS[key], str(values[key])) for key in ("optim.warmup", "optim.decay")
+    }
     plain = build_step_config(build_config(values), epoch_tokens=10**12)
     ramp = {"budget.batch_start": 32768, "budget.batch_ramp": 4 * 10**9}
     ramped = build_step_config(build_config(values | ramp), epoch_tokens=10**12)
     assert plain.total_steps == 572205
     assert ramped.total_steps > plain.total_steps
     for config in (plain, ramped):
-        at = {round(config.tokens_before(step) / 1e9, 3): step for step in range(0, config.total_steps, 37)}
+        at = {
+            round(config.tokens_before(step) / 1e9, 3): step
+            for step in range(0, config.total_steps, 37)
+        }
         tokens = sorted(at)
 
         def rate(billions: float, at: dict[float, int] = at, tokens: list[float] = tokens) -> float:
             nearest = min(tokens, key=lambda t: abs(t - billions))
             return config.schedule.lr(at[nearest]) / 6e-4  # noqa: B023
 
-        assert [rate(b) for b in (0.1875, 0.376, 130.375)] == pytest.approx([0.5, 1.0, 0.55], rel=0.06)
+        assert [rate(b) for b in (0.1875, 0.376, 130.375)] == pytest.approx(
+            [0.5, 1.0, 0.55], rel=0.06
+        )
         assert [rate(b) for b in (260.4, 280, 299.9)] == pytest.approx([0.1, 0.1, 0.1], rel=1e-6)

@@ -16,12 +16,31 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import OptimConfig
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError, NumericsError
-from megatoken.optim.costs import STATE_BYTES, count_optimizer_bytes, count_optimizer_flops, count_saved_bytes
-from megatoken.optim.muon import COEFFICIENTS, Muon, WholeMatrices, list_hidden_matrices, orthogonalize
+from megatoken.optim.costs import (
+    STATE_BYTES,
+    count_optimizer_bytes,
+    count_optimizer_flops,
+    count_saved_bytes,
+)
+from megatoken.optim.muon import (
+    COEFFICIENTS,
+    Muon,
+    WholeMatrices,
+    list_hidden_matrices,
+    orthogonalize,
+)
 from megatoken.optim.optimizer import build_optimizer
 from megatoken.train.state import TrainState
 from megatoken.train.step import train_step, train_step_async, wait_for_steps
-from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_batch, tiny_state, tiny_step_config
+from tests.tiny_model import (
+    CPU,
+    TINY_GPT,
+    TINY_LLAMA,
+    TINY_MODERN,
+    tiny_batch,
+    tiny_state,
+    tiny_step_config,
+)
 
 UNTIED = replace(TINY_LLAMA, tie_embeddings=False)
 SHAPES = ((24, 16), (16, 24), (16, 16), (16, 16))
@@ -32,7 +51,9 @@ def random_matrices(seed: int = 0, shapes: tuple[tuple[int, int], ...] = SHAPES)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def muon_state(model_config: ModelConfig = TINY_GPT, form: str = "auto", **values: object) -> TrainState:
+def muon_state(
+    model_config: ModelConfig = TINY_GPT, form: str = "auto", **values: object
+) -> TrainState:
     optim = OptimConfig(**{"name": "muon", "lr": 3e-3} | values)  # type: ignore[arg-type]
     return tiny_state(optim=optim, model_config=model_config, form=form)
 
@@ -76,7 +97,9 @@ class Layers(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES
+        )
         self.norm = torch.nn.LayerNorm(8)
 
 
@@ -89,9 +112,13 @@ def test_it_equals_torchs_muon() -> None:
     optim = OptimConfig(name="muon", lr=0.02, matrix_lr=0.02, weight_decay=0.1, momentum=0.9)
     matrices = WholeMatrices(list_hidden_matrices(ours), torch.bfloat16)
     optimizer = build_optimizer(ours, optim, matrices=matrices)
-    reference = torch.optim.Muon(theirs.layers.parameters(), lr=0.02, weight_decay=0.1, momentum=0.9)
+    reference = torch.optim.Muon(
+        theirs.layers.parameters(), lr=0.02, weight_decay=0.1, momentum=0.9
+    )
     for step in range(4):
-        for gradient, own, other in zip(random_matrices(step), ours.layers, theirs.layers, strict=True):
+        for gradient, own, other in zip(
+            random_matrices(step), ours.layers, theirs.layers, strict=True
+        ):
             own.weight.grad, other.weight.grad = gradient.clone(), gradient.clone()
         optimizer.step()
         reference.step()
@@ -101,7 +128,9 @@ def test_it_equals_torchs_muon() -> None:
         assert float(moved.norm()) > 0.1
 
 
-@pytest.mark.parametrize("model_config", [TINY_GPT, UNTIED, TINY_MODERN], ids=["gpt", "llama", "modern"])
+@pytest.mark.parametrize(
+    "model_config", [TINY_GPT, UNTIED, TINY_MODERN], ids=["gpt", "llama", "modern"]
+)
 def test_every_parameter_is_in_one_group(model_config: ModelConfig) -> None:
     state = muon_state(model_config, matrix_lr=0.03)
     params = dict(state.model.named_parameters())
@@ -113,8 +142,12 @@ def test_every_parameter_is_in_one_group(model_config: ModelConfig) -> None:
     embeddings = {"tokens.weight", "positions.weight", "head.weight"} & params.keys()
     embeddings |= {name for name in params if name.endswith("value_tokens.weight")}
     assert set(decayed) == embeddings
-    assert hidden == [name for name, param in params.items() if param.dim() == 2 and name not in embeddings]
-    assert len(hidden) == sum(isinstance(module, torch.nn.Linear) for module in state.model.blocks.modules())
+    assert hidden == [
+        name for name, param in params.items() if param.dim() == 2 and name not in embeddings
+    ]
+    assert len(hidden) == sum(
+        isinstance(module, torch.nn.Linear) for module in state.model.blocks.modules()
+    )
     rates = [(group["lr"], group["weight_decay"]) for group in state.optimizer.param_groups]
     assert rates == [(3e-3, 0.1), (3e-3, 0.0), (pytest.approx(0.03), 0.1)]
 
@@ -135,7 +168,11 @@ def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
 def test_the_other_groups_are_adamw() -> None:
     state = muon_state(grad_clip=0.0)
     params = dict(state.model.named_parameters())
-    others = {name: params[name].detach().clone() for name in params if name not in list_hidden_matrices(state.model)}
+    others = {
+        name: params[name].detach().clone()
+        for name in params
+        if name not in list_hidden_matrices(state.model)
+    }
     twin = build_optimizer(others, OptimConfig(lr=3e-3))
     for step in range(3):
         train_step_with_gradients(state, others, step)
@@ -165,7 +202,9 @@ def test_clipping_is_that_of_other_optimizers(form: str) -> None:
         before = weights_of(state)
         report = train_step(state, step_config, CPU, Batch(*tiny_batch(step)))
         assert report.grad_norm > 0.1
-        seen.append(state.optimizer.state[state.model.get_parameter(name)]["momentum_buffer"].clone())
+        seen.append(
+            state.optimizer.state[state.model.get_parameter(name)]["momentum_buffer"].clone()
+        )
         assert not torch.equal(state.model.get_parameter(name), before[name])
     assert float(torch.stack([each.norm() for each in seen]).max()) < 0.05
 
@@ -178,7 +217,9 @@ def test_clipped_steps_agree(form: str) -> None:
         for state in states:
             train_step(state, step_config, CPU, Batch(*tiny_batch(step)))
     for name, weight in weights_of(states[0]).items():
-        torch.testing.assert_close(weight, states[1].model.get_parameter(name).data, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            weight, states[1].model.get_parameter(name).data, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_bad_step_and_all_after_it_leave_weights_and_momentum() -> None:
@@ -224,7 +265,9 @@ def test_cautious_decay_spares_weights_that_the_update_lets_grow() -> None:
         layer = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2))
         layer[0].weight.data.copy_(start)
         layer[0].weight.grad = gradient.clone()
-        optim = OptimConfig(name="muon", lr=0.1, matrix_lr=0.1, weight_decay=1.0, cautious_decay=cautious)
+        optim = OptimConfig(
+            name="muon", lr=0.1, matrix_lr=0.1, weight_decay=1.0, cautious_decay=cautious
+        )
         build_optimizer(layer, optim).step()
         ends[cautious] = layer[0].weight.detach()
     update = orthogonalize([gradient])[0]
@@ -235,24 +278,38 @@ def test_cautious_decay_spares_weights_that_the_update_lets_grow() -> None:
 
 
 def test_momentum_grows_from_085() -> None:
-    step_config = tiny_step_config(optim__name="muon", optim__momentum=0.95, optim__momentum_warmup=Duration(4))
-    assert [round(step_config.momentum_of(step), 6) for step in (0, 1, 2, 4, 9)] == [0.85, 0.875, 0.9, 0.95, 0.95]
+    step_config = tiny_step_config(
+        optim__name="muon", optim__momentum=0.95, optim__momentum_warmup=Duration(4)
+    )
+    assert [round(step_config.momentum_of(step), 6) for step in (0, 1, 2, 4, 9)] == [
+        0.85,
+        0.875,
+        0.9,
+        0.95,
+        0.95,
+    ]
     state = muon_state()
     for expected in (0.85, 0.875, 0.9):
         train_step(state, step_config, CPU, Batch(*tiny_batch()))
         assert state.optimizer.param_groups[-1]["momentum"] == pytest.approx(expected)
-    low = tiny_step_config(optim__name="muon", optim__momentum=0.5, optim__momentum_warmup=Duration(4))
+    low = tiny_step_config(
+        optim__name="muon", optim__momentum=0.5, optim__momentum_warmup=Duration(4)
+    )
     assert [low.momentum_of(step) for step in (0, 4)] == [0.5, 0.5]
     assert tiny_step_config(optim__momentum=0.9).momentum_of(0) == 0.9  # no growth unless asked for
 
 
-@pytest.mark.parametrize("model_config", [TINY_GPT, UNTIED, TINY_MODERN], ids=["gpt", "llama", "modern"])
+@pytest.mark.parametrize(
+    "model_config", [TINY_GPT, UNTIED, TINY_MODERN], ids=["gpt", "llama", "modern"]
+)
 def test_state_bytes_are_those_of_the_formula(model_config: ModelConfig) -> None:
     state = muon_state(model_config)
     hidden = list_hidden_matrices(state.model)
     total = 0
     for name, param in state.model.named_parameters():
-        size = sum(value.nbytes for key, value in state.optimizer.state[param].items() if key != "step")
+        size = sum(
+            value.nbytes for key, value in state.optimizer.state[param].items() if key != "step"
+        )
         assert size == STATE_BYTES["muon"][name not in hidden] * param.numel(), name
         total += size
     assert count_optimizer_bytes("muon", state.model.config) == total
@@ -265,7 +322,9 @@ def test_flops_of_gpt2_124m() -> None:
     """Five steps of 4 n^2 m + 2 n^3 for four matrices of 768 x 768 and two of 768 x 3,072 in 12 layers."""
     gpt2 = ModelConfig(n_layer=12, n_head=12, d_model=768, vocab_size=50257).resolve(0)
     square, wide = 6 * 768**3, 4 * 768**2 * 3072 + 2 * 768**3
-    assert count_optimizer_flops("muon", gpt2) == 12 * 5 * (4 * square + 2 * wide) == 1_630_745_395_200
+    assert (
+        count_optimizer_flops("muon", gpt2) == 12 * 5 * (4 * square + 2 * wide) == 1_630_745_395_200
+    )
     assert count_optimizer_flops("adamw", gpt2) == 0
 
 
@@ -278,8 +337,13 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
         train_step(first, step_config, CPU, Batch(*tiny_batch(step)))
     (tmp_path / "config.yaml").touch()
     (tmp_path / "tokenizer").mkdir()
-    folder = save_state(tmp_path, first, config=tmp_path / "config.yaml", tokenizer=tmp_path / "tokenizer", meta={})
-    assert verify(folder).meta["optimizer"] == {"name": "Muon", "groups": []}  # its numbers are in the config
+    folder = save_state(
+        tmp_path, first, config=tmp_path / "config.yaml", tokenizer=tmp_path / "tokenizer", meta={}
+    )
+    assert verify(folder).meta["optimizer"] == {
+        "name": "Muon",
+        "groups": [],
+    }  # its numbers are in the config
     restore_state(folder, verify(folder), second)
     for step in range(3, 6):
         train_step(second, step_config, CPU, Batch(*tiny_batch(step)))
@@ -288,7 +352,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_shards_alone_are_refused() -> None:
-    with pytest.raises(ConfigError, match="muon does not know which of these parameters are matrices"):
+    with pytest.raises(
+        ConfigError, match="muon does not know which of these parameters are matrices"
+    ):
         build_optimizer({"weight": torch.zeros(3, 4)}, OptimConfig(name="muon"))
 
 

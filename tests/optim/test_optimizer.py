@@ -22,14 +22,19 @@ def small_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6))
 
 
-def build_sgd(groups: list[dict[str, object]], optim: OptimConfig, implementation: str) -> torch.optim.Optimizer:
+def build_sgd(
+    groups: list[dict[str, object]], optim: OptimConfig, implementation: str
+) -> torch.optim.Optimizer:
     groups[1]["lr_scale"] = 0.1
     return torch.optim.SGD(groups, lr=optim.lr, momentum=0.9)
 
 
 @pytest.fixture
 def sgd() -> str:
-    register_optimizer("test-sgd", OptimizerSpec(build=build_sgd, state_keys=("momentum_buffer",), bytes_per_param=4))
+    register_optimizer(
+        "test-sgd",
+        OptimizerSpec(build=build_sgd, state_keys=("momentum_buffer",), bytes_per_param=4),
+    )
     return "test-sgd"
 
 
@@ -72,7 +77,10 @@ def test_optimizer_built_by_the_user_keeps_its_ratios() -> None:
     optimizer = torch.optim.SGD(groups)
     adopt_optimizer(optimizer, 0.1)
     set_lr(optimizer, 0.05)
-    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.1), pytest.approx(0.05)]
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        pytest.approx(0.1),
+        pytest.approx(0.05),
+    ]
 
 
 def test_registered_name_is_accepted_in_a_config(sgd: str) -> None:
@@ -92,6 +100,8 @@ def test_optimizer_of_whole_matrices_refuses_shards() -> None:
     params = {"weight": torch.zeros(3, 4), "bias": torch.zeros(4)}
     sizes = {"weight": (6, 4), "bias": (4,)}
     optim = OptimConfig(name="test-whole")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"test-whole needs whole matrices, which are sharded here — optim.name"):
+    with pytest.raises(
+        ConfigError, match=r"test-whole needs whole matrices, which are sharded here — optim.name"
+    ):
         build_optimizer(params, optim, sizes=sizes)
     assert build_optimizer(params, optim).param_groups[0]["params"][0].shape == (3, 4)

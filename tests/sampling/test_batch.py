@@ -21,9 +21,13 @@ MODELS = {"gpt": TINY, "llama": TINY_LLAMA, "modern": TINY_MODERN}
 REQUESTS = [
     Request([3, 1, 4, 1, 5], 30, seed=1),
     Request([2], 12, temperature=0, stop_ids=(7,)),
-    Request([9, 8, 7, 6, 5, 4, 3, 2, 1], 25, temperature=0.7, top_k=5, seed=2, stop_ids=(11, 12, 13)),
+    Request(
+        [9, 8, 7, 6, 5, 4, 3, 2, 1], 25, temperature=0.7, top_k=5, seed=2, stop_ids=(11, 12, 13)
+    ),
     Request([3, 1, 4, 1, 5], 8, top_p=0.8, seed=3),
-    Request([3, 1, 4, 1, 5], 20, temperature=1.5, top_k=9, top_p=0.9, seed=2**64 + 5, stop_ids=(1, 2)),
+    Request(
+        [3, 1, 4, 1, 5], 20, temperature=1.5, top_k=9, top_p=0.9, seed=2**64 + 5, stop_ids=(1, 2)
+    ),
     Request(list(range(40)), 50, seed=4),  # the window slides
     Request(list(range(50)) * 2, 20, seed=6),  # a prompt beyond the context
     Request([1], 1, seed=7),
@@ -34,7 +38,14 @@ def complete_alone(model: GPT, request: Request, device: Device | None = None) -
     """What `generate_ids`, which knows one stop id, gives."""
     settings = {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p}
     max_new_tokens, seed = request.max_new_tokens, request.seed
-    [ids] = generate_ids(model, request.prompt_ids, max_new_tokens=max_new_tokens, seed=seed, device=device, **settings)  # type: ignore[arg-type]
+    [ids] = generate_ids(
+        model,
+        request.prompt_ids,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        device=device,
+        **settings,
+    )  # type: ignore[arg-type]
     stop = next((i for i, id in enumerate(ids) if id in request.stop_ids), None)
     return Completion(ids) if stop is None else Completion(ids[:stop], [], "stop", ids[stop])
 
@@ -49,7 +60,9 @@ def test_each_sequence_is_what_it_is_alone(model: GPT, rows: int) -> None:
     alone = [complete_alone(model, request) for request in REQUESTS]
     assert {each.finish_reason for each in alone} == {"stop", "length"}
     ended: list[int] = []
-    together = generate_batch(model, REQUESTS, rows=rows, on_completion=lambda number, _: ended.append(number))
+    together = generate_batch(
+        model, REQUESTS, rows=rows, on_completion=lambda number, _: ended.append(number)
+    )
     assert together == alone
     assert sorted(ended) == list(range(len(REQUESTS)))
 
@@ -92,13 +105,17 @@ def test_sequences_join_and_leave_at_any_time(
 
 def test_rows_of_equal_prompts_are_computed_once_and_differ_by_their_seeds(model: GPT) -> None:
     seen: list[tuple[int, ...]] = []
-    hook = model.tokens.register_forward_hook(lambda _, given, __: seen.append(tuple(given[0].shape)))
+    hook = model.tokens.register_forward_hook(
+        lambda _, given, __: seen.append(tuple(given[0].shape))
+    )
     try:
         together = generate_batch(model, [Request([1, 2, 3], 6, seed=5 + i) for i in range(3)])
     finally:
         hook.remove()
     assert seen == [(1, 3)] + [(3, 1)] * 5
-    assert [each.ids for each in together] == generate_ids(model, [1, 2, 3], max_new_tokens=6, seed=5, num_samples=3)
+    assert [each.ids for each in together] == generate_ids(
+        model, [1, 2, 3], max_new_tokens=6, seed=5, num_samples=3
+    )
     assert len({tuple(each.ids) for each in together}) == 3
 
 
@@ -121,7 +138,9 @@ def test_in_the_device_s_precision(device: Device) -> None:
     model = build(replace(TINY_LLAMA, n_layer=1))
     prepare_decoding(model, device)
     requests = [replace(request, max_new_tokens=6) for request in REQUESTS[:4]]
-    assert generate_batch(model, requests, device=device) == [complete_alone(model, each, device) for each in requests]
+    assert generate_batch(model, requests, device=device) == [
+        complete_alone(model, each, device) for each in requests
+    ]
 
 
 def test_a_training_model_is_left_as_it_was() -> None:
@@ -139,7 +158,11 @@ def test_wrong_requests_are_refused_and_the_others_go_on(model: GPT) -> None:
         decoder.add(0, Request([1, 2], 3))
         for request, message, code in (
             (Request([], 3), "prompt holds no tokens", ExitCode.CONFIG),
-            (Request([50], 3), "token id 50 is outside the model's vocabulary of 50", ExitCode.DATA),
+            (
+                Request([50], 3),
+                "token id 50 is outside the model's vocabulary of 50",
+                ExitCode.DATA,
+            ),
             (Request([1], 0), "max_new_tokens is 0", ExitCode.CONFIG),
             (Request([1], 1, top_p=0), "top_p is 0", ExitCode.CONFIG),
         ):

@@ -12,9 +12,12 @@ from megatoken.sampling.generate import generate_ids
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
 
 TEMPLATE = find_template(add_control_tokens(byte_tokenizer()))
-MODEL = draw_model(replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128))
+MODEL = draw_model(
+    replace(FAMILIES["llama-untied"], vocab_size=TEMPLATE.tokenizer.vocab_size, seq_len=128)
+)
 SYSTEM, HELLO, THERE, MORE = (
-    Message(role, text) for role, text in (("system", "s"), ("user", "hello"), ("assistant", "there"), ("user", "more"))
+    Message(role, text)
+    for role, text in (("system", "s"), ("user", "hello"), ("assistant", "there"), ("user", "more"))
 )
 
 
@@ -23,7 +26,9 @@ def say_nothing(part: str) -> None:
 
 
 def make_conversation(**values: object) -> Conversation:
-    return Conversation(MODEL, TEMPLATE, replace(Request((), 8, temperature=0), **values), messages=[SYSTEM])
+    return Conversation(
+        MODEL, TEMPLATE, replace(Request((), 8, temperature=0), **values), messages=[SYSTEM]
+    )
 
 
 def test_an_answer_follows_from_all_that_was_said() -> None:
@@ -37,7 +42,10 @@ def test_an_answer_follows_from_all_that_was_said() -> None:
         ids, _ = TEMPLATE.encode(said, reply=True)
         assert answer.prompt_tokens == len(ids)
         assert answer.ids == generate_ids(MODEL, ids, max_new_tokens=8, temperature=0)[0]
-        assert (answer.finish_reason, answer.text) == ("length", TEMPLATE.tokenizer.decode(answer.ids))
+        assert (answer.finish_reason, answer.text) == (
+            "length",
+            TEMPLATE.tokenizer.decode(answer.ids),
+        )
     conversation.clear()
     assert conversation.messages == [SYSTEM]
     assert conversation.ask("hello", say_nothing) == first
@@ -52,13 +60,19 @@ def test_a_stop_token_ends_an_answer() -> None:
 
 
 def test_answers_draw_by_their_number() -> None:
-    answers = [make_conversation(temperature=1.0, seed=seed).ask("hello", say_nothing) for seed in (1, 1, 2)]
+    answers = [
+        make_conversation(temperature=1.0, seed=seed).ask("hello", say_nothing)
+        for seed in (1, 1, 2)
+    ]
     assert answers[0] == answers[1] != answers[2]
     conversation = make_conversation(temperature=1.0, seed=1)
     conversation.ask("hello", say_nothing)
     second = conversation.ask("more", say_nothing)
     ids, _ = TEMPLATE.encode(conversation.messages[:-1], reply=True)
-    assert second.ids == generate_ids(MODEL, ids, max_new_tokens=8, seed=2, stop_ids=TEMPLATE.stop_ids[:1])[0]
+    assert (
+        second.ids
+        == generate_ids(MODEL, ids, max_new_tokens=8, seed=2, stop_ids=TEMPLATE.stop_ids[:1])[0]
+    )
 
 
 def test_whole_turns_are_dropped_from_the_beginning() -> None:
@@ -69,7 +83,10 @@ def test_whole_turns_are_dropped_from_the_beginning() -> None:
     assert fit_context(TEMPLATE, said, len(ids[1]) + 2, 4)[1] == ids[3]
     assert fit_context(TEMPLATE, said[1:], len(ids[5]), 1)[0] == [MORE]
     context = len(ids[5]) + 2
-    with pytest.raises(ConfigError, match=rf"{len(ids[5])} tokens of a context of {context}, {context // 4} are for"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{len(ids[5])} tokens of a context of {context}, {context // 4} are for",
+    ):
         fit_context(TEMPLATE, said, context, 1000)
 
 
@@ -78,7 +95,10 @@ def test_the_conversation_goes_on_beyond_the_context() -> None:
     for _ in range(6):
         conversation.ask("x" * 20, say_nothing)
     assert conversation.dropped == 8
-    assert [message.role for message in conversation.messages] == ["system", *["user", "assistant"] * 2]
+    assert [message.role for message in conversation.messages] == [
+        "system",
+        *["user", "assistant"] * 2,
+    ]
     with pytest.raises(ConfigError, match="a context of 128"):
         conversation.ask("x" * 120, say_nothing)
     assert len(conversation.messages) == 5

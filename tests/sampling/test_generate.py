@@ -23,7 +23,13 @@ from megatoken.native.int8 import Int8Matrix
 from megatoken.native.library import find_library
 from megatoken.sampling import generate as generate_module
 from megatoken.sampling.choose import choose_ids, cumulative_sum
-from megatoken.sampling.generate import TextStream, describe_window, generate, generate_ids, prepare_decoding
+from megatoken.sampling.generate import (
+    TextStream,
+    describe_window,
+    generate,
+    generate_ids,
+    prepare_decoding,
+)
 from megatoken.system.device import Device
 from tests import tiny_model
 from tests.convert.models import FAMILIES, draw_model, llama_tokenizer
@@ -31,7 +37,13 @@ from tests.tiny_model import TINY_MODERN
 
 TINY = ModelConfig(n_layer=3, n_head=4, d_model=32, d_ff=128, vocab_size=50, seq_len=64)
 TINY_LLAMA = replace(
-    TINY, n_kv_head=2, norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False
+    TINY,
+    n_kv_head=2,
+    norm="rmsnorm",
+    pos_emb="rotary",
+    mlp="swiglu",
+    bias=False,
+    tie_embeddings=False,
 )
 TINY_MODERN = replace(TINY_MODERN, n_layer=3, n_head=4, n_kv_head=2, vocab_size=50, seq_len=64)
 CPU = torch.device("cpu")
@@ -72,8 +84,12 @@ def test_cached_pieces_of_any_size_equal_the_full_forward(
     cuts: list[int], rows: int, model_config: ModelConfig
 ) -> None:
     model = build(model_config)
-    ids = torch.randint(0, TINY.vocab_size, (rows, sum(cuts)), generator=torch.Generator().manual_seed(1))
-    cache = KeyValueCache(model_config, rows=rows, capacity=sum(cuts), dtype=torch.float32, device=CPU)
+    ids = torch.randint(
+        0, TINY.vocab_size, (rows, sum(cuts)), generator=torch.Generator().manual_seed(1)
+    )
+    cache = KeyValueCache(
+        model_config, rows=rows, capacity=sum(cuts), dtype=torch.float32, device=CPU
+    )
     with torch.no_grad():
         pieces = torch.cat([model(piece, cache) for piece in ids.split(cuts, dim=1)], dim=1)
         whole = model(ids)
@@ -81,10 +97,14 @@ def test_cached_pieces_of_any_size_equal_the_full_forward(
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"])
+@pytest.mark.parametrize(
+    "model_config", [TINY, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
+)
 def test_greedy_equals_full_forwards(model_config: ModelConfig) -> None:
     model, prompt = build(model_config), [3, 1, 4, 1, 5]
-    assert generate_ids(model, prompt, max_new_tokens=40, temperature=0) == [greedy_by_full_forward(model, prompt, 40)]
+    assert generate_ids(model, prompt, max_new_tokens=40, temperature=0) == [
+        greedy_by_full_forward(model, prompt, 40)
+    ]
 
 
 def test_the_cache_holds_the_heads_of_keys_and_values_alone() -> None:
@@ -97,10 +117,16 @@ def test_decoding_in_fp32_keeps_shapes_and_values_and_only_wide_weights() -> Non
     model_config = ModelConfig(n_layer=1, n_head=2, d_model=16, d_ff=64, vocab_size=90, seq_len=8)
     plain, column_major = GPT(model_config), GPT(model_config)
     prepare_decoding(column_major, tiny_model.CPU)
-    wide = {name for name, p in column_major.named_parameters() if p.dim() == 2 and not p.is_contiguous()}
+    wide = {
+        name
+        for name, p in column_major.named_parameters()
+        if p.dim() == 2 and not p.is_contiguous()
+    }
     assert wide == {"tokens.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.up.weight"}
     expected = plain.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in column_major.state_dict().items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in column_major.state_dict().items()
+    )
     ids = torch.arange(8)[None]
     torch.testing.assert_close(column_major(ids), plain(ids), rtol=1e-5, atol=1e-6)
 
@@ -132,9 +158,13 @@ def test_decoding_in_8_bits_is_near_fp32(tied: bool, precision: str) -> None:
     ids = torch.arange(8)[None]
     with torch.inference_mode():
         expected = plain.logits(ids)
-        cache = KeyValueCache(model_config, rows=1, capacity=8, dtype=low.tokens.weight.dtype, device=CPU)
+        cache = KeyValueCache(
+            model_config, rows=1, capacity=8, dtype=low.tokens.weight.dtype, device=CPU
+        )
         one_by_one = torch.cat([low.lm_head(low(ids[:, t : t + 1], cache)) for t in range(8)], 1)
-    assert (one_by_one.float() - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
+    assert (
+        one_by_one.float() - expected
+    ).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
     [ids_written] = generate_ids(low, [1], max_new_tokens=5, temperature=0)
     assert len(ids_written) == 5
 
@@ -147,7 +177,9 @@ def test_8_bits_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_whole_context_can_be_filled(model: GPT) -> None:
     [ids] = generate_ids(model, [1], max_new_tokens=TINY.seq_len, temperature=0)
-    assert ids == greedy_by_full_forward(model, [1], TINY.seq_len)  # the last one is not fed to the model
+    assert ids == greedy_by_full_forward(
+        model, [1], TINY.seq_len
+    )  # the last one is not fed to the model
     assert generate_ids(model, [1, *ids[:-1]], max_new_tokens=1, temperature=0) == [ids[-1:]]
 
 
@@ -161,8 +193,12 @@ def slide(ids: list[int], prompt: int, context: int) -> list[int]:
 
 
 @pytest.mark.parametrize("model_config", [TINY, TINY_LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize(("context", "prompt"), [(64, 5), (64, 64), (64, 100), (7, 3), (2, 1), (1, 1), (1, 4)])
-def test_beyond_the_context_the_window_slides(model_config: ModelConfig, context: int, prompt: int) -> None:
+@pytest.mark.parametrize(
+    ("context", "prompt"), [(64, 5), (64, 64), (64, 100), (7, 3), (2, 1), (1, 1), (1, 4)]
+)
+def test_beyond_the_context_the_window_slides(
+    model_config: ModelConfig, context: int, prompt: int
+) -> None:
     model = build(replace(model_config, seq_len=context))
     ids = [(7 * i) % 50 for i in range(prompt)]
     expected = list(ids)
@@ -181,7 +217,10 @@ def test_samples_beyond_the_context_are_those_of_their_seeds(model: GPT) -> None
 
 def test_what_does_not_fit_the_context_is_said(model: GPT) -> None:
     assert describe_window(TINY, 10, 55) == ""
-    assert describe_window(TINY, 10, 56) == "beyond the context of 64 tokens the model sees the newest ones only"
+    assert (
+        describe_window(TINY, 10, 56)
+        == "beyond the context of 64 tokens the model sees the newest ones only"
+    )
     said = "the prompt has 65 tokens, the model sees the last 64: its context"
     assert describe_window(TINY, 65, 1) == said
     tokenizer, wide = load_tokenizer("bytes"), build(replace(TINY, vocab_size=257))
@@ -193,7 +232,9 @@ def test_what_does_not_fit_the_context_is_said(model: GPT) -> None:
 def test_same_seed_same_ids_and_sequence_i_is_what_seed_plus_i_gives_alone(model: GPT) -> None:
     together = generate_ids(model, [1, 2], max_new_tokens=20, seed=5, num_samples=3)
     assert together == generate_ids(model, [1, 2], max_new_tokens=20, seed=5, num_samples=3)
-    assert together == [generate_ids(model, [1, 2], max_new_tokens=20, seed=5 + i)[0] for i in range(3)]
+    assert together == [
+        generate_ids(model, [1, 2], max_new_tokens=20, seed=5 + i)[0] for i in range(3)
+    ]
     assert len({tuple(ids) for ids in together}) == 3
     assert together[0][:8] == generate_ids(model, [1, 2], max_new_tokens=8, seed=5)[0]
 
@@ -201,16 +242,22 @@ def test_same_seed_same_ids_and_sequence_i_is_what_seed_plus_i_gives_alone(model
 @pytest.mark.parametrize(
     "options", [{"temperature": 1e-46}, {"top_p": 1e-46}, {"temperature": 5e-324, "top_p": 5e-324}]
 )
-def test_settings_too_small_for_single_precision_take_the_likeliest(options: dict[str, float]) -> None:
+def test_settings_too_small_for_single_precision_take_the_likeliest(
+    options: dict[str, float],
+) -> None:
     logits, draws = torch.tensor([[2.0, 5.0, 3.0]] * 3), torch.tensor([0.0, 0.5, 0.999])
-    assert choose_ids(logits, draws, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options).tolist() == [1, 1, 1]
+    assert choose_ids(
+        logits, draws, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options
+    ).tolist() == [1, 1, 1]
 
 
 def test_a_deterministic_run_adds_probabilities_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA torch refuses `cumsum` of floats then."""
     devices: list[str] = []
     cumsum = torch.Tensor.cumsum
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: (devices.append(x.device.type), cumsum(x, dim))[1])
+    monkeypatch.setattr(
+        torch.Tensor, "cumsum", lambda x, dim: (devices.append(x.device.type), cumsum(x, dim))[1]
+    )
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         try:
@@ -241,22 +288,37 @@ def test_frequencies_of_drawn_ids_are_the_softmax() -> None:
     ("top_k", "top_p", "expected"),
     [
         (2, 1.0, [0.625, 0.0, 0.375, 0.0]),
-        (0, 0.6, [0.625, 0.0, 0.375, 0.0]),  # the fewest ids that hold the share: 0.5 does not, 0.8 does
+        (
+            0,
+            0.6,
+            [0.625, 0.0, 0.375, 0.0],
+        ),  # the fewest ids that hold the share: 0.5 does not, 0.8 does
         (0, 0.5, [1.0, 0.0, 0.0, 0.0]),
         (3, 0.9, [0.5, 0.0, 0.3, 0.2]),
         (99, 1.0, [0.5, 0.0, 0.3, 0.2]),
     ],
 )
-def test_top_k_and_top_p_keep_the_likeliest(top_k: int, top_p: float, expected: list[float]) -> None:
+def test_top_k_and_top_p_keep_the_likeliest(
+    top_k: int, top_p: float, expected: list[float]
+) -> None:
     logits = torch.tensor([0.5, 1e-9, 0.3, 0.2]).log().expand(8_000, 4)
     draws = (torch.arange(8_000) + 0.5) / 8_000
     ids = choose_ids(logits, draws, 1.0, top_k, top_p)
-    torch.testing.assert_close(torch.bincount(ids, minlength=4) / 8_000, torch.tensor(expected), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        torch.bincount(ids, minlength=4) / 8_000, torch.tensor(expected), rtol=0, atol=1e-3
+    )
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(0, 2**32), st.floats(0.05, 50), st.sampled_from([0, 1, 7]), st.sampled_from([1.0, 0.9, 0.1]))
-def test_any_draw_gives_an_id_with_probability(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.floats(0.05, 50),
+    st.sampled_from([0, 1, 7]),
+    st.sampled_from([1.0, 0.9, 0.1]),
+)
+def test_any_draw_gives_an_id_with_probability(
+    seed: int, temperature: float, top_k: int, top_p: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, 33, generator=generator) * 30
     logits[:, ::3] = -torch.inf
@@ -271,7 +333,11 @@ def test_padding_ids_are_never_drawn() -> None:
     assert model.tokens.weight.shape[0] == 128
     with torch.no_grad():
         model.tokens.weight[3:] = 100.0
-    drawn = {id for ids in generate_ids(model, [0], max_new_tokens=200, temperature=5.0, num_samples=4) for id in ids}
+    drawn = {
+        id
+        for ids in generate_ids(model, [0], max_new_tokens=200, temperature=5.0, num_samples=4)
+        for id in ids
+    }
     assert drawn == {0, 1, 2}
 
 
@@ -280,7 +346,13 @@ def test_stop_id_ends_a_sequence_and_is_left_out(model: GPT) -> None:
     stop = free[0][6]
     steps: list[list[int | None]] = []
     stopped = generate_ids(
-        model, [4], max_new_tokens=30, seed=2, num_samples=2, stop_ids=(stop,), on_tokens=steps.append
+        model,
+        [4],
+        max_new_tokens=30,
+        seed=2,
+        num_samples=2,
+        stop_ids=(stop,),
+        on_tokens=steps.append,
     )
     assert stopped == [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
     assert [[row[i] for row in steps if row[i] is not None] for i in range(2)] == stopped
@@ -312,7 +384,9 @@ def test_the_mode_comes_back_after_a_failure() -> None:
 
 
 def test_bf16_decoding_agrees_with_a_bf16_forward(model: GPT) -> None:
-    device = Device(torch_device=CPU, name="", precision="bf16", peak_flops=0.0, peak_source="unknown")
+    device = Device(
+        torch_device=CPU, name="", precision="bf16", peak_flops=0.0, peak_source="unknown"
+    )
     prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     cache = KeyValueCache(TINY, rows=1, capacity=8, dtype=torch.bfloat16, device=CPU)
     with torch.inference_mode(), device.autocast():
@@ -344,7 +418,11 @@ def test_settings_out_of_range(model: GPT, options: dict[str, float], message: s
 def test_prompts_that_cannot_be_continued(model: GPT) -> None:
     for ids, message, code in (
         ([], "prompt holds no tokens", ExitCode.CONFIG),
-        ([1, 50], "token id 50 is outside the model's vocabulary of 50 — prompt position 1", ExitCode.DATA),
+        (
+            [1, 50],
+            "token id 50 is outside the model's vocabulary of 50 — prompt position 1",
+            ExitCode.DATA,
+        ),
         ([-1], "token id -1", ExitCode.DATA),
     ):
         with pytest.raises(MegatokenError, match=message) as caught:
@@ -383,14 +461,19 @@ class Words:
 
 def test_a_decoder_that_strips_the_first_space_keeps_the_others() -> None:
     stream = TextStream(Words())  # type: ignore[arg-type]
-    assert "".join([stream.push(0), stream.push(1), stream.push(2), stream.push(None)]) == "one two three"
+    assert (
+        "".join([stream.push(0), stream.push(1), stream.push(2), stream.push(None)])
+        == "one two three"
+    )
 
 
 def test_sentencepiece_keeps_the_space_behind_the_prompt_and_begins_with_begin_of_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = llama_tokenizer()
-    model = draw_model(replace(FAMILIES["llama-untied"], n_kv_head=2, vocab_size=tokenizer.vocab_size))
+    model = draw_model(
+        replace(FAMILIES["llama-untied"], n_kv_head=2, vocab_size=tokenizer.vocab_size)
+    )
     prompt, their = tokenizer.encode("the king").tolist(), int(tokenizer.encode("their")[0])
     with torch.no_grad():
         hidden = model(torch.tensor([[1, *prompt]]))[0, -1]
@@ -405,13 +488,19 @@ def test_sentencepiece_keeps_the_space_behind_the_prompt_and_begins_with_begin_o
     folder = tmp_path / "gpt2"  # the name of a vocabulary, too
     folder.mkdir()
     write_hf(folder, model, tokenizer, "fp32")
-    written = [json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")]
+    written = [
+        json.loads((folder / name).read_text())
+        for name in ("config.json", "generation_config.json")
+    ]
     assert [(each["bos_token_id"], each["eos_token_id"]) for each in written] == [(1, 2), (1, 2)]
     assert json.loads((folder / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
     with contextlib.chdir(tmp_path):
         assert main(["sample", "gpt2", "the king", "--tokens", "4", "--temperature", "0"]) == 0
         assert capsys.readouterr().out == f"the king{expected}\n"
-        assert main(["sample", "gpt2", "the king", "--tokens", "4", "--temperature", "0", "--json"]) == 0
+        assert (
+            main(["sample", "gpt2", "the king", "--tokens", "4", "--temperature", "0", "--json"])
+            == 0
+        )
     answer = json.loads(capsys.readouterr().out)
     assert (answer["ids"], answer["text"]) == ([ids], [expected])
 
@@ -419,9 +508,13 @@ def test_sentencepiece_keeps_the_space_behind_the_prompt_and_begins_with_begin_o
 def test_text_is_the_decoded_ids_and_several_samples_are_a_list() -> None:
     tokenizer = load_tokenizer("bytes")
     model = build(replace(TINY, vocab_size=tokenizer.vocab_size))
-    ids = generate_ids(model, [*b"cat"], max_new_tokens=9, seed=4, num_samples=2, stop_ids=(tokenizer.eot,))
+    ids = generate_ids(
+        model, [*b"cat"], max_new_tokens=9, seed=4, num_samples=2, stop_ids=(tokenizer.eot,)
+    )
     texts = [tokenizer.decode(each) for each in ids]
     assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4, num_samples=2) == texts
     assert generate(model, tokenizer, "cat", max_new_tokens=9, seed=4) == texts[0]
-    fresh = generate_ids(model, [tokenizer.eot], max_new_tokens=128, temperature=0, stop_ids=(tokenizer.eot,))
+    fresh = generate_ids(
+        model, [tokenizer.eot], max_new_tokens=128, temperature=0, stop_ids=(tokenizer.eot,)
+    )
     assert generate(model, tokenizer, "", temperature=0) == tokenizer.decode(fresh[0])

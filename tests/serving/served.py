@@ -55,7 +55,12 @@ class Served:
         return HTTPConnection("127.0.0.1", self.server.port, timeout=timeout)
 
     def ask(
-        self, path: str, body: Any = None, *, method: str = "", headers: dict[str, str] | None = None
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str = "",
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Status and content of an answer; a dict is sent with the model's name, other bodies as they are."""
         connection = self.connect()
@@ -83,7 +88,12 @@ def read_events(content: str) -> list[Any]:
 
 @contextmanager
 def serve(
-    *, chat: bool = True, rows: int = 8, waiting: int = 64, api_key: str = "", host: str = "127.0.0.1"
+    *,
+    chat: bool = True,
+    rows: int = 8,
+    waiting: int = 64,
+    api_key: str = "",
+    host: str = "127.0.0.1",
 ) -> Iterator[Served]:
     model, tokenizer = build_model(chat=chat)
     template, why = None, ""
@@ -94,7 +104,9 @@ def serve(
     about = ServedModel("tiny", model.config.seq_len, tokenizer, template, why)
     engine = Engine(model, rows=rows, waiting=waiting)
     with Server(engine, about, host, 0, api_key) as server, engine:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         thread.start()
         yield Served(server, engine)
         server.shutdown()

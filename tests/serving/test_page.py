@@ -45,7 +45,9 @@ def say(browser: Browser, text: str) -> None:
 
 def test_the_policy_allows_the_page_s_own_script_and_style_alone() -> None:
     page = PAGE.read_text()
-    assert not re.search(r"(inner|outer)HTML|insertAdjacentHTML|document\.write|https?://|\son\w+=|style=", page)
+    assert not re.search(
+        r"(inner|outer)HTML|insertAdjacentHTML|document\.write|https?://|\son\w+=|style=", page
+    )
     policy = build_policy(page)
     assert "default-src 'none'" in policy
     assert re.search(r"script-src 'sha256-[\w+/]{43}='; style-src 'sha256-[\w+/]{43}='$", policy)
@@ -65,35 +67,51 @@ def test_a_conversation_by_keyboard(browser: Browser, served: Served) -> None:
     assert browser.evaluate("document.querySelector('.turn.user p').textContent") == attack
     assert browser.evaluate("document.images.length") == 0
     assert browser.evaluate("document.activeElement.id") == "text"
-    assert browser.evaluate("document.getElementById('status').textContent") == "The answer is complete."
+    assert (
+        browser.evaluate("document.getElementById('status').textContent")
+        == "The answer is complete."
+    )
     say(browser, "again")
     browser.wait_for(f"{IDLE} && document.querySelectorAll('.turn.model').length === 2")
-    assert "no room for the oldest 2 messages" in browser.evaluate("document.getElementById('turns').textContent")
+    assert "no room for the oldest 2 messages" in browser.evaluate(
+        "document.getElementById('turns').textContent"
+    )
     spoken = browser.list_spoken()
     assert next(node["name"] for node in spoken if node["role"] == "textbox") == "Message"
     assert "Messages" in [node["name"] for node in spoken if node["role"] == "log"]
-    assert {"Send", "New conversation"} <= {node["name"] for node in spoken if node["role"] == "button"}
+    assert {"Send", "New conversation"} <= {
+        node["name"] for node in spoken if node["role"] == "button"
+    }
     requests = browser.list_requests()
     assert requests
-    assert all(each.startswith((f"http://localhost:{served.server.port}/", "data:")) for each in requests)
+    assert all(
+        each.startswith((f"http://localhost:{served.server.port}/", "data:")) for each in requests
+    )
     browser.evaluate("document.getElementById('clear').click()")
     assert browser.evaluate(ANSWERS) == []
     assert browser.evaluate("document.activeElement.id") == "text"
     reached = []
     for _ in range(2):
         browser.press("Tab")
-        reached.append(browser.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        reached.append(
+            browser.evaluate("document.activeElement.id || document.activeElement.tagName")
+        )
         assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     assert reached == ["send", "SUMMARY"]
 
 
-def test_an_answer_is_stopped_by_escape_and_its_row_is_free(browser: Browser, served: Served) -> None:
+def test_an_answer_is_stopped_by_escape_and_its_row_is_free(
+    browser: Browser, served: Served
+) -> None:
     hook = served.engine.model.norm.register_forward_hook(lambda *_: time.sleep(0.03))
     try:
         open_page(browser, served)
         say(browser, "long")
         browser.wait_for(f"({ANSWERS})[0]?.length > 2")
-        assert browser.evaluate("document.querySelector('.turn.model').getAttribute('aria-busy')") == "true"
+        assert (
+            browser.evaluate("document.querySelector('.turn.model').getAttribute('aria-busy')")
+            == "true"
+        )
         browser.press("Escape")
         browser.wait_for(IDLE)
     finally:
@@ -110,7 +128,9 @@ def test_errors_are_said_and_the_message_stays(browser: Browser, served: Served)
     browser.write("a" * 300)
     browser.press("Enter")
     browser.wait_for("!document.getElementById('error').hidden")
-    assert "tokens of a context of 160" in browser.evaluate("document.getElementById('error').textContent")
+    assert "tokens of a context of 160" in browser.evaluate(
+        "document.getElementById('error').textContent"
+    )
     assert browser.evaluate("document.getElementById('text').value.length") == 300
     assert browser.evaluate(ANSWERS) == []
 
@@ -118,7 +138,9 @@ def test_errors_are_said_and_the_message_stays(browser: Browser, served: Served)
 def test_a_key_is_asked_for_and_a_model_without_a_template_continues(browser: Browser) -> None:
     with serve(chat=False, api_key="open-sesame") as started:
         open_page(browser, started)
-        assert "wants an API key" in browser.evaluate("document.getElementById('error').textContent")
+        assert "wants an API key" in browser.evaluate(
+            "document.getElementById('error').textContent"
+        )
         assert browser.evaluate("document.activeElement.id") == "key"
         browser.write("open-sesame")
         browser.press("Tab")

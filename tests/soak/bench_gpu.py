@@ -38,7 +38,11 @@ def list_benches(nanogpt: str, build_nanogpt: str) -> list[Bench]:
         f" --build-nanogpt {build_nanogpt}" if build_nanogpt else ""
     )
     return [
-        Bench(name="gpu-124m", words=f"knob compile {small} --values on,blocks,off --repeats 10", seconds=150),
+        Bench(
+            name="gpu-124m",
+            words=f"knob compile {small} --values on,blocks,off --repeats 10",
+            seconds=150,
+        ),
         Bench(name="gpu-parts-124m", words="parts --batch-tokens 65536"),
         Bench(name="gpu-fused-124m", words=f"knob fused {small} --values off,on --repeats 10"),
         Bench(name="gpu-1558m", words=f"knob compile {largest} --values blocks", seconds=150),
@@ -51,9 +55,17 @@ def list_benches(nanogpt: str, build_nanogpt: str) -> list[Bench]:
         Bench(name="gpu-micro-batch-124m", words=f"knob micro_batch {small} --values 8,16,32,64"),
         Bench(name="gpu-recompute-124m", words=f"knob activation_checkpointing {small}"),
         Bench(name="gpu-mixed-124m", words=f"knob master_weights {small} --values off,on"),
-        Bench(name="gpu-graphs-small", words=f"knob compile {step.format('gpt2-124m', 2)} --values on,graphs"),
+        Bench(
+            name="gpu-graphs-small",
+            words=f"knob compile {step.format('gpt2-124m', 2)} --values on,graphs",
+        ),
         Bench(name="gpu-ladder", words="ladder --repeats 3", seconds=240),
-        Bench(name="gpu-loss-124m", words="--steps 200 --batch-tokens 65536", seconds=400, soak="loss_parity"),
+        Bench(
+            name="gpu-loss-124m",
+            words="--steps 200 --batch-tokens 65536",
+            seconds=400,
+            soak="loss_parity",
+        ),
     ]
 
 
@@ -72,21 +84,37 @@ def list_tiny_benches() -> list[Bench]:
         Bench(name="gpu-recompute-124m", words=f"knob activation_checkpointing {tiny}"),
         Bench(name="gpu-mixed-124m", words=f"knob master_weights {tiny} --values off"),
         Bench(name="gpu-graphs-small", words=f"knob compile {tiny} --values graphs,off"),
-        Bench(name="gpu-loss-124m", words="--steps 5 --batch-tokens 256 --tiny", soak="loss_parity"),
+        Bench(
+            name="gpu-loss-124m", words="--steps 5 --batch-tokens 256 --tiny", soak="loss_parity"
+        ),
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", help="default cuda")
-    parser.add_argument("--out", type=Path, default=Path("records"), help="folder for the records (default records)")
-    parser.add_argument("--minutes", type=float, default=9.5, help="time for everything (default 9.5)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("records"), help="folder for the records (default records)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help="time for everything (default 9.5)"
+    )
     parser.add_argument("--only", default="", metavar="NAME,...", help="some of the records")
     parser.add_argument("--tiny", action="store_true", help="walk through at tiny sizes")
-    parser.add_argument("--nanogpt", default="", metavar="PATH", help="checkout of nanoGPT, for the peers")
-    parser.add_argument("--build-nanogpt", default="", metavar="PATH", help="train_gpt2.py of build-nanogpt")
+    parser.add_argument(
+        "--nanogpt", default="", metavar="PATH", help="checkout of nanoGPT, for the peers"
+    )
+    parser.add_argument(
+        "--build-nanogpt", default="", metavar="PATH", help="train_gpt2.py of build-nanogpt"
+    )
     options = parser.parse_args()
-    benches = list_tiny_benches() if options.tiny else list_benches(options.nanogpt, options.build_nanogpt)
+    benches = (
+        list_tiny_benches()
+        if options.tiny
+        else list_benches(options.nanogpt, options.build_nanogpt)
+    )
     if options.only:
         benches = [bench for bench in benches if bench.name in options.only.split(",")]
     deadline = time.monotonic() + 60 * options.minutes
@@ -95,7 +123,14 @@ def main() -> int:
         left = deadline - time.monotonic()
         outcome[bench.name] = run(bench, options.device, options.out, min(left, bench.seconds))
         print(f"=== {bench.name}: {outcome[bench.name]}\n", flush=True)
-    print(json.dumps({"benches": outcome, "done": sum(result.startswith("done") for result in outcome.values())}))
+    print(
+        json.dumps(
+            {
+                "benches": outcome,
+                "done": sum(result.startswith("done") for result in outcome.values()),
+            }
+        )
+    )
     return 0
 
 

@@ -38,10 +38,26 @@ from megatoken.pretrain import Trainer
 from megatoken.system.atomic_write import replace_file
 from megatoken.train.metrics_log import read_metrics
 from tests.processes import children, group_members
-from tests.soak.tiny_job import Layout, Process, command, drafts, kill_group, newest_step, start, wait_for, write_recipe
+from tests.soak.tiny_job import (
+    Layout,
+    Process,
+    command,
+    drafts,
+    kill_group,
+    newest_step,
+    start,
+    wait_for,
+    write_recipe,
+)
 from tests.train.test_pretrain import fingerprint
 
-WORDS = ["budget.steps=1000000", "save.every=20", "log.every=5", "evaluate.every=100", "sample.every=200"]
+WORDS = [
+    "budget.steps=1000000",
+    "save.every=20",
+    "log.every=5",
+    "evaluate.every=100",
+    "sample.every=200",
+]
 DISK_BYTES, LEFT_BYTES = 32 << 20, 64 << 10
 ERROR = re.compile(r"^(\[rank \d+\] )?error: .+ — .+", re.MULTILINE)
 FORBIDDEN = ("Traceback", "Exception ignored", "terminate called", "Fatal Python error", "leaked")
@@ -56,16 +72,27 @@ class Problem(Exception):
 class Chaos:
     """The job, what was done to it, and how its starts ended."""
 
-    def __init__(self, work: Path, layout: Layout, seed: int, words: Sequence[str] = WORDS, disk: bool = True) -> None:
+    def __init__(
+        self, work: Path, layout: Layout, seed: int, words: Sequence[str] = WORDS, disk: bool = True
+    ) -> None:
         """words: of the command. disk: whether to mount one for the run folder."""
         self.work, self.layout, self.words = work, layout, words
         self.disk, self.state_file = work / "disk", work / "state.json"
         self.out = self.disk / "run"
-        self.state: dict[str, Any] = {"faults": {}, "exits": {}, "starts": 0, "seconds": 0.0, "full": [], "damaged": []}
+        self.state: dict[str, Any] = {
+            "faults": {},
+            "exits": {},
+            "starts": 0,
+            "seconds": 0.0,
+            "full": [],
+            "damaged": [],
+        }
         if self.state_file.exists():
             self.state = json.loads(self.state_file.read_text())
         else:
-            subprocess.run(["umount", str(self.disk)], stderr=subprocess.DEVNULL)  # of one that has failed
+            subprocess.run(
+                ["umount", str(self.disk)], stderr=subprocess.DEVNULL
+            )  # of one that has failed
             shutil.rmtree(work, ignore_errors=True)
             write_recipe(work / "data")
         self.recipe = work / "data" / "tiny.yaml"
@@ -140,7 +167,11 @@ class Chaos:
             time.sleep(self.rng.uniform(0, 2 * pause))
             bag = bag or self.rng.sample(names, len(names))
             name = bag.pop()
-            print(f"{self.state['seconds']:.0f} s, step {newest_step(self.out)}: {name}", file=sys.stderr, flush=True)
+            print(
+                f"{self.state['seconds']:.0f} s, step {newest_step(self.out)}: {name}",
+                file=sys.stderr,
+                flush=True,
+            )
             FAULTS[name](self)
             self.state["faults"][name] = self.state["faults"].get(name, 0) + 1
         self.process.terminate()
@@ -153,9 +184,15 @@ class Chaos:
         shutil.rmtree(clean, ignore_errors=True)
         layout = Layout(1, "none", self.layout.micro_batch)
         config = resolve(str(self.recipe), [*self.words, *layout.words])
-        Trainer(config, clean, callbacks=[lambda row: row["step"] == last], console=Console(quiet=True)).fit()
+        Trainer(
+            config, clean, callbacks=[lambda row: row["step"] == last], console=Console(quiet=True)
+        ).fit()
         found, expected = (
-            {(row["kind"], row["step"]): row for row in fingerprint(run)["rows"] if is_compared(row, last)}
+            {
+                (row["kind"], row["step"]): row
+                for row in fingerprint(run)["rows"]
+                if is_compared(row, last)
+            }
             for run in (self.out, clean)
         )
         missing = sorted(step for _, step in expected.keys() - found.keys())
@@ -163,11 +200,14 @@ class Chaos:
         trained = last * sum(seconds) / len(seconds)
         return {
             "steps": last,
-            "same_weights_and_moments": fingerprint(self.out)["tensors"] == fingerprint(clean)["tensors"],
+            "same_weights_and_moments": fingerprint(self.out)["tensors"]
+            == fingerprint(clean)["tensors"],
             "same_rows": all(row == expected.get(key) for key, row in found.items()),
             "rows": len(found),
             "rows_lost_on_a_full_disk": len(missing),
-            "rows_lost_otherwise": sum(not any(a <= s <= b for a, b in self.state["full"]) for s in missing),
+            "rows_lost_otherwise": sum(
+                not any(a <= s <= b for a, b in self.state["full"]) for s in missing
+            ),
             "effective_training_time": trained / self.state["seconds"],
         }
 
@@ -189,7 +229,11 @@ def kill_all(chaos: Chaos) -> None:
 def wait_for_save(chaos: Chaos) -> None:
     """A save has begun; on a busy machine it may be over by the time this is seen."""
     before, newest = drafts(chaos.out), newest_step(chaos.out)
-    wait_for(lambda: bool(drafts(chaos.out) - before) or newest_step(chaos.out) > newest, chaos.process, or_end=True)
+    wait_for(
+        lambda: bool(drafts(chaos.out) - before) or newest_step(chaos.out) > newest,
+        chaos.process,
+        or_end=True,
+    )
 
 
 def kill_in_save(chaos: Chaos) -> None:
@@ -287,7 +331,9 @@ def full_disk(chaos: Chaos) -> None:
 
 def full_disk_at_start(chaos: Chaos) -> None:
     chaos.kill()
-    for draft in (chaos.out / "checkpoints").glob(".tmp-*"):  # of a save that was under way: the start would remove it
+    for draft in (chaos.out / "checkpoints").glob(
+        ".tmp-*"
+    ):  # of a save that was under way: the start would remove it
         shutil.rmtree(draft)
     filler = fill_disk(chaos)
     chaos.start()
@@ -298,8 +344,12 @@ def full_disk_at_start(chaos: Chaos) -> None:
 def read_only_disk(chaos: Chaos) -> None:
     chaos.kill()
     deadline = time.monotonic() + 60
-    while subprocess.run(["mount", "-o", "remount,ro", str(chaos.disk)], stderr=subprocess.DEVNULL).returncode:
-        assert time.monotonic() < deadline, "a file of the run is still open"  # by a thread of a killed process
+    while subprocess.run(
+        ["mount", "-o", "remount,ro", str(chaos.disk)], stderr=subprocess.DEVNULL
+    ).returncode:
+        assert time.monotonic() < deadline, (
+            "a file of the run is still open"
+        )  # by a thread of a killed process
         time.sleep(0.1)
     chaos.start()
     chaos.end(ExitCode.STORAGE)
@@ -330,7 +380,9 @@ def two_checkpoints(chaos: Chaos) -> Path:
 def flip_bit(chaos: Chaos) -> None:
     newest = two_checkpoints(chaos)
     chaos.kill()
-    path = chaos.rng.choice([path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size])
+    path = chaos.rng.choice(
+        [path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size]
+    )
     data = bytearray(path.read_bytes())
     bit = chaos.rng.randrange(len(data) * 8)
     data[bit // 8] ^= 1 << bit % 8
@@ -359,9 +411,13 @@ def damage_file(chaos: Chaos) -> None:
 
 def run_beside(chaos: Chaos, words: list[str], *codes: int) -> str:
     """Run another command while the job trains; what it printed."""
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     if done.returncode not in codes or any(word in done.stdout for word in FORBIDDEN):
-        raise Problem(f"{' '.join(words[2:])}: exit code {done.returncode}, expected {codes}: {done.stdout}")
+        raise Problem(
+            f"{' '.join(words[2:])}: exit code {done.returncode}, expected {codes}: {done.stdout}"
+        )
     return done.stdout
 
 
@@ -373,7 +429,10 @@ def second_start(chaos: Chaos) -> None:
 
 
 def verify_beside(chaos: Chaos) -> None:
-    codes = [ExitCode.DONE, *([ExitCode.CHECKPOINT] if any(path.exists() for path in damaged(chaos)) else [])]
+    codes = [
+        ExitCode.DONE,
+        *([ExitCode.CHECKPOINT] if any(path.exists() for path in damaged(chaos)) else []),
+    ]
     run_beside(chaos, [sys.executable, "-P", "-m", "megatoken", "verify", str(chaos.out)], *codes)
 
 
@@ -418,10 +477,14 @@ FAULTS |= OF_RANKS | OF_DISKS
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--faults", type=int, default=10_000, help="stop after this many")
-    parser.add_argument("--pause", type=float, default=15.0, help="mean seconds of training between faults")
+    parser.add_argument(
+        "--pause", type=float, default=15.0, help="mean seconds of training between faults"
+    )
     parser.add_argument("--work", type=Path, help="folder for everything; the same command goes on")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--only", default="", metavar="NAME;...", help=f"of: {'; '.join(FAULTS)}")
@@ -430,7 +493,11 @@ def main() -> int:
     work = options.work or Path(tempfile.mkdtemp(prefix="megatoken-chaos-"))
     chaos = Chaos(work.absolute(), Layout(options.nproc, "none"), options.seed)
     left_out = {*(OF_RANKS if options.nproc == 1 else ()), *(() if chaos.has_disk else OF_DISKS)}
-    names = options.only.split(";") if options.only else [name for name in FAULTS if name not in left_out]
+    names = (
+        options.only.split(";")
+        if options.only
+        else [name for name in FAULTS if name not in left_out]
+    )
     problem, answer = "", dict[str, Any]()
     try:
         chaos.disturb(60 * options.minutes, options.faults, options.pause, names)
@@ -446,10 +513,24 @@ def main() -> int:
         subprocess.run(["umount", str(chaos.disk)], stderr=subprocess.DEVNULL)
         shutil.rmtree(work)
     state = chaos.state
-    summary = {"soak": "chaos", "minutes": state["seconds"] / 60, "faults": sum(state["faults"].values())}
-    summary |= {"manual_steps": 0, "starts": state["starts"], **answer, "exit_codes": state["exits"]}
-    summary |= {"by_fault": state["faults"], "problem": problem or ("" if is_good else f"see {work}")}
-    summary["machine"] = f"{options.nproc} processes on {os.cpu_count()} cores: a small-machine figure"
+    summary = {
+        "soak": "chaos",
+        "minutes": state["seconds"] / 60,
+        "faults": sum(state["faults"].values()),
+    }
+    summary |= {
+        "manual_steps": 0,
+        "starts": state["starts"],
+        **answer,
+        "exit_codes": state["exits"],
+    }
+    summary |= {
+        "by_fault": state["faults"],
+        "problem": problem or ("" if is_good else f"see {work}"),
+    }
+    summary["machine"] = (
+        f"{options.nproc} processes on {os.cpu_count()} cores: a small-machine figure"
+    )
     print(json.dumps(summary), flush=True)
     return not is_good
 

@@ -28,7 +28,9 @@ def run_nanogpt(checkout: Path, folder: Path) -> tuple[float, float]:
     """(seconds, lowest of its estimates of the validation loss)."""
     start = time.perf_counter()
     command = [sys.executable, "train.py", *NANOGPT.split(), f"--out_dir={folder}"]
-    output = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        command, cwd=checkout, capture_output=True, text=True, check=True
+    ).stdout
     seconds = time.perf_counter() - start
     return seconds, min(float(loss) for loss in re.findall(r"val loss ([\d.]+)", output))
 
@@ -36,21 +38,40 @@ def run_nanogpt(checkout: Path, folder: Path) -> tuple[float, float]:
 def run_ours(data: Path, folder: Path) -> tuple[float, float]:
     """(seconds, loss over the held-out tenth at the end)."""
     start = time.perf_counter()
-    command = ["megatoken", "train", str(RECIPE), "--out", str(folder), "--json", f"data.path={data}"]
+    command = [
+        "megatoken",
+        "train",
+        str(RECIPE),
+        "--out",
+        str(folder),
+        "--json",
+        f"data.path={data}",
+    ]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    output = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
     return time.perf_counter() - start, json.loads(output)["val_loss"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout whose example data is prepared")
+    parser.add_argument(
+        "--nanogpt", type=Path, required=True, help="a checkout whose example data is prepared"
+    )
     parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, one file")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare = ["prepare", str(options.text), "--out", str(folder / "data"), "--tokenizer", "bytes"]
+        prepare = [
+            "prepare",
+            str(options.text),
+            "--out",
+            str(folder / "data"),
+            "--tokenizer",
+            "bytes",
+        ]
         program = [sys.executable, "-m", "megatoken", *prepare, "--val-fraction", "0.1"]
         subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
         rounds = []

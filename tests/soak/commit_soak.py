@@ -115,7 +115,11 @@ def run_operation(scenario: str, root: Path) -> None:
     call = partial(apply_operation, scenario, root)
     if scenario == "ranks":
         words = [*json.loads(os.environ[RANK1]), *operate("rank 1", root)]
-        call = partial(commit_on_ranks, root, subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        call = partial(
+            commit_on_ranks,
+            root,
+            subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE),
+        )
     elif scenario == "rank 1":
         draft = sys.stdin.readline().strip()
         if not draft:
@@ -148,7 +152,9 @@ def commit_on_ranks(root: Path, rank1: "subprocess.Popen[bytes]") -> None:
         raise PeerError("rank 1 is lost", root)  # rank 0 ends without a commit
     try:
         report = json.loads(answer)
-        for found in filter(None, (error, report["code"] and error_from_code(report["code"], report["message"]))):
+        for found in filter(
+            None, (error, report["code"] and error_from_code(report["code"], report["message"]))
+        ):
             raise found
         others = {name: FileEntry(*entry) for name, entry in report["entries"].items()}
         protocol.publish(draft, 30, {**files, **others}, meta={"tokens": 30_000})
@@ -158,9 +164,15 @@ def commit_on_ranks(root: Path, rank1: "subprocess.Popen[bytes]") -> None:
 
 def write_part(draft: Path, rank: int) -> dict[str, FileEntry]:
     """Write the files of a rank of two: the tensors are rank 1's."""
-    files = {name: writer for name, writer in writers(30).items() if name.endswith(".safetensors") == bool(rank)}
+    files = {
+        name: writer
+        for name, writer in writers(30).items()
+        if name.endswith(".safetensors") == bool(rank)
+    }
     entries = protocol.write_files(draft, 30, files, 20_000)
-    return {name: dataclasses.astuple(entry) for name, entry in entries.items()} if rank else entries  # type: ignore[misc]
+    return (
+        {name: dataclasses.astuple(entry) for name, entry in entries.items()} if rank else entries
+    )  # type: ignore[misc]
 
 
 def operate(scenario: str, root: Path) -> list[str]:
@@ -187,10 +199,28 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def trace(scenario: str, rank: int, root: Path, log: Path, *injection: str) -> subprocess.CompletedProcess[str]:
+def trace(
+    scenario: str, rank: int, root: Path, log: Path, *injection: str
+) -> subprocess.CompletedProcess[str]:
     """Run an operation with the calls of one rank's main thread traced; other threads read only."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
-    strace = ["strace", "-y", "-s", "64", "-o", str(log), "-e", f"trace={CALLS}", "-e", "signal=none"]
+    environment = {
+        **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    strace = [
+        "strace",
+        "-y",
+        "-s",
+        "64",
+        "-o",
+        str(log),
+        "-e",
+        f"trace={CALLS}",
+        "-e",
+        "signal=none",
+    ]
     prefix: list[str] = [*strace, *injection]
     environment[RANK1] = json.dumps(prefix if rank else [])
     command = operate(scenario, root) if rank else [*prefix, *operate(scenario, root)]
@@ -215,7 +245,9 @@ def window(log: Path) -> list[tuple[str, int, str]]:
     return calls
 
 
-def find_points(scenario: str, rank: int, template: Path, work: Path) -> tuple[list[Point], list[str]]:
+def find_points(
+    scenario: str, rank: int, template: Path, work: Path
+) -> tuple[list[Point], list[str]]:
     """Every point of an undisturbed run, and the run's log."""
     root, log = work / f"{scenario}-{rank}-plain", work / f"{scenario}-{rank}-plain.log"
     shutil.copytree(template, root)
@@ -239,7 +271,9 @@ def try_point(point: Point, template: Path, work: Path) -> str:
     shutil.copytree(template, root)
     action = "signal=SIGKILL" if point.injected == "kill" else f"error={point.injected.rstrip('+')}"
     when = f"{point.n}{'+' * point.injected.endswith('+')}"
-    done = trace(point.scenario, point.rank, root, log, "-e", f"inject={point.call}:{action}:when={when}")
+    done = trace(
+        point.scenario, point.rank, root, log, "-e", f"inject={point.call}:{action}:when={when}"
+    )
     text = log.read_text(errors="replace")
     assert BEGIN in text, "hit before the operation"
     assert (END in text) == (point.injected != "kill"), "not hit inside the operation"
@@ -251,7 +285,9 @@ def try_point(point: Point, template: Path, work: Path) -> str:
     protocol.remove_leftovers(root)
     assert not list(root.glob(".tmp-*")), "leftovers were not removed"
     apply_operation(point.scenario, root)
-    assert tuple(protocol.list_steps(root)) == scenario.after, f"repeating it gives {protocol.list_steps(root)}"
+    assert tuple(protocol.list_steps(root)) == scenario.after, (
+        f"repeating it gives {protocol.list_steps(root)}"
+    )
     check_whole(point.scenario, root)
     shutil.rmtree(root)
     log.unlink()
@@ -261,7 +297,11 @@ def try_point(point: Point, template: Path, work: Path) -> str:
 def check_whole(scenario: str, root: Path) -> int:
     """Every checkpoint that is visible must be whole and of one step; return the newest valid step."""
     spec = SCENARIOS[scenario]
-    bad = [step for step in protocol.list_steps(root) if not is_whole(protocol.step_folder(root, step), step)]
+    bad = [
+        step
+        for step in protocol.list_steps(root)
+        if not is_whole(protocol.step_folder(root, step), step)
+    ]
     assert set(bad) <= set(spec.damaged), f"visible but broken: {bad}"
     newest = protocol.find_newest(root, lambda *_: None)
     assert newest is not None, "no valid checkpoint left"
@@ -296,19 +336,27 @@ def check_report(point: Point, root: Path, newest: int, report: dict[str, object
         assert newest == scenario.newest[0], "reported as a failure"
         assert " free" in str(report["message"]), report
     drafts = [path.name for path in root.glob(".tmp-step-*")]
-    stays = point.injected.endswith("+") and point.call == "openat"  # no folder can be opened to empty it
+    stays = (
+        point.injected.endswith("+") and point.call == "openat"
+    )  # no folder can be opened to empty it
     assert not drafts or point.call in REMOVALS or stays, f"left behind: {drafts}"
     return "refused"
 
 
 def read_power_loss(lines: list[str], root: str) -> dict[str, int | bool]:
     """What would survive a power loss, from the log of one save: see the keys."""
-    rename = next(i for i, line in enumerate(lines) if re.search(r"rename.*\.tmp-step.*/step-00000030\"", line))
+    rename = next(
+        i
+        for i, line in enumerate(lines)
+        if re.search(r"rename.*\.tmp-step.*/step-00000030\"", line)
+    )
     before, after = lines[:rename], lines[rename + 1 :]
     target = re.search(r'"([^"]*\.tmp-step-[^"/]*)"', lines[rename])
     assert target is not None
     temporary = target[1]
-    written = {path for line in before for path in re.findall(rf"write\([0-9]+<({temporary}/[^>]*)>", line)}
+    written = {
+        path for line in before for path in re.findall(rf"write\([0-9]+<({temporary}/[^>]*)>", line)
+    }
     moved = dict(re.findall(rf'"({temporary}/[^"]*)".*"({temporary}/[^"]*)"', "\n".join(before)))
     synced = {
         moved.get(path, path): i
@@ -331,7 +379,9 @@ def read_power_loss(lines: list[str], root: str) -> dict[str, int | bool]:
         "folders_synced_before_rename": len(folders & synced.keys()),
         "manifest_synced_last_of_files": synced.get(f"{temporary}/manifest.json") == last_file_sync,
         "folder_synced_after_manifest": synced.get(temporary, -1) > last_file_sync,
-        "parent_synced_after_rename": any(re.search(rf"fsync\([0-9]+<{root}>\) += 0", line) for line in after),
+        "parent_synced_after_rename": any(
+            re.search(rf"fsync\([0-9]+<{root}>\) += 0", line) for line in after
+        ),
     }
 
 
@@ -340,17 +390,27 @@ def flip_bits(root: Path, count: int, choose: random.Random) -> dict[str, int]:
     for step in (10, 20, 30):
         commit(root, step)
     folder = protocol.step_folder(root, 30)
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
     bits = {name: (folder / name).stat().st_size * 8 for name in names}
     targets = [(name, choose.randrange(bits[name])) for name in choose.choices(names, k=count)]
-    targets += [("manifest.json", bit) for bit in range(bits["manifest.json"])] if count >= 200 else []
+    targets += (
+        [("manifest.json", bit) for bit in range(bits["manifest.json"])] if count >= 200 else []
+    )
     detected = 0
     for name, bit in targets:
         flip(folder / name, bit)
         errors: list[str] = []
-        newest = protocol.find_newest(root, lambda _, error, errors=errors: errors.append(str(error)))  # type: ignore[misc]
+        newest = protocol.find_newest(
+            root, lambda _, error, errors=errors: errors.append(str(error))
+        )  # type: ignore[misc]
         hashes = len(set(re.findall(r"\b[0-9a-f]{32}\b", " ".join(errors))))
-        reported = len(errors) == 1 and str(folder / name) in errors[0] and (hashes == 2 or name == "manifest.json")
+        reported = (
+            len(errors) == 1
+            and str(folder / name) in errors[0]
+            and (hashes == 2 or name == "manifest.json")
+        )
         detected += reported and newest is not None and newest[1].step == 20
         flip(folder / name, bit)
         assert verify(folder).step == 30, "false alarm"
@@ -368,14 +428,22 @@ def soak(sample: int, flips: int, seed: int, jobs: int) -> dict[str, object]:
         for scenario, rank in (*((scenario, 0) for scenario in SCENARIOS), ("ranks", 1)):
             if not rank:
                 prepare(scenario, work / "templates" / scenario)
-            found_points, logs[scenario, rank] = find_points(scenario, rank, work / "templates" / scenario, work)
+            found_points, logs[scenario, rank] = find_points(
+                scenario, rank, work / "templates" / scenario, work
+            )
             points += found_points
-        total, by_operation = len(points), Counter(f"{point.scenario} rank {point.rank}" for point in points)
+        total, by_operation = (
+            len(points),
+            Counter(f"{point.scenario} rank {point.rank}" for point in points),
+        )
         points = choose.sample(points, sample) if 0 < sample < total else points
         outcomes: Counter[str] = Counter()
         failures = []
         with ThreadPoolExecutor(jobs) as pool:
-            tries = [pool.submit(try_point, point, work / "templates" / point.scenario, work) for point in points]
+            tries = [
+                pool.submit(try_point, point, work / "templates" / point.scenario, work)
+                for point in points
+            ]
             for point, attempt in zip(points, tries, strict=True):
                 try:
                     outcomes[f"{point.scenario} {point.injected} {attempt.result()}"] += 1
@@ -398,7 +466,12 @@ def soak(sample: int, flips: int, seed: int, jobs: int) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="kill and fail saves at every system call")
     parser.add_argument("--sample", type=int, default=0, help="points to try; 0: all")
-    parser.add_argument("--flips", type=int, default=400, help="random bit flips; from 200 on also each manifest bit")
+    parser.add_argument(
+        "--flips",
+        type=int,
+        default=400,
+        help="random bit flips; from 200 on also each manifest bit",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--operate", nargs=2, metavar=("SCENARIO", "ROOT"))

@@ -29,7 +29,9 @@ def run_case(case: BadConfig, folder: Path) -> tuple[float, list[str]]:
     environment = os.environ | dict(case.environment)
     start = time.monotonic()
     try:
-        done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment, timeout=60)
+        done = subprocess.run(
+            words, capture_output=True, text=True, cwd=folder, env=environment, timeout=60
+        )
     except ValueError:  # a NUL, which no system passes on
         return 0.0, []
     seconds = time.monotonic() - start

@@ -21,7 +21,13 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.pretrain import Trainer
 from megatoken.train.metrics_log import read_metrics
 
-FIFTY_STEPS = ["model.seq_len=32", "budget.batch_tokens=128", "budget.steps=50", "sample.every=0", "log.plots=false"]
+FIFTY_STEPS = [
+    "model.seq_len=32",
+    "budget.batch_tokens=128",
+    "budget.steps=50",
+    "sample.every=0",
+    "log.plots=false",
+]
 
 
 def cut(folder: Path, ids: np.ndarray, *, windows: int) -> Path:
@@ -39,8 +45,12 @@ def train(out: Path, data: Path) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, 1,115,394 characters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text", type=Path, required=True, help="tiny Shakespeare, 1,115,394 characters"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

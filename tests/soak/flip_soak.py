@@ -45,7 +45,9 @@ def write_runs(folder: Path) -> dict[str, Path]:
     files = {"config": folder / "config.yaml", "tokenizer": folder / "tokenizer"}
     roots = {name: folder / name / "checkpoints" for name in ("whole", "sharded")}
     for steps in STEPS:
-        saved = save_state(roots["whole"], trained(steps), **files, meta={"tokenizer": tokenizer.fingerprint})
+        saved = save_state(
+            roots["whole"], trained(steps), **files, meta={"tokenizer": tokenizer.fingerprint}
+        )
         ranks = [shard(trained(steps, "adamw"), "adamw", rank, RANKS) for rank in range(RANKS)]
         for rank in ranks:  # an optimizer of its own: one step gives it its state
             for parameter in rank.sharded.local_params.values():
@@ -60,8 +62,12 @@ def write_runs(folder: Path) -> dict[str, Path]:
 
 def write_data(folder: Path) -> Path:
     """A prepared dataset of several shards and a trained tokenizer."""
-    (folder / "corpus.txt").write_text("".join(f"the {n} cats sat on mat {n * n}. " for n in range(30_000)))
-    prepare(folder / "corpus.txt", folder / "data", tokenizer="bpe:300", workers=1, shard_tokens=150_000)
+    (folder / "corpus.txt").write_text(
+        "".join(f"the {n} cats sat on mat {n * n}. " for n in range(30_000))
+    )
+    prepare(
+        folder / "corpus.txt", folder / "data", tokenizer="bpe:300", workers=1, shard_tokens=150_000
+    )
     return folder / "data"
 
 
@@ -73,9 +79,13 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
-def flip_bits(folder: Path, flips: int, rng: random.Random, find: Callable[[Path, int], str]) -> dict[str, int]:
+def flip_bits(
+    folder: Path, flips: int, rng: random.Random, find: Callable[[Path, int], str]
+) -> dict[str, int]:
     """Flip one random bit of a random file below a folder at a time, and restore it; count what `find` answers."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != INPUTS_NAME)
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name != INPUTS_NAME
+    )
     found: Counter[str] = Counter()
     for _ in range(flips):
         path = rng.choice(files)
@@ -92,11 +102,22 @@ def find_in_checkpoint(root: Path, expected: dict[Path, str], path: Path) -> str
     """`found` when the file and its hashes are named, and the checkpoint before is the one to use."""
     errors: list[str] = []
     valid = find_newest(root, lambda folder, error: errors.append(str(error)))
-    if valid is None or valid[0] != step_folder(root, STEPS[0]) or len(errors) != 1 or str(path) not in errors[0]:
+    if (
+        valid is None
+        or valid[0] != step_folder(root, STEPS[0])
+        or len(errors) != 1
+        or str(path) not in errors[0]
+    ):
         return "missed"
     if path.name == MANIFEST:  # its hash is in itself, and may be what was flipped
-        return "found" if "expected" in errors[0] or "it does not end with its own hash" in errors[0] else "missed"
-    hashes = f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(path.read_bytes())}, expected {expected[path]}"
+        return (
+            "found"
+            if "expected" in errors[0] or "it does not end with its own hash" in errors[0]
+            else "missed"
+        )
+    hashes = (
+        f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(path.read_bytes())}, expected {expected[path]}"
+    )
     return "found" if hashes in errors[0] else "missed"
 
 
@@ -136,9 +157,15 @@ def soak(folder: Path, flips: int, clean: int, seed: int) -> dict[str, dict[str,
     answer: dict[str, dict[str, int]] = {}
     for name, root in roots.items():
         newest = step_folder(root, STEPS[-1])
-        expected = {path: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in newest.rglob("*") if path.is_file()}
+        expected = {
+            path: xxhash.xxh3_128_hexdigest(path.read_bytes())
+            for path in newest.rglob("*")
+            if path.is_file()
+        }
 
-        def find(path: Path, bit: int, root: Path = root, expected: dict[Path, str] = expected) -> str:
+        def find(
+            path: Path, bit: int, root: Path = root, expected: dict[Path, str] = expected
+        ) -> str:
             return find_in_checkpoint(root, expected, path)
 
         answer[name] = flip_bits(newest, flips // 3, rng, find)
@@ -149,7 +176,9 @@ def soak(folder: Path, flips: int, clean: int, seed: int) -> dict[str, dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--flips", type=int, default=10_000)
     parser.add_argument("--clean", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)

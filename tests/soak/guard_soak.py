@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.train.faulty_run import Job, count_false_alarms, events, final_bits, run_jobs, write_recipe
+from tests.train.faulty_run import (
+    Job,
+    count_false_alarms,
+    events,
+    final_bits,
+    run_jobs,
+    write_recipe,
+)
 
 LAYOUTS = {
     "one": (1, ()),
@@ -59,22 +66,44 @@ def make_case(kind: str, name: str, rng: random.Random) -> Case:
         nproc, words = LAYOUTS[rng.choice(list(LAYOUTS))]
         batches = tuple(sorted(rng.sample(range(12), rng.randint(1, 2))))
         late = nproc > 1 and not words and rng.random() < 0.5
-        job = Job(name=name, words=words, fault="nan", rank=rng.randrange(nproc), batches=batches, late=late)
+        job = Job(
+            name=name,
+            words=words,
+            fault="nan",
+            rank=rng.randrange(nproc),
+            batches=batches,
+            late=late,
+        )
         return Case(kind, nproc, job, Job(name=f"{name}-twin", words=words, skipped=batches))
     if kind == "spike":
-        words = ("budget.steps=100", "optim.warmup=0", "optim.lr=1e-3", "optim.spike=skip", "save.every=0")
+        words = (
+            "budget.steps=100",
+            "optim.warmup=0",
+            "optim.lr=1e-3",
+            "optim.spike=skip",
+            "save.every=0",
+        )
         batches = (rng.randrange(64, 100),)
         job = Job(name=name, words=words, fault="spike", rank=0, batches=batches)
         return Case(kind, 1, job, Job(name=f"{name}-twin", words=words, skipped=batches))
     if kind == "flip":
         where: dict[str, Any] = {"tensor": rng.randrange(1000), "bit": rng.randrange(1 << 30)}
-        job = Job(name=name, fault="flip", rank=rng.randrange(3), batches=(rng.randrange(5, 12),), **where)
+        job = Job(
+            name=name, fault="flip", rank=rng.randrange(3), batches=(rng.randrange(5, 12),), **where
+        )
         return Case(kind, 3, job, Job(name="flip-twin"))
     words = ("budget.steps=101", "machine.micro_batch=6", "save.every=0")
     if kind == "clean":
         return Case(kind, 2, Job(name=name, words=words))
     fault = rng.choice(["slow_data", "slow_compute"])
-    job = Job(name=name, words=words, fault=fault, rank=rng.randrange(2), batches=(rng.randrange(20),), seconds=0.05)
+    job = Job(
+        name=name,
+        words=words,
+        fault=fault,
+        rank=rng.randrange(2),
+        batches=(rng.randrange(20),),
+        seconds=0.05,
+    )
     return Case(kind, 2, job)
 
 
@@ -82,12 +111,22 @@ def judge(case: Case, answers: dict[str, dict[str, Any]], folder: Path) -> list[
     """What is wrong with a case: nothing, if all is well."""
     job, out = case.job, folder / case.job.name
     wrong = [] if answers[job.name] == {"code": 0, "error": ""} else [str(answers[job.name])]
-    if not wrong and case.twin is not None and final_bits(out) != final_bits(folder / case.twin.name):
+    if (
+        not wrong
+        and case.twin is not None
+        and final_bits(out) != final_bits(folder / case.twin.name)
+    ):
         wrong.append("other bits than without the fault")
-    if case.kind in ("nan", "spike") and [row["batch"] for row in events(out, "batch skipped")] != list(job.batches):
+    if case.kind in ("nan", "spike") and [
+        row["batch"] for row in events(out, "batch skipped")
+    ] != list(job.batches):
         wrong.append(f"skipped: {[row['batch'] for row in events(out, 'batch skipped')]}")
-    if case.kind == "flip" and [row["ranks"] for row in events(out, "replicas differ")] != [[job.rank]]:
-        wrong.append(f"replicas differ: {[row['message'] for row in events(out, 'replicas differ')]}")
+    if case.kind == "flip" and [row["ranks"] for row in events(out, "replicas differ")] != [
+        [job.rank]
+    ]:
+        wrong.append(
+            f"replicas differ: {[row['message'] for row in events(out, 'replicas differ')]}"
+        )
     slow = [(row["rank"], row["phase"]) for row in events(out, "slow rank")]
     if case.kind == "clean" and slow:
         wrong.append(f"slow: {slow}")
@@ -108,12 +147,18 @@ def run_cases(cases: Sequence[Case], recipe: Path, folder: Path) -> Iterator[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, count in (("nans", 60), ("spikes", 30), ("flips", 100), ("slow", 20), ("clean", 10)):
         parser.add_argument(f"--{name}", type=int, default=count)
-    parser.add_argument("--steps", type=int, default=100_000, help="clean ones, in which spikes are looked for")
+    parser.add_argument(
+        "--steps", type=int, default=100_000, help="clean ones, in which spikes are looked for"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where answers are kept; default: a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where answers are kept; default: a temporary folder"
+    )
     options = parser.parse_args()
     counts = {"nan": options.nans, "spike": options.spikes, "flip": options.flips}
     counts |= {"slow": options.slow, "clean": options.clean}
@@ -121,7 +166,9 @@ def main() -> None:
         folder = options.folder or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / "answers.jsonl"
-        answers = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+        answers = (
+            [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+        )
         done = {answer["name"] for answer in answers}
         left = defaultdict(list)
         for case in list_cases(counts, options.seed):
@@ -138,7 +185,10 @@ def main() -> None:
     for kind in counts:
         own = [answer for answer in answers if answer["kind"] == kind]
         result[kind] = {"cases": len(own), "right": sum(not answer["wrong"] for answer in own)}
-    result["clean_steps"] = {"steps": options.steps, "spikes": count_false_alarms(options.steps, options.seed)}
+    result["clean_steps"] = {
+        "steps": options.steps,
+        "spikes": count_false_alarms(options.steps, options.seed),
+    }
     wrong = [answer for answer in answers if answer["wrong"]]
     print(json.dumps({"soak": "guard", "seed": options.seed, **result, "wrong": wrong}), flush=True)
 

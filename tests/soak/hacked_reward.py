@@ -42,8 +42,15 @@ def measure(run: Path, prompts: int) -> dict[str, Any]:
         max_new_tokens=48,
     )
     exact = ask(reward=reward_exact, per_example=True)
-    answers = [{key: row[key] for key in ("prompt", "right", "answer")} for row in exact.pop("examples")[:6]]
-    return {"rule": ask(reward=load_reward(RULE), reward_name=RULE), "exact": exact, "answers": answers}
+    answers = [
+        {key: row[key] for key in ("prompt", "right", "answer")}
+        for row in exact.pop("examples")[:6]
+    ]
+    return {
+        "rule": ask(reward=load_reward(RULE), reward_name=RULE),
+        "exact": exact,
+        "answers": answers,
+    }
 
 
 def run() -> dict[str, Any]:

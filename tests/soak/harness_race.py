@@ -35,15 +35,29 @@ TRAINED = [
 
 
 def run_ours(folder: Path, data: Path, limit: int, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "megatoken", "eval", str(folder), "--tasks", "hellaswag", "--data", str(data)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatoken",
+        "eval",
+        str(folder),
+        "--tasks",
+        "hellaswag",
+        "--data",
+        str(data),
+    ]
     output = run([*command, "--limit", str(limit), "--examples", "--json", *arguments])
     metrics: dict[str, Any] = json.loads(output.splitlines()[-1])["tasks"]["hellaswag"]
     return metrics
 
 
-def run_harness(python: str, folder: Path, data: Path, limit: int, batch_size: int) -> dict[str, Any]:
+def run_harness(
+    python: str, folder: Path, data: Path, limit: int, batch_size: int
+) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(
-        run([python, str(SIDE), str(folder), str(data), str(limit), str(batch_size)]).splitlines()[-1]
+        run([python, str(SIDE), str(folder), str(data), str(limit), str(batch_size)]).splitlines()[
+            -1
+        ]
     )
     return answer
 
@@ -65,14 +79,27 @@ def write_random(model_config: ModelConfig, folder: Path) -> Path:
 def write_trained(text: Path, folder: Path) -> Path:
     ours = [sys.executable, "-m", "megatoken"]
     run([*ours, "prepare", str(text), "--out", f"{folder}-data", "--tokenizer", "bpe:4096"])
-    run([*ours, "train", "quickstart", "--out", f"{folder}-run", f"data.path={folder}-data", *TRAINED])
+    run(
+        [
+            *ours,
+            "train",
+            "quickstart",
+            "--out",
+            f"{folder}-run",
+            f"data.path={folder}-data",
+            *TRAINED,
+        ]
+    )
     run([*ours, "export", f"{folder}-run", "--out", str(folder)])
     return folder
 
 
 def race(python: str, folder: Path, data: Path, limit: int, rounds: int) -> dict[str, Any]:
     """Choices that agree, examples a second of each, and the ratios of the same turns."""
-    trials = {size: run_harness(python, folder, data, TRIAL_EXAMPLES, size)["seconds"] for size in BATCH_SIZES}
+    trials = {
+        size: run_harness(python, folder, data, TRIAL_EXAMPLES, size)["seconds"]
+        for size in BATCH_SIZES
+    }
     batch_size = min(trials, key=lambda size: trials[size])
     turns = []
     for number in range(rounds):
@@ -109,9 +136,18 @@ def race(python: str, folder: Path, data: Path, limit: int, rounds: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="examples of HellaSwag, .jsonl")
-    parser.add_argument("--text", type=Path, help="text to train a small model on; without it none is trained")
-    parser.add_argument("--harness", default=sys.executable, help="a Python that has lm_eval (default this one)")
-    parser.add_argument("--limit", type=int, default=60, help="examples for GPT-2 124M (default 60); 0: leave it out")
+    parser.add_argument(
+        "--text", type=Path, help="text to train a small model on; without it none is trained"
+    )
+    parser.add_argument(
+        "--harness", default=sys.executable, help="a Python that has lm_eval (default this one)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=60,
+        help="examples for GPT-2 124M (default 60); 0: leave it out",
+    )
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     data = options.data.resolve()
@@ -121,8 +157,13 @@ def main() -> None:
         if options.text:
             models.append((write_trained(options.text.resolve(), root / "trained-4x256"), 0))
         if options.limit:
-            models.append((write_random(PRESETS["gpt2-124m"], root / "random-gpt2-124m"), options.limit))
-        races = {folder.name: race(options.harness, folder, data, limit, options.rounds) for folder, limit in models}
+            models.append(
+                (write_random(PRESETS["gpt2-124m"], root / "random-gpt2-124m"), options.limit)
+            )
+        races = {
+            folder.name: race(options.harness, folder, data, limit, options.rounds)
+            for folder, limit in models
+        }
     print(json.dumps({"races": races}))
 
 

@@ -51,7 +51,12 @@ def process_docs(dataset):
 
 
 def main() -> None:
-    folder, file, limit, batch_size = sys.argv[1], Path(sys.argv[2]).resolve(), int(sys.argv[3]), int(sys.argv[4])
+    folder, file, limit, batch_size = (
+        sys.argv[1],
+        Path(sys.argv[2]).resolve(),
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     model = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=batch_size)
     ask, seconds = model.loglikelihood, []
 
@@ -79,7 +84,9 @@ def main() -> None:
     lengths = [[float(len(choice)) for choice in sample["doc"]["choices"]] for sample in samples]
     answer = {
         "pred": [int(np.argmax(row)) for row in log_p],
-        "pred_norm": [int(np.argmax(np.array(row) / size)) for row, size in zip(log_p, lengths, strict=True)],
+        "pred_norm": [
+            int(np.argmax(np.array(row) / size)) for row, size in zip(log_p, lengths, strict=True)
+        ],
         "right": [[sample["acc"], sample["acc_norm"]] for sample in samples],
         "gold": [int(sample["doc"]["gold"]) for sample in samples],
         "log_p": log_p,

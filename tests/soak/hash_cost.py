@@ -62,7 +62,9 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def share_of_hashes(rounds: int, call: Callable[[bool], object], prepare: Callable[[], object]) -> dict[str, float]:
+def share_of_hashes(
+    rounds: int, call: Callable[[bool], object], prepare: Callable[[], object]
+) -> dict[str, float]:
     """call: takes whether to hash. The two take turns, and turns in being the first."""
     pairs = []
     for index in range(rounds):
@@ -75,14 +77,20 @@ def share_of_hashes(rounds: int, call: Callable[[bool], object], prepare: Callab
     return {
         "seconds": round(statistics.median(hashed for hashed, _ in pairs), 4),
         "share": round(statistics.median(shares), 4),
-        "share_quartiles": [round(share, 4) for share in (shares[rounds // 4], shares[-1 - rounds // 4])],
+        "share_quartiles": [
+            round(share, 4) for share in (shares[rounds // 4], shares[-1 - rounds // 4])
+        ],
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to measure; a temporary one by default"
+    )
     options = parser.parse_args()
     state = tiny_state(model_config=MODEL)
     state.step = 1
@@ -112,9 +120,13 @@ def main() -> None:
                 if not is_hashing:
                     patch.setattr(commit, "hash_file", lambda *_: "")
                 start = time.perf_counter()
-                folder = save_state(root / "checkpoints", state, config=config, tokenizer=tokenizer, meta={})
+                folder = save_state(
+                    root / "checkpoints", state, config=config, tokenizer=tokenizer, meta={}
+                )
                 seconds = time.perf_counter() - start
-            late = [max(0.0, end - ends["sync_file"][path]) for path, end in ends["hash_file"].items()]
+            late = [
+                max(0.0, end - ends["sync_file"][path]) for path, end in ends["hash_file"].items()
+            ]
             if is_hashing:
                 waits.append(sum(late) / seconds)
             return folder
@@ -124,10 +136,14 @@ def main() -> None:
                 verified = verify(folder, hashes=lambda name: not name.endswith(".safetensors"))
                 if not is_hashing:
                     patch.setattr(manifest, "xxhash", SimpleNamespace(xxh3_128=NoHash))
-                    verified = replace(verified, files={name: replace(e, xxh3_128="") for name, e in files.items()})
+                    verified = replace(
+                        verified, files={name: replace(e, xxh3_128="") for name, e in files.items()}
+                    )
                 restore_state(folder, verified, state)
 
-        saves = share_of_hashes(options.rounds, save, lambda: discard(root / "checkpoints" / "step-00000001"))
+        saves = share_of_hashes(
+            options.rounds, save, lambda: discard(root / "checkpoints" / "step-00000001")
+        )
         discard(root / "checkpoints" / "step-00000001")
         folder = save(True)
         files = read_manifest(folder).files
@@ -136,7 +152,8 @@ def main() -> None:
             "bytes": sum(entry.bytes for entry in files.values()),
             "rounds": options.rounds,
             "threads": torch.get_num_threads(),
-            "save": saves | {"waits": round(statistics.median(waits), 4), "longest_wait": round(max(waits), 4)},
+            "save": saves
+            | {"waits": round(statistics.median(waits), 4), "longest_wait": round(max(waits), 4)},
             "load_warm": share_of_hashes(options.rounds, load, lambda: None),
             "load_cold": share_of_hashes(options.rounds, load, lambda: drop_pages(folder)),
         }

@@ -32,7 +32,16 @@ from typing import Any
 from megatoken.errors import ExitCode
 from megatoken.system.atomic_write import replace_file
 from tests.processes import children
-from tests.soak.tiny_job import Layout, Process, drafts, kill_group, newest_step, start, wait_for, write_recipe
+from tests.soak.tiny_job import (
+    Layout,
+    Process,
+    drafts,
+    kill_group,
+    newest_step,
+    start,
+    wait_for,
+    write_recipe,
+)
 from tests.train.test_pretrain import fingerprint
 
 KILLS_PER_RUN = 12
@@ -57,7 +66,8 @@ SAME = [
     *(Layout(nproc, "zero1") for nproc in (2, 4)),
 ]
 SPLIT = tuple(
-    Layout(nproc, sharding, size) for nproc, sharding, size in ((2, "zero3", 1), (3, "zero1", 2), (4, "zero3", 3))
+    Layout(nproc, sharding, size)
+    for nproc, sharding, size in ((2, "zero3", 1), (3, "zero1", 2), (4, "zero3", 3))
 )
 CASES = [
     *(Case(str(layout), (layout,)) for layout in SAME),
@@ -105,7 +115,10 @@ class Soak:
                 starts += 1
                 process = start(self.recipe, out, rng.choice(case.layouts), log)
                 code = disturb(process, out, rng, kills)
-                if code not in (ExitCode.DONE, ExitCode.PEER, -signal.SIGKILL) or starts > MAX_STARTS:
+                if (
+                    code not in (ExitCode.DONE, ExitCode.PEER, -signal.SIGKILL)
+                    or starts > MAX_STARTS
+                ):
                     what = f"exit code {code} of start {starts}"
                     break
             what = what or compare(fingerprint(out), clean, case.is_exact)
@@ -118,7 +131,9 @@ class Soak:
         counts["equal"] += not what
         self.runs += 1
         self.seconds += time.monotonic() - began
-        print(f"{case.name}: {kills['kills']} kills, {what or 'equal'}", file=sys.stderr, flush=True)
+        print(
+            f"{case.name}: {kills['kills']} kills, {what or 'equal'}", file=sys.stderr, flush=True
+        )
         if what:
             self.failures.append(f"{case.name}: {what}: see {log}")
         else:
@@ -159,7 +174,9 @@ def wait_for_moment(process: Process, out: Path, rng: random.Random) -> bool:
         wait_for(lambda: newest_step(out) > newest, process, or_end=True)
         time.sleep(seconds * STEP_SECONDS)
     else:
-        wait_for(lambda: newest_step(out) >= newest and bool(drafts(out) - before), process, or_end=True)
+        wait_for(
+            lambda: newest_step(out) >= newest and bool(drafts(out) - before), process, or_end=True
+        )
         time.sleep(seconds * 0.005)
     return process.poll() is None
 
@@ -168,7 +185,9 @@ def compare(found: dict[str, Any], clean: dict[str, Any], is_exact: bool) -> str
     """What differs from the undisturbed run; "" if nothing does."""
     if is_exact:
         return " and ".join(f"other {name}" for name in clean if found[name] != clean[name])
-    both = [[row for row in run["rows"] if row["kind"] in ("train", "val")] for run in (found, clean)]
+    both = [
+        [row for row in run["rows"] if row["kind"] in ("train", "val")] for run in (found, clean)
+    ]
     order = [[(row["kind"], row["step"], row["tokens"]) for row in rows] for rows in both]
     if order[0] != order[1]:
         return "other rows"
@@ -177,10 +196,19 @@ def compare(found: dict[str, Any], clean: dict[str, Any], is_exact: bool) -> str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--state", type=Path, help="file with the counts so far; continued if it exists")
-    parser.add_argument("--only", default="", metavar="CASE", help=f"one of: {'; '.join(case.name for case in CASES)}")
+    parser.add_argument(
+        "--state", type=Path, help="file with the counts so far; continued if it exists"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="CASE",
+        help=f"one of: {'; '.join(case.name for case in CASES)}",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     cases = [case for case in CASES if case.name == options.only or not options.only]
@@ -193,7 +221,12 @@ def main() -> int:
         soak.run(cases[soak.runs % len(cases)])
         if options.state:
             options.state.parent.mkdir(parents=True, exist_ok=True)
-            kept = {"runs": soak.runs, "seconds": soak.seconds, "failures": soak.failures, "counts": soak.counts}
+            kept = {
+                "runs": soak.runs,
+                "seconds": soak.seconds,
+                "failures": soak.failures,
+                "counts": soak.counts,
+            }
             replace_file(options.state, json.dumps(kept, indent=1) + "\n")
     if not soak.failures:
         shutil.rmtree(soak.folder)
@@ -201,7 +234,10 @@ def main() -> int:
         options.state.unlink(missing_ok=True)  # the next start begins anew
     names = ("kills", "inside_saves", "all_ranks", "one_rank", "runs", "equal")
     answer = {"soak": "kills", **{name: soak.total(name) for name in names}}
-    answer |= {"seconds_per_kill": soak.seconds / max(1, soak.total("kills")), "layouts": soak.counts}
+    answer |= {
+        "seconds_per_kill": soak.seconds / max(1, soak.total("kills")),
+        "layouts": soak.counts,
+    }
     print(json.dumps(answer | {"failures": soak.failures}), flush=True)
     return bool(soak.failures)
 

@@ -78,7 +78,14 @@ class Run:
 
     def __init__(self, out: Path, data: Path, nproc: int, *words: str) -> None:
         self.out, self.lines = out, list[tuple[float, str]]()
-        given = [f"data.path={data}", *FIXED, "log.every=1", "evaluate.every=0", "machine.micro_batch=2", *words]
+        given = [
+            f"data.path={data}",
+            *FIXED,
+            "log.every=1",
+            "evaluate.every=0",
+            "machine.micro_batch=2",
+            *words,
+        ]
         command = [sys.executable, "-c", LAUNCH, str(nproc), "-c", RANK, str(out), *given]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read)
@@ -128,16 +135,30 @@ def run_signals(folder: Path, data: Path, count: int, rng: random.Random) -> dic
         start = time.monotonic()
         code = run.end(SIGNALS[index % len(SIGNALS)])
         seconds.append(time.monotonic() - start)
-        no_step_lost += code == ExitCode.STOPPED and list_steps(out / "checkpoints")[-1] == run.steps()[-1]
+        no_step_lost += (
+            code == ExitCode.STOPPED and list_steps(out / "checkpoints")[-1] == run.steps()[-1]
+        )
         orphans += len(find_processes(str(out)))
-    return {"signals": count, "no_step_lost": no_step_lost, "orphans": orphans, "seconds": spread(seconds)}
+    return {
+        "signals": count,
+        "no_step_lost": no_step_lost,
+        "orphans": orphans,
+        "seconds": spread(seconds),
+    }
 
 
-def run_faults(folder: Path, data: Path, count: int, faults: tuple[str, ...], nproc: int) -> dict[str, Any]:
+def run_faults(
+    folder: Path, data: Path, count: int, faults: tuple[str, ...], nproc: int
+) -> dict[str, Any]:
     """One run of `nproc` ranks; rank 1 does one fault after another, and is named and started again each time."""
     out = folder / faults[0]
     os.mkfifo(f"{out}.fifo")
-    run, named, right, again = Run(out, data, nproc, "budget.steps=1000000", "save.every=10"), [], 0, []
+    run, named, right, again = (
+        Run(out, data, nproc, "budget.steps=1000000", "save.every=10"),
+        [],
+        0,
+        [],
+    )
     run.wait(run.is_training)
     for index in range(count):
         seen, fault = len(run.lines), faults[index % len(faults)]
@@ -178,11 +199,16 @@ def run_slow(folder: Path, data: Path, count: int, parallel: int) -> dict[str, A
         code = run.end()
         assert code == ExitCode.DONE, run.lines
         rows = [row for row in read_metrics(out) if row["kind"] == "train"]
-        return slow, sum(line.startswith("warning: ") for _, line in run.lines) + (len(rows) != 70 * slow + 1)
+        return slow, sum(line.startswith("warning: ") for _, line in run.lines) + (
+            len(rows) != 70 * slow + 1
+        )
 
     with ThreadPoolExecutor(parallel) as pool:
         results = list(pool.map(run_one, range(parallel)))
-    return {"slow_steps": sum(slow for slow, _ in results), "false_kills": sum(kills for _, kills in results)}
+    return {
+        "slow_steps": sum(slow for slow, _ in results),
+        "false_kills": sum(kills for _, kills in results),
+    }
 
 
 def run_loops(folder: Path, data: Path, count: int) -> dict[str, Any]:
@@ -192,20 +218,45 @@ def run_loops(folder: Path, data: Path, count: int) -> dict[str, Any]:
         out = folder / f"loop-{index}"
         Path(f"{out}.order").write_text("abort")
         run = Run(out, data, 2, "budget.steps=100", "save.every=0")
-        code, (*warnings, error) = run.end(), [line for _, line in run.lines if " was killed by SIGABRT " in line]
+        code, (*warnings, error) = (
+            run.end(),
+            [line for _, line in run.lines if " was killed by SIGABRT " in line],
+        )
         starts.add(1 + len(warnings))
-        ended += code == ExitCode.PEER and error.startswith("error: rank 1 ") and "3 restarts brought no" in error
-    return {"loops": count, "ended": ended, "starts": sorted(starts), "orphans": len(find_processes(str(folder)))}
+        ended += (
+            code == ExitCode.PEER
+            and error.startswith("error: rank 1 ")
+            and "3 restarts brought no" in error
+        )
+    return {
+        "loops": count,
+        "ended": ended,
+        "starts": sorted(starts),
+        "orphans": len(find_processes(str(folder))),
+    }
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
-    return {"median": round(ordered[len(ordered) // 2], 2), "largest": round(ordered[-1], 2)} if ordered else {}
+    return (
+        {"median": round(ordered[len(ordered) // 2], 2), "largest": round(ordered[-1], 2)}
+        if ordered
+        else {}
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, count in {"signals": 100, "kills": 40, "hangs": 100, "slow": 1000, "loops": 10, "parallel": 4}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, count in {
+        "signals": 100,
+        "kills": 40,
+        "hangs": 100,
+        "slow": 1000,
+        "loops": 10,
+        "parallel": 4,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -214,7 +265,9 @@ def main() -> None:
         data = write_data(folder)
         answer: dict[str, Any] = {"soak": "launch"}
         if options.signals:
-            answer["signals"] = run_signals(folder, data, options.signals, random.Random(options.seed))
+            answer["signals"] = run_signals(
+                folder, data, options.signals, random.Random(options.seed)
+            )
         if options.kills:
             answer["kills"] = run_faults(folder, data, options.kills, ("kill",), 2)
         if options.hangs:

@@ -48,7 +48,9 @@ def answer(llama: Any, chat: Sequence[dict[str, str]]) -> Reply:
     """By the template in the GGUF, greedily."""
     done = llama.create_chat_completion(chat, max_tokens=ANSWER, temperature=0.0)
     choice, count = done["choices"][0], done["usage"]["prompt_tokens"]
-    return Reply(llama.input_ids[:count].tolist(), choice["message"]["content"], choice["finish_reason"])
+    return Reply(
+        llama.input_ids[:count].tolist(), choice["message"]["content"], choice["finish_reason"]
+    )
 
 
 def main() -> None:
@@ -64,12 +66,22 @@ def main() -> None:
         export(options.run, "hf", Path(temporary) / "hf", "fp32", Console(to_stderr=True))
         convert(options.llama_cpp, Path(temporary) / "hf", Path(temporary) / "model.gguf")
         llama = Llama(
-            str(Path(temporary) / "model.gguf"), n_ctx=256, logits_all=True, type_k=F32, type_v=F32, verbose=False
+            str(Path(temporary) / "model.gguf"),
+            n_ctx=256,
+            logits_all=True,
+            type_k=F32,
+            type_v=F32,
+            verbose=False,
         )
         llama.eval(ids)
         found = torch.from_numpy(np.array(llama.scores[: len(ids)]))
         llama.reset()
-        greedy = [id for _, id in zip(range(NEW), llama.generate(ids[:PROMPT], temp=0.0, top_k=1), strict=False)]
+        greedy = [
+            id
+            for _, id in zip(
+                range(NEW), llama.generate(ids[:PROMPT], temp=0.0, top_k=1), strict=False
+            )
+        ]
         replies = [answer(llama, chat) for chat in list_chats(loaded)]
         tokens = llama.tokenize(TEXT.encode(), add_bos=False)
     with torch.inference_mode():

@@ -14,7 +14,13 @@ import tempfile
 from pathlib import Path
 
 LAST = 20  # steps whose losses are averaged
-SMALL = ["model.n_layer=2", "model.n_head=2", "model.d_model=64", "model.seq_len=64", "model.vocab_size=4096"]
+SMALL = [
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.d_model=64",
+    "model.seq_len=64",
+    "model.vocab_size=4096",
+]
 EXACT = ["machine.precision=fp32", "machine.tf32=false", "machine.fused=off", "machine.compile=off"]
 
 
@@ -36,12 +42,18 @@ def compare(one: list[float], other: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-tokens", type=int, default=65536)
-    parser.add_argument("--data", type=Path, help="dataset folder (default: the standard library, 4,096 BPE)")
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers in place of gpt2-124m")
+    parser.add_argument(
+        "--data", type=Path, help="dataset folder (default: the standard library, 4,096 BPE)"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of two layers in place of gpt2-124m"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -60,7 +72,16 @@ def main() -> None:
     ends = {kind: statistics.fmean(curve[-LAST:]) for kind, curve in losses.items()}
     apart = compare(losses["default"], losses["exact"])
     noise = compare(losses["other seed"], losses["default"])
-    print(json.dumps({"steps": options.steps, "end_loss": ends, "default_to_exact": apart, "seed_to_seed": noise}))
+    print(
+        json.dumps(
+            {
+                "steps": options.steps,
+                "end_loss": ends,
+                "default_to_exact": apart,
+                "seed_to_seed": noise,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -34,11 +34,15 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     model_config = PRESETS["gpt2-124m"]
-    workload = build_workload(model_config, MachineConfig(device="cpu", threads=1), batch_seqs=1, micro_batch=1)
+    workload = build_workload(
+        model_config, MachineConfig(device="cpu", threads=1), batch_seqs=1, micro_batch=1
+    )
     adamw, device, step_config = workload.state, workload.device, workload.step_config
     dtype = torch.bfloat16 if device.precision == "bf16" else torch.float32
     matrices = WholeMatrices(list_hidden_matrices(adamw.model), dtype)
@@ -49,8 +53,14 @@ def main() -> None:
         ids = draw_ids(1, model_config.seq_len + 1, model_config.vocab_size, seed=number)
         inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         step_config = replace(step_config, batch_tokens=model_config.seq_len)
-        micro = seconds_of(lambda: forward_backward(adamw, step_config, device, Batch(inputs, targets)))  # noqa: B023
-        gradients = {param: param.grad.clone() for param in adamw.model.parameters() if param.grad is not None}
+        micro = seconds_of(
+            lambda: forward_backward(adamw, step_config, device, Batch(inputs, targets))
+        )
+        gradients = {
+            param: param.grad.clone()
+            for param in adamw.model.parameters()
+            if param.grad is not None
+        }
         seconds = []
         for state in (adamw, muon):
             for param, gradient in gradients.items():
@@ -65,7 +75,9 @@ def main() -> None:
     micro_steps = STEP_TOKENS // model_config.seq_len
     shares = [(other - own) / (micro_steps * micro + own) for micro, own, other in rounds]
     names = ("micro_batch", "adamw", "muon")
-    medians = {name: round(statistics.median(row[i] for row in rounds), 4) for i, name in enumerate(names)}
+    medians = {
+        name: round(statistics.median(row[i] for row in rounds), 4) for i, name in enumerate(names)
+    }
     answer = {
         "soak": "muon-overhead",
         "precision": device.precision,

@@ -49,14 +49,20 @@ def open_cpu() -> Device:
     return open_device(MachineConfig(device="cpu", precision="fp32", threads=1))
 
 
-def train(text: Tensor, optim: OptimConfig, width: int, steps: int, seed: int, *, whole_qkv: bool = False) -> float:
+def train(
+    text: Tensor, optim: OptimConfig, width: int, steps: int, seed: int, *, whole_qkv: bool = False
+) -> float:
     """The held-out loss of a run."""
     train_text, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     model_config = ModelConfig(
         n_layer=3, n_head=width // 16, d_model=width, seq_len=CONTEXT, vocab_size=256, bias=False
     )
     model_config = replace(model_config, pos_emb="rotary").resolve(256)
-    budget = {"budget.steps": steps, "budget.batch_tokens": BATCH * CONTEXT, "model.seq_len": CONTEXT}
+    budget = {
+        "budget.steps": steps,
+        "budget.batch_tokens": BATCH * CONTEXT,
+        "model.seq_len": CONTEXT,
+    }
     config = replace(build_config(budget), optim=optim)
     device = open_cpu()
     state = build_state(GPT(model_config, seed=seed), config, device)
@@ -68,20 +74,31 @@ def train(text: Tensor, optim: OptimConfig, width: int, steps: int, seed: int, *
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         starts = torch.randint(0, len(train_text) - CONTEXT - 1, (BATCH,), generator=generator)
-        rows_BT = torch.stack([train_text[start : start + CONTEXT + 1] for start in starts.tolist()])
-        train_step(state, step_config, device, Batch(rows_BT[:, :-1].contiguous(), rows_BT[:, 1:].contiguous()))
+        rows_BT = torch.stack(
+            [train_text[start : start + CONTEXT + 1] for start in starts.tolist()]
+        )
+        train_step(
+            state,
+            step_config,
+            device,
+            Batch(rows_BT[:, :-1].contiguous(), rows_BT[:, 1:].contiguous()),
+        )
     windows = held_out[: VALIDATED * CONTEXT + 1]
     inputs_BT, targets_BT = windows[:-1].view(-1, CONTEXT), windows[1:].view(-1, CONTEXT)
     with torch.no_grad(), device.autocast():
         shares = zip(inputs_BT.split(64), targets_BT.split(64), strict=True)
-        return statistics.mean(float(state.model.loss(inputs, targets)) for inputs, targets in shares)
+        return statistics.mean(
+            float(state.model.loss(inputs, targets)) for inputs, targets in shares
+        )
 
 
 def build_optim(name: str, rate: float, width: int, **values: Any) -> OptimConfig:
     common = {"warmup": Duration(0.1, "dur"), "schedule": "linear", "min_lr_ratio": 0.0, **values}
     if name == "adamw":
         return OptimConfig(lr=rate, **common)
-    return OptimConfig(name="muon", lr=ADAMW_RATE * math.sqrt(ADAMW_WIDTH / width), matrix_lr=rate, **common)
+    return OptimConfig(
+        name="muon", lr=ADAMW_RATE * math.sqrt(ADAMW_WIDTH / width), matrix_lr=rate, **common
+    )
 
 
 def find_best(rates: list[float], losses: list[float]) -> float:
@@ -92,8 +109,12 @@ def find_best(rates: list[float], losses: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, nargs="*", default=list(Path(statistics.__file__).parent.glob("*.py")))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "text", type=Path, nargs="*", default=list(Path(statistics.__file__).parent.glob("*.py"))
+    )
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
@@ -102,20 +123,46 @@ def main() -> None:
     sweep: dict[str, dict[int, Any]] = {}
     for name, rates in RATES.items():
         for width in WIDTHS:
-            losses = [train(text, build_optim(name, rate, width), width, options.steps, 0) for rate in rates]
+            losses = [
+                train(text, build_optim(name, rate, width), width, options.steps, 0)
+                for rate in rates
+            ]
             best = find_best(rates, losses)
-            sweep.setdefault(name, {})[width] = {"rates": rates, "losses": losses, "best_rate": best}
-            print(f"{name} {width}: best {best:.4g} of {[round(loss, 4) for loss in losses]}", file=sys.stderr)
-    ratios = {name: rows[WIDTHS[-1]]["best_rate"] / rows[WIDTHS[0]]["best_rate"] for name, rows in sweep.items()}
+            sweep.setdefault(name, {})[width] = {
+                "rates": rates,
+                "losses": losses,
+                "best_rate": best,
+            }
+            print(
+                f"{name} {width}: best {best:.4g} of {[round(loss, 4) for loss in losses]}",
+                file=sys.stderr,
+            )
+    ratios = {
+        name: rows[WIDTHS[-1]]["best_rate"] / rows[WIDTHS[0]]["best_rate"]
+        for name, rows in sweep.items()
+    }
     choices = {}
     for name, values in CHOICES.items():
         optim = build_optim("muon", 0.02, WIDTHS[1], **values)
         whole = "one matrix" in name
-        losses = [train(text, optim, WIDTHS[1], options.steps, s, whole_qkv=whole) for s in range(options.seeds)]
+        losses = [
+            train(text, optim, WIDTHS[1], options.steps, s, whole_qkv=whole)
+            for s in range(options.seeds)
+        ]
         choices[name] = losses
         print(f"{name}: {[round(loss, 4) for loss in losses]}", file=sys.stderr)
-    about = {"tokens": options.steps * BATCH * CONTEXT, "bytes": len(data), "threads": torch.get_num_threads()}
-    answer = {"soak": "muon-sweep", **about, "sweep": sweep, "largest_by_smallest": ratios, "choices": choices}
+    about = {
+        "tokens": options.steps * BATCH * CONTEXT,
+        "bytes": len(data),
+        "threads": torch.get_num_threads(),
+    }
+    answer = {
+        "soak": "muon-sweep",
+        **about,
+        "sweep": sweep,
+        "largest_by_smallest": ratios,
+        "choices": choices,
+    }
     print(json.dumps(answer), flush=True)
 
 

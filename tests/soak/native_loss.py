@@ -19,7 +19,13 @@ from megatoken.train.metrics_log import read_metrics
 from tests.soak.quickstart_race import prepare_corpus, run
 
 FORMS = {
-    "fp32": {"precision": "fp32", "gemm_backend": "torch", "attention": "flash", "adamw": "fused", "fused": "off"},
+    "fp32": {
+        "precision": "fp32",
+        "gemm_backend": "torch",
+        "attention": "flash",
+        "adamw": "fused",
+        "fused": "off",
+    },
     "bf16 native": {
         "precision": "bf16",
         "gemm_backend": "native",
@@ -36,7 +42,12 @@ def train_124m(form: str, steps: int) -> list[float]:
     machine = FORMS[form] | PLAIN
     worker = Worker(
         spec=WorkerSpec(
-            name=OURS, model_config=PRESETS["gpt2-124m"], batch_seqs=1, device="cpu", machine=machine, micro_batch=1
+            name=OURS,
+            model_config=PRESETS["gpt2-124m"],
+            batch_seqs=1,
+            device="cpu",
+            machine=machine,
+            micro_batch=1,
         )
     )
     losses = []
@@ -63,7 +74,9 @@ def train_quickstart(form: str, folder: Path, seed: int, steps: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--quickstart-steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
@@ -78,11 +91,19 @@ def main() -> None:
         prepare_corpus(Path(temporary))
         for seed in range(1337, 1337 + options.seeds):
             for form in FORMS:
-                ends[form].append(train_quickstart(form, Path(temporary), seed, options.quickstart_steps))
+                ends[form].append(
+                    train_quickstart(form, Path(temporary), seed, options.quickstart_steps)
+                )
                 print(form, seed, ends[form][-1], flush=True)
     held_out = {form: [end["held_out"] for end in each] for form, each in ends.items()}
-    differences = [low - high for low, high in zip(held_out["bf16 native"], held_out["fp32"], strict=True)]
-    answer |= {"quickstart_steps": options.quickstart_steps, "quickstart": ends, "differences": differences}
+    differences = [
+        low - high for low, high in zip(held_out["bf16 native"], held_out["fp32"], strict=True)
+    ]
+    answer |= {
+        "quickstart_steps": options.quickstart_steps,
+        "quickstart": ends,
+        "differences": differences,
+    }
     answer["between_seeds"] = max(held_out["fp32"]) - min(held_out["fp32"])
     print(json.dumps(answer))
 

@@ -37,28 +37,68 @@ from tests.soak.quickstart_race import prepare_corpus, run
 
 MODELS = {
     "quickstart": ["budget.steps=500"],
-    "4 layers of 256": ["model.d_model=256", "budget.batch_tokens=2048", "budget.steps=40", "optim.lr=1e-3"],
+    "4 layers of 256": [
+        "model.d_model=256",
+        "budget.batch_tokens=2048",
+        "budget.steps=40",
+        "optim.lr=1e-3",
+    ],
     "8 layers of 384": [
         *("model.n_layer=8", "model.d_model=384", "model.n_head=6"),
         *("budget.batch_tokens=4096", "budget.steps=6", "optim.lr=1e-3"),
     ],
     "6 layers of 512": [
-        *("model.n_layer=6", "model.d_model=512", "model.n_head=8", "model.n_kv_head=2", "model.tie_embeddings=false"),
-        *("model.qk_norm=true", "model.seq_len=512", "budget.batch_tokens=8192", "budget.steps=4", "optim.lr=1e-3"),
+        *(
+            "model.n_layer=6",
+            "model.d_model=512",
+            "model.n_head=8",
+            "model.n_kv_head=2",
+            "model.tie_embeddings=false",
+        ),
+        *(
+            "model.qk_norm=true",
+            "model.seq_len=512",
+            "budget.batch_tokens=8192",
+            "budget.steps=4",
+            "optim.lr=1e-3",
+        ),
     ],
 }
 COMMON = ["evaluate.every=0.5dur", "save.every=0.5dur", "sample.every=0steps", "log.plots=false"]
-COMMON += ["evaluate.tokens=8192", "machine.threads=1"]  # two threads of a machine with other jobs wait for one another
+COMMON += [
+    "evaluate.tokens=8192",
+    "machine.threads=1",
+]  # two threads of a machine with other jobs wait for one another
 
 
 def train(folder: Path, words: list[str]) -> tuple[float, int]:
     """Seconds and peak bytes of a whole run by the command."""
-    command = [sys.executable, "-P", "-m", "megatoken", "train", "quickstart", "--out", "run", *words]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "megatoken",
+        "train",
+        "quickstart",
+        "--out",
+        "run",
+        *words,
+    ]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     peak = 0
     while process.poll() is None:  # wait4's ru_maxrss begins with the memory of this process
         status = Path(f"/proc/{process.pid}/status").read_text()
-        peak = max(peak, *(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+        peak = max(
+            peak,
+            *(
+                int(line.split()[1]) << 10
+                for line in status.splitlines()
+                if line.startswith("VmHWM")
+            ),
+            0,
+        )
         time.sleep(0.1)
     assert process.returncode == 0, process.returncode
     return max(row["elapsed_seconds"] for row in read_metrics(folder / "run")), peak
@@ -118,10 +158,14 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--runs", type=int, default=3, help="of each model (default 3)")
-    parser.add_argument("--turns", type=int, default=1 << 30, help="to take before this process ends (default: all)")
+    parser.add_argument(
+        "--turns", type=int, default=1 << 30, help="to take before this process ends (default: all)"
+    )
     options = parser.parse_args()
     folder = options.state.parent.resolve()
     prepare_corpus(folder)

@@ -45,7 +45,10 @@ sys.exit(main(["prepare", *sys.argv[1:], "--workers", "1"]))
 """
 # Many documents of two splits; one document, whose tokens are moved between the splits at the end.
 SCENARIOS = {
-    "many": ("files", ["--tokenizer", "bpe:300", "--shard-tokens", "9000", "--val-fraction", "0.2"]),
+    "many": (
+        "files",
+        ["--tokenizer", "bpe:300", "--shard-tokens", "9000", "--val-fraction", "0.2"],
+    ),
     "one": ("txt", ["--tokenizer", "bytes", "--shard-tokens", "20000", "--val-fraction", "0.999"]),
 }
 
@@ -64,11 +67,25 @@ def write_corpus(folder: Path, total_bytes: int, form: str) -> None:
         file.writelines(make_documents(total_bytes))
 
 
-def start_preparing(corpus: Path, out: Path, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", "megatoken", "prepare", str(corpus), "--out", str(out), "--json"]
+def start_preparing(
+    corpus: Path, out: Path, arguments: argparse.Namespace
+) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "megatoken",
+        "prepare",
+        str(corpus),
+        "--out",
+        str(out),
+        "--json",
+    ]
     command += ["--tokenizer", arguments.tokenizer, "--workers", str(arguments.workers)]
     command += ["--shard-tokens", str(arguments.shard_tokens)]
-    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def hash_folder(folder: Path) -> dict[str, str]:
@@ -96,7 +113,9 @@ def run_kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         while True:
             child = start_preparing(corpus, out, arguments)
             try:
-                code = child.wait(draw.uniform(0, whole_seconds) if kills.total() < arguments.kills else None)
+                code = child.wait(
+                    draw.uniform(0, whole_seconds) if kills.total() < arguments.kills else None
+                )
             except subprocess.TimeoutExpired:
                 workers = list(family(child.pid))[1:] if kills.total() % 2 else []
                 victim = draw.choice(workers or [child.pid])
@@ -107,12 +126,21 @@ def run_kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
                 orphans += wait_for_group(child.pid, seconds=5)
                 if code == (7 if workers else -signal.SIGKILL):
                     continue
-            assert code == 0, f"exit code {code} after {kills.total()} kills"  # also when all was done before the kill
+            assert code == 0, (
+                f"exit code {code} after {kills.total()} kills"
+            )  # also when all was done before the kill
             break
         actual = hash_folder(out)
-        assert actual == expected, {name for name in actual | expected if actual.get(name) != expected.get(name)}
+        assert actual == expected, {
+            name for name in actual | expected if actual.get(name) != expected.get(name)
+        }
         shutil.rmtree(out)
-    return {"killed": dict(kills), "runs_finished": rounds, "byte_identical": True, "orphans": orphans}
+    return {
+        "killed": dict(kills),
+        "runs_finished": rounds,
+        "byte_identical": True,
+        "orphans": orphans,
+    }
 
 
 def run_calls(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -139,7 +167,12 @@ def run_calls(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
                 outcomes[f"{point[0]} {point[3]} {attempt.result()}"] += 1
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 failures.append(f"{point}: {error}")
-    return {"points": total, "tried": len(points), "outcomes": dict(sorted(outcomes.items())), "failures": failures}
+    return {
+        "points": total,
+        "tried": len(points),
+        "outcomes": dict(sorted(outcomes.items())),
+        "failures": failures,
+    }
 
 
 def try_point(folder: Path, scenario: str, call: str, n: int, injected: str) -> str:
@@ -149,7 +182,9 @@ def try_point(folder: Path, scenario: str, call: str, n: int, injected: str) -> 
     done = trace(folder, scenario, out, log, "-e", f"inject={call}:{INJECTED[injected]}:when={n}")
     assert (call, n) in list_calls(log, out), "hit something else"
     if injected == "kill":
-        assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), f"exit code {done.returncode}"
+        assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), (
+            f"exit code {done.returncode}"
+        )
         outcome = "killed"
     elif done.returncode == 0:
         outcome = "done"
@@ -160,10 +195,14 @@ def try_point(folder: Path, scenario: str, call: str, n: int, injected: str) -> 
         assert str(out) in lines[0], lines[0]
         assert "Traceback" not in done.stderr, done.stderr[-400:]
         outcome = f"exit {done.returncode}"
-    again = subprocess.run(prepare_small(folder, scenario, out), capture_output=True, text=True, timeout=120)
+    again = subprocess.run(
+        prepare_small(folder, scenario, out), capture_output=True, text=True, timeout=120
+    )
     assert again.returncode == 0, f"the second time: {again.stderr[-400:]}"
     actual, expected = hash_folder(out), hash_folder(folder / f"{scenario}-whole")
-    assert actual == expected, {name for name in actual | expected if actual.get(name) != expected.get(name)}
+    assert actual == expected, {
+        name for name in actual | expected if actual.get(name) != expected.get(name)
+    }
     shutil.rmtree(out)
     log.unlink()
     return outcome
@@ -182,12 +221,33 @@ def prepare_small(folder: Path, scenario: str, out: Path) -> list[str]:
     ]
 
 
-def trace(folder: Path, scenario: str, out: Path, log: Path, *injection: str) -> subprocess.CompletedProcess[str]:
+def trace(
+    folder: Path, scenario: str, out: Path, log: Path, *injection: str
+) -> subprocess.CompletedProcess[str]:
     """Run a small preparation under strace. Without -f: its first thread makes all calls on the output."""
-    strace = ["strace", "-y", "-s", "200", "-o", str(log), "-e", f"trace={CALLS}", "-e", "signal=none", *injection]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "RAYON_NUM_THREADS": "1"}
+    strace = [
+        "strace",
+        "-y",
+        "-s",
+        "200",
+        "-o",
+        str(log),
+        "-e",
+        f"trace={CALLS}",
+        "-e",
+        "signal=none",
+        *injection,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "RAYON_NUM_THREADS": "1",
+    }
     command = [*strace, *prepare_small(folder, scenario, out)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def list_calls(log: Path, out: Path) -> list[tuple[str, int]]:
@@ -231,7 +291,9 @@ def resident_bytes(pid: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["kills", "calls", "memory"])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--sample", type=int, default=0, help="points of `calls` to try; 0: all")
@@ -243,7 +305,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--shard-tokens", type=int)
     arguments = parser.parse_args()
-    megabytes, shard_tokens = {"kills": (15, 10**6), "calls": (0, 0), "memory": (1000, 10**8)}[arguments.what]
+    megabytes, shard_tokens = {"kills": (15, 10**6), "calls": (0, 0), "memory": (1000, 10**8)}[
+        arguments.what
+    ]
     arguments.megabytes, arguments.shard_tokens = (
         arguments.megabytes or megabytes,
         arguments.shard_tokens or shard_tokens,

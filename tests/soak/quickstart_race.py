@@ -28,7 +28,17 @@ def prepare_corpus(folder: Path) -> None:
     """The quickstart's corpus in `folder`, made where it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "data/python").is_dir():
-        run(folder, "prepare", "python", "--out", "data/python", "--tokenizer", "bpe:4096", "--val-fraction", "0.05")
+        run(
+            folder,
+            "prepare",
+            "python",
+            "--out",
+            "data/python",
+            "--tokenizer",
+            "bpe:4096",
+            "--val-fraction",
+            "0.05",
+        )
 
 
 def main() -> None:
@@ -47,14 +57,32 @@ def main() -> None:
             for name, words in OPTIMIZERS.items():
                 out = "runs/quickstart" if (name, seed) == ("now", SEED) else f"runs/{name}-{seed}"
                 run(folder, "train", "quickstart", "--out", out, f"seed={seed}", *words)
-                rows = [json.loads(row) for row in (folder / out / "metrics.jsonl").read_text().splitlines()]
+                rows = [
+                    json.loads(row)
+                    for row in (folder / out / "metrics.jsonl").read_text().splitlines()
+                ]
                 train_seconds = max(row["elapsed_seconds"] for row in rows)
                 bits = run(folder, "eval", out, "--data", "data/python")["bits_per_byte"]
                 sample = run(folder, "sample", out, "def", "--tokens", "100")["text"][0]
-                race[name].append({"bits_per_byte": bits, "train_seconds": train_seconds, "sample": sample})
+                race[name].append(
+                    {"bits_per_byte": bits, "train_seconds": train_seconds, "sample": sample}
+                )
                 print(f"{name}, seed {seed}: {bits:.4f} bits per byte", flush=True)
-    answer = {"wall_seconds_after_installation": seconds, "prepare": whole["prepare"], "eval": whole["eval"]}
-    print(json.dumps(answer | {"compressors": whole["compressors"], "samples": whole["sample"]["text"], "race": race}))
+    answer = {
+        "wall_seconds_after_installation": seconds,
+        "prepare": whole["prepare"],
+        "eval": whole["eval"],
+    }
+    print(
+        json.dumps(
+            answer
+            | {
+                "compressors": whole["compressors"],
+                "samples": whole["sample"]["text"],
+                "race": race,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

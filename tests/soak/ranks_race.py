@@ -19,24 +19,44 @@ from megatoken.train.metrics_log import read_metrics
 
 SIZES = {
     "124m": ["gpt2-124m", "model.vocab_size=50257", "model.seq_len=512"],
-    "tiny": ["quickstart", "model.n_layer=2", "model.d_model=64", "model.n_head=2", "model.seq_len=64"],
+    "tiny": [
+        "quickstart",
+        "model.n_layer=2",
+        "model.d_model=64",
+        "model.n_head=2",
+        "model.seq_len=64",
+    ],
 }
 SAVES = 3
 
 
 def write_data(folder: Path) -> Path:
     text = folder / "text.txt"
-    text.write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(20_000)))
+    text.write_text(
+        "".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(20_000))
+    )
     prepare(str(text), folder / "data", tokenizer="bytes", val_fraction=0.01)
     return folder / "data"
 
 
-def train(out: Path, data: Path, nproc: int, options: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
+def train(
+    out: Path, data: Path, nproc: int, options: argparse.Namespace, *words: str
+) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl."""
     seq_len = next(int(word.partition("=")[2]) for word in SIZES[options.size] if "seq_len" in word)
     command = [sys.executable, "-m", "megatoken", "train", *SIZES[options.size], "--out", str(out)]
-    command += ["--nproc", str(nproc), f"data.path={data}", "machine.device=cpu", "machine.threads=1"]
-    command += [f"machine.precision={options.precision}", "machine.micro_batch=1", "machine.gemm_backend=torch"]
+    command += [
+        "--nproc",
+        str(nproc),
+        f"data.path={data}",
+        "machine.device=cpu",
+        "machine.threads=1",
+    ]
+    command += [
+        f"machine.precision={options.precision}",
+        "machine.micro_batch=1",
+        "machine.gemm_backend=torch",
+    ]
     command += [
         "machine.attention=flash",
         "machine.master_weights=off",
@@ -48,14 +68,20 @@ def train(out: Path, data: Path, nproc: int, options: argparse.Namespace, *words
 
 
 def rate(rows: list[dict[str, Any]]) -> float:
-    return statistics.median(row["tokens_per_second"] for row in rows if row["kind"] == "train" and row["step"] > 1)
+    return statistics.median(
+        row["tokens_per_second"] for row in rows if row["kind"] == "train" and row["step"] > 1
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=list(SIZES), default="124m")
     parser.add_argument("--seqs", type=int, default=16, help="sequences of the global batch")
-    parser.add_argument("--steps", type=int, default=4, help="of each run; the first is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="of each run; the first is not counted"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--precision", default="fp32")
     options = parser.parse_args()
@@ -66,13 +92,28 @@ def main() -> None:
         for number in range(options.rounds):
             for nproc, measured in rates.items():
                 steps = f"budget.steps={options.steps}"
-                measured.append(rate(train(folder / f"{nproc}-{number}", data, nproc, options, steps, "save.every=0")))
+                measured.append(
+                    rate(
+                        train(
+                            folder / f"{nproc}-{number}",
+                            data,
+                            nproc,
+                            options,
+                            steps,
+                            "save.every=0",
+                        )
+                    )
+                )
                 print(f"round {number}: {nproc} processes {measured[-1]:,.1f} tokens/s", flush=True)
         steps = (SAVES + 1) * options.steps
         words = [f"budget.steps={steps}", f"save.every={options.steps}", "machine.sharding=zero1"]
         rows = train(folder / "saves", data, 2, options, *words)
-    saves = [row for row in rows if row["kind"] == "save" and row["step"] < steps]  # at the end there is nothing beside
-    step_seconds = statistics.median(row["seconds"] for row in rows if row["kind"] == "train" and row["step"] > 1)
+    saves = [
+        row for row in rows if row["kind"] == "save" and row["step"] < steps
+    ]  # at the end there is nothing beside
+    step_seconds = statistics.median(
+        row["seconds"] for row in rows if row["kind"] == "train" and row["step"] > 1
+    )
     answer = {
         "soak": "ranks-race",
         "ratio": statistics.median(two / one for one, two in zip(rates[1], rates[2], strict=True)),

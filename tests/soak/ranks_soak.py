@@ -36,7 +36,13 @@ from tests.soak.ranks_race import write_data
 from tests.tiny_model import tiny_config
 
 Span = tuple[float, float]
-CPU = Device(torch_device=torch.device("cpu"), name="cpu", precision="fp32", peak_flops=0.0, peak_source="unknown")
+CPU = Device(
+    torch_device=torch.device("cpu"),
+    name="cpu",
+    precision="fp32",
+    peak_flops=0.0,
+    peak_source="unknown",
+)
 WIDE = ModelConfig(n_layer=8, n_head=8, d_model=512, d_ff=2048, vocab_size=8192, seq_len=128)
 CURVES = {1: 4, 2: 1, 3: 2, 4: 1}  # micro-batch by processes
 DETERMINISTIC = 1, 2, 4  # processes
@@ -46,9 +52,13 @@ def trace_step(rank: int, folder: str, trace: str) -> None:
     """A step of two micro-batches, of which the second communicates. Rank 0 writes its trace."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/join", rank=rank, world_size=2)
-    comm = Comm(DistEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2), dist.new_group())
+    comm = Comm(
+        DistEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2), dist.new_group()
+    )
     config = tiny_config(model__seq_len=WIDE.seq_len, budget__batch_tokens=16 * WIDE.seq_len)
-    state = build_state(GPT(WIDE), config, CPU, build_dims("none", 1, DistEnv(rank=rank, world_size=2)))
+    state = build_state(
+        GPT(WIDE), config, CPU, build_dims("none", 1, DistEnv(rank=rank, world_size=2))
+    )
     state.start_grad_reduction(comm)
     step_config = build_step_config(config, epoch_tokens=1 << 20, micro_batch=4)
     ids = torch.randint(0, WIDE.vocab_size, (8, WIDE.seq_len))
@@ -63,7 +73,9 @@ def trace_step(rank: int, folder: str, trace: str) -> None:
 
 def measure_overlap(trace: Path) -> dict[str, float]:
     """The share of the all-reduce time during which the backward computes."""
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    events = [
+        event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"
+    ]
     spans: dict[bool, list[Span]] = {True: [], False: []}
     for event in events:
         name = event["name"]
@@ -72,7 +84,12 @@ def measure_overlap(trace: Path) -> dict[str, float]:
     sending, computing = join_spans(spans[True]), join_spans(spans[False])
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in sending for b in computing)
     total = sum(end - start for start, end in sending)
-    return {"sending_ms": total / 1e3, "overlapped_ms": both / 1e3, "share": both / total, "messages": len(spans[True])}
+    return {
+        "sending_ms": total / 1e3,
+        "overlapped_ms": both / 1e3,
+        "share": both / total,
+        "messages": len(spans[True]),
+    }
 
 
 def join_spans(spans: Sequence[Span]) -> list[Span]:
@@ -94,7 +111,17 @@ def run_overlap(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(out: Path, data: Path, nproc: int, *words: str) -> list[str]:
-    program = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out), "--nproc", str(nproc)]
+    program = [
+        sys.executable,
+        "-m",
+        "megatoken",
+        "train",
+        "quickstart",
+        "--out",
+        str(out),
+        "--nproc",
+        str(nproc),
+    ]
     return [*program, f"data.path={data}", *FIXED, "log.every=1", *words]
 
 
@@ -105,18 +132,29 @@ def run_curves(options: argparse.Namespace) -> dict[str, Any]:
 
         def train(name: str, nproc: int, *words: str) -> list[float]:
             words = (f"budget.steps={options.steps}", "save.every=0", *words)
-            subprocess.run(command(folder / name, data, nproc, *words), check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                command(folder / name, data, nproc, *words), check=True, stdout=subprocess.DEVNULL
+            )
             return [row["loss"] for row in read_metrics(folder / name) if row["kind"] == "train"]
 
-        names = {f"{format_count(nproc, 'rank')}, micro-batch {size}": (nproc, size) for nproc, size in CURVES.items()}
+        names = {
+            f"{format_count(nproc, 'rank')}, micro-batch {size}": (nproc, size)
+            for nproc, size in CURVES.items()
+        }
         curves = [
             train(name, nproc, f"machine.micro_batch={size}", f"optim.lr={options.lr}")
             for name, (nproc, size) in names.items()
         ]
         draw_curves([folder / name for name in names], options.out)
         overrides = "machine.micro_batch=1", "machine.deterministic=true"
-        deterministic = [train(f"deterministic {nproc}", nproc, *overrides) for nproc in DETERMINISTIC]
-    worst = max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
+        deterministic = [
+            train(f"deterministic {nproc}", nproc, *overrides) for nproc in DETERMINISTIC
+        ]
+    worst = max(
+        abs(loss / first - 1)
+        for curve in curves
+        for loss, first in zip(curve, curves[0], strict=True)
+    )
     return {
         "soak": "ranks-curves",
         "steps": options.steps,
@@ -127,12 +165,18 @@ def run_curves(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["overlap", "curves"])
-    parser.add_argument("--trace", type=Path, help="file of the trace, for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument(
+        "--trace", type=Path, help="file of the trace, for chrome://tracing or ui.perfetto.dev"
+    )
     parser.add_argument("--out", type=Path, default=Path("records/ranks-curves.png"))
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=1e-3, help="at 1e-2 the last bits grow to 1e-5 within 100 steps")
+    parser.add_argument(
+        "--lr", type=float, default=1e-3, help="at 1e-2 the last bits grow to 1e-5 within 100 steps"
+    )
     options = parser.parse_args()
     calls = {"overlap": run_overlap, "curves": run_curves}
     print(json.dumps(calls[options.what](options)))

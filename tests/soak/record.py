@@ -25,14 +25,22 @@ def main() -> int:
         records, words = Path(words[1]), words[2:]
     name, dashes, *command = words
     assert dashes == "--", __doc__
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would runs
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it, and so would runs
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     sys.stdout.write(done.stdout)
     if done.returncode:
         return done.returncode
     answer = json.loads(done.stdout.splitlines()[-1])
     # The program's name, not its path on this machine.
-    write_record(records, name, answer, open_device(MachineConfig()).name, [Path(command[0]).name, *command[1:]])
+    write_record(
+        records,
+        name,
+        answer,
+        open_device(MachineConfig()).name,
+        [Path(command[0]).name, *command[1:]],
+    )
     return 0
 
 

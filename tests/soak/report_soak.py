@@ -31,21 +31,49 @@ def write_metrics(folder: Path) -> None:
     for step in range(1, STEPS + 1):
         place = {"step": step, "tokens": 524_288 * step, "elapsed_seconds": 0.35 * step}
         loss = 2.9 + 30 / (step + 20) ** 0.5 + noise.gauss(0, 0.03)
-        values: dict[str, Any] = {"loss": loss, "lr": 3e-3 * math.cos(math.pi / 2 * step / STEPS), "seconds": 0.35}
-        values |= {"grad_norm": 0.3 + noise.expovariate(20), "tokens_per_second": 1.5e6 + noise.gauss(0, 1e4)}
+        values: dict[str, Any] = {
+            "loss": loss,
+            "lr": 3e-3 * math.cos(math.pi / 2 * step / STEPS),
+            "seconds": 0.35,
+        }
+        values |= {
+            "grad_norm": 0.3 + noise.expovariate(20),
+            "tokens_per_second": 1.5e6 + noise.gauss(0, 1e4),
+        }
         lines.append({"kind": "train", **place, **values, "mfu": 0.51, "mfu_causal": 0.47})
         if step % (STEPS // 400) == 0:
-            lines.append({"kind": "val", **place, "loss": loss, "bits_per_byte": loss / 3.2, "target_tokens": 1})
+            lines.append(
+                {
+                    "kind": "val",
+                    **place,
+                    "loss": loss,
+                    "bits_per_byte": loss / 3.2,
+                    "target_tokens": 1,
+                }
+            )
         if step % (STEPS // 20) == 0:
-            lines.append({"kind": "sample", **place, "text": ["Hello, I am a language model, " * 20] * 4})
+            lines.append(
+                {"kind": "sample", **place, "text": ["Hello, I am a language model, " * 20] * 4}
+            )
         if step % (STEPS // 1000) == 0:
-            lines.append({"kind": "event", **place, "what": "spike", "message": "a loss far above the last 128 steps"})
+            lines.append(
+                {
+                    "kind": "event",
+                    **place,
+                    "what": "spike",
+                    "message": "a loss far above the last 128 steps",
+                }
+            )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "status.json").write_text(json.dumps({"state": "done", "step": STEPS, "total_steps": STEPS}))
+    (folder / "status.json").write_text(
+        json.dumps({"state": "done", "step": STEPS, "total_steps": STEPS})
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pictures", type=Path, help="folder for screenshots")
     options = parser.parse_args()
     program = find_browser()
@@ -55,20 +83,31 @@ def main() -> int:
         write_metrics(folder / "long-run")
         start = time.perf_counter()
         page = folder / run(folder, "report", "long-run")["report"]
-        answer: dict[str, Any] = {"soak": "report", "steps": STEPS, "write_seconds": time.perf_counter() - start}
+        answer: dict[str, Any] = {
+            "soak": "report",
+            "steps": STEPS,
+            "write_seconds": time.perf_counter() - start,
+        }
         answer["bytes"] = page.stat().st_size
         seconds = []
         with Browser(program) as browser:
             for _ in range(OPENINGS):
                 browser.open(page)
-                seconds.append(browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") / 1000)
+                seconds.append(
+                    browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+                    / 1000
+                )
             answer["charts"] = browser.evaluate("document.querySelectorAll('figure svg').length")
             answer["requests"] = len(browser.list_requests())
             answer["browser"] = browser.call("Browser.getVersion")["product"]
-            for width, dark in [(w, d) for w in (1280, 390) for d in (False, True)] if options.pictures else []:
+            for width, dark in (
+                [(w, d) for w in (1280, 390) for d in (False, True)] if options.pictures else []
+            ):
                 browser.resize(width, dark=dark)
                 browser.open(page)
-                browser.save_picture(options.pictures / f"{width}-{'dark' if dark else 'light'}.png")
+                browser.save_picture(
+                    options.pictures / f"{width}-{'dark' if dark else 'light'}.png"
+                )
     answer |= {"open_seconds": statistics.median(seconds), "open_seconds_each": seconds}
     print(json.dumps(answer), flush=True)
     return int(max(seconds) > SECONDS or answer["requests"] != 1)

@@ -38,8 +38,13 @@ def measure(run: Path, prompts: int) -> dict[str, Any]:
 def start(base: str, state: Path, seconds: int, *words: str) -> dict[str, Any]:
     """Conversations and prompts in `state`, and the run state/sft, which is fine-tuned for so many seconds at most."""
     for source, data in (("exercises", "chats"), ("exercises-prompts", "prompts")):
-        assert main(["prepare", source, "--out", str(state / data), "--tokenizer", base]) == ExitCode.DONE
-    return train_for(seconds, "sft", base, state / "sft", [*SFT, f"data.path={state / 'chats'}", *words])
+        assert (
+            main(["prepare", source, "--out", str(state / data), "--tokenizer", base])
+            == ExitCode.DONE
+        )
+    return train_for(
+        seconds, "sft", base, state / "sft", [*SFT, f"data.path={state / 'chats'}", *words]
+    )
 
 
 def run() -> dict[str, Any]:
@@ -57,7 +62,9 @@ def run() -> dict[str, Any]:
     trained = start(options.base, state, options.sft_seconds)
     answer: dict[str, Any] = {"start": trained | measure(sft, options.prompts)}
     chat_words = [*SFT, f"data.path={state / 'chats'}"]
-    answer["sft"] = train_for(options.seconds, "sft", str(sft), more, chat_words) | measure(more, options.prompts)
+    answer["sft"] = train_for(options.seconds, "sft", str(sft), more, chat_words) | measure(
+        more, options.prompts
+    )
     answer["grpo"] = []
     for seed in range(options.seeds):
         out = state / f"grpo-{seed}"

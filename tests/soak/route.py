@@ -37,7 +37,12 @@ def list_chats(loaded: LoadedModel) -> list[list[dict[str, str]]]:
         return []
     user, system = ("user", "Spell café, please.\n"), ("system", "Be brief.")
     asked = [[("user", each.question)] for each in list_exercises(held_out=True)[:40]]
-    chats = [*asked, [system, asked[0][0]], [system, user, ("assistant", "  c-a-f-é"), asked[1][0]], [user]]
+    chats = [
+        *asked,
+        [system, asked[0][0]],
+        [system, user, ("assistant", "  c-a-f-é"), asked[1][0]],
+        [user],
+    ]
     return [[{"role": role, "content": content} for role, content in chat] for chat in chats]
 
 
@@ -45,7 +50,9 @@ def _answer(loaded: LoadedModel, chat: Sequence[dict[str, str]]) -> Reply:
     """As `megatoken chat` does, greedily."""
     template, messages = find_template(loaded.tokenizer), [Message(**row) for row in chat]
     request = Request([], max_new_tokens=ANSWER, temperature=0)
-    answer = Conversation(loaded.model, template, request, messages=messages[:-1]).ask(messages[-1].content, len)
+    answer = Conversation(loaded.model, template, request, messages=messages[:-1]).ask(
+        messages[-1].content, len
+    )
     return Reply(template.encode(messages, reply=True)[0], answer.text, answer.finish_reason)
 
 
@@ -72,7 +79,8 @@ def report(
         answer["conversations"] = len(ours)
         for name in Reply._fields:
             answer[f"same_{name}"] = sum(
-                getattr(reply, name) == getattr(own, name) for reply, own in zip(replies, ours, strict=True)
+                getattr(reply, name) == getattr(own, name)
+                for reply, own in zip(replies, ours, strict=True)
             )
         answer["stopped_by_themselves"] = sum(own.finish_reason == "stop" for own in ours)
     print(json.dumps(answer))

@@ -17,14 +17,23 @@ from tests.soak.quickstart_race import prepare_corpus, run
 
 WIDTHS, STEPS = (48, 96, 192), (500, 1000, 2000)  # of 512 tokens
 RATE_TIMES_WIDTH = 4e-3 * 96  # the quickstart's
-SETTINGS = ["evaluate.every=1dur", "evaluate.tokens=200000", "save.every=1dur", "sample.every=0steps"]
+SETTINGS = [
+    "evaluate.every=1dur",
+    "evaluate.tokens=200000",
+    "save.every=1dur",
+    "sample.every=0steps",
+]
 SETTINGS += ["log.plots=false", "machine.threads=1"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, help="folder to keep (default: a temporary one)")
-    parser.add_argument("--plot", type=Path, default=Path("scaling.png"), help="picture of runs and law")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("scaling.png"), help="picture of runs and law"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.work or Path(temporary)).resolve()
@@ -33,7 +42,11 @@ def main() -> None:
         for width in WIDTHS:
             for steps in STEPS:
                 outs.append(f"runs/{width}-{steps}")
-                sizes = (f"model.d_model={width}", f"optim.lr={RATE_TIMES_WIDTH / width:.3g}", f"budget.steps={steps}")
+                sizes = (
+                    f"model.d_model={width}",
+                    f"optim.lr={RATE_TIMES_WIDTH / width:.3g}",
+                    f"budget.steps={steps}",
+                )
                 end = run(folder, "train", "quickstart", "--out", outs[-1], *sizes, *SETTINGS)
                 print(f"{outs[-1]}: {end['val_loss']:.4f}", flush=True)
         answer = run(folder, "scaling", *outs, "--plot", str(options.plot.resolve()))

@@ -26,17 +26,31 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.model.gpt import GPT
 
 CLIENTS = (1, 4, 8)
-SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))  # what the tokenizer is trained on
+SOURCES = sorted(
+    (Path(__file__).parents[2] / "src").rglob("*.py")
+)  # what the tokenizer is trained on
 PROMPT = "In the beginning there was a small model, and it wrote one word after another. "
 
 
 def ask(port: int, number: int, tokens: int) -> tuple[str, float, int]:
     """Text, seconds to the first token, and tokens of client `number`'s request."""
-    body = {"model": "served", "prompt": PROMPT * (1 + number % 4), "seed": number, "max_tokens": tokens}
-    body |= {"temperature": 0.8, "top_k": 50, "stream": True, "stream_options": {"include_usage": True}}
+    body = {
+        "model": "served",
+        "prompt": PROMPT * (1 + number % 4),
+        "seed": number,
+        "max_tokens": tokens,
+    }
+    body |= {
+        "temperature": 0.8,
+        "top_k": 50,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     start, first, text, used = time.perf_counter(), 0.0, "", 0
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     response = connection.getresponse()
     assert response.status == 200, response.read()
     for line in response:
@@ -65,7 +79,9 @@ def measure(port: int, tokens: int, rounds: int) -> dict[str, Any]:
             firsts[clients].append(statistics.median(first for _, first, _ in answers))
             compared += clients
             different += sum(text != alone[number] for number, (text, _, _) in enumerate(answers))
-    ratios = {each: [b / a for a, b in zip(rates[1], rates[each], strict=True)] for each in CLIENTS[1:]}
+    ratios = {
+        each: [b / a for a, b in zip(rates[1], rates[each], strict=True)] for each in CLIENTS[1:]
+    }
 
     def spread(values: list[float]) -> dict[str, float]:
         return {"median": statistics.median(values), "low": min(values), "high": max(values)}
@@ -80,7 +96,9 @@ def measure(port: int, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="gpt2-124m")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--tokens", type=int, default=32)
@@ -93,10 +111,14 @@ def main() -> None:
         sizes = replace(PRESETS[options.preset], vocab_size=tokenizer.vocab_size)
         write_hf(folder, GPT(sizes), tokenizer, "fp32")
         command = [sys.executable, "-m", "megatoken", "serve", str(folder), "--port", "0"]
-        process = subprocess.Popen([*command, "--precision", options.precision], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [*command, "--precision", options.precision], stdout=subprocess.PIPE, text=True
+        )
         try:
             assert process.stdout is not None
-            port = int(process.stdout.readline().partition("http://127.0.0.1:")[2].partition("/")[0])
+            port = int(
+                process.stdout.readline().partition("http://127.0.0.1:")[2].partition("/")[0]
+            )
             figures = measure(port, options.tokens, options.rounds)
         finally:
             process.terminate()

@@ -33,7 +33,9 @@ AT_ONCE = 50  # prompts
 
 def grow(model: GPT, old: Tokenizer, new: Tokenizer) -> GPT:
     """The model with rows for the control tokens, as fine-tuning starts."""
-    grown = GPT(replace(model.config, vocab_size=max(model.config.vocab_size, new.vocab_size)), seed=None)
+    grown = GPT(
+        replace(model.config, vocab_size=max(model.config.vocab_size, new.vocab_size)), seed=None
+    )
     state = {
         name: add_mean_rows(values, old.vocab_size, new.vocab_size, grown.config)
         if name.endswith(VOCABULARY_TABLES)
@@ -44,7 +46,9 @@ def grow(model: GPT, old: Tokenizer, new: Tokenizer) -> GPT:
     return grown.eval()
 
 
-def score(model: GPT, tokenizer: Tokenizer, exercises: list[Exercise], temperature: float) -> dict[str, Any]:
+def score(
+    model: GPT, tokenizer: Tokenizer, exercises: list[Exercise], temperature: float
+) -> dict[str, Any]:
     """Shares of right answers and of those that stop by themselves, and tokens of an answer."""
     template = find_template(tokenizer)
     right, stopped, lengths = {"sums": [], "spelling": []}, 0, []
@@ -61,7 +65,9 @@ def score(model: GPT, tokenizer: Tokenizer, exercises: list[Exercise], temperatu
             for number, each in enumerate(chosen)
         ]
         answers: list[list[int]] = [[] for _ in chosen]
-        with BatchDecoder(model, rows=len(chosen), capacity=max(r.capacity for r in requests)) as decoder:
+        with BatchDecoder(
+            model, rows=len(chosen), capacity=max(r.capacity for r in requests)
+        ) as decoder:
             for number, request in enumerate(requests):
                 decoder.add(number, request)
             while decoder.rows:
@@ -88,11 +94,27 @@ def score(model: GPT, tokenizer: Tokenizer, exercises: list[Exercise], temperatu
 
 def train_for(seconds: int, recipe: str, base: str, out: Path, words: list[str]) -> dict[str, Any]:
     """Train from `base` for so many seconds of the run's own time, or on until it has; what it took."""
-    before = max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0) if out.exists() else 0.0
+    before = (
+        max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0)
+        if out.exists()
+        else 0.0
+    )
     if before < seconds:
         limit = f"save.time_limit={max(5, round(seconds - before))}s"
         # A process of its own: the command sets up the environment before torch is loaded.
-        command = [sys.executable, "-m", "megatoken", "train", recipe, "--init", base, "--out", str(out), *words, limit]
+        command = [
+            sys.executable,
+            "-m",
+            "megatoken",
+            "train",
+            recipe,
+            "--init",
+            base,
+            "--out",
+            str(out),
+            *words,
+            limit,
+        ]
         code = subprocess.run(command, stdout=sys.stderr).returncode
         assert code in (ExitCode.DONE, ExitCode.STOPPED)
     rows = read_metrics(out)
@@ -110,8 +132,13 @@ def run() -> dict[str, Any]:
     parser.add_argument("words", nargs="*", help="section.field=value")
     options = parser.parse_args()
     data, out = options.state / "chats", options.state / "run"
-    assert main(["prepare", "exercises", "--out", str(data), "--tokenizer", options.base]) == ExitCode.DONE
-    trained = train_for(options.seconds, "sft", options.base, out, [f"data.path={data}", *options.words])
+    assert (
+        main(["prepare", "exercises", "--out", str(data), "--tokenizer", options.base])
+        == ExitCode.DONE
+    )
+    trained = train_for(
+        options.seconds, "sft", options.base, out, [f"data.path={data}", *options.words]
+    )
     exercises = list_exercises(held_out=True)[: options.prompts]
     base, tuned = load_pretrained(options.base), load_pretrained(out)
     control = add_control_tokens(base.tokenizer)

@@ -74,10 +74,21 @@ def fill(disk: Path, free_bytes: int) -> None:
 
 def make_environment(case: Case, disk: Path) -> dict[str, str]:
     """In which every sink writes to `disk` alone."""
-    folders = {name: str(disk / name.lower()) for name in ("TRACKIO_DIR", "WANDB_DIR", "WANDB_CACHE_DIR")}
-    folders |= {name: str(disk / name.lower()) for name in ("WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR")}
-    known = {name: text for name, text in os.environ.items() if not name.startswith(("WANDB_", "TRACKIO_"))}
-    return {**known, **folders, "NETRC": os.devnull} | ({"WANDB_API_KEY": "0" * 40} if case.logged_in else {})
+    folders = {
+        name: str(disk / name.lower()) for name in ("TRACKIO_DIR", "WANDB_DIR", "WANDB_CACHE_DIR")
+    }
+    folders |= {
+        name: str(disk / name.lower())
+        for name in ("WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR")
+    }
+    known = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(("WANDB_", "TRACKIO_"))
+    }
+    return {**known, **folders, "NETRC": os.devnull} | (
+        {"WANDB_API_KEY": "0" * 40} if case.logged_in else {}
+    )
 
 
 def end_sinks(out: Path) -> int:
@@ -96,8 +107,14 @@ def count_rows(out: Path, disk: Path) -> dict[str, int]:
     """Training rows that each sink's files hold; of W&B's, whose format is its own, how often they name the loss."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    events = [event for path in (out / "tensorboard").glob("events.*") for event in EventFileLoader(str(path)).Load()]
-    steps = {event.step for event in events for value in event.summary.value if value.tag == "train/loss"}
+    events = [
+        event
+        for path in (out / "tensorboard").glob("events.*")
+        for event in EventFileLoader(str(path)).Load()
+    ]
+    steps = {
+        event.step for event in events for value in event.summary.value if value.tag == "train/loss"
+    }
     found = {"tensorboard": len(steps), "wandb": 0, "trackio": 0}
     for path in (out / "wandb").glob("*run-*/*.wandb"):
         found["wandb"] += path.read_bytes().count(b"train/loss")
@@ -125,32 +142,51 @@ def judge(case: Case, recipe: Path, out: Path, clean: dict[str, Any]) -> dict[st
             words = ["unshare", "-n", *words]
         start = time.perf_counter()
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
-        result: dict[str, Any] = {"exit": done.returncode, "seconds": round(time.perf_counter() - start, 1)}
+        result: dict[str, Any] = {
+            "exit": done.returncode,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
         result |= {"still_trying": end_sinks(out), "identical": fingerprint(out) == clean}
         result["rows"] = sum(row["kind"] == "train" for row in read_metrics(out))
-        result["said"] = [line for line in done.stdout.splitlines() if "sync-" in line or "background" in line]
+        result["said"] = [
+            line for line in done.stdout.splitlines() if "sync-" in line or "background" in line
+        ]
         if case.free_bytes is not None:
             (disk / "filler").unlink()
             subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
             send = [sys.executable, "-P", "-m", "megatoken", "sync", str(out), "--to"]
-            codes = {name: subprocess.run([*send, name], env=environment).returncode for name in SINKS}
+            codes = {
+                name: subprocess.run([*send, name], env=environment).returncode for name in SINKS
+            }
             result["sync_after"] = codes
         result["rows_of_sinks"] = count_rows(out, disk)
     return result
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
     if os.geteuid():
-        words = ["unshare", "-rm", sys.executable, "-P", "-m", "tests.soak.sink_soak", *sys.argv[1:]]
+        words = [
+            "unshare",
+            "-rm",
+            sys.executable,
+            "-P",
+            "-m",
+            "tests.soak.sink_soak",
+            *sys.argv[1:],
+        ]
         os.execvp(words[0], words)
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = write_recipe(folder / "job")
-        subprocess.run(command(recipe, folder / "clean", Layout(1, "none")), capture_output=True, check=True)
+        subprocess.run(
+            command(recipe, folder / "clean", Layout(1, "none")), capture_output=True, check=True
+        )
         clean = fingerprint(folder / "clean")
         for number, case in enumerate(case for case in CASES if options.only in case.name):
             found[case.name] = judge(case, recipe, folder / f"run-{number}", clean)

@@ -25,15 +25,35 @@ from tests.soak.tiny_job import kill_group, wait_for
 
 TRIALS, KILLED_IN = 8, (1, 3)  # counted from 0
 BAD_RATE = "1e-5"
-FIXED = ["budget.steps=100", "evaluate.every=20steps", "save.every=20steps", "sample.every=0steps", "log.plots=false"]
-FIXED += ["log.every=10steps", "machine.threads=1", "machine.precision=fp32", "machine.micro_batch=2"]
+FIXED = [
+    "budget.steps=100",
+    "evaluate.every=20steps",
+    "save.every=20steps",
+    "sample.every=0steps",
+    "log.plots=false",
+]
+FIXED += [
+    "log.every=10steps",
+    "machine.threads=1",
+    "machine.precision=fp32",
+    "machine.micro_batch=2",
+]
 # Nothing is chosen by measurement: another choice has other bits.
 FIXED += ["machine.attention=flash", "machine.gemm_backend=torch"]
 
 
 def search(out: str) -> list[str]:
     """The words of a sweep into `out`."""
-    return ["sweep", "quickstart", "--out", out, "--trials", str(TRIALS), f"optim.lr=log:{BAD_RATE}..3e-2", *FIXED]
+    return [
+        "sweep",
+        "quickstart",
+        "--out",
+        out,
+        "--trials",
+        str(TRIALS),
+        f"optim.lr=log:{BAD_RATE}..3e-2",
+        *FIXED,
+    ]
 
 
 def kill_in(folder: Path, out: str, trial: int) -> None:
@@ -60,7 +80,9 @@ def kill_in(folder: Path, out: str, trial: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, help="folder to keep (default: a temporary one)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -73,10 +95,22 @@ def main() -> int:
             ends[name] = run(folder, *search(name))
             print(f"{name}: {ends[name]['best']}", flush=True)
         bad = run(folder, "train", "quickstart", "--out", "bad", f"optim.lr={BAD_RATE}", *FIXED)
-        resumed = [(folder / "killed" / f"trial-{trial:03d}.log").read_text().count("resum") for trial in KILLED_IN]
+        resumed = [
+            (folder / "killed" / f"trial-{trial:03d}.log").read_text().count("resum")
+            for trial in KILLED_IN
+        ]
     same = ends["untouched"]["trials"] == ends["killed"]["trials"]
-    answer = {"soak": "sweep", "kills": len(KILLED_IN), "resumed_runs": sum(map(bool, resumed)), "same_trials": same}
-    answer |= {"bad_loss": bad["val_loss"], "best": ends["killed"]["best"], "trials": ends["killed"]["trials"]}
+    answer = {
+        "soak": "sweep",
+        "kills": len(KILLED_IN),
+        "resumed_runs": sum(map(bool, resumed)),
+        "same_trials": same,
+    }
+    answer |= {
+        "bad_loss": bad["val_loss"],
+        "best": ends["killed"]["best"],
+        "trials": ends["killed"]["trials"],
+    }
     answer["stopped_early"] = sum(trial["state"] == "pruned" for trial in answer["trials"])
     print(json.dumps(answer), flush=True)
     return int(not (same and all(resumed) and answer["best"]["loss"] < answer["bad_loss"]))

@@ -30,7 +30,16 @@ from megatoken.errors import ExitCode
 from megatoken.launch.local import at_parent_death
 from megatoken.system.atomic_write import read_object
 from megatoken.train.metrics_log import read_metrics
-from tests.soak.tiny_job import STUCK_SECONDS, Layout, Process, command, drafts, newest_step, wait_for, write_recipe
+from tests.soak.tiny_job import (
+    STUCK_SECONDS,
+    Layout,
+    Process,
+    command,
+    drafts,
+    newest_step,
+    wait_for,
+    write_recipe,
+)
 from tests.train.test_pretrain import fingerprint
 
 SAVED, RAN_ON = "saved", "ran on"
@@ -67,7 +76,12 @@ class Case:
 
 def grow_log(words: Sequence[str], out: Path) -> None:
     """Begin the run, then let its log reach FILE_LIMIT."""
-    subprocess.run([*words, "save.time_limit=1s"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    subprocess.run(
+        [*words, "save.time_limit=1s"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
     row = json.dumps({"kind": "event", "step": 0, "tokens": 0, "what": "x" * 900}) + "\n"
     with (out / "metrics.jsonl").open("a") as log:
         log.write(row * (FILE_LIMIT // len(row)))
@@ -89,12 +103,30 @@ CASES = (
     Case("terminal closed in an evaluation", SAVED, hang_up="validate"),
     Case("terminal closed while a checkpoint is written", SAVED, hang_up="draft"),
     Case("terminal closed, two processes", SAVED, hang_up="step", nproc=2),
-    Case("terminal closed under stderr alone, --json", SAVED, ("null", "null", "terminal"), "step", words=("--json",)),
+    Case(
+        "terminal closed under stderr alone, --json",
+        SAVED,
+        ("null", "null", "terminal"),
+        "step",
+        words=("--json",),
+    ),
     Case("nohup, terminal closed", RAN_ON, hang_up="step", nohup=True),
     Case("nohup, terminal closed, two processes", RAN_ON, hang_up="step", nohup=True, nproc=2),
-    Case("nohup, output to /dev/null, terminal closed", RAN_ON, ("terminal", "null", "null"), "step", nohup=True),
+    Case(
+        "nohup, output to /dev/null, terminal closed",
+        RAN_ON,
+        ("terminal", "null", "null"),
+        "step",
+        nohup=True,
+    ),
     Case("dead terminal without a signal", RAN_ON, hang_up="step", controls=False),
-    Case("dead terminal without a signal, two processes", RAN_ON, hang_up="step", controls=False, nproc=2),
+    Case(
+        "dead terminal without a signal, two processes",
+        RAN_ON,
+        hang_up="step",
+        controls=False,
+        nproc=2,
+    ),
     Case("dead terminal before the first line", RAN_ON, hang_up="start", controls=False),
     Case("output to /dev/full", RAN_ON, NO_STDIN),
     Case("output to /dev/full, two processes", RAN_ON, NO_STDIN, nproc=2),
@@ -102,11 +134,23 @@ CASES = (
     Case("| head -1", RAN_ON, ("terminal", "pipe", "terminal")),
     Case("2>&1 | head -1, two processes", RAN_ON, ("terminal", "pipe", "pipe"), nproc=2),
     Case("stdin, stdout and stderr closed", RAN_ON, ("closed", "closed", "closed")),
-    Case("full disk under the output", RAN_ON, ("null", "long file", "long file"), limits_files=True),
+    Case(
+        "full disk under the output", RAN_ON, ("null", "long file", "long file"), limits_files=True
+    ),
     Case("full disk under the log", RAN_ON, prepare=grow_log, limits_files=True, loses_rows=True),
-    Case("status, samples and plots cannot be written", RAN_ON, prepare=block_files, words=("log.plots=true",)),
+    Case(
+        "status, samples and plots cannot be written",
+        RAN_ON,
+        prepare=block_files,
+        words=("log.plots=true",),
+    ),
     Case("a locale without UTF-8, a dumb terminal", RAN_ON, environment=ASCII | {"TERM": "dumb"}),
-    Case("a terminal of one column, closed in a step", SAVED, hang_up="step", environment={"COLUMNS": "1"}),
+    Case(
+        "a terminal of one column, closed in a step",
+        SAVED,
+        hang_up="step",
+        environment={"COLUMNS": "1"},
+    ),
 )
 
 
@@ -194,7 +238,9 @@ def start(case: Case, words: Sequence[str], streams: Sequence[int], terminal: Te
             if descriptor < 0:
                 os.close(number)
 
-    stdin, stdout, stderr = (subprocess.DEVNULL if descriptor < 0 else descriptor for descriptor in streams)
+    stdin, stdout, stderr = (
+        subprocess.DEVNULL if descriptor < 0 else descriptor for descriptor in streams
+    )
     environment = {**os.environ, "TERM": "xterm-256color", **case.environment}
     return subprocess.Popen(
         list(words),
@@ -250,7 +296,9 @@ def judge(case: Case, recipe: Path, out: Path, clean: Mapping[str, Any]) -> tupl
     end, code = find_end(case, recipe, out), 0
     if end == SAVED:
         words = command(recipe, out, case.layout, case.words)
-        code = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+        code = subprocess.run(
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ).returncode
     found = fingerprint(out)
     rows = [row for row in found["rows"] if row["kind"] != "save"]
     same_rows = case.loses_rows or rows == [row for row in clean["rows"] if row["kind"] != "save"]
@@ -265,7 +313,9 @@ def run_clean(recipe: Path, out: Path, nproc: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
     cases = [case for case in CASES if options.only in case.name]
@@ -274,7 +324,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = write_recipe(folder / "job")
-        clean = {n: run_clean(recipe, folder / f"clean-{n}", n) for n in sorted({case.nproc for case in cases})}
+        clean = {
+            n: run_clean(recipe, folder / f"clean-{n}", n)
+            for n in sorted({case.nproc for case in cases})
+        }
         for number, case in enumerate(cases):
             ends[case.name], same = judge(case, recipe, folder / f"run-{number}", clean[case.nproc])
             expected += ends[case.name] == case.end

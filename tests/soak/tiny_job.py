@@ -49,13 +49,19 @@ class Layout:
     @property
     def words(self) -> list[str]:
         exact = ["machine.deterministic=true"] if self.sharding == "none" else []
-        return [f"machine.sharding={self.sharding}", f"machine.micro_batch={self.micro_batch}", *exact]
+        return [
+            f"machine.sharding={self.sharding}",
+            f"machine.micro_batch={self.micro_batch}",
+            *exact,
+        ]
 
 
 def write_recipe(folder: Path) -> Path:
     """Write the recipe and its data into a new folder."""
     folder.mkdir(parents=True)
-    text = b"".join(b"%d bottles of beer on the wall, take %d down\n" % (n, n % 7) for n in range(20_000))
+    text = b"".join(
+        b"%d bottles of beer on the wall, take %d down\n" % (n, n % 7) for n in range(20_000)
+    )
     ids = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
     np.save(folder / "train_0.npy", ids[:-10_000])
     np.save(folder / "val_0.npy", ids[-10_000:])
@@ -73,7 +79,10 @@ def start(recipe: Path, out: Path, layout: Layout, log: Path, words: Sequence[st
     follow_parent = at_parent_death(signal.SIGKILL)
 
     def prepare_child() -> None:
-        for number in (signal.SIGHUP, signal.SIGINT):  # nohup and a job in the background begin with them ignored
+        for number in (
+            signal.SIGHUP,
+            signal.SIGINT,
+        ):  # nohup and a job in the background begin with them ignored
             signal.signal(number, signal.SIG_DFL)
         follow_parent()
 

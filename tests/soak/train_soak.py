@@ -52,7 +52,10 @@ def is_training(out: Path) -> bool:
 
 
 def send_signal(
-    process: "subprocess.Popen[bytes]", when: Callable[[], bool], delay: float, number: signal.Signals
+    process: "subprocess.Popen[bytes]",
+    when: Callable[[], bool],
+    delay: float,
+    number: signal.Signals,
 ) -> bool:
     """Send a signal after `when` holds and a delay; return whether the process was still alive."""
     while process.poll() is None and not when():
@@ -65,7 +68,9 @@ def send_signal(
     return True
 
 
-def stop_at_random(recipe: Path, clean: dict[str, Any], folder: Path, stops: int, rng: random.Random) -> dict[str, int]:
+def stop_at_random(
+    recipe: Path, clean: dict[str, Any], folder: Path, stops: int, rng: random.Random
+) -> dict[str, int]:
     """SIGTERM, SIGINT and SIGUSR1 at random moments: every finished step is saved, and the result is the same."""
     counts = {"stops": 0, "no_step_lost": 0, "bit_identical": 0}
     for index in range(stops):
@@ -79,7 +84,10 @@ def stop_at_random(recipe: Path, clean: dict[str, Any], folder: Path, stops: int
             counts["no_step_lost"] += process.returncode in (75, 0) and saved == done
         finish(recipe, out)
         run = fingerprint(out)
-        counts["bit_identical"] += (run["tensors"], without_saves(run)) == (clean["tensors"], without_saves(clean))
+        counts["bit_identical"] += (run["tensors"], without_saves(run)) == (
+            clean["tensors"],
+            without_saves(clean),
+        )
         shutil.rmtree(out)
     return counts
 
@@ -90,7 +98,9 @@ def without_saves(run: dict[str, Any]) -> list[object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stops", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -100,7 +110,10 @@ def main() -> None:
         recipe = write_recipe(folder)
         finish(recipe, folder / "clean")
         clean = fingerprint(folder / "clean")
-        answer = {"soak": "train", "stop": stop_at_random(recipe, clean, folder, options.stops, rng)}
+        answer = {
+            "soak": "train",
+            "stop": stop_at_random(recipe, clean, folder, options.stops, rng),
+        }
     print(json.dumps(answer), flush=True)
 
 

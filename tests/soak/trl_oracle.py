@@ -33,7 +33,11 @@ from megatoken.objectives.preference_loss import dpo_loss
 
 B, T, GROUP, ROUNDS = 16, 12, 4, 50
 ACCELERATOR = SimpleNamespace(
-    gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, device="cpu"
+    gather=lambda x: x,
+    gather_for_metrics=lambda x: x,
+    reduce=lambda x, reduction: x,
+    num_processes=1,
+    device="cpu",
 )
 
 
@@ -44,7 +48,9 @@ def main() -> None:
     worst: dict[str, float] = defaultdict(float)
 
     def compare(name: str, ours: Tensor, theirs: Tensor) -> None:
-        worst[name] = max(worst[name], float((ours.detach().double() - theirs.detach().double()).abs().max()))
+        worst[name] = max(
+            worst[name], float((ours.detach().double() - theirs.detach().double()).abs().max())
+        )
 
     for seed in range(ROUNDS):
         generator = torch.Generator().manual_seed(seed)
@@ -64,7 +70,9 @@ def compare_dpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None:
     log_probs, reference = (-3 * torch.rand(B, T, generator=generator) * mask for _ in range(2))
     theirs, ours = (log_probs.clone().requires_grad_() for _ in range(2))
     zeros = torch.zeros(B, T)
-    outputs = SimpleNamespace(log_probs=theirs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    outputs = SimpleNamespace(
+        log_probs=theirs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+    )
     metrics: Any = {"train": defaultdict(list)}
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), accelerator=ACCELERATOR, aux_loss_enabled=False, ld_alpha=None, beta=0.1,
@@ -87,7 +95,11 @@ def compare_dpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None:
     compare("dpo_loss", losses.mean(), loss)
     compare("dpo_gradient", ours.grad, theirs.grad)
     compare("dpo_reward_chosen", chosen.mean(), torch.tensor(metrics["train"]["rewards/chosen"][0]))
-    compare("dpo_reward_rejected", rejected.mean(), torch.tensor(metrics["train"]["rewards/rejected"][0]))
+    compare(
+        "dpo_reward_rejected",
+        rejected.mean(),
+        torch.tensor(metrics["train"]["rewards/rejected"][0]),
+    )
 
 
 def compare_grpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None:
@@ -98,7 +110,9 @@ def compare_grpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None
     new = old + 0.3 * torch.randn(B, T, generator=generator)
     rewards = torch.randn(B, generator=generator)
     grouped = rewards.view(-1, GROUP)
-    expected = (grouped - grouped.nanmean(1, keepdim=True)) / (nanstd(grouped, dim=1)[:, None] + 1e-4)
+    expected = (grouped - grouped.nanmean(1, keepdim=True)) / (
+        nanstd(grouped, dim=1)[:, None] + 1e-4
+    )
     advantages = group_advantages(grouped)
     compare("grpo_advantages", advantages, expected)
     advantages_B = advantages.flatten()
@@ -126,24 +140,47 @@ def compare_grpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None
     compare("grpo_loss", total, loss)
     compare("grpo_gradient", ours.grad, theirs.grad)
     for name, values, key in (("kl", kl, "kl"), ("clip_share", clipped, "clip_ratio/region_mean")):
-        compare(f"grpo_{name}", (values * mask).sum() / mask.sum(), torch.tensor(metrics["train"][key][0]))
+        compare(
+            f"grpo_{name}",
+            (values * mask).sum() / mask.sum(),
+            torch.tensor(metrics["train"][key][0]),
+        )
 
 
 def compare_ppo(compare: Any, generator: torch.Generator, mask: Tensor, source: str) -> None:
     """Whitened advantages, returns, and the clipped value loss."""
     rewards, values = (torch.randn(B, T, generator=generator) * mask for _ in range(2))
-    names: dict[str, Any] = {"torch": torch, "responses": mask, "rewards": rewards, "values": values}
-    names |= {"padding_mask": mask == 0, "args": SimpleNamespace(gamma=0.98, lam=0.95, cliprange_value=0.2)}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "responses": mask,
+        "rewards": rewards,
+        "values": values,
+    }
+    names |= {
+        "padding_mask": mask == 0,
+        "args": SimpleNamespace(gamma=0.98, lam=0.95, cliprange_value=0.2),
+    }
     for function in ("masked_mean", "masked_var", "masked_whiten"):
         names |= run_statements(source, f"def {function}(", "\n\n\n", names)
-    names = run_statements(source, "                lastgaelam = 0", "                empty_cache()", names)
+    names = run_statements(
+        source, "                lastgaelam = 0", "                empty_cache()", names
+    )
     advantages, returns = gae(rewards, values, mask, gamma=0.98, lam=0.95)
-    compare("ppo_advantages", whiten(advantages, mask, moments(advantages, mask)), names["advantages"])
+    compare(
+        "ppo_advantages", whiten(advantages, mask, moments(advantages, mask)), names["advantages"]
+    )
     compare("ppo_returns", returns, names["returns"] * mask)
     predicted = values + 0.5 * torch.randn(B, T, generator=generator) * mask
-    names |= {"vpred": predicted, "mb_values": values, "mb_return": returns, "micro_batch_inds": slice(None)}
+    names |= {
+        "vpred": predicted,
+        "mb_values": values,
+        "mb_return": returns,
+        "micro_batch_inds": slice(None),
+    }
     names["padding_mask_p1"] = mask == 0
-    names = run_statements(source, "vpredclipped = torch.clamp(", "                            vf_clipfrac", names)
+    names = run_statements(
+        source, "vpredclipped = torch.clamp(", "                            vf_clipfrac", names
+    )
     losses = clipped_value_loss(predicted, values, returns, clip=0.2)
     compare("ppo_value_loss", (losses * mask).sum() / mask.sum(), names["vf_loss"])
 

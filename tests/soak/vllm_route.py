@@ -30,7 +30,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "hf"
         export(options.run, "hf", folder, "fp32", Console(to_stderr=True))
-        engine = vllm.LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=model.config.seq_len)
+        engine = vllm.LLM(
+            str(folder), dtype="float32", enforce_eager=True, max_model_len=model.config.seq_len
+        )
         scored, written = engine.generate(
             [{"prompt_token_ids": ids}, {"prompt_token_ids": ids[:PROMPT]}],
             [
@@ -39,17 +41,35 @@ def main() -> None:
             ],
         )
         chats = list_chats(loaded)
-        answered = engine.chat(chats, vllm.SamplingParams(max_tokens=ANSWER, temperature=0.0)) if chats else []
+        answered = (
+            engine.chat(chats, vllm.SamplingParams(max_tokens=ANSWER, temperature=0.0))
+            if chats
+            else []
+        )
         tokens = engine.get_tokenizer().encode(TEXT, add_special_tokens=False)
     assert scored.prompt_logprobs is not None
     found = torch.tensor(
-        [logprobs[id].logprob for logprobs, id in zip(scored.prompt_logprobs[1:], ids[1:], strict=True)]
+        [
+            logprobs[id].logprob
+            for logprobs, id in zip(scored.prompt_logprobs[1:], ids[1:], strict=True)
+        ]
     )
     with torch.inference_mode():
         logits = model.logits(torch.tensor([ids]))[0]
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    replies = [Reply(list(r.prompt_token_ids), r.outputs[0].text, r.outputs[0].finish_reason) for r in answered]
-    report(loaded, found, expected, written.outputs[0].token_ids, tokens, replies, vllm=vllm.__version__)
+    replies = [
+        Reply(list(r.prompt_token_ids), r.outputs[0].text, r.outputs[0].finish_reason)
+        for r in answered
+    ]
+    report(
+        loaded,
+        found,
+        expected,
+        written.outputs[0].token_ids,
+        tokens,
+        replies,
+        vllm=vllm.__version__,
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path, durable: bo
     assert (tmp_path / "a.json").read_bytes() == b"\x00\r\n"
 
 
-def test_a_failed_replacement_keeps_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_replacement_keeps_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -26,7 +28,9 @@ def test_a_failed_replacement_keeps_the_old_file_and_no_other(tmp_path: Path, mo
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
 
 
-def test_a_file_system_without_folder_sync_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_folder_sync_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 

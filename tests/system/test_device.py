@@ -59,7 +59,9 @@ def test_auto_precision_can_be_chosen_for_a_machine(monkeypatch: pytest.MonkeyPa
     for preferred in ("fp32", "bf16"):
         monkeypatch.setenv("MEGATOKEN_PRECISION", preferred)
         assert open_device(MachineConfig(device="cpu")).precision == preferred
-        assert open_device(MachineConfig(device="cpu", precision="fp32")).precision == "fp32"  # a named one stands
+        assert (
+            open_device(MachineConfig(device="cpu", precision="fp32")).precision == "fp32"
+        )  # a named one stands
     for wrong, message in (
         ("fp16", "fp16 is not trained on a CPU"),
         ("float", "MEGATOKEN_PRECISION — set it to one of"),
@@ -101,7 +103,13 @@ def test_a_peak_without_data_sheet_is_measured() -> None:
     measured = with_peak(CPU)
     assert measured.peak_flops > 1e9
     assert measured.peak_source == "matrix products measured here"
-    known = Device(torch_device=CPU.torch_device, name="x", precision="fp32", peak_flops=1.0, peak_source="data sheet")
+    known = Device(
+        torch_device=CPU.torch_device,
+        name="x",
+        precision="fp32",
+        peak_flops=1.0,
+        peak_source="data sheet",
+    )
     assert with_peak(known) is known
 
 
@@ -135,7 +143,9 @@ def test_a_damaged_cache_of_peaks_is_measured_again(peaks: Path, damage: str) ->
     assert json.loads(peaks.read_text()) == {key: 5e9}
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "file"))
     assert cache_peak(CPU, 1e12) == 1e12
@@ -147,12 +157,20 @@ def test_measuring_a_peak_keeps_the_random_state_and_its_time_limit() -> None:
     assert measure_peak(CPU, sizes=(64, 128), seconds=1.0) > 1e6
     assert torch.equal(torch.get_rng_state(), before)
     began = time.process_time()
-    assert measure_peak(CPU, sizes=(64, 8192), seconds=0.0) > 0  # ten of the larger would take longer
+    assert (
+        measure_peak(CPU, sizes=(64, 8192), seconds=0.0) > 0
+    )  # ten of the larger would take longer
     assert time.process_time() - began < 5
 
 
 def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Device(torch_device=torch.device("cuda"), name="x", precision="bf16", peak_flops=1.0, peak_source="")
+    cuda = Device(
+        torch_device=torch.device("cuda"),
+        name="x",
+        precision="bf16",
+        peak_flops=1.0,
+        peak_source="",
+    )
     assert wants_compile(MachineConfig(compile="auto"), cuda, 10_000) == ("on", "")
     assert wants_compile(MachineConfig(compile="auto"), cuda, 100) == ("off", "")
     assert wants_compile(MachineConfig(compile="auto"), CPU, 10_000) == ("off", "")
@@ -162,7 +180,10 @@ def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyP
     for kind in ("on", "blocks"):
         assert wants_compile(MachineConfig(compile=kind), cuda, 10) == (kind, "")  # type: ignore[arg-type]
     mode, note = wants_compile(MachineConfig(compile="graphs"), CPU, 10)
-    assert (mode, note) == ("off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)")
+    assert (mode, note) == (
+        "off",
+        "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)",
+    )
     mode, note = wants_compile(MachineConfig(compile="on"), CPU, 10)
     assert mode == "off"
     assert note.startswith("no C++ compiler found: the model runs uncompiled")
@@ -187,7 +208,9 @@ def test_fused_kernels_are_left_out_without_a_gpu(monkeypatch: pytest.MonkeyPatc
     assert choice.kernels.loss == "torch"
 
 
-@pytest.mark.skipif(wants_compile(MachineConfig(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here")
+@pytest.mark.skipif(
+    wants_compile(MachineConfig(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here"
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "model_config"),
@@ -198,7 +221,9 @@ def test_fused_kernels_are_left_out_without_a_gpu(monkeypatch: pytest.MonkeyPatc
     ],
     ids=["on", "blocks, gelu, dropout", "blocks of a llama"],
 )
-def test_compiled_steps_equal_eager_ones(kind: str, checkpointing: str, model_config: ModelConfig) -> None:
+def test_compiled_steps_equal_eager_ones(
+    kind: str, checkpointing: str, model_config: ModelConfig
+) -> None:
     dropout = model_config.dropout
     plain, compiled = (tiny_state(model_config=model_config, dropout=dropout) for _ in range(2))
     set_activation_checkpointing(compiled.model, checkpointing)
@@ -206,24 +231,38 @@ def test_compiled_steps_equal_eager_ones(kind: str, checkpointing: str, model_co
     assert (compiled.forward is compiled.model) == (kind == "blocks")
     for step in range(5):
         batch = tiny_batch(step)
-        losses = [train_step(state, tiny_step_config(), CPU, Batch(*batch)).loss for state in (plain, compiled)]
+        losses = [
+            train_step(state, tiny_step_config(), CPU, Batch(*batch)).loss
+            for state in (plain, compiled)
+        ]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert set(compiled.model.state_dict()) == set(plain.model.state_dict())  # no prefixes of the compiler's
+    assert set(compiled.model.state_dict()) == set(
+        plain.model.state_dict()
+    )  # no prefixes of the compiler's
 
 
-@pytest.mark.skipif(wants_compile(MachineConfig(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here")
+@pytest.mark.skipif(
+    wants_compile(MachineConfig(compile="on"), CPU, 10)[0] == "off", reason="no C++ compiler here"
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "backend"), [("on", "aot_eager"), ("blocks", "inductor")])
-def test_compile_applies_to_the_low_precision_copy(kind: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_applies_to_the_low_precision_copy(
+    kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, compiled = tiny_state(), tiny_state()
     for state in (plain, compiled):
         state.enable_master_weights(torch.bfloat16)
     assert compile_forward(compiled, tiny_step_config(), CPU, kind) == ""
     forward_backward(compiled, tiny_step_config(), CPU, Batch(*tiny_batch()))
-    assert all(p.grad is None for p in compiled.compute_model.parameters())  # collected, hence made there
+    assert all(
+        p.grad is None for p in compiled.compute_model.parameters()
+    )  # collected, hence made there
     compiled.optimizer.zero_grad()
-    losses = [train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch())).loss for state in (plain, compiled)]
+    losses = [
+        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch())).loss
+        for state in (plain, compiled)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
@@ -234,7 +273,10 @@ def test_compile_applies_to_the_low_precision_copy(kind: str, backend: str, monk
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Including x"),
             "Tried to allocate 2 GiB.",
         ),
-        (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"), "can't allocate memory"),
+        (
+            RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"),
+            "can't allocate memory",
+        ),
         (MemoryError("Unable to allocate 2 TiB"), "Unable to allocate 2 TiB"),
     ],
 )

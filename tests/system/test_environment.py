@@ -45,7 +45,9 @@ from megatoken.system.peak_flops import PEAK_FLOPS
         ("AMD Instinct MI300X", "bf16", 1307.4),
     ],
 )
-def test_peaks_are_the_dense_ones_of_the_data_sheets(name: str, precision: str, tera: float) -> None:
+def test_peaks_are_the_dense_ones_of_the_data_sheets(
+    name: str, precision: str, tera: float
+) -> None:
     assert PEAK_FLOPS[name][precision] == pytest.approx(tera * 1e12, rel=1e-9)
 
 
@@ -57,13 +59,20 @@ def test_rows_are_consistent(name: str) -> None:
     assert ("tf32" not in row) or ("bf16" in row)  # both came with Ampere and CDNA 3
     assert "fp16" in row or "GTX" in name  # there at a 64th of the rate
     assert row["fp32"] <= row.get("tf32", row["fp32"]) <= row.get("bf16", row["fp32"])
-    assert 1e12 < row["fp32"] <= max(row.values()) < 3e15  # a sparse figure or a wrong unit would show
+    assert (
+        1e12 < row["fp32"] <= max(row.values()) < 3e15
+    )  # a sparse figure or a wrong unit would show
 
 
 def test_names_are_exact_and_differ_in_more_than_case() -> None:
     assert len({name.casefold() for name in PEAK_FLOPS}) == len(PEAK_FLOPS)
     assert all(name == " ".join(name.split()) for name in PEAK_FLOPS)
-    for unknown in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "H100", "nvidia h200"):
+    for unknown in (
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "H100",
+        "nvidia h200",
+    ):
         assert unknown not in PEAK_FLOPS
 
 
@@ -113,7 +122,9 @@ def test_cache_entries_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def run_prepared(program: str, **variables: str) -> list[str]:
     code = f"from megatoken.system.environment import *; import os; prepare_process(); {program}"
     variables |= {"PATH": "/usr/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables
+    )
     return done.stdout.split("\n")
 
 
@@ -125,9 +136,7 @@ def test_variables_of_the_user_win() -> None:
 
 
 def test_glibc_keeps_freed_memory_unless_the_user_chose() -> None:
-    program = (
-        "import megatoken.system.environment as e; e.keep_freed_memory = lambda: print('keeps'); e.prepare_process()"
-    )
+    program = "import megatoken.system.environment as e; e.keep_freed_memory = lambda: print('keeps'); e.prepare_process()"
     assert run_prepared(program) == ["keeps", ""]
     assert run_prepared(program, MALLOC_MMAP_MAX_="9") == [""]
     assert run_prepared("print(keep_freed_memory())")[0] == str(platform.libc_ver()[0] == "glibc")
@@ -135,7 +144,9 @@ def test_glibc_keeps_freed_memory_unless_the_user_chose() -> None:
 
 def test_the_given_environment_is_without_our_additions() -> None:
     assert (
-        run_prepared("print('GOMP_SPINCOUNT' in given_environment(), 'GOMP_SPINCOUNT' in os.environ)")[0]
+        run_prepared(
+            "print('GOMP_SPINCOUNT' in given_environment(), 'GOMP_SPINCOUNT' in os.environ)"
+        )[0]
         == "False True"
     )
 
@@ -167,7 +178,10 @@ def test_the_given_environment_is_without_our_additions() -> None:
                 "memory/memory.stat": "inactive_file 0\ntotal_inactive_file 1000000\n",
             },
         ),
-        ("4:memory:/\n1:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}),
+        (
+            "4:memory:/\n1:cpu,cpuacct:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        ),
     ],
 )
 def test_limits_of_cgroups_hold(
@@ -187,8 +201,12 @@ def test_limits_of_cgroups_hold(
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
 def test_the_peak_of_a_process_is_not_its_parents() -> None:
-    code = "from megatoken.system.environment import peak_resident_bytes; print(peak_resident_bytes())"
+    code = (
+        "from megatoken.system.environment import peak_resident_bytes; print(peak_resident_bytes())"
+    )
     held = bytearray(b"x") * (400 << 20)
-    done = subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    )
     assert peak_resident_bytes() > len(held)
     assert 1 << 20 < int(done.stdout) < 200 << 20

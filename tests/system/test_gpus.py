@@ -54,7 +54,9 @@ def test_every_gpu_has_a_peak_and_less_memory_than_its_label() -> None:
     for gpu in GPUS.values():
         assert gpu.driver in PEAK_FLOPS
         assert find_gpu(gpu.driver) == find_gpu(gpu.name) == gpu
-    assert GPUS["H100"].memory_bytes == pytest.approx(85.0e9, rel=1e-3)  # 80 GiB and less, more than 80e9 bytes
+    assert GPUS["H100"].memory_bytes == pytest.approx(
+        85.0e9, rel=1e-3
+    )  # 80 GiB and less, more than 80e9 bytes
     assert GPUS["A100-40GB"].memory_bytes == pytest.approx(42.3e9, rel=1e-3)
     assert GPUS["H100"].peak_flops("bf16") == 989.4e12
     assert GPUS["V100-32GB"].peak_flops("tf32") == GPUS["V100-32GB"].peak_flops("fp32") == 15.7e12

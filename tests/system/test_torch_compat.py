@@ -23,9 +23,14 @@ def test_torch_has_the_private_name(name: str) -> None:
     getattr(torch_compat, name)  # a ConfigError names the feature that breaks
 
 
-def test_a_name_that_torch_has_moved_breaks_its_feature_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_torch_has_moved_breaks_its_feature_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(torch._guards, "active_fake_mode")
-    with pytest.raises(ConfigError, match=r"^torch 2\..* has no torch\._guards\.active_fake_mode, which dry runs need"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^torch 2\..* has no torch\._guards\.active_fake_mode, which dry runs need",
+    ):
         torch_compat.active_fake_mode  # noqa: B018
     torch_compat.foreach_copy([torch.zeros(1)], [torch.ones(1)])
     with pytest.raises(AttributeError):
@@ -50,7 +55,9 @@ def test_foreach_copy_converts() -> None:
     assert [target.tolist() for target in targets] == [[1.0, 2.0], [3.0]]
 
 
-@pytest.mark.parametrize(("found_inf", "grad_scale", "expected"), [(0.0, None, 0.5), (1.0, None, 1.0), (0.0, 2.0, 0.5)])
+@pytest.mark.parametrize(
+    ("found_inf", "grad_scale", "expected"), [(0.0, None, 0.5), (1.0, None, 1.0), (0.0, 2.0, 0.5)]
+)
 def test_fused_adamw_honours_found_inf_and_grad_scale(
     found_inf: float, grad_scale: float | None, expected: float
 ) -> None:

@@ -92,7 +92,11 @@ def inject(job: Job, rank: int) -> Iterator[None]:
         if rank != job.rank:
             yield
             return
-        forward_loss, unscale, train_step = step.forward_loss, step.unscale_gradients, pretrain.train_step_async
+        forward_loss, unscale, train_step = (
+            step.forward_loss,
+            step.unscale_gradients,
+            pretrain.train_step_async,
+        )
         make = DataLoader.batch
 
         def bad_loss(state: TrainState, *arguments: Any) -> Tensor:
@@ -119,7 +123,9 @@ def inject(job: Job, rank: int) -> Iterator[None]:
             start = time.perf_counter()
             loss = forward_loss(state, *arguments)
             if state.batch >= job.batches[0]:
-                time.sleep(job.seconds + 8 * (time.perf_counter() - start))  # a step takes three forwards
+                time.sleep(
+                    job.seconds + 8 * (time.perf_counter() - start)
+                )  # a step takes three forwards
             return loss
 
         def slow_batch(loader: DataLoader, number: int) -> Any:
@@ -166,7 +172,9 @@ def skip_from_start(patch: pytest.MonkeyPatch, batches: Sequence[int]) -> None:
 def flip(state: TrainState, tensor: int, bit: int) -> None:
     """Flip a bit of a weight or of a moment, both counted around."""
     moments = [
-        state.optimizer.state[p][key] for p in state.sharded.local_params.values() for key in ("exp_avg", "exp_avg_sq")
+        state.optimizer.state[p][key]
+        for p in state.sharded.local_params.values()
+        for key in ("exp_avg", "exp_avg_sq")
     ]
     tensors = [*state.sharded.local_params.values(), *moments]
     raw = tensors[tensor % len(tensors)].detach().view(-1).view(torch.uint8)
@@ -181,23 +189,37 @@ def run_here(job: Job, recipe: Path, out: Path, rank: int = 0) -> dict[str, Any]
     try:
         for callbacks in ([stops] if job.stop else []) + [[]]:
             with inject(job, rank):
-                summary = Trainer(config, out, callbacks=callbacks, console=Console(quiet=True)).fit()
+                summary = Trainer(
+                    config, out, callbacks=callbacks, console=Console(quiet=True)
+                ).fit()
     except MegatokenError as error:
         return {"code": int(error.code), "error": str(error)}
     return {"code": int(summary.code), "error": ""}
 
 
-def run_jobs(jobs: Sequence[Job], recipe: Path, folder: Path, nproc: int) -> dict[str, dict[str, Any]]:
+def run_jobs(
+    jobs: Sequence[Job], recipe: Path, folder: Path, nproc: int
+) -> dict[str, dict[str, Any]]:
     """Run jobs one after another in `folder/NAME` on `nproc` processes: what rank 0 got, by name."""
     if nproc == 1:
         return {job.name: run_here(job, recipe, folder / job.name) for job in jobs}
     answers = folder / f"answers-{nproc}.json"
-    mp.spawn(_work, args=(nproc, find_free_port(), list(jobs), recipe, folder, answers), nprocs=nproc)
+    mp.spawn(
+        _work, args=(nproc, find_free_port(), list(jobs), recipe, folder, answers), nprocs=nproc
+    )
     return dict(json.loads(answers.read_text()))
 
 
-def _work(rank: int, nproc: int, port: int, jobs: list[Job], recipe: Path, folder: Path, answers: Path) -> None:
-    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
+def _work(
+    rank: int, nproc: int, port: int, jobs: list[Job], recipe: Path, folder: Path, answers: Path
+) -> None:
+    facts = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "MASTER_PORT": port,
+    }
     os.environ |= {key: str(value) for key, value in facts.items()}
     found = {job.name: run_here(job, recipe, folder / job.name, rank) for job in jobs}
     if rank == 0:
@@ -216,8 +238,12 @@ def final_bits(out: Path) -> dict[str, Any]:
     hashes = {}
     for path in folder.glob("*.safetensors"):
         for name, tensor in load_file(path).items():  # headers have their entries in any order
-            hashes[path.name, name] = xxhash.xxh3_128_hexdigest(tensor.flatten().view(torch.uint8).numpy())
-    losses = [(row["step"], row["loss"], row["lr"]) for row in read_metrics(out) if row["kind"] == "train"]
+            hashes[path.name, name] = xxhash.xxh3_128_hexdigest(
+                tensor.flatten().view(torch.uint8).numpy()
+            )
+    losses = [
+        (row["step"], row["loss"], row["lr"]) for row in read_metrics(out) if row["kind"] == "train"
+    ]
     meta = read_manifest(folder).meta
     return {"step": newest, "tensors": hashes, "losses": losses} | {
         key: meta[key] for key in ("recent_steps", "skipped_batches")

@@ -29,7 +29,17 @@ save: {keep_best: true, keep_last: 1, every: 6steps}
 evaluate: {every: 4steps, tokens: 256, patience: 3}
 log: {plots: false}
 """
-LOSSES = {0: 5.5, 4: 4.0, 8: 3.0, 12: 3.1, 16: 2.9, 20: 2.95, 24: 2.9, 28: 3.4, 32: 3.5}  # the end, after 16: 28
+LOSSES = {
+    0: 5.5,
+    4: 4.0,
+    8: 3.0,
+    12: 3.1,
+    16: 2.9,
+    20: 2.95,
+    24: 2.9,
+    28: 3.4,
+    32: 3.5,
+}  # the end, after 16: 28
 END = 28
 
 
@@ -58,7 +68,9 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
 def train(recipe: Path, out: Path, *words: str, stop: int = 0) -> Summary:
     stops = [lambda row: row["kind"] == "train" and row["step"] == stop]
-    return Trainer(resolve(str(recipe), words), out, callbacks=stops, console=Console(quiet=True)).fit()
+    return Trainer(
+        resolve(str(recipe), words), out, callbacks=stops, console=Console(quiet=True)
+    ).fit()
 
 
 def weights(folder: Path) -> str:
@@ -79,10 +91,15 @@ def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
     assert load_pretrained(str(out / "best")).source == str(out / "best")
     (event,) = [row for row in read_metrics(out) if row["kind"] == "event"]
     assert (event["what"], event["step"]) == ("early stop", END)
-    assert event["message"] == "the validation loss, 2.9000 at step 16, has not fallen for 3 validations"
+    assert (
+        event["message"]
+        == "the validation loss, 2.9000 at step 16, has not fallen for 3 validations"
+    )
     assert json.loads((out / "status.json").read_text())["state"] == "done"
     assert train(recipe, out).steps == END  # finished
-    assert train(recipe, out, "evaluate.patience=4").steps == 32  # a free setting: it goes on, and ends again
+    assert (
+        train(recipe, out, "evaluate.patience=4").steps == 32
+    )  # a free setting: it goes on, and ends again
     losses[36] = 2.0
     assert train(recipe, out, "evaluate.patience=0").steps == 40
     assert (out / "best").readlink() == Path("checkpoints/step-00000036")
@@ -90,7 +107,9 @@ def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
 
 
 @pytest.mark.usefixtures("losses")
-def test_a_run_that_is_stopped_again_and_again_ends_at_the_same_step(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_again_and_again_ends_at_the_same_step(
+    recipe: Path, tmp_path: Path
+) -> None:
     train(recipe, tmp_path / "whole")
     stops = (3, 5, 9, 17, 19, 27)
     for stop in stops:
@@ -103,14 +122,22 @@ def test_a_run_that_is_stopped_again_and_again_ends_at_the_same_step(recipe: Pat
     assert all(first < second for first, second in pairwise(stops))
 
 
-def test_losses_that_are_not_finite_are_never_best(recipe: Path, tmp_path: Path, losses: dict[int, float]) -> None:
+def test_losses_that_are_not_finite_are_never_best(
+    recipe: Path, tmp_path: Path, losses: dict[int, float]
+) -> None:
     losses.update({0: float("nan"), 4: float("inf"), 8: float("nan")})
     assert train(recipe, tmp_path / "run").steps == 8
     assert not (tmp_path / "run" / "best").exists()
 
 
 def test_a_sample_before_the_first_step(recipe: Path, tmp_path: Path) -> None:
-    words = ["sample.every=2", "sample.tokens=4", "evaluate.every=0", "evaluate.patience=0", "budget.steps=3"]
+    words = [
+        "sample.every=2",
+        "sample.tokens=4",
+        "evaluate.every=0",
+        "evaluate.patience=0",
+        "budget.steps=3",
+    ]
     for start in (True, False):
         out = tmp_path / str(start)
         train(recipe, out, *words, f"sample.at_start={start}")
@@ -121,5 +148,7 @@ def test_a_sample_before_the_first_step(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["evaluate.every=0"], ["sample.at_start=true"]])
 def test_what_has_no_effect_is_refused(recipe: Path, words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"has no effect (with|beside) (evaluate|sample)\.every=0"):
+    with pytest.raises(
+        ConfigError, match=r"has no effect (with|beside) (evaluate|sample)\.every=0"
+    ):
         resolve(str(recipe), words)

@@ -22,7 +22,14 @@ from megatoken.train.run_folder import check_folder
 
 OLD = build_config({"budget.steps": 10, "data.path": "data"})
 # Weights, the optimizer's state or the order of the data would not fit.
-FATAL = {"seed", "data.tokenizer", "optim.name", "budget.batch_tokens", "budget.batch_start", "budget.batch_ramp"}
+FATAL = {
+    "seed",
+    "data.tokenizer",
+    "optim.name",
+    "budget.batch_tokens",
+    "budget.batch_start",
+    "budget.batch_ramp",
+}
 FATAL |= {key for key in FIELDS if key.startswith("model.")} - {"model.preset", "model.dropout"}
 FATAL.add("objective.name")
 GUARDED = {key for key in FIELDS if key.startswith(("optim.", "budget.", "objective."))} - FATAL
@@ -53,7 +60,9 @@ def with_value(config: Config, key: str, value: Any) -> Config:
     section, _, name = key.rpartition(".")
     if not section:
         return dataclasses.replace(config, **{name: value})
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +92,10 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(run_folder: Path, 
     (change,) = list_changes(OLD, new)
     assert change.key == key
     assert change.old != change.new
-    by_content = key in ("data.path", "model.preset")  # another dataset is refused when it is opened
+    by_content = key in (
+        "data.path",
+        "model.preset",
+    )  # another dataset is refused when it is opened
     resume = "free" if by_content else resume_class(key)
     for allow, refused in ((False, resume != "free"), (True, resume == "fatal")):
         if not refused:
@@ -96,10 +108,14 @@ def test_a_change_is_accepted_allowed_or_refused_by_its_class(run_folder: Path, 
         assert ("cannot change in a run" in str(error.value)) == (resume == "fatal")
 
 
-def test_numbers_of_a_registered_optimizer_come_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_a_registered_optimizer_come_from_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("megatoken.config.fields._REGISTERED", {"optim.name": ["mine"]})
     old = with_value(OLD, "optim.name", "mine")
-    assert [c.resume for c in list_changes(old, with_value(old, "optim.weight_decay", 0.5))] == ["fatal"]
+    assert [c.resume for c in list_changes(old, with_value(old, "optim.weight_decay", 0.5))] == [
+        "fatal"
+    ]
     assert [c.resume for c in list_changes(old, with_value(old, "optim.lr", 0.5))] == ["guarded"]
 
 
@@ -127,7 +143,9 @@ def train(recipe: Path, out: Path, *overrides: str, allow: bool = False) -> int:
 
 def changes_logged(out: Path) -> list[tuple[int, str, str, str]]:
     events = [row for row in read_metrics(out) if row["kind"] == "event"]
-    return [(e["step"], e["key"], e["old"], e["new"]) for e in events if e["what"] == "setting changed"]
+    return [
+        (e["step"], e["key"], e["old"], e["new"]) for e in events if e["what"] == "setting changed"
+    ]
 
 
 @pytest.mark.fault(43)
@@ -138,11 +156,17 @@ def test_allowed_changes_take_effect_and_are_logged(
     out = tmp_path / "run"
     shutil.copytree(run, out)
     longer = ("budget.steps=6", "optim.lr=0", "log.every=2")
-    with pytest.raises(ConfigError, match=r"optim.lr: 0.0006 -> 0.0; budget.steps: 4 -> 6 — .* --allow-changes"):
+    with pytest.raises(
+        ConfigError, match=r"optim.lr: 0.0006 -> 0.0; budget.steps: 4 -> 6 — .* --allow-changes"
+    ):
         train(recipe, out, *longer)
     assert changes_logged(out) == []
     assert train(recipe, out, *longer, allow=True) == 6
-    expected = [("optim.lr", "0.0006", "0.0"), ("budget.steps", "4", "6"), ("log.every", "1steps", "2steps")]
+    expected = [
+        ("optim.lr", "0.0006", "0.0"),
+        ("budget.steps", "4", "6"),
+        ("log.every", "1steps", "2steps"),
+    ]
     assert changes_logged(out) == [(4, *change) for change in expected]
     rates = {row["step"]: row["lr"] for row in read_metrics(out) if row["kind"] == "train"}
     assert rates[4] > 0
@@ -161,10 +185,14 @@ def test_other_data_of_the_same_tokenizer_may_be_allowed(
     (tmp_path / "data").mkdir()
     write_data(tmp_path / "data", 1)
     other = ("budget.steps=5", f"data.path={tmp_path}/data")
-    with pytest.raises(DataError, match=r"was trained on dataset .*, or go on with this one by --allow-changes"):
+    with pytest.raises(
+        DataError, match=r"was trained on dataset .*, or go on with this one by --allow-changes"
+    ):
         train(recipe, out, other[1])
     assert train(recipe, out, *other, allow=True) == 5
     assert [change[1] for change in changes_logged(out)] == ["data.path", "budget.steps", "dataset"]
-    with pytest.raises(ConfigError, match=r"data.tokenizer: bytes -> gpt2 .* cannot change") as error:
+    with pytest.raises(
+        ConfigError, match=r"data.tokenizer: bytes -> gpt2 .* cannot change"
+    ) as error:
         train(recipe, out, *other, "data.tokenizer=gpt2", allow=True)
     assert error.value.code == ExitCode.CONFIG

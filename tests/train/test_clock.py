@@ -30,10 +30,16 @@ def train(folder: Path, name: str) -> list[dict[str, object]]:
 
 @pytest.mark.fault(52)
 @pytest.mark.skipif(not hasattr(time, "tzset"), reason="Windows has no time zone of a process")
-def test_a_jumping_clock_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+def test_a_jumping_clock_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
     write_data(tmp_path, 0)
     steady = train(tmp_path, "steady")
-    real, jumps, zones = time.time, itertools.cycle((DAY, -DAY)), itertools.cycle(("Asia/Tokyo", "America/New_York"))
+    real, jumps, zones = (
+        time.time,
+        itertools.cycle((DAY, -DAY)),
+        itertools.cycle(("Asia/Tokyo", "America/New_York")),
+    )
 
     def jumping_time() -> float:
         return real() + next(jumps)
@@ -50,16 +56,29 @@ def test_a_jumping_clock_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         jumped = train(tmp_path, "jumped")
     monkeypatch.undo()
     time.tzset()
-    numbers = [[(row["kind"], row["step"], row.get("loss")) for row in rows] for rows in (steady, jumped)]
-    assert sorted(numbers[0], key=str) == sorted(numbers[1], key=str)  # a save is logged when it is committed
-    assert all(0 <= float(str(row["seconds"])) < 60 for row in jumped if row["kind"] in ("train", "save"))
-    steps = [sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir()) for name in ("steady", "jumped")]
+    numbers = [
+        [(row["kind"], row["step"], row.get("loss")) for row in rows] for rows in (steady, jumped)
+    ]
+    assert sorted(numbers[0], key=str) == sorted(
+        numbers[1], key=str
+    )  # a save is logged when it is committed
+    assert all(
+        0 <= float(str(row["seconds"])) < 60 for row in jumped if row["kind"] in ("train", "save")
+    )
+    steps = [
+        sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
+        for name in ("steady", "jumped")
+    ]
     assert steps[0] == steps[1] == ["step-00000003", "step-00000004"]
 
 
-def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
-    monkeypatch.setattr(metrics_log, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime))
+    monkeypatch.setattr(
+        metrics_log, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime)
+    )
 
     def write(log: MetricsLogger, kind: str, step: int) -> None:
         log.write(kind, step, step * 10, elapsed_seconds=log.elapsed_seconds)
@@ -75,7 +94,9 @@ def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(tmp_path: Path, monk
     for kept, expected in ((5.0, 5.0), (None, 4.0), ("5", 4.0), (1e999, 4.0), (3.0, 4.0)):
         now += 100  # a pause
         with MetricsLogger.open(tmp_path) as log:
-            log.rewind(2, kept)  # kept in a checkpoint of step 2, or in an older one that has no time
+            log.rewind(
+                2, kept
+            )  # kept in a checkpoint of step 2, or in an older one that has no time
             now += 7
             assert log.elapsed_seconds == expected
             log.start_clock()
@@ -85,19 +106,30 @@ def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(tmp_path: Path, monk
             assert log.elapsed_seconds == expected
             now += 1
             write(log, "train", 3)
-        rows = [(row["kind"], row["step"], row["elapsed_seconds"]) for row in read_metrics(tmp_path)]
-        assert rows == [("train", 1, 2.0), ("train", 2, 4.0), ("event", 3, 6.0), ("train", 3, expected + 1)]
+        rows = [
+            (row["kind"], row["step"], row["elapsed_seconds"]) for row in read_metrics(tmp_path)
+        ]
+        assert rows == [
+            ("train", 1, 2.0),
+            ("train", 2, 4.0),
+            ("event", 3, 6.0),
+            ("train", 3, expected + 1),
+        ]
 
 
 def test_a_resume_goes_on_at_the_time_of_its_checkpoint(tmp_path: Path, one_thread: None) -> None:
     write_data(tmp_path, 0)
     recipe, out = tmp_path / "tiny.yaml", tmp_path / "run"
-    recipe.write_text(RECIPE.replace("DATA", str(tmp_path / "*.npy")).replace("steps: 4", "steps: 12"))
+    recipe.write_text(
+        RECIPE.replace("DATA", str(tmp_path / "*.npy")).replace("steps: 4", "steps: 12")
+    )
     seen: list[dict[str, Any]] = []
 
     def train(*callbacks: Any) -> None:
         config = resolve(str(recipe), ("save.every=5", "log.every=3"))
-        Trainer(config, out, callbacks=(seen.append, *callbacks), console=Console(to_stderr=True)).fit()
+        Trainer(
+            config, out, callbacks=(seen.append, *callbacks), console=Console(to_stderr=True)
+        ).fit()
 
     def fail(row: dict[str, Any]) -> None:
         assert (row["kind"], row["step"]) != ("train", 8)

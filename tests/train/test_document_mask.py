@@ -29,10 +29,22 @@ from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_state,
 EOT, T = 96, 16  # of the tiny models
 MASK = "data.document_mask=true"
 WORDS = (
-    *("model.n_layer=2", "model.n_head=2", "model.d_model=32", "model.seq_len=32", "budget.batch_tokens=256"),
+    *(
+        "model.n_layer=2",
+        "model.n_head=2",
+        "model.d_model=32",
+        "model.seq_len=32",
+        "budget.batch_tokens=256",
+    ),
     *("budget.steps=12", "optim.lr=1e-2", "machine.gemm_backend=torch", "machine.attention=flash"),
     *("machine.threads=1", "machine.loss_chunk=32", "machine.micro_batch=4", "machine.device=cpu"),
-    *("machine.precision=fp32", "evaluate.every=5", "evaluate.tokens=400", "sample.every=0", "log.plots=false"),
+    *(
+        "machine.precision=fp32",
+        "evaluate.every=5",
+        "evaluate.tokens=400",
+        "sample.every=0",
+        "log.plots=false",
+    ),
     *("log.every=1", "save.every=4"),
 )
 
@@ -64,8 +76,12 @@ def large_state(model_config: ModelConfig) -> TrainState:
 
 
 @pytest.mark.parametrize("attention", ["explicit", "flash", "blocked", "native"])
-@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"])
-def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig, attention: str) -> None:
+@pytest.mark.parametrize(
+    "model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
+)
+def test_documents_of_a_window_are_trained_as_if_alone(
+    model_config: ModelConfig, attention: str
+) -> None:
     if attention == "native" and model_config.window:
         pytest.skip("native attention has no windows")
     rows = make_windows()
@@ -75,7 +91,9 @@ def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig
     total = torch.zeros(())
     for piece in documents:
         batch = to_batch(piece)
-        total = total + alone.model.loss(batch.inputs_BT, batch.targets_BT) * batch.targets_BT.numel()
+        total = (
+            total + alone.model.loss(batch.inputs_BT, batch.targets_BT) * batch.targets_BT.numel()
+        )
     expected = total / (len(rows) * T)
     expected.backward()
     for micro_batch in (8, 2, 1):
@@ -84,7 +102,9 @@ def test_documents_of_a_window_are_trained_as_if_alone(model_config: ModelConfig
         batch = separate_documents(to_batch(rows), EOT)
         loss = forward_backward(state, tiny_step_config(micro_batch), CPU, batch)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        for (name, got), want in zip(state.model.named_parameters(), alone.model.parameters(), strict=True):
+        for (name, got), want in zip(
+            state.model.named_parameters(), alone.model.parameters(), strict=True
+        ):
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-6, msg=name)
     unmasked = forward_backward(large_state(model_config), tiny_step_config(), CPU, to_batch(rows))
     assert abs(unmasked.item() - expected.item()) > 1e-4
@@ -97,7 +117,9 @@ def test_the_validation_loss_is_that_of_the_documents_alone(model_config: ModelC
     def measure(windows: list[Any]) -> dict[str, Any]:
         return validation_loss(model, windows, CPU, chunk=8, comm=SINGLE, count_bytes=lambda *_: 0)
 
-    masked = measure([separate_documents(to_batch(rows[:5]), EOT), separate_documents(to_batch(rows[5:]), EOT)])
+    masked = measure(
+        [separate_documents(to_batch(rows[:5]), EOT), separate_documents(to_batch(rows[5:]), EOT)]
+    )
     alone = measure(split_documents(rows))
     assert masked["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert masked["target_tokens"] == alone["target_tokens"] == rows.shape[0] * T
@@ -115,7 +137,9 @@ def test_a_document_begins_at_its_end_of_text_token() -> None:
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of 20 to 60 bytes."""
     folder = tmp_path_factory.mktemp("data")
-    lines = [f'{{"text": "{n} bottles of beer, take {"one " * (n % 9)}down"}}\n' for n in range(400)]
+    lines = [
+        f'{{"text": "{n} bottles of beer, take {"one " * (n % 9)}down"}}\n' for n in range(400)
+    ]
     (folder / "text.jsonl").write_text("".join(lines))
     prepare(str(folder / "text.jsonl"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
     return folder / "shards"
@@ -126,7 +150,9 @@ def test_batches_are_the_same_for_any_layout(shards: Path) -> None:
 
     def starts(dp_size: int, step: int) -> torch.Tensor:
         about: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "seed": 1, "document_start": 256}
-        loaders = [DataLoader(tokens, dp_rank=rank, dp_size=dp_size, **about) for rank in range(dp_size)]
+        loaders = [
+            DataLoader(tokens, dp_rank=rank, dp_size=dp_size, **about) for rank in range(dp_size)
+        ]
         batches = [loader.full_batch(step) for loader in loaders]
         prefetchers = [Prefetcher(loader, torch.device("cpu")) for loader in loaders]
         for batch, prefetcher in zip(batches, prefetchers, strict=True):
@@ -151,7 +177,9 @@ def curve(out: Path, kind: str = "train") -> list[float]:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     folder, _ = find_checkpoint(out, lambda _: None)
-    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+    return {
+        k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +220,12 @@ def test_two_processes_train_as_one(
         assert curve(tmp_path / "run", kind) == pytest.approx(curve(masked, kind), rel=1e-5)
 
 
-@pytest.mark.parametrize("word", ["machine.micro_batch=1", "machine.attention=explicit", "machine.compile=blocks"])
-def test_the_micro_batch_and_the_kernels_change_nothing(shards: Path, masked: Path, tmp_path: Path, word: str) -> None:
+@pytest.mark.parametrize(
+    "word", ["machine.micro_batch=1", "machine.attention=explicit", "machine.compile=blocks"]
+)
+def test_the_micro_batch_and_the_kernels_change_nothing(
+    shards: Path, masked: Path, tmp_path: Path, word: str
+) -> None:
     assert train(shards, tmp_path / "run", MASK, word) == ExitCode.DONE
     assert curve(tmp_path / "run") == pytest.approx(curve(masked), rel=1e-5)
 
@@ -206,7 +238,9 @@ class OwnForward(GPT):
 def test_a_model_of_ones_own_takes_the_mask(shards: Path, tmp_path: Path) -> None:
     config = resolve("quickstart", [f"data.path={shards}", *WORDS, MASK]).config
     model = OwnForward(config.model.resolve(257))
-    with pytest.raises(ConfigError, match=r"OwnForward.forward takes no tree_mask — model — pass it on"):
+    with pytest.raises(
+        ConfigError, match=r"OwnForward.forward takes no tree_mask — model — pass it on"
+    ):
         Trainer(config, tmp_path / "run", model=model, console=Console(quiet=True)).fit()
     assert not (tmp_path / "run").exists()
 
@@ -214,10 +248,14 @@ def test_a_model_of_ones_own_takes_the_mask(shards: Path, tmp_path: Path) -> Non
 def test_what_has_no_effect_or_is_not_split_is_refused(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("to be or not to be, that is the question. " * 100)
     prepare(str(tmp_path / "one.txt"), tmp_path / "one", tokenizer="bytes")
-    with pytest.raises(ConfigError, match=r"data.document_mask has no effect: the training split is one document"):
+    with pytest.raises(
+        ConfigError, match=r"data.document_mask has no effect: the training split is one document"
+    ):
         train(tmp_path / "one", tmp_path / "run", MASK)
     np.save(tmp_path / "train_0.npy", np.arange(1000, dtype=np.uint16) % 256)
-    with pytest.raises(ConfigError, match=r"no end-of-text token \(id 256\) among the first 1,000 training tokens"):
+    with pytest.raises(
+        ConfigError, match=r"no end-of-text token \(id 256\) among the first 1,000 training tokens"
+    ):
         train(tmp_path, tmp_path / "run", MASK, "data.tokenizer=bytes")
     wrong = {
         "machine.tensor_parallel=2": "windows with data.document_mask are not split over tensor-parallel processes",

@@ -45,7 +45,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Finished runs of 8 steps by schedule; the rate of wsd falls in the last 4."""
     runs = {}
-    for schedule, words in {"cosine": ["budget.steps=8"], "wsd": ["budget.tokens=512", "optim.decay=4steps"]}.items():
+    for schedule, words in {
+        "cosine": ["budget.steps=8"],
+        "wsd": ["budget.tokens=512", "optim.decay=4steps"],
+    }.items():
         runs[schedule] = tmp_path_factory.mktemp(schedule) / "run"
         assert train(recipe, "--out", runs[schedule], f"optim.schedule={schedule}", *words) == 0
     return runs
@@ -62,9 +65,15 @@ def train(*words: object) -> int:
     return main(["train", *map(str, words)])
 
 
-def stop_after(step: int, recipe: Path, out: Path, *overrides: str, extend: Duration | None = None) -> int:
+def stop_after(
+    step: int, recipe: Path, out: Path, *overrides: str, extend: Duration | None = None
+) -> int:
     resolved = resolve(str(recipe), overrides)
-    return Trainer(resolved, out, extend=extend, callbacks=[lambda row: row["step"] == step]).fit().code
+    return (
+        Trainer(resolved, out, extend=extend, callbacks=[lambda row: row["step"] == step])
+        .fit()
+        .code
+    )
 
 
 @pytest.mark.parametrize("length", [0, 300])
@@ -107,7 +116,9 @@ def test_a_run_goes_on_by_its_folder_with_its_own_settings_and_their_origins(
     assert f"this run is finished: {out}; train --extend LENGTH makes it longer\n" in text
 
 
-@pytest.mark.parametrize(("word", "message"), [("optim.lr=1", "optim.lr: 0.001 -> 1.0"), ("seed=1", "seed: 1337 -> 1")])
+@pytest.mark.parametrize(
+    ("word", "message"), [("optim.lr=1", "optim.lr: 0.001 -> 1.0"), ("seed=1", "seed: 1337 -> 1")]
+)
 def test_other_settings_follow_the_rules_of_a_resume(
     run: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,10 +149,14 @@ def test_a_folder_and_a_recipe_of_one_name(
 
 
 @pytest.mark.parametrize("length", ["4steps", "256tok", "0.5dur"])
-def test_an_extended_cosine_rises_to_its_new_place(run: Path, length: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_extended_cosine_rises_to_its_new_place(
+    run: Path, length: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = rates(run)
     assert train(run, "--extend", length) == 0
-    schedule = LRSchedule(decay="cosine", peak_lr=1e-3, min_lr_ratio=0.1, warmup=2, decay_length=None, total=12)
+    schedule = LRSchedule(
+        decay="cosine", peak_lr=1e-3, min_lr_ratio=0.1, warmup=2, decay_length=None, total=12
+    )
     assert rates(run) == pytest.approx(old | {step: schedule.lr(step - 1) for step in range(9, 13)})
     (event,) = events(run, "schedule changed")
     numbers = ("step", "old_total_steps", "total_steps", "lr_before", "lr_after", "lr_end")
@@ -152,7 +167,9 @@ def test_an_extended_cosine_rises_to_its_new_place(run: Path, length: str, capsy
     assert f"schedule {words}\n" in capsys.readouterr().out
     assert [(e["old"], e["new"]) for e in events(run, "setting changed")] == [("8", "12")]
     lines = (run / "config.yaml").read_text().splitlines()
-    assert [line.split() for line in lines if "--extend" in line] == [["steps:", "12", "#", "--extend", length]]
+    assert [line.split() for line in lines if "--extend" in line] == [
+        ["steps:", "12", "#", "--extend", length]
+    ]
     assert json.loads((run / "status.json").read_text())["total_steps"] == 12
     assert train(run) == 0  # finished
     assert train(run, "--extend", "1steps") == 0
@@ -160,9 +177,12 @@ def test_an_extended_cosine_rises_to_its_new_place(run: Path, length: str, capsy
 
 
 @pytest.mark.parametrize("run", ["wsd"], indirect=True)
-def test_an_extended_wsd_goes_on_from_before_its_decay(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_extended_wsd_goes_on_from_before_its_decay(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {
-        path: path.read_bytes() for path in (run / "metrics.jsonl", *run.glob("checkpoints/step-0000000[68]/*.st*"))
+        path: path.read_bytes()
+        for path in (run / "metrics.jsonl", *run.glob("checkpoints/step-0000000[68]/*.st*"))
     }
     old = rates(run)
     assert [old[4], old[5]] == [1e-3, 1e-3]
@@ -187,23 +207,31 @@ def test_an_extended_wsd_goes_on_from_before_its_decay(run: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("run", ["wsd"], indirect=True)
-def test_an_extended_wsd_equals_one_that_was_longer_from_the_start(run: Path, recipe: Path, tmp_path: Path) -> None:
+def test_an_extended_wsd_equals_one_that_was_longer_from_the_start(
+    run: Path, recipe: Path, tmp_path: Path
+) -> None:
     words = ["optim.schedule=wsd", "optim.decay=4steps", "budget.tokens=768"]
     assert train(recipe, "--out", tmp_path / "long", *words) == 0
     assert train(run, "--extend", "256tok") == 0
     losses = [
-        {r["step"]: r["loss"] for r in read_metrics(out) if r["kind"] == "train"} for out in (run, tmp_path / "long")
+        {r["step"]: r["loss"] for r in read_metrics(out) if r["kind"] == "train"}
+        for out in (run, tmp_path / "long")
     ]
     assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("run", ["wsd"], indirect=True)
-def test_without_a_checkpoint_before_the_decay_the_rate_rises(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_checkpoint_before_the_decay_the_rate_rises(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     assert train(run, "--extend", "4steps") == 0
     out = capsys.readouterr().out
     assert "warning: no checkpoint from before the decay of wsd is kept" in out
-    assert "wsd: the learning rate rises at step 8 from 3.25e-04 to 1.00e-03, ends at 3.25e-04 at step 12" in out
+    assert (
+        "wsd: the learning rate rises at step 8 from 3.25e-04 to 1.00e-03, ends at 3.25e-04 at step 12"
+        in out
+    )
 
 
 def test_the_same_extension_given_again_goes_on(
@@ -216,13 +244,17 @@ def test_the_same_extension_given_again_goes_on(
             train(run, "--extend", "8steps")
     assert (read_config(run).budget.steps, list_steps(run / "checkpoints")[-1]) == (16, 8)
     assert stop_after(10, run, run, extend=Duration(8)) == 75
-    assert "not extended: step 8 of 16 is not the end; going on to there\n" in capsys.readouterr().out
+    assert (
+        "not extended: step 8 of 16 is not the end; going on to there\n" in capsys.readouterr().out
+    )
     assert train(run, "--extend", "8steps") == 0
     assert "not extended: step 10 of 16 is not the end" in capsys.readouterr().out
     assert list_steps(run / "checkpoints")[-1] == 16
 
 
-def test_a_new_run_is_not_extended(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_is_not_extended(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new"
     assert train(recipe, "--out", out, "budget.steps=8", "--extend", "4steps") == 2
     assert capsys.readouterr().err.endswith(
@@ -238,7 +270,9 @@ def test_a_length_that_is_none(run: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_rates_in_words_and_what_comes_before_a_decay() -> None:
-    wsd = LRSchedule(decay="wsd", peak_lr=1.0, min_lr_ratio=0.1, warmup=10, decay_length=20, total=110)
+    wsd = LRSchedule(
+        decay="wsd", peak_lr=1.0, min_lr_ratio=0.1, warmup=10, decay_length=20, total=110
+    )
     assert [wsd.is_before_decay(step) for step in (0, 90, 91, 110)] == [True, True, False, False]
     assert wsd.lr(90) == 1.0 > wsd.lr(91)
     ramp = replace(wsd, ramp=BatchRamp(1, 2, 20), decay_length=40, total=200)

@@ -50,7 +50,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the text `own`; `new` lies beside it."""
     folder = tmp_path_factory.mktemp("base")
     write_text(folder / "new", "fghijklmnopqrst")
-    (folder / "tiny.yaml").write_text(RECIPE.replace("DATA", str(write_text(folder / "own", "abcdefghijklmno"))))
+    (folder / "tiny.yaml").write_text(
+        RECIPE.replace("DATA", str(write_text(folder / "own", "abcdefghijklmno")))
+    )
     Trainer(resolve(str(folder / "tiny.yaml")), folder / "run", console=Console(quiet=True)).fit()
     return folder
 
@@ -65,7 +67,9 @@ def val_losses(out: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("data", "change"), [("own", 0.01), ("new", -0.2)])
-def test_finetuning_helps_on_new_text_and_does_no_harm(base: Path, tmp_path: Path, data: str, change: float) -> None:
+def test_finetuning_helps_on_new_text_and_does_no_harm(
+    base: Path, tmp_path: Path, data: str, change: float
+) -> None:
     assert finetune(base, tmp_path / "run", data).code == ExitCode.DONE
     losses = val_losses(tmp_path / "run")
     assert losses[-1] < losses[0] + change
@@ -81,14 +85,25 @@ def test_sizes_are_those_of_the_model_also_when_it_is_gone(base: Path, tmp_path:
     words = [f"model.init={init}", f"data.path={tmp_path / 'base' / 'own'}", *WORDS]
     resolved = resolve("finetune", words)
     out = tmp_path / "out"
-    assert Trainer(resolved, out, callbacks=stop, console=Console(quiet=True)).fit().code == ExitCode.STOPPED
+    assert (
+        Trainer(resolved, out, callbacks=stop, console=Console(quiet=True)).fit().code
+        == ExitCode.STOPPED
+    )
     config = resolve(str(out / "config.yaml")).config
     assert (config.model.n_layer, config.model.d_model, config.model.seq_len) == (2, 32, 32)
-    (line,) = [line for line in (out / "config.yaml").read_text().splitlines() if "n_layer:" in line]
+    (line,) = [
+        line for line in (out / "config.yaml").read_text().splitlines() if "n_layer:" in line
+    ]
     assert line.split() == ["n_layer:", "2", "#", "model.init"]
     shutil.rmtree(init)
     assert Trainer(resolved, out, console=Console(quiet=True)).fit().code == ExitCode.DONE
     with pytest.raises(ConfigError, match=r"set model.n_layer=2"):
         finetune(base, tmp_path / "other", "own", "model.n_layer=3", "model.seq_len=32")
     with pytest.raises(ConfigError, match=r"not a multiple of seq_len 32 — model.init .*run"):
-        finetune(base, tmp_path / "another", "own", "budget.batch_tokens=1024", "budget.batch_tokens=1000")
+        finetune(
+            base,
+            tmp_path / "another",
+            "own",
+            "budget.batch_tokens=1024",
+            "budget.batch_tokens=1000",
+        )

@@ -64,7 +64,10 @@ def test_native_kernels_are_options_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     assert options["block"] == ["torch", "torch+native", "native"]
     assert list_options(MachineConfig(), BF16, 0.0)["block"] == ["torch", "native"]
     assert list_options(MachineConfig(master_weights="off"), BF16, 0.0)["block"] == ["torch"]
-    assert list_options(MachineConfig(), CPU, 0.0, has_windows=True)["attention"] == ["flash", "blocked"]
+    assert list_options(MachineConfig(), CPU, 0.0, has_windows=True)["attention"] == [
+        "flash",
+        "blocked",
+    ]
 
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
@@ -80,7 +83,9 @@ def test_torchs_products_with_native_norms_train_as_torch_does(family: ModelConf
     assert 0 < (hidden["torch+native"] - hidden["torch"]).abs().max() < 1e-5
 
 
-def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_on_cuda_follow_compute_capability_and_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     card = replace(CPU, torch_device=torch.device("cuda"), name="card", precision="bf16")
     age = [9, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: tuple(age))
@@ -92,8 +97,12 @@ def test_options_on_cuda_follow_compute_capability_and_triton(monkeypatch: pytes
     assert list_options(MachineConfig(fused="on"), card, 0.0)["loss"] == ["triton"]
     half = list_options(MachineConfig(), replace(card, precision="fp16"), 0.0)
     assert (half["loss"], half["mixed"]) == (["torch"], ["autocast"])
-    assert list_options(MachineConfig(), replace(card, precision="fp32"), 0.0)["attention"] == ["flash"]
-    wishes = MachineConfig(fused="on", gemm_backend="torch", attention="flash", master_weights="off")
+    assert list_options(MachineConfig(), replace(card, precision="fp32"), 0.0)["attention"] == [
+        "flash"
+    ]
+    wishes = MachineConfig(
+        fused="on", gemm_backend="torch", attention="flash", master_weights="off"
+    )
     choice = autotune(TINY_LLAMA, wishes, card, micro_batch=1, dropout=0.0)
     assert choice.kernels == Kernels(loss="triton")
     age[0] = 7
@@ -113,18 +122,27 @@ def test_fp32_has_no_low_precision_copy() -> None:
     assert list_options(machine, BF16, 0.0)["mixed"] == ["masters"]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: no room")])
-def test_trials_shrink_until_they_fit_in_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: no room")]
+)
+def test_trials_shrink_until_they_fit_in_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes, largest = [], 2
 
-    def time_options(config: ModelConfig, device: Device, seqs: int, *_: object) -> dict[str, dict[str, float]]:
+    def time_options(
+        config: ModelConfig, device: Device, seqs: int, *_: object
+    ) -> dict[str, dict[str, float]]:
         sizes.append(seqs)
         if seqs > largest:
             raise error
         return {"attention": {"flash": 2.0, "blocked": 1.0}}
 
     monkeypatch.setattr(autotune_module, "_time_options", time_options)
-    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=9, dropout=0.0).kernels.attention == "blocked"
+    assert (
+        autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=9, dropout=0.0).kernels.attention
+        == "blocked"
+    )
     assert sizes == [9, 4, 2]
     largest = 0
     with pytest.raises(type(error), match="no room"):
@@ -133,7 +151,9 @@ def test_trials_shrink_until_they_fit_in_memory(error: Exception, monkeypatch: p
 
 def test_timings_are_cached_per_model_family() -> None:
     for family in (TINY_GPT, TINY_LLAMA):
-        choice = autotune(family, MachineConfig(), replace(CPU, precision="bf16"), micro_batch=2, dropout=0.0)
+        choice = autotune(
+            family, MachineConfig(), replace(CPU, precision="bf16"), micro_batch=2, dropout=0.0
+        )
         assert set(choice.seconds) == {"attention", "mixed"}
         assert all(len(forms) == 2 for forms in choice.seconds.values())
     assert len(cache_get(CACHE_FILE)) == 2
@@ -141,7 +161,11 @@ def test_timings_are_cached_per_model_family() -> None:
 
 def test_trials_with_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSS, "other", LOSS["torch"])
-    options = {"loss": ["torch", "other"], "mixed": ["autocast", "masters"], "attention": ["flash", "explicit"]}
+    options = {
+        "loss": ["torch", "other"],
+        "mixed": ["autocast", "masters"],
+        "attention": ["flash", "explicit"],
+    }
     model_config = replace(TINY_GPT, vocab_size=20)
     seconds = autotune_module._time_options(model_config, BF16, 8, options, False)
     assert {name: set(forms) for name, forms in seconds.items()} == {
@@ -151,7 +175,10 @@ def test_trials_with_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("form", CUDA_ONLY)
 def test_unavailable_attention_backend_is_refused(form: str) -> None:
-    with pytest.raises(MegatokenError, match=f"no {form} attention for heads of 16 in fp32 on cpu — machine.attention"):
+    with pytest.raises(
+        MegatokenError,
+        match=f"no {form} attention for heads of 16 in fp32 on cpu — machine.attention",
+    ):
         autotune(TINY_GPT, MachineConfig(attention=form), CPU, micro_batch=1, dropout=0.0)  # type: ignore[arg-type]
 
 
@@ -188,7 +215,10 @@ def test_cached_timings_decide(tmp_path: Path) -> None:
     for seconds in kept.values():
         seconds["attention"] = {"flash": 2.0, "blocked": 1.0}
     (tmp_path / CACHE_FILE).write_text(json.dumps(kept))
-    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0).kernels.attention == "blocked"
+    assert (
+        autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0).kernels.attention
+        == "blocked"
+    )
 
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
@@ -199,7 +229,9 @@ def test_timings_of_another_library_are_measured_again(monkeypatch: pytest.Monke
     names = {}
     for name in ("avx2-0123", "avx512-0123"):
         monkeypatch.setattr(library, "name", name)
-        names[name] = autotune(TINY_GPT, MachineConfig(adamw="native"), CPU, micro_batch=2, dropout=0.0)
+        names[name] = autotune(
+            TINY_GPT, MachineConfig(adamw="native"), CPU, micro_batch=2, dropout=0.0
+        )
         assert ("library", f"native kernels for {name}") in names[name].explain()
     assert len(cache_get(CACHE_FILE)) == 2
 
@@ -215,9 +247,15 @@ def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:
     losses = {}
     for kernels in (Kernels(attention="explicit"), Kernels(attention="blocked"), Kernels()):
         state = tiny_state(form="loop" if kernels.attention == "explicit" else "auto")
-        autotune_module.apply_choice(state, autotune_module.KernelChoice(kernels=kernels, master_weights=False), CPU)
-        step_config = tiny_step_config(8, machine__loss_chunk=0 if kernels.attention == "explicit" else 5)
-        losses[str(kernels)] = [train_step(state, step_config, CPU, Batch(*tiny_batch())).loss for _ in range(20)]
+        autotune_module.apply_choice(
+            state, autotune_module.KernelChoice(kernels=kernels, master_weights=False), CPU
+        )
+        step_config = tiny_step_config(
+            8, machine__loss_chunk=0 if kernels.attention == "explicit" else 5
+        )
+        losses[str(kernels)] = [
+            train_step(state, step_config, CPU, Batch(*tiny_batch())).loss for _ in range(20)
+        ]
     reference, *others = losses.values()
     assert reference[-1] < reference[0]
     for other in others:
@@ -227,7 +265,9 @@ def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
 def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig) -> None:
     states = tiny_state(model_config=model_config), tiny_state(model_config=model_config)
-    autotune_module.apply_choice(states[1], autotune_module.KernelChoice(kernels=Kernels(), master_weights=True), BF16)
+    autotune_module.apply_choice(
+        states[1], autotune_module.KernelChoice(kernels=Kernels(), master_weights=True), BF16
+    )
     assert states[1].compute_model.lm_head_weight.dtype == torch.bfloat16
     step_config = tiny_step_config(2)
     for _ in range(20):
@@ -235,7 +275,9 @@ def test_bf16_copies_follow_the_master_weights(model_config: ModelConfig) -> Non
         low = train_step(states[1], step_config, BF16, Batch(*tiny_batch()))
         assert low.loss == pytest.approx(plain.loss, rel=5e-3)
         assert low.grad_norm == pytest.approx(plain.grad_norm, rel=5e-2)
-    for master, worker in zip(states[1].model.parameters(), states[1].compute_model.parameters(), strict=True):
+    for master, worker in zip(
+        states[1].model.parameters(), states[1].compute_model.parameters(), strict=True
+    ):
         assert master.dtype == torch.float32
         torch.testing.assert_close(worker, master.to(torch.bfloat16), rtol=0, atol=0)
         assert worker.grad is None

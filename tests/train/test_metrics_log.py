@@ -97,7 +97,11 @@ def test_rewind_drops_later_rows(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             for kind in ("train", "val", "eval", "sample", "save", "event"):
                 log.write(kind, step, step * 10)
-    kept = [(kind, step) for step in (1, 2) for kind in ("train", "val", "eval", "sample", "save", "event")]
+    kept = [
+        (kind, step)
+        for step in (1, 2)
+        for kind in ("train", "val", "eval", "sample", "save", "event")
+    ]
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with MetricsLogger.open(tmp_path) as log:
         log.rewind(3)
@@ -179,7 +183,9 @@ def test_partial_write_is_removed(tmp_path: Path) -> None:
         "log.status(state='running', message='x' * 2000)\n"
         "print(log.lost_rows)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     warning, lost = done.stderr.strip(), done.stdout
     assert warning.startswith("warning: the log cannot be written: No space left on device — ")
     steps = [row["step"] for row in read_metrics(tmp_path)]
@@ -188,7 +194,9 @@ def test_partial_write_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
 
 
-def test_progress_is_written_about_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_written_about_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr("megatoken.train.metrics_log.time.monotonic", lambda: now)
     seen = []
@@ -199,7 +207,9 @@ def test_progress_is_written_about_once_a_second(tmp_path: Path, monkeypatch: py
             log.progress(step=step, loss=math.inf if step == 6 else 10.0 - step)
             status = json.loads((tmp_path / "status.json").read_text())
             seen.append((status["state"], status["step"], status["loss"]))
-    assert seen == [("running", 0, None)] * 2 + [("running", 3, 7.0)] * 3 + [("running", 6, "inf")] * 2
+    assert (
+        seen == [("running", 0, None)] * 2 + [("running", 3, 7.0)] * 3 + [("running", 6, "inf")] * 2
+    )
 
 
 def test_status_is_replaced_atomically(tmp_path: Path) -> None:
@@ -230,7 +240,9 @@ def test_locked_folder_names_the_owner(tmp_path: Path) -> None:
             MetricsLogger.open(tmp_path)
         assert caught.value.code == ExitCode.STORAGE
         host = os.uname().nodename
-        assert re.search(rf"pid {first.pid} on {re.escape(host)} since 20\d\d-\d\d-\d\dT", str(caught.value))
+        assert re.search(
+            rf"pid {first.pid} on {re.escape(host)} since 20\d\d-\d\d-\d\dT", str(caught.value)
+        )
         assert str(tmp_path) in str(caught.value)
         first.kill()
         first.wait()
@@ -241,7 +253,9 @@ def test_locked_folder_names_the_owner(tmp_path: Path) -> None:
 
 def test_reopen_after_close(tmp_path: Path) -> None:
     log = MetricsLogger.open(tmp_path)
-    with pytest.raises(MegatokenError, match=f"another run is using this folder: pid {os.getpid()} on "):
+    with pytest.raises(
+        MegatokenError, match=f"another run is using this folder: pid {os.getpid()} on "
+    ):
         MetricsLogger.open(tmp_path)
     log.close()
     log.close()
@@ -276,14 +290,18 @@ def test_the_name_of_a_killed_owner_is_not_taken_for_that_of_the_one_who_holds_t
         (tmp_path / ".owner.json").write_text(json.dumps(json.loads(new) | {"pid": killed.pid}))
         write = lambda _: (tmp_path / ".owner.json").write_text(new)  # noqa: E731  # while the second one waits
         monkeypatch.setattr("megatoken.train.metrics_log.time.sleep", write)
-        with pytest.raises(MegatokenError, match=f"another run is using this folder: pid {os.getpid()} on "):
+        with pytest.raises(
+            MegatokenError, match=f"another run is using this folder: pid {os.getpid()} on "
+        ):
             MetricsLogger.open(tmp_path)
 
 
 def test_missing_owner_file_is_no_obstacle(tmp_path: Path) -> None:
     log = MetricsLogger.open(tmp_path)
     (tmp_path / ".owner.json").unlink()
-    with pytest.raises(MegatokenError, match="another run is using this folder: it has just started — "):
+    with pytest.raises(
+        MegatokenError, match="another run is using this folder: it has just started — "
+    ):
         MetricsLogger.open(tmp_path)
     log.close()
 
@@ -316,10 +334,15 @@ def test_folder_without_permission_is_a_storage_error(tmp_path: Path) -> None:
 
 def test_read_only_disk_is_a_storage_error(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(tmp_path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
         pytest.skip("may not mount a read-only disk here")
     try:
-        with pytest.raises(MegatokenError, match="the run folder cannot be used: Read-only file system") as caught:
+        with pytest.raises(
+            MegatokenError, match="the run folder cannot be used: Read-only file system"
+        ) as caught:
             MetricsLogger.open(tmp_path / "run")
         assert caught.value.code == ExitCode.STORAGE
         with pytest.raises(MegatokenError, match="Read-only file system"):

@@ -14,7 +14,13 @@ from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.train import micro_batch
-from megatoken.train.micro_batch import candidate_sizes, compile_forward, find_rates, pick_micro_batch, tune_micro_batch
+from megatoken.train.micro_batch import (
+    candidate_sizes,
+    compile_forward,
+    find_rates,
+    pick_micro_batch,
+    tune_micro_batch,
+)
 from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_config
@@ -29,7 +35,9 @@ from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_state, tiny_step_co
         ({1: 50.0, 2: 90.0, 4: 100.0}, 4),
     ],
 )
-def test_largest_micro_batch_unless_a_smaller_one_is_clearly_faster(rates: dict[int, float], picked: int) -> None:
+def test_largest_micro_batch_unless_a_smaller_one_is_clearly_faster(
+    rates: dict[int, float], picked: int
+) -> None:
     assert pick_micro_batch(rates) == picked
 
 
@@ -47,9 +55,16 @@ class Memory:
     """
 
     def __init__(self, largest: int, fast: int = 64, batch_seqs: int = 16) -> None:
-        self.largest, self.fast, self.batch_seqs, self.sizes = largest, fast, batch_seqs, list[int]()
+        self.largest, self.fast, self.batch_seqs, self.sizes = (
+            largest,
+            fast,
+            batch_seqs,
+            list[int](),
+        )
 
-    def __call__(self, state: TrainState, step_config: StepConfig, device: object, batch: Batch) -> None:
+    def __call__(
+        self, state: TrainState, step_config: StepConfig, device: object, batch: Batch
+    ) -> None:
         size = step_config.micro_batch
         rows, length = batch.inputs_BT.shape
         assert (rows, length) == (min(2 * size, self.batch_seqs), TINY_GPT.seq_len)
@@ -79,7 +94,9 @@ def test_out_of_memory_ends_the_search_and_frees_gradients(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("fault", ["", "lost gradient", "one micro-batch"])
-def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, step_config, rows = tiny_state(), tiny_step_config(2), list[int]()
 
     def compile_to_graphs(model: GPT, mode: str) -> Callable[[Tensor], Tensor]:
@@ -89,7 +106,9 @@ def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(fault: str, monk
             rows.append(len(ids))
             hidden = model(ids)
             if fault == "one micro-batch" and len(rows) == 2:
-                raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten")
+                raise RuntimeError(
+                    "accessing tensor output of CUDAGraphs that has been overwritten"
+                )
             return hidden.detach() if fault and len(rows) > 4 else hidden
 
         return replay
@@ -108,7 +127,9 @@ def test_cuda_graphs_are_proved_on_replays_of_two_micro_batches(fault: str, monk
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
-def test_memory_that_ends_during_compilation_is_not_a_failure_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ends_during_compilation_is_not_a_failure_of_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(micro_batch, "forward_backward", Memory(largest=1, batch_seqs=2))
     with pytest.raises(torch.OutOfMemoryError):
         compile_forward(tiny_state(), tiny_step_config(2), CPU, "blocks")
@@ -116,7 +137,9 @@ def test_memory_that_ends_during_compilation_is_not_a_failure_of_the_compiler(mo
 
 def test_model_too_large_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro_batch, "forward_backward", Memory(largest=0))
-    with pytest.raises(ConfigError, match=r"one sequence does not fit in memory — cpu — lower model.seq_len"):
+    with pytest.raises(
+        ConfigError, match=r"one sequence does not fit in memory — cpu — lower model.seq_len"
+    ):
         tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 16)
 
 
@@ -127,8 +150,12 @@ def test_two_sizes_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyP
     assert list(tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 64)) == [1, 2, 4, 8]
 
 
-def test_a_size_less_than_half_as_fast_as_a_smaller_one_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([2.0, 10.0, 2.5, 4.0, 5.0])  # of 1 sequence; of 2, disturbed, then not; of 4; of 8
+def test_a_size_less_than_half_as_fast_as_a_smaller_one_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = iter(
+        [2.0, 10.0, 2.5, 4.0, 5.0]
+    )  # of 1 sequence; of 2, disturbed, then not; of 4; of 8
     monkeypatch.setattr(micro_batch, "_time_forward_backward", lambda *_: (next(seconds), 0))
     length = TINY_GPT.seq_len
     assert tune_micro_batch(tiny_state(), tiny_step_config(), CPU, 8) == pytest.approx(
@@ -154,7 +181,11 @@ def test_what_a_cpu_has_measured_is_kept_for_every_depth(
     assert find(n_layer=5) == ({1: 50.0, 2: 90.0}, True)
     if damage:
         (tmp_path / "micro_batches.json").write_text(
-            json.dumps(dict.fromkeys(json.loads((tmp_path / "micro_batches.json").read_text()), json.loads(damage)))
+            json.dumps(
+                dict.fromkeys(
+                    json.loads((tmp_path / "micro_batches.json").read_text()), json.loads(damage)
+                )
+            )
         )
         assert find() == ({1: 60.0, 2: 80.0, 4: 100.0}, False)
         assert find() == ({1: 60.0, 2: 80.0, 4: 100.0}, True)
@@ -165,5 +196,8 @@ def test_what_a_cpu_has_measured_is_kept_for_every_depth(
 def test_a_measurement_changes_neither_weights_nor_the_next_step() -> None:
     measured, plain = tiny_state(), tiny_state()
     assert list(tune_micro_batch(measured, tiny_step_config(), CPU, 2)) == [1, 2]
-    steps = [train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch())) for state in (measured, plain)]
+    steps = [
+        train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
+        for state in (measured, plain)
+    ]
     assert steps[0] == steps[1]

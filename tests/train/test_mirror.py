@@ -35,14 +35,22 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(data: str, address: str) -> list[str]:
-    return [f"data.path={data}", *SMALL, *SAVING, "machine.precision=fp32", f"save.mirror={address}"]
+    return [
+        f"data.path={data}",
+        *SMALL,
+        *SAVING,
+        "machine.precision=fp32",
+        f"save.mirror={address}",
+    ]
 
 
 def stop_at_6(row: dict[str, Any]) -> bool:
     return row["kind"] == "train" and row["step"] == 6
 
 
-def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_machine(
+    s3: str, shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Data and checkpoints on S3: stopped at step 6, the folder lost, gone on elsewhere with the same bits."""
     ObjectStore(f"{s3}/data").write(shard.name, shard.read_bytes())
     config = load_config("quickstart", *words(f"{s3}/data", f"{s3}/run"))
@@ -71,7 +79,9 @@ def test_a_lost_machine(s3: str, shard: Path, tmp_path: Path, capsys: pytest.Cap
     assert f"run {s3}/run: {n_steps} checked, 0 damaged" in capsys.readouterr().out
 
 
-def test_a_mirror_that_fails_ends_nothing(shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mirror_that_fails_ends_nothing(
+    shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is a file from step 5 on; when it is a folder again, the same command copies what is missing."""
     copy, out = tmp_path / "copy", tmp_path / "run"
     config = load_config("quickstart", *words(str(shard), str(copy)))
@@ -101,7 +111,11 @@ def test_the_copy_of_a_finished_run_is_at_its_end_and_measures_nothing(
     shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its status is not copied; here its machine.json, with the micro-batch, is of another machine."""
-    given = [*words(f"file://{shard}", str(tmp_path / "copy")), "machine.micro_batch=auto", "budget.batch_tokens=512"]
+    given = [
+        *words(f"file://{shard}", str(tmp_path / "copy")),
+        "machine.micro_batch=auto",
+        "budget.batch_tokens=512",
+    ]
     Trainer(load_config("quickstart", *given), tmp_path / "run").fit()
     output = capsys.readouterr().out
     assert "micro-batch" in output
@@ -113,14 +127,24 @@ def test_the_copy_of_a_finished_run_is_at_its_end_and_measures_nothing(
     assert "micro-batch" not in output
 
 
-def test_a_mirror_that_cannot_be_used_is_refused_before_the_first_step(shard: Path, tmp_path: Path) -> None:
+def test_a_mirror_that_cannot_be_used_is_refused_before_the_first_step(
+    shard: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot .*file/run"):
-        Trainer(load_config("quickstart", *words(str(shard), str(tmp_path / "file" / "run"))), tmp_path / "a").fit()
+        Trainer(
+            load_config("quickstart", *words(str(shard), str(tmp_path / "file" / "run"))),
+            tmp_path / "a",
+        ).fit()
     with pytest.raises(ConfigError, match="not an address: Protocol not known: nothing"):
-        Trainer(load_config("quickstart", *words(str(shard), "nothing://x/y")), tmp_path / "b").fit()
+        Trainer(
+            load_config("quickstart", *words(str(shard), "nothing://x/y")), tmp_path / "b"
+        ).fit()
 
 
 def test_out_is_a_local_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstart", "--out", "s3://bucket/run"]) == ExitCode.CONFIG
-    assert "train in a local folder, with a copy there: save.mirror=s3://bucket/run" in capsys.readouterr().err
+    assert (
+        "train in a local folder, with a copy there: save.mirror=s3://bucket/run"
+        in capsys.readouterr().err
+    )

@@ -44,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, out: Path, *words: str) -> Summary:
-    return Trainer(resolve(str(folder / "mixed.yaml"), words), out, console=Console(to_stderr=True)).fit()
+    return Trainer(
+        resolve(str(folder / "mixed.yaml"), words), out, console=Console(to_stderr=True)
+    ).fit()
 
 
 def test_a_batch_has_the_shares_of_its_sources_on_any_number_of_ranks(folder: Path) -> None:
@@ -78,7 +80,12 @@ def test_each_source_is_validated_and_the_mean_has_the_weights(
     shown = capsys.readouterr().err
     assert f"{folder}/digits: 25.0% of the batches, 0.49 epochs of 784 tokens" in shown
     with pytest.raises(MegatokenError, match="was trained on dataset") as refused:
-        train(folder, tmp_path / "run", f"data.path={folder}/letters:0.5,{folder}/digits:0.5", "budget.steps=12")
+        train(
+            folder,
+            tmp_path / "run",
+            f"data.path={folder}/letters:0.5,{folder}/digits:0.5",
+            "budget.steps=12",
+        )
     assert refused.value.code == ExitCode.DATA
 
 
@@ -86,7 +93,10 @@ def test_a_mixture_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     train(folder, tmp_path / "whole")
     stop = [lambda row: row["kind"] == "train" and row["step"] == 7]
     config = resolve(str(folder / "mixed.yaml"), [])
-    assert Trainer(config, tmp_path / "cut", callbacks=stop, console=Console(quiet=True)).fit().code == ExitCode.STOPPED
+    assert (
+        Trainer(config, tmp_path / "cut", callbacks=stop, console=Console(quiet=True)).fit().code
+        == ExitCode.STOPPED
+    )
     train(folder, tmp_path / "cut")
     keys = ("kind", "step", "loss", "grad_norm", "sources")
     curves = [
@@ -104,7 +114,9 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text of letters, and more of it " * 50)
     for name, tokenizer in (("bytes", "bytes"), ("bpe", "bpe:300")):
         prepare(str(tmp_path / "a.txt"), tmp_path / name, tokenizer=tokenizer)
-    with pytest.raises(DataError, match=rf"different tokenizers: {tmp_path}/bytes of bytes .*, {tmp_path}/bpe of "):
+    with pytest.raises(
+        DataError, match=rf"different tokenizers: {tmp_path}/bytes of bytes .*, {tmp_path}/bpe of "
+    ):
         load_mixture(f"{tmp_path}/bytes:1,{tmp_path}/bpe:1")
     # What the error says, and the tokenizer's file, which has another name.
     for name, tokenizer in (("same", "bpe"), ("named", "bpe/tokenizer/tokenizer.json")):
@@ -133,9 +145,13 @@ def read_in_a_row(shards: list[np.ndarray], batch: int) -> list[np.ndarray]:
     return batches
 
 
-def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp_path: Path) -> None:
+def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
-    shards = [rng.integers(0, 256, size).astype(np.uint16) for size in (1000, 8 * 16 + 1, 700, 8 * 16 * 3)]
+    shards = [
+        rng.integers(0, 256, size).astype(np.uint16) for size in (1000, 8 * 16 + 1, 700, 8 * 16 * 3)
+    ]
     for number, ids in enumerate(shards):
         np.save(tmp_path / f"edufineweb_train_{number:06d}.npy", ids)
     tokens = load_dataset(tmp_path, external_tokenizer="bytes").train
@@ -145,13 +161,22 @@ def test_sequential_batches_are_those_of_a_loader_that_reads_shards_in_a_row(tmp
         rows = loader.rows(step)
         assert np.array_equal(rows[:, :-1].reshape(-1), ids[:-1])
         assert np.array_equal(rows[:, 1:].reshape(-1), ids[1:])
-    rank = DataLoader(tokens, seq_len=16, batch_size=8, seed=0, order="sequential", dp_rank=1, dp_size=2)
+    rank = DataLoader(
+        tokens, seq_len=16, batch_size=8, seed=0, order="sequential", dp_rank=1, dp_size=2
+    )
     assert np.array_equal(rank.rows(20), loader.rows(20)[4:])
 
 
 def test_one_batch_is_learnt_by_heart(folder: Path, tmp_path: Path) -> None:
     words = [f"data.path={folder}/letters", "budget.steps=60", "optim.lr=3e-2"]
-    command = ["train", str(folder / "mixed.yaml"), "--overfit-batch", "--out", str(tmp_path / "run"), *words]
+    command = [
+        "train",
+        str(folder / "mixed.yaml"),
+        "--overfit-batch",
+        "--out",
+        str(tmp_path / "run"),
+        *words,
+    ]
     assert main(command) == ExitCode.DONE
     assert resolve(str(tmp_path / "run" / "config.yaml")).config.data.order == "one-batch"
     losses = [row["loss"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]

@@ -40,7 +40,10 @@ def test_old_field_names_are_read_and_reported(run: Path) -> None:
     config = resolved.config
     assert (config.optim.min_lr_ratio, config.optim.grad_clip) == (0.05, 0.5)
     assert (config.model.pos_emb, config.model.tie_embeddings) == ("rotary", False)
-    assert (config.machine.master_weights, config.machine.activation_checkpointing) == ("off", "none")
+    assert (config.machine.master_weights, config.machine.activation_checkpointing) == (
+        "off",
+        "none",
+    )
     assert config.sample.num_samples == 2
     assert "optim.floor is now called optim.min_lr_ratio" in resolved.notes
     assert "machine.mixed is now called machine.master_weights=off" in resolved.notes
@@ -51,8 +54,12 @@ def test_old_run_resumes_at_the_same_losses(run: Path) -> None:
     resolved = resolve(str(run / "config.yaml"), [f"data.path={OLD_RUN / 'data'}"])
     summary = Trainer(resolved, run, console=Console(quiet=True)).fit()
     assert summary.steps == 20
-    losses = [row["loss"] for row in read_metrics(run) if row["kind"] == "train" and row["step"] > 10]
-    assert losses == pytest.approx(LOSSES, rel=1e-6)  # equal to the bit on the processor that wrote it
+    losses = [
+        row["loss"] for row in read_metrics(run) if row["kind"] == "train" and row["step"] > 10
+    ]
+    assert losses == pytest.approx(
+        LOSSES, rel=1e-6
+    )  # equal to the bit on the processor that wrote it
     forms = json.loads((run / "machine.json").read_text())["forms"]
     assert (forms["kernels"]["attention"], forms["circumstances"]["linear"]) == ("flash", "torch")
     assert verify_folder(run).errors == []

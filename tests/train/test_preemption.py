@@ -43,7 +43,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def start(*arguments: str) -> "subprocess.Popen[str]":
-    process = subprocess.Popen([sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -52,7 +54,9 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
 def test_signal_sets_the_reason_and_handlers_are_restored(name: str) -> None:
     number = getattr(signal, name)
-    before = {other: signal.getsignal(other) for other in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = {
+        other: signal.getsignal(other) for other in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
     with PreemptionHandler() as handler:
         assert handler.stop_requested == ""
         os.kill(os.getpid(), number)
@@ -103,7 +107,11 @@ def test_second_signal_exits_immediately() -> None:
 
 def test_duplicate_signals_do_not_interrupt_a_save(now: list[float]) -> None:
     with PreemptionHandler() as handler:
-        for number, seconds in ((signal.SIGUSR1, 1.0), (signal.SIGTERM, 0.4), (signal.SIGTERM, 9.0)):
+        for number, seconds in (
+            (signal.SIGUSR1, 1.0),
+            (signal.SIGTERM, 0.4),
+            (signal.SIGTERM, 9.0),
+        ):
             os.kill(os.getpid(), number)
             now[0] += seconds
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -81,7 +81,9 @@ def fingerprint(out: Path) -> dict[str, Any]:
         for name, tensor in sorted(load_file(path).items()):
             digest.update(name.encode() + tensor.numpy().tobytes())
     keys = ("kind", "step", "tokens", "loss", "grad_norm", "lr", "text", "target_tokens")
-    rows = [{k: row[k] for k in keys if k in row} for row in read_metrics(out) if row["kind"] != "event"]
+    rows = [
+        {k: row[k] for k in keys if k in row} for row in read_metrics(out) if row["kind"] != "event"
+    ]
     rows.sort(key=lambda row: (row["step"], row["kind"]))  # a save is logged when it is committed
     return {"tensors": digest.hexdigest(), "rows": rows}
 
@@ -98,7 +100,15 @@ def test_run_folder_contents(clean: Path) -> None:
     rows = read_metrics(clean)
     trained = [row for row in rows if row["kind"] == "train"]
     assert [row["step"] for row in trained] == list(range(1, 41))
-    assert {"loss", "grad_norm", "lr", "seconds", "tokens_per_second", "mfu", "mfu_causal"} <= trained[0].keys()
+    assert {
+        "loss",
+        "grad_norm",
+        "lr",
+        "seconds",
+        "tokens_per_second",
+        "mfu",
+        "mfu_causal",
+    } <= trained[0].keys()
     assert trained[-1]["tokens"] == 5120
     assert trained[0]["loss"] == pytest.approx(np.log(257), abs=0.2)
     assert trained[-1]["loss"] < trained[0]["loss"] - 2
@@ -116,24 +126,47 @@ def test_finished_run_is_not_touched(clean: Path, recipe: Path) -> None:
     before = fingerprint(clean)
     files = {p: p.read_bytes() for p in clean.rglob("*") if p.is_file() and p.name != ".lock"}
     summary = train(recipe, clean)
-    assert {p: p.read_bytes() for p in clean.rglob("*") if p.is_file() and p.name != ".lock"} == files
+    assert {
+        p: p.read_bytes() for p in clean.rglob("*") if p.is_file() and p.name != ".lock"
+    } == files
     assert summary.code == ExitCode.DONE
     assert summary.steps == 40
     assert fingerprint(clean) == before
 
 
 @pytest.mark.fault(41)
-@pytest.mark.parametrize("machine", ["machine.micro_batch=1", "machine.loss_chunk=0", "machine.micro_batch=auto"])
-def test_runtime_settings_do_not_change_the_loss_curve(recipe: Path, tmp_path: Path, machine: str) -> None:
+@pytest.mark.parametrize(
+    "machine", ["machine.micro_batch=1", "machine.loss_chunk=0", "machine.micro_batch=auto"]
+)
+def test_runtime_settings_do_not_change_the_loss_curve(
+    recipe: Path, tmp_path: Path, machine: str
+) -> None:
     losses = []
     for index, overrides in enumerate([[], [machine]]):
-        train(recipe, tmp_path / str(index), "model.dropout=0", "budget.steps=10", "sample.every=0", *overrides)
-        losses.append([row["loss"] for row in read_metrics(tmp_path / str(index)) if row["kind"] in ("train", "val")])
+        train(
+            recipe,
+            tmp_path / str(index),
+            "model.dropout=0",
+            "budget.steps=10",
+            "sample.every=0",
+            *overrides,
+        )
+        losses.append(
+            [
+                row["loss"]
+                for row in read_metrics(tmp_path / str(index))
+                if row["kind"] in ("train", "val")
+            ]
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_resume_with_other_settings_is_refused_with_the_difference(clean: Path, recipe: Path) -> None:
-    with pytest.raises(MegatokenError, match=r"optim.lr: 0.01 -> 0.02; budget.steps: 40 -> 50") as error:
+def test_resume_with_other_settings_is_refused_with_the_difference(
+    clean: Path, recipe: Path
+) -> None:
+    with pytest.raises(
+        MegatokenError, match=r"optim.lr: 0.01 -> 0.02; budget.steps: 40 -> 50"
+    ) as error:
         train(recipe, clean, "optim.lr=2e-2", "budget.steps=50")
     assert error.value.code == ExitCode.CONFIG
 
@@ -147,7 +180,9 @@ def test_resume_with_other_data_is_refused(clean: Path, recipe: Path, tmp_path: 
     assert error.value.code == ExitCode.DATA
 
 
-def test_damaged_checkpoint_is_reported_and_skipped(recipe: Path, tmp_path: Path, clean: Path) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped(
+    recipe: Path, tmp_path: Path, clean: Path
+) -> None:
     out = tmp_path / "run"
     train(recipe, out)
     newest = out / "checkpoints" / "step-00000040" / "model.safetensors"
@@ -157,7 +192,11 @@ def test_damaged_checkpoint_is_reported_and_skipped(recipe: Path, tmp_path: Path
     train(recipe, out)
     assert fingerprint(out) == fingerprint(clean)
     events = [row for row in read_metrics(out) if row["kind"] == "event"]
-    assert any("model.safetensors" in row["message"] for row in events if row["what"] == "damaged checkpoint")
+    assert any(
+        "model.safetensors" in row["message"]
+        for row in events
+        if row["what"] == "damaged checkpoint"
+    )
 
 
 def train_and_hold(recipe: Path, out: Path, step: int, held: Event, go: Event) -> None:
@@ -168,7 +207,9 @@ def train_and_hold(recipe: Path, out: Path, step: int, held: Event, go: Event) -
             held.set()
             go.wait()
 
-    sys.exit(Trainer(resolve(str(recipe)), out, console=Console(quiet=True), callbacks=[hold]).fit().code)
+    sys.exit(
+        Trainer(resolve(str(recipe)), out, console=Console(quiet=True), callbacks=[hold]).fit().code
+    )
 
 
 @contextmanager
@@ -200,7 +241,11 @@ def train_and_die(recipe: Path, out: Path, number: int) -> None:
 @pytest.mark.fault(1, 2, 5)
 def test_killed_runs_resume_bit_identical(recipe: Path, tmp_path: Path, clean: Path) -> None:
     out = tmp_path / "run"
-    for step in (5, 0, 29):  # before the first checkpoint; in the second; while the fourth is perhaps being written
+    for step in (
+        5,
+        0,
+        29,
+    ):  # before the first checkpoint; in the second; while the fourth is perhaps being written
         if step:
             with held_process(recipe, out, step) as (process, _):
                 process.kill()
@@ -231,11 +276,15 @@ def test_sigterm_saves_and_loses_no_step(recipe: Path, tmp_path: Path, clean: Pa
     assert train(recipe, out).code == ExitCode.DONE
     both = fingerprint(out), fingerprint(clean)
     assert both[0]["tensors"] == both[1]["tensors"]
-    assert [r for r in both[0]["rows"] if r["kind"] != "save"] == [r for r in both[1]["rows"] if r["kind"] != "save"]
+    assert [r for r in both[0]["rows"] if r["kind"] != "save"] == [
+        r for r in both[1]["rows"] if r["kind"] != "save"
+    ]
 
 
 def test_time_limit_saves_and_stops(recipe: Path, tmp_path: Path) -> None:
-    summary = train(recipe, tmp_path / "run", "save.time_limit=1s", "budget.steps=100000", "sample.every=0")
+    summary = train(
+        recipe, tmp_path / "run", "save.time_limit=1s", "budget.steps=100000", "sample.every=0"
+    )
     assert summary.code == ExitCode.STOPPED
     assert summary.reason == "time limit 1s"
     assert summary.steps < 100000  # on a slow machine perhaps not even one
@@ -259,7 +308,9 @@ def test_init_from_the_weights_of_a_run(clean: Path, recipe: Path, tmp_path: Pat
     with pytest.raises(MegatokenError, match=r"set model.n_layer=2") as error:
         train(recipe, tmp_path / "other", f"model.init={clean}", "model.n_layer=3")
     assert error.value.code == ExitCode.CONFIG
-    assert [path.name for path in (tmp_path / "other").iterdir()] == [".lock"]  # a start that failed leaves no log
+    assert [path.name for path in (tmp_path / "other").iterdir()] == [
+        ".lock"
+    ]  # a start that failed leaves no log
 
 
 LLAMA = (
@@ -284,14 +335,18 @@ def test_a_llama_trains_resumes_and_samples(recipe: Path, tmp_path: Path) -> Non
     train(recipe, out, *LLAMA)
     assert fingerprint(out) == before
     pytest.importorskip("matplotlib")
-    assert [path.name for path in draw_weights(out, tmp_path)] == ["matrix.png"]  # there are no embeddings of positions
+    assert [path.name for path in draw_weights(out, tmp_path)] == [
+        "matrix.png"
+    ]  # there are no embeddings of positions
     # Places are computed, so a context may become longer than the one learnt with.
     longer = tmp_path / "longer"
     train(recipe, longer, *LLAMA, f"model.init={out}", "model.seq_len=32", "budget.steps=1")
     first = next(row for row in read_metrics(longer) if row["kind"] == "val")
     assert first["loss"] < losses[0] - 2
     other = ("model.n_kv_head=0", "model.rope_theta=5", f"model.init={out}")
-    with pytest.raises(MegatokenError, match=r"set model.n_kv_head=1 model.rope_theta=10000.0") as error:
+    with pytest.raises(
+        MegatokenError, match=r"set model.n_kv_head=1 model.rope_theta=10000.0"
+    ) as error:
         train(recipe, tmp_path / "other", *LLAMA, *other)
     assert error.value.code == ExitCode.CONFIG
 
@@ -305,8 +360,13 @@ def test_damaged_machine_json_is_measured_again(recipe: Path, tmp_path: Path) ->
         '{"micro_batch": ',
         "[" * 100_000,
         '{"forms": []}',
-        json.dumps(facts | {"micro_batch": "4", "forms": facts["forms"] | {"kernels": {"attention": []}}}),
-        json.dumps(facts | {"micro_batch": 999, "forms": {"circumstances": facts["forms"]["circumstances"]}}),
+        json.dumps(
+            facts | {"micro_batch": "4", "forms": facts["forms"] | {"kernels": {"attention": []}}}
+        ),
+        json.dumps(
+            facts
+            | {"micro_batch": 999, "forms": {"circumstances": facts["forms"]["circumstances"]}}
+        ),
     ):
         shutil.rmtree(out / "checkpoints")
         (out / "machine.json").write_text(damaged)
@@ -326,11 +386,23 @@ def test_native_products_say_that_they_take_low_precision_weights(
 
 
 @pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
-def test_other_kernels_on_a_resume_are_said(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_kernels_on_a_resume_are_said(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The library of another processor, or of another version, adds in another order; and one may be gone."""
-    for before, now in ({"library": "avx2-0123"}, "avx2-0123"), ({"kernels": {"attention": "gone"}}, "attention gone"):
+    for before, now in (
+        ({"library": "avx2-0123"}, "avx2-0123"),
+        ({"kernels": {"attention": "gone"}}, "attention gone"),
+    ):
         out = tmp_path / now
-        train(recipe, out, "sample.every=0", "budget.steps=4", "save.every=2steps", "machine.gemm_backend=native")
+        train(
+            recipe,
+            out,
+            "sample.every=0",
+            "budget.steps=4",
+            "save.every=2steps",
+            "machine.gemm_backend=native",
+        )
         facts = json.loads((out / "machine.json").read_text())
         assert facts["forms"]["library"]
         facts["forms"] |= before
@@ -339,7 +411,14 @@ def test_other_kernels_on_a_resume_are_said(recipe: Path, tmp_path: Path, capsys
             capsys.readouterr()
             shutil.rmtree(out / "checkpoints" / "step-00000004")
             (out / "status.json").unlink()
-            train(recipe, out, "sample.every=0", "budget.steps=4", "save.every=2steps", "machine.gemm_backend=native")
+            train(
+                recipe,
+                out,
+                "sample.every=0",
+                "budget.steps=4",
+                "save.every=2steps",
+                "machine.gemm_backend=native",
+            )
             said = capsys.readouterr()
             if now:
                 assert "other kernels than before step 2" in said.out + said.err
@@ -349,7 +428,9 @@ def test_other_kernels_on_a_resume_are_said(recipe: Path, tmp_path: Path, capsys
             now = ""
 
 
-def test_a_lost_choice_of_kernels_is_said(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_choice_of_kernels_is_said(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = "sample.every=0", "budget.steps=4", "save.every=2steps"
     train(recipe, tmp_path, *words)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
@@ -357,9 +438,7 @@ def test_a_lost_choice_of_kernels_is_said(recipe: Path, tmp_path: Path, capsys: 
         (tmp_path / lost).unlink()
     assert "chosen anew" not in capsys.readouterr().err
     train(recipe, tmp_path, *words)
-    what = (
-        f"warning: {tmp_path / 'machine.json'} does not tell the kernels of the steps so far: chosen anew, maybe others"
-    )
+    what = f"warning: {tmp_path / 'machine.json'} does not tell the kernels of the steps so far: chosen anew, maybe others"
     assert what in capsys.readouterr().err
 
 
@@ -383,10 +462,15 @@ def test_run_keeps_the_kernels_it_started_with(recipe: Path, tmp_path: Path) -> 
     facts["forms"]["kernels"]["attention"] = "fa3"  # of an older version
     (out / "machine.json").write_text(json.dumps(facts))
     train(recipe, out, "sample.every=0", "budget.steps=2", "machine.attention=explicit")
-    assert json.loads((out / "machine.json").read_text())["forms"]["kernels"]["attention"] == "explicit"
+    assert (
+        json.loads((out / "machine.json").read_text())["forms"]["kernels"]["attention"]
+        == "explicit"
+    )
 
 
-def test_explain_prints_the_timings(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_timings(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = resolve(str(recipe), ["sample.every=0", "budget.steps=1", "model.dropout=0"]).config
     config = replace(config, machine=replace(config.machine, fused="on", sharding="zero1"))
     Trainer(config, tmp_path / "run", explain=True).fit()
@@ -395,7 +479,10 @@ def test_explain_prints_the_timings(recipe: Path, tmp_path: Path, capsys: pytest
     assert re.search(r"attention +\w+ \(flash [\d.e-]+ ms, (blocked|native) [\d.e-]+ ms\)", output)
     warning = "warning: fused kernels are left out: there is no GPU to run them (cpu)"
     assert (warning in output) == (find_library() is None)
-    assert "warning: machine.sharding=zero1 is left out: one data-parallel process shards nothing" in output
+    assert (
+        "warning: machine.sharding=zero1 is left out: one data-parallel process shards nothing"
+        in output
+    )
 
 
 @pytest.mark.fault(18)
@@ -405,19 +492,27 @@ def test_space_is_asked_for_the_checkpoints_that_are_missing(
     out, words = tmp_path / "run", (*SHORT, "budget.steps=4", "save.every=1", "save.keep_last=2")
     train(recipe, out, *words)
     assert list_steps(out / "checkpoints") == [3, 4]
-    first, second, third, fourth = (out / "checkpoints" / f"step-{step:08d}" for step in (1, 2, 3, 4))
-    one = sum(path.stat().st_size for path in third.glob("*.safetensors")) + (1 << 20)  # with the slack
+    first, second, third, fourth = (
+        out / "checkpoints" / f"step-{step:08d}" for step in (1, 2, 3, 4)
+    )
+    one = sum(path.stat().st_size for path in third.glob("*.safetensors")) + (
+        1 << 20
+    )  # with the slack
     disk = shutil.disk_usage(tmp_path)
     free = lambda: 0  # noqa: E731
     monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=free()))
     assert train(recipe, out, *words).code == ExitCode.DONE  # a finished run needs nothing
-    with pytest.raises(StorageError, match=r"3 more needed at once.*, 0 B are free — .* lower save.keep_last"):
+    with pytest.raises(
+        StorageError, match=r"3 more needed at once.*, 0 B are free — .* lower save.keep_last"
+    ):
         train(recipe, tmp_path / "new", *words)
 
     shutil.rmtree(fourth)
     for copy, step in ((first, 1), (second, 2)):
         shutil.copytree(third, copy)
-        (copy / "manifest.json").write_bytes(encode_manifest(replace(read_manifest(third), step=step)))
+        (copy / "manifest.json").write_bytes(
+            encode_manifest(replace(read_manifest(third), step=step))
+        )
     free = lambda: 0 if first.exists() else one  # noqa: E731  # killed after a commit, before the oldest was removed
     assert train(recipe, out, *words).steps == 4
     assert list_steps(out / "checkpoints") == [3, 4]
@@ -450,7 +545,9 @@ def test_missing_dataset(recipe: Path, tmp_path: Path) -> None:
         ("checkpoints/step-00000010/weights.pt", "of another program"),
     ],
 )
-def test_folder_that_is_not_a_run_is_not_touched(recipe: Path, tmp_path: Path, name: str, text: str) -> None:
+def test_folder_that_is_not_a_run_is_not_touched(
+    recipe: Path, tmp_path: Path, name: str, text: str
+) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(text)
     before = sorted(tmp_path.rglob("*"))
@@ -479,7 +576,9 @@ def test_start_on_a_full_disk_leaves_a_folder_that_can_be_started_again(
     assert train(recipe, out, *SHORT).steps == 2
 
 
-def test_damaged_or_missing_config_is_restored_from_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
+def test_damaged_or_missing_config_is_restored_from_a_checkpoint(
+    recipe: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     train(recipe, out, "budget.steps=2", "save.every=1")
     config = (out / "config.yaml").read_text()
@@ -512,11 +611,15 @@ def test_tokenizer_of_the_dataset_replaces_a_stale_one(recipe: Path, tmp_path: P
     out = tmp_path / "run"
     train(recipe, out, "budget.steps=1")
     shutil.rmtree(out / "checkpoints")  # as if that start had come to nothing
-    load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50])).save(out / "tokenizer")
+    load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50])).save(
+        out / "tokenizer"
+    )
     train(recipe, out, "budget.steps=2")
     assert load_saved_tokenizer(out / "tokenizer").name == "bytes"
     assert verify_folder(out).errors == []
-    load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50])).save(out / "tokenizer")
+    load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat. " * 50])).save(
+        out / "tokenizer"
+    )
     (out / "config.yaml").unlink()
     assert train(recipe, out, "budget.steps=2").steps == 2  # a checkpoint has a copy of the recipe
 
@@ -533,14 +636,22 @@ def test_ids_without_text_are_warned_of(
     vocab_size: int, unused: int, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of a preset's vocabulary beside a smaller tokenizer; not those that pad it."""
-    train(recipe, tmp_path / "run", "budget.steps=1", "evaluate.tokens=0", f"model.vocab_size={vocab_size}")
+    train(
+        recipe,
+        tmp_path / "run",
+        "budget.steps=1",
+        "evaluate.tokens=0",
+        f"model.vocab_size={vocab_size}",
+    )
     warning = f"{unused} of the model's 1,024 ids stand for no text of this tokenizer; model.vocab_size=0 takes the "
     assert (warning in (error := capsys.readouterr().err)) is bool(unused)
     assert ("stand for no text" in error) is bool(unused)
 
 
 def test_prompt_longer_than_the_context_is_refused(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError, match=r"sample\.prompt has 20 tokens, the model's context is 16"):
+    with pytest.raises(
+        MegatokenError, match=r"sample\.prompt has 20 tokens, the model's context is 16"
+    ):
         train(recipe, tmp_path / "run", f"sample.prompt={'x' * 20}")
     assert not (tmp_path / "run").exists()
 
@@ -554,7 +665,9 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
 
     def stop_at(step: int) -> Callable[..., bool]:
         def check_stop(run: RunContext, seconds: float = 0.0, **options: bool) -> bool:
-            for thread in threading.enumerate():  # an evaluation takes longer than to write a checkpoint
+            for (
+                thread
+            ) in threading.enumerate():  # an evaluation takes longer than to write a checkpoint
                 if run.state.step == 40 and thread.name == "megatoken-save":
                     thread.join()
             seen.append((run.state.step, list_steps(out / "checkpoints")[-1:]))
@@ -574,7 +687,9 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     assert (40, [40]) in seen[:-1]  # committed while the evaluation went on
     monkeypatch.undo()
     assert train(recipe, out, "save.every=0").code == ExitCode.DONE
-    both = [[row for row in fingerprint(run)["rows"] if row["kind"] != "save"] for run in (out, clean)]
+    both = [
+        [row for row in fingerprint(run)["rows"] if row["kind"] != "save"] for run in (out, clean)
+    ]
     assert both[0] == both[1]
     assert fingerprint(out)["tensors"] == fingerprint(clean)["tensors"]
 
@@ -588,7 +703,9 @@ def test_a_checkpoint_on_its_way_is_committed_when_a_step_fails(
         return forward_loss(state, *arguments) * (float("nan") if state.step >= 2 else 1.0)
 
     monkeypatch.setattr("megatoken.train.step.forward_loss", fail_late)
-    with pytest.raises(MegatokenError, match=r"loss nan, gradient norm nan — step \d+, batches ") as error:
+    with pytest.raises(
+        MegatokenError, match=r"loss nan, gradient norm nan — step \d+, batches "
+    ) as error:
         train(recipe, tmp_path / "run", "save.every=1", "evaluate.every=0")
     assert error.value.code == ExitCode.NUMERICS
     status = json.loads((tmp_path / "run" / "status.json").read_text())
@@ -599,7 +716,9 @@ def slowly(monkeypatch: pytest.MonkeyPatch, fails: Sequence[int] = ()) -> None:
     """Write checkpoints slowly, and those of the steps in `fails` not at all."""
     write = save.write_files
 
-    def write_slowly(draft: Path, step: int, files: Mapping[str, FileWriter], *rest: Any) -> dict[str, FileEntry]:
+    def write_slowly(
+        draft: Path, step: int, files: Mapping[str, FileWriter], *rest: Any
+    ) -> dict[str, FileEntry]:
         time.sleep(0.3)
         if step in fails:
             raise StorageError("disk full", draft)

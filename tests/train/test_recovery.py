@@ -15,7 +15,14 @@ from megatoken.distributed.replica_check import checksum, find_divergence
 from megatoken.distributed.stragglers import find_stragglers
 from megatoken.errors import ExitCode
 from megatoken.train.spikes import MIN_STEPS, RecentSteps
-from tests.train.faulty_run import Job, count_false_alarms, events, final_bits, run_jobs, write_recipe
+from tests.train.faulty_run import (
+    Job,
+    count_false_alarms,
+    events,
+    final_bits,
+    run_jobs,
+    write_recipe,
+)
 
 LAYOUTS = {
     "1-fused": (),
@@ -39,7 +46,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+def runs(
+    recipe: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, dict[str, Any]]]:
     """The runs of most tests, by name; those of several processes in the same ones, because they start slowly.
 
     Batches 4 and 7 are bad on the last rank, or are left out from the start.
@@ -50,16 +59,49 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         for name, words in LAYOUTS.items():
             if name.startswith(str(nproc)):
                 late = name.endswith("late")
-                jobs.append(Job(name=name, words=words, fault="nan", rank=nproc - 1, batches=(4, 7), late=late))
+                jobs.append(
+                    Job(
+                        name=name,
+                        words=words,
+                        fault="nan",
+                        rank=nproc - 1,
+                        batches=(4, 7),
+                        late=late,
+                    )
+                )
                 jobs.append(Job(name=f"{name}-without", words=words, skipped=(4, 7)))
         if nproc == 1:
             jobs.append(Job(name="resumed", fault="nan", rank=0, batches=(4, 7), stop=5))
         else:
-            jobs.append(Job(name="flipped", fault="flip", rank=2, batches=(8,), tensor=3, bit=1000, skipped=(4, 7)))
-            top = 8 * (4 * 5 + 3) + 6  # of the exponent of weight 5 of the first norm: 1.0 becomes infinity
-            jobs.append(Job(name="infinite", fault="flip", rank=2, batches=(8,), tensor=2, bit=top, skipped=(4, 7)))
+            jobs.append(
+                Job(
+                    name="flipped",
+                    fault="flip",
+                    rank=2,
+                    batches=(8,),
+                    tensor=3,
+                    bit=1000,
+                    skipped=(4, 7),
+                )
+            )
+            top = (
+                8 * (4 * 5 + 3) + 6
+            )  # of the exponent of weight 5 of the first norm: 1.0 becomes infinity
+            jobs.append(
+                Job(
+                    name="infinite",
+                    fault="flip",
+                    rank=2,
+                    batches=(8,),
+                    tensor=2,
+                    bit=top,
+                    skipped=(4, 7),
+                )
+            )
             slow = ("budget.steps=17", "machine.micro_batch=4")
-            jobs.append(Job(name="slow", words=slow, fault="slow_compute", rank=1, batches=(0,), window=16))
+            jobs.append(
+                Job(name="slow", words=slow, fault="slow_compute", rank=1, batches=(0,), window=16)
+            )
         answers |= run_jobs(jobs, recipe, folder, nproc)
     return folder, answers
 
@@ -76,7 +118,10 @@ def test_a_bad_batch_is_skipped_as_if_it_had_not_been_in_the_data(
     assert bits["skipped_batches"] == [4, 7]
     assert bits["step"] == 12
     rows = events(folder / layout, "batch skipped")
-    assert [(row["step"], row["batch"], row["loss"]) for row in rows] == [(5, 4, "nan"), (7, 7, "nan")]
+    assert [(row["step"], row["batch"], row["loss"]) for row in rows] == [
+        (5, 4, "nan"),
+        (7, 7, "nan"),
+    ]
     assert events(folder / f"{layout}-without", "batch skipped") == []
 
 
@@ -100,7 +145,9 @@ def test_a_replica_that_differs_is_named_and_the_run_ends_with_the_same_bits(
     assert final_bits(folder / name) == final_bits(folder / "3-late-without")
     (row,) = events(folder / name, "replicas differ")
     assert (row["step"], row["ranks"]) == (step, [2])
-    assert events(folder / name, "rewind")[0]["message"].startswith(f"back from step {step} to 5: rank 2 differs from ")
+    assert events(folder / name, "rewind")[0]["message"].startswith(
+        f"back from step {step} to 5: rank 2 differs from "
+    )
     assert events(folder / name, "batch skipped") == []
 
 
@@ -113,7 +160,9 @@ def test_a_slow_rank_is_named(runs: tuple[Path, dict[str, dict[str, Any]]]) -> N
 
 
 def test_two_processes_fit_twice_at_one_address_three_times(recipe: Path, tmp_path: Path) -> None:
-    jobs = [Job(name=f"again-{n}", words=("save.every=0", "budget.steps=4"), stop=2) for n in range(3)]
+    jobs = [
+        Job(name=f"again-{n}", words=("save.every=0", "budget.steps=4"), stop=2) for n in range(3)
+    ]
     answers = run_jobs(jobs, recipe, tmp_path, 2)
     assert answers == {job.name: {"code": 0, "error": ""} for job in jobs}
     first, *others = [final_bits(tmp_path / job.name) for job in jobs]
@@ -122,27 +171,43 @@ def test_two_processes_fit_twice_at_one_address_three_times(recipe: Path, tmp_pa
 
 @pytest.mark.fault(45)
 def test_a_spike_is_reported_or_skipped(recipe: Path, tmp_path: Path) -> None:
-    words = ("budget.steps=68", "optim.warmup=0", "optim.lr=1e-3", "machine.micro_batch=12", "save.every=0")
+    words = (
+        "budget.steps=68",
+        "optim.warmup=0",
+        "optim.lr=1e-3",
+        "machine.micro_batch=12",
+        "save.every=0",
+    )
     skip = (*words, "optim.spike=skip")
     jobs = [
         Job(name="warn", words=words, fault="spike", rank=0, batches=(66,)),
         Job(name="skip", words=skip, fault="spike", rank=0, batches=(66,)),
         Job(name="without", words=skip, skipped=(66,)),
     ]
-    assert run_jobs(jobs, recipe, tmp_path, 1) == {job.name: {"code": 0, "error": ""} for job in jobs}
+    assert run_jobs(jobs, recipe, tmp_path, 1) == {
+        job.name: {"code": 0, "error": ""} for job in jobs
+    }
     assert [(row["step"], row["batch"]) for row in events(tmp_path / "warn", "spike")] == [(67, 66)]
     assert events(tmp_path / "without", "batch skipped") == []
-    assert [(row["step"], row["batch"]) for row in events(tmp_path / "skip", "batch skipped")] == [(67, 66)]
+    assert [(row["step"], row["batch"]) for row in events(tmp_path / "skip", "batch skipped")] == [
+        (67, 66)
+    ]
     assert final_bits(tmp_path / "skip") == final_bits(tmp_path / "without")
 
 
 @pytest.mark.fault(44)
-def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(recipe: Path, tmp_path: Path) -> None:
+def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(
+    recipe: Path, tmp_path: Path
+) -> None:
     jobs = [
         Job(name="bad", fault="nan", rank=0, batches=(7, 8, 9)),
-        Job(name="without", skipped=(5, 6, 7, 8, 9)),  # from the checkpoint of step 5 to the last bad one
+        Job(
+            name="without", skipped=(5, 6, 7, 8, 9)
+        ),  # from the checkpoint of step 5 to the last bad one
         Job(name="endless", fault="nan", rank=0, batches=tuple(range(7, 99))),
-        Job(name="no-checkpoint", words=("optim.max_skips=2",), fault="nan", rank=0, batches=(3, 4)),
+        Job(
+            name="no-checkpoint", words=("optim.max_skips=2",), fault="nan", rank=0, batches=(3, 4)
+        ),
     ]
     answers = run_jobs(jobs, recipe, tmp_path, 1)
     assert answers["bad"] == {"code": 0, "error": ""}
@@ -153,7 +218,9 @@ def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(recip
     )
     assert "step 8, batches 7, 8, 9 — " in row["message"]
     assert answers["endless"]["code"] == ExitCode.NUMERICS
-    assert "loss nan, gradient norm nan — step 6, batches 13, 14, 15 — " in answers["endless"]["error"]
+    assert (
+        "loss nan, gradient norm nan — step 6, batches 13, 14, 15 — " in answers["endless"]["error"]
+    )
     assert len(events(tmp_path / "endless", "rewind")) == 2
     assert answers["no-checkpoint"]["code"] == ExitCode.NUMERICS
     assert "step 4, batches 3, 4 — " in answers["no-checkpoint"]["error"]
@@ -198,10 +265,15 @@ def test_the_replica_that_differs_is_named_by_the_majority() -> None:
     assert found is not None
     assert (found.ranks, found.tensors) == ((1,), ("b",))
     assert found.message == "rank 1 differs from the other 2 replicas in b"
-    found = find_divergence(names, [("x", [1, 2, 3]), ("y", [7, 8, 9]), ("x", [0, 2, 4]), ("y", [7, 8, 9])])
+    found = find_divergence(
+        names, [("x", [1, 2, 3]), ("y", [7, 8, 9]), ("x", [0, 2, 4]), ("y", [7, 8, 9])]
+    )
     assert found is not None
     assert (found.ranks, found.tensors) == ((0, 2), ("a", "c"))
-    assert "ranks 0 and 2 are replicas and differ in 2 tensors, the first a; which of them is wrong" in found.message
+    assert (
+        "ranks 0 and 2 are replicas and differ in 2 tensors, the first a; which of them is wrong"
+        in found.message
+    )
 
 
 @pytest.mark.fault(46)
@@ -229,6 +301,9 @@ def test_a_rank_is_slow_if_it_is_in_both_halves_and_by_more_than_noise() -> None
     assert find_stragglers([usual, report(0.001, 0.2, 0.14), usual]) == []
     assert find_stragglers([usual, report(0.004, 0.1, 0.1)]) == []  # 3 ms
     (slow,) = find_stragglers([usual, report(0.001, 0.16, 0.2), usual])
-    assert str(slow) == "rank 1 takes 2.0 times as long as the others in compute: 200 ms a step against 100"
+    assert (
+        str(slow)
+        == "rank 1 takes 2.0 times as long as the others in compute: 200 ms a step against 100"
+    )
     (slow,) = find_stragglers([report(0.05, 0.1, 0.1), usual])
     assert (slow.rank, slow.phase) == (0, "data")

@@ -46,11 +46,20 @@ class TwoRanks(Comm):
 
 
 @pytest.mark.parametrize("sharding", ["none", "zero3"])
-def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(tmp_path: Path, sharding: str) -> None:
+def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
+    tmp_path: Path, sharding: str
+) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "config.yaml").touch()
     config, comm = tiny_config(save__every=2), TwoRanks(DistEnv(world_size=2))
-    run = RunContext(config=config, out=tmp_path, console=Console(quiet=True), device=CPU, comm=comm, is_main=True)
+    run = RunContext(
+        config=config,
+        out=tmp_path,
+        console=Console(quiet=True),
+        device=CPU,
+        comm=comm,
+        is_main=True,
+    )
     run.state, run.step_config = tiny_state(), tiny_step_config()
     run.state.comm, run.state.step = comm, 2
     run.dataset = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))  # type: ignore[assignment]
@@ -90,7 +99,11 @@ def nodes(tmp_path: Path) -> Iterator[list[RunContext]]:
     """Two nodes of one process each, which see the same two checkpoints each in its own folder."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "config.yaml").touch()
-    copies = {"config": tmp_path / "config.yaml", "tokenizer": tmp_path / "tokenizer", "meta": {"dataset": "d"}}
+    copies = {
+        "config": tmp_path / "config.yaml",
+        "tokenizer": tmp_path / "tokenizer",
+        "meta": {"dataset": "d"},
+    }
     for step in (1, 2):
         state = tiny_state(seed=step)
         state.step, state.comm = step, Comm(DistEnv())
@@ -102,7 +115,12 @@ def nodes(tmp_path: Path) -> Iterator[list[RunContext]]:
         comm = ThreadComm(DistEnv(rank=rank, world_size=2, local_rank=0))
         comm.values, comm.barrier_of_all = values, barrier
         run = RunContext(
-            config=tiny_config(), out=out, console=Console(quiet=True), device=CPU, comm=comm, is_main=is_main
+            config=tiny_config(),
+            out=out,
+            console=Console(quiet=True),
+            device=CPU,
+            comm=comm,
+            is_main=is_main,
         )
         run.state, run.dataset = tiny_state(seed=9), SimpleNamespace(fingerprint="d", path=out)  # type: ignore[assignment]
         run.log = MetricsLogger.open(out) if is_main else MetricsLogger(out)
@@ -124,7 +142,9 @@ def damage(run: RunContext, step: int) -> None:
 
 
 @pytest.mark.parametrize("damaged", [None, 0, 1])
-def test_damage_that_one_node_reads_makes_all_fall_back_together(nodes: list[RunContext], damaged: int | None) -> None:
+def test_damage_that_one_node_reads_makes_all_fall_back_together(
+    nodes: list[RunContext], damaged: int | None
+) -> None:
     if damaged is not None:
         damage(nodes[damaged], 2)
     assert restore_all(nodes) == [None, None]
@@ -132,11 +152,17 @@ def test_damage_that_one_node_reads_makes_all_fall_back_together(nodes: list[Run
     expected = tiny_state(seed=step).model.state_dict()
     for run in nodes:
         assert run.state.step == step
-        assert all(torch.equal(values, expected[name]) for name, values in run.state.model.state_dict().items())
+        assert all(
+            torch.equal(values, expected[name])
+            for name, values in run.state.model.state_dict().items()
+        )
         assert run.verified.keys() == {run.out / "checkpoints" / f"step-{step:08d}"}
     events = [row["message"] for row in read_metrics(nodes[0].out)]
     assert len(events) == (damaged is not None)
-    assert all("optimizer.safetensors" in event and ("(read by rank 1)" in event) == damaged for event in events)
+    assert all(
+        "optimizer.safetensors" in event and ("(read by rank 1)" in event) == damaged
+        for event in events
+    )
 
 
 def test_damage_everywhere_is_an_error_on_all(nodes: list[RunContext]) -> None:

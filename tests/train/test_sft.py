@@ -38,9 +38,26 @@ from tests.tiny_model import CPU, TINY_LLAMA, TINY_MODERN, tiny_config, tiny_ste
 
 CONTEXT = 80
 MODEL = ["model.n_layer=2", "model.n_head=2", "model.d_model=32", f"model.seq_len={CONTEXT}"]
-MACHINE = ["machine.device=cpu", "machine.precision=fp32", "machine.threads=1", "machine.attention=flash"]
-MACHINE += ["machine.gemm_backend=torch", "machine.adamw=fused", "machine.micro_batch=2", "log.plots=false"]
-SFT = [*MACHINE, "budget.epochs=0", "budget.steps=12", "budget.batch_tokens=640", "optim.lr=1e-2", "sample.every=6"]
+MACHINE = [
+    "machine.device=cpu",
+    "machine.precision=fp32",
+    "machine.threads=1",
+    "machine.attention=flash",
+]
+MACHINE += [
+    "machine.gemm_backend=torch",
+    "machine.adamw=fused",
+    "machine.micro_batch=2",
+    "log.plots=false",
+]
+SFT = [
+    *MACHINE,
+    "budget.epochs=0",
+    "budget.steps=12",
+    "budget.batch_tokens=640",
+    "optim.lr=1e-2",
+    "sample.every=6",
+]
 BYTES = add_control_tokens(load_tokenizer("bytes"))
 
 
@@ -52,7 +69,13 @@ def write_chats(path: Path, count: int = 120) -> str:
         turns = [(chr(97 + a), chr(98 + a) * (1 + n % 2)) for a in letters]
         roles = ("user", "assistant")
         rows.append(
-            {"messages": [{"role": r, "content": c} for turn in turns for r, c in zip(roles, turn, strict=True)]}
+            {
+                "messages": [
+                    {"role": r, "content": c}
+                    for turn in turns
+                    for r, c in zip(roles, turn, strict=True)
+                ]
+            }
         )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -67,9 +90,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "text" / "train_0.npy", text)
     (folder / "tiny.yaml").write_text("budget: {steps: 30, batch_tokens: 640}\noptim: {lr: 1e-2}\n")
     words = [f"data.path={folder / 'text'}", "data.tokenizer=bytes", *MODEL, *MACHINE]
-    Trainer(resolve(str(folder / "tiny.yaml"), words), folder / "run", console=Console(quiet=True)).fit()
+    Trainer(
+        resolve(str(folder / "tiny.yaml"), words), folder / "run", console=Console(quiet=True)
+    ).fit()
     source = find_source(write_chats(folder / "chats.jsonl"))
-    prepare_chats(source, folder / "chats", load_tokenizer("bytes"), seq_len=CONTEXT, val_fraction=0.2)
+    prepare_chats(
+        source, folder / "chats", load_tokenizer("bytes"), seq_len=CONTEXT, val_fraction=0.2
+    )
     return folder
 
 
@@ -91,7 +118,9 @@ def rows_of(out: Path, kind: str, key: str = "loss") -> list[Any]:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     folder, _ = find_checkpoint(out, lambda _: None)
-    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+    return {
+        k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
+    }
 
 
 def test_a_model_learns_to_answer(base: Path, tuned: Path) -> None:
@@ -114,10 +143,21 @@ def test_killed_and_resumed_is_the_same_run(base: Path, tuned: Path, tmp_path: P
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
-def test_the_same_command_goes_on(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--init", str(base / "run"), "--out", str(tmp_path / "run"), f"data.path={base / 'chats'}", *SFT]
+def test_the_same_command_goes_on(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--init",
+        str(base / "run"),
+        "--out",
+        str(tmp_path / "run"),
+        f"data.path={base / 'chats'}",
+        *SFT,
+    ]
     for every, code in (("2steps", ExitCode.DONE), ("3steps", ExitCode.DONE)):
-        assert main(["train", "sft", *words, f"evaluate.every={every}"]) == code, capsys.readouterr().err
+        assert main(["train", "sft", *words, f"evaluate.every={every}"]) == code, (
+            capsys.readouterr().err
+        )
     said = capsys.readouterr().out
     assert "this run is finished" in said
     assert f"next: megatoken chat {tmp_path / 'run'}" in said
@@ -132,7 +172,17 @@ def test_the_same_command_goes_on(base: Path, tmp_path: Path, capsys: pytest.Cap
 def test_the_micro_batch_and_the_attention_change_nothing(
     base: Path, tuned: Path, tmp_path: Path, words: list[str]
 ) -> None:
-    assert tune(base, tmp_path / "run", *words, "evaluate.tokens=0", "sample.every=0", "sample.at_start=false") == 0
+    assert (
+        tune(
+            base,
+            tmp_path / "run",
+            *words,
+            "evaluate.tokens=0",
+            "sample.every=0",
+            "sample.at_start=false",
+        )
+        == 0
+    )
     assert rows_of(tmp_path / "run", "train") == pytest.approx(rows_of(tuned, "train"), rel=2e-5)
 
 
@@ -156,23 +206,36 @@ def test_batches_do_not_depend_on_the_processes(base: Path) -> None:
     marks = open_rows(dataset, "train").marks
 
     def batches(dp_size: int) -> list[torch.Tensor]:
-        about: dict[str, Any] = {"seq_len": CONTEXT, "batch_size": 8, "seed": 1, "marks": marks, "dp_size": dp_size}
+        about: dict[str, Any] = {
+            "seq_len": CONTEXT,
+            "batch_size": 8,
+            "seed": 1,
+            "marks": marks,
+            "dp_size": dp_size,
+        }
         loaders = [DataLoader(dataset.train, dp_rank=rank, **about) for rank in range(dp_size)]
-        return [torch.cat([loader.full_batch(step).targets_BT for loader in loaders]) for step in (0, 7, 3)]
+        return [
+            torch.cat([loader.full_batch(step).targets_BT for loader in loaders])
+            for step in (0, 7, 3)
+        ]
 
     for dp_size in (2, 4):
         assert all(map(torch.equal, batches(1), batches(dp_size)))
     seen = [
         row
         for step in range(100)
-        for row in DataLoader(dataset.train, seq_len=CONTEXT, batch_size=1, seed=1, marks=marks).windows(step)
+        for row in DataLoader(
+            dataset.train, seq_len=CONTEXT, batch_size=1, seed=1, marks=marks
+        ).windows(step)
     ]
     n_rows = len(open_rows(dataset, "train"))
     assert sorted(seen[:n_rows]) == list(range(n_rows))
 
 
 @pytest.mark.parametrize("model_config", [TINY_LLAMA, TINY_MODERN], ids=["llama", "modern"])
-def test_packed_conversations_are_trained_as_if_alone(base: Path, model_config: ModelConfig) -> None:
+def test_packed_conversations_are_trained_as_if_alone(
+    base: Path, model_config: ModelConfig
+) -> None:
     rows = open_rows(load_dataset(base / "chats"), "train")
     model_config = replace(model_config, vocab_size=259, seq_len=CONTEXT)
     total, count = 0.0, 0
@@ -186,20 +249,36 @@ def test_packed_conversations_are_trained_as_if_alone(base: Path, model_config: 
             assert batch.starts_BT is None
             hidden, weight = model(batch.inputs_BT), model.lm_head_weight
             loss, n = cross_entropy(
-                hidden, weight, batch.targets_BT, vocab_size=259, softcap=model_config.logit_softcap, chunk=0
+                hidden,
+                weight,
+                batch.targets_BT,
+                vocab_size=259,
+                softcap=model_config.logit_softcap,
+                chunk=0,
             )
             total, count = total + loss.item(), count + int(n)
     state = build_state(GPT(model_config, seed=3), tiny_config(), CPU)
     batch = make_batch(*rows.read(np.array(last)))
     assert batch.starts_BT is not None
-    assert forward_backward(state, tiny_step_config(2), CPU, batch).item() == pytest.approx(total / count, rel=1e-6)
+    assert forward_backward(state, tiny_step_config(2), CPU, batch).item() == pytest.approx(
+        total / count, rel=1e-6
+    )
 
 
 def test_loss_and_gradients_are_those_of_transformers(base: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = transformers.LlamaConfig(
-        vocab_size=259, num_key_value_heads=1, max_position_embeddings=CONTEXT, tie_word_embeddings=True, **sizes
+        vocab_size=259,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        **sizes,
     )
     torch.manual_seed(0)
     reference = transformers.LlamaForCausalLM(config)
@@ -211,7 +290,11 @@ def test_loss_and_gradients_are_those_of_transformers(base: Path) -> None:
     model = GPT(model_config, seed=1)
     params = dict(reference.named_parameters())
     with torch.no_grad():
-        for name, view in choose_family(model_config).view_params(dict(model.named_parameters()), model_config).items():
+        for name, view in (
+            choose_family(model_config)
+            .view_params(dict(model.named_parameters()), model_config)
+            .items()
+        ):
             view.copy_(params[name])
     rows = open_rows(load_dataset(base / "chats"), "train")
     total = torch.zeros((), dtype=torch.float64)
@@ -220,7 +303,9 @@ def test_loss_and_gradients_are_those_of_transformers(base: Path) -> None:
     for row in last:
         ids, marks = rows.read(np.array([row]))
         kept = int((marks[0] < 4).sum())
-        for piece in np.split(np.arange(kept), np.flatnonzero(marks[0, :kept] & 2)[1:]):  # one by one, as transformers
+        for piece in np.split(
+            np.arange(kept), np.flatnonzero(marks[0, :kept] & 2)[1:]
+        ):  # one by one, as transformers
             input_ids = torch.from_numpy(ids[:, piece].astype(np.int64))
             labels = torch.where(torch.from_numpy(marks[:, piece] & 1 > 0), input_ids, -100)
             n = int((labels[:, 1:] >= 0).sum())
@@ -257,11 +342,23 @@ def test_new_tokens_cost_next_to_nothing(model_config: ModelConfig, n_old: int) 
 
 def test_what_is_refused(base: Path, tmp_path: Path) -> None:
     wrong = {
-        "data.path": (f"data.path={base / 'text'}", "objective.name=sft needs conversations, this dataset holds"),
-        "seq_len": ("model.seq_len=32", "its rows are for a context of 80 tokens, model.seq_len is 32"),
-        "objective": ("objective.name=pretrain", "objective.name=pretrain needs text, this dataset holds"),
+        "data.path": (
+            f"data.path={base / 'text'}",
+            "objective.name=sft needs conversations, this dataset holds",
+        ),
+        "seq_len": (
+            "model.seq_len=32",
+            "its rows are for a context of 80 tokens, model.seq_len is 32",
+        ),
+        "objective": (
+            "objective.name=pretrain",
+            "objective.name=pretrain needs text, this dataset holds",
+        ),
         "order": ("data.order=sequential", "rows of conversations are shuffled"),
-        "parallel": ("machine.tensor_parallel=2", "rows of conversations are not split over tensor-parallel"),
+        "parallel": (
+            "machine.tensor_parallel=2",
+            "rows of conversations are not split over tensor-parallel",
+        ),
         "batch": ("budget.batch_tokens=64000", "holds .* rows of conversations, a batch has 800"),
     }
     for name, (word, message) in wrong.items():
@@ -273,7 +370,10 @@ def test_data_of_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> Non
     other = load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat " * 20]))
     source = find_source(str(base / "chats.jsonl"))
     prepare_chats(source, tmp_path / "chats", other, seq_len=CONTEXT)
-    with pytest.raises(MegatokenError, match=r"trained with tokenizer bytes .* — prepare the dataset with the model's"):
+    with pytest.raises(
+        MegatokenError,
+        match=r"trained with tokenizer bytes .* — prepare the dataset with the model's",
+    ):
         tune(base, tmp_path / "run", f"data.path={tmp_path / 'chats'}")
 
 
@@ -281,4 +381,7 @@ def test_rows_of_one_conversation_have_no_mask() -> None:
     ids, trained = find_template(BYTES).encode([Message("user", "a"), Message("assistant", "b")])
     marks = np.array([[2, *map(int, trained[1:])]], np.uint8)
     batch = make_batch(np.array([ids], np.uint16), marks)
-    assert (batch.starts_BT, batch.targets_BT[0, -2].item()) == (None, BYTES.special_ids["<|im_end|>"])
+    assert (batch.starts_BT, batch.targets_BT[0, -2].item()) == (
+        None,
+        BYTES.special_ids["<|im_end|>"],
+    )

@@ -52,19 +52,38 @@ def write_rows(run: Path, first: int, last: int, loss: float = 2.5, mode: str = 
     with (run / "metrics.jsonl").open(mode) as file:
         for step in range(first, last + 1):
             place = {"step": step, "tokens": 8 * step, "elapsed_seconds": 1.0}
-            file.write(json.dumps({"kind": "train", **place, "loss": loss, "mfu": None, "grad_norm": "nan"}) + "\n")
-        file.write(json.dumps({"kind": "eval", **place, "task": "piqa", "acc": 0.5, "stderr": {"acc": 0.1}}) + "\n")
+            file.write(
+                json.dumps(
+                    {"kind": "train", **place, "loss": loss, "mfu": None, "grad_norm": "nan"}
+                )
+                + "\n"
+            )
+        file.write(
+            json.dumps(
+                {"kind": "eval", **place, "task": "piqa", "acc": 0.5, "stderr": {"acc": 0.1}}
+            )
+            + "\n"
+        )
         file.write(json.dumps({"kind": "sample", **place, "text": ["x"]}) + "\n")
 
 
 def test_every_row_is_sent_once_also_after_a_resume(run: Path) -> None:
     assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.DONE
-    expected = [(step, {"train/loss": 2.5}) for step in (1, 2, 3, 4)] + [(4, {"eval/piqa/acc": 0.5})]
+    expected = [(step, {"train/loss": 2.5}) for step in (1, 2, 3, 4)] + [
+        (4, {"eval/piqa/acc": 0.5})
+    ]
     assert Collected.rows == expected
     write_rows(run, 1, 6, mode="w")  # a resume has dropped rows and written them again
     assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.DONE
-    assert Collected.rows[5:] == [(5, {"train/loss": 2.5}), (6, {"train/loss": 2.5}), (6, {"eval/piqa/acc": 0.5})]
-    assert json.loads((run / "sync" / "trackio.json").read_text()) == {"id": "a", "sent": {"train": 6, "eval/piqa": 6}}
+    assert Collected.rows[5:] == [
+        (5, {"train/loss": 2.5}),
+        (6, {"train/loss": 2.5}),
+        (6, {"eval/piqa/acc": 0.5}),
+    ]
+    assert json.loads((run / "sync" / "trackio.json").read_text()) == {
+        "id": "a",
+        "sent": {"train": 6, "eval/piqa": 6},
+    }
 
 
 def test_a_half_written_row_waits_for_its_end(run: Path) -> None:
@@ -74,7 +93,9 @@ def test_a_half_written_row_waits_for_its_end(run: Path) -> None:
     assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
 
 
-def test_a_sink_that_fails_is_one_line_and_keeps_what_was_sent(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_fails_is_one_line_and_keeps_what_was_sent(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.DONE
     write_rows(run, 5, 5, loss=13.0)
     capsys.readouterr()
@@ -120,14 +141,18 @@ def test_whether_wandb_has_a_key_is_asked_of_every_version(key: str) -> None:
 
 
 def test_sinks_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"unknown sink 'tensorbord' .* choose of tensorboard, wandb, trackio"):
+    with pytest.raises(
+        ConfigError, match=r"unknown sink 'tensorbord' .* choose of tensorboard, wandb, trackio"
+    ):
         load_config("quickstart", "log.sinks=tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb is not installed — pip install wandb"):
         check_sinks("wandb")
 
 
-def test_a_sink_process_that_cannot_work_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_process_that_cannot_work_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sinks = SinkProcesses("nonsense", tmp_path, Console())
     sinks.finish()
     said = capsys.readouterr().out
@@ -143,5 +168,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "done"}')
     assert main(["sync", str(tmp_path), "--to", "tensorboard"]) == ExitCode.DONE
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(s, 2.5) for s in (1, 2, 3, 4)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (s, 2.5) for s in (1, 2, 3, 4)
+    ]
     assert [event.value for event in events.Scalars("eval/piqa/acc")] == [0.5]

@@ -39,11 +39,15 @@ from tests.tiny_model import (
 )
 
 
-def gradients(micro_batch: int, chunk: int = 1024, dropout: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(
+    micro_batch: int, chunk: int = 1024, dropout: float = 0.0
+) -> tuple[float, dict[str, torch.Tensor]]:
     state = tiny_state(dropout=dropout)
     step_config = tiny_step_config(micro_batch, machine__loss_chunk=chunk)
     loss = forward_backward(state, step_config, CPU, Batch(*tiny_batch()))
-    return loss.item(), {name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
@@ -67,7 +71,9 @@ def test_gradients_do_not_depend_on_micro_batch_or_loss_chunk(micro_batch: int, 
         (24, 60, 32),
     ],
 )
-def test_micro_batches_of_shorter_rows_have_more_of_them(rows: int, row_tokens: int, size: int) -> None:
+def test_micro_batches_of_shorter_rows_have_more_of_them(
+    rows: int, row_tokens: int, size: int
+) -> None:
     assert fit_rows(16, rows, row_tokens, 256) == size
 
 
@@ -88,7 +94,11 @@ def test_ignored_targets_in_any_micro_batch() -> None:
     losses = []
     for micro_batch in (1, 8):
         state = tiny_state()
-        losses.append(forward_backward(state, tiny_step_config(micro_batch), CPU, Batch(inputs, targets)).item())
+        losses.append(
+            forward_backward(
+                state, tiny_step_config(micro_batch), CPU, Batch(inputs, targets)
+            ).item()
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -130,7 +140,9 @@ def test_nonfinite_loss_leaves_the_weights() -> None:
         train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
     assert error.value.code == ExitCode.NUMERICS
     assert state.step == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
@@ -141,7 +153,9 @@ def test_adamw_implementations_agree(form: str, clip: float) -> None:
         state = tiny_state(form=name)
         assert state.skips_bad_on_device == (name == "fused")
         for step in range(4):
-            train_step(state, tiny_step_config(optim__grad_clip=clip), CPU, Batch(*tiny_batch(step)))
+            train_step(
+                state, tiny_step_config(optim__grad_clip=clip), CPU, Batch(*tiny_batch(step))
+            )
         weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-6)
 
@@ -172,7 +186,10 @@ def test_a_bad_step_and_all_after_it_leave_the_weights_until_it_is_read() -> Non
     for name, parameter in alone.model.named_parameters():
         assert torch.equal(state.model.get_parameter(name), parameter), name
     moments = [s.optimizer.state[s.model.positions.weight] for s in (state, alone)]
-    assert all(torch.equal(moments[0][part], moments[1][part]) for part in ("step", "exp_avg", "exp_avg_sq"))
+    assert all(
+        torch.equal(moments[0][part], moments[1][part])
+        for part in ("step", "exp_avg", "exp_avg_sq")
+    )
 
 
 @pytest.mark.parametrize("form", ["fused", "loop"])
@@ -180,11 +197,17 @@ def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str) 
     state, step_config = tiny_state(form=form), tiny_step_config()
     train_step(state, step_config, CPU, Batch(*tiny_batch()))
     weights = copy.deepcopy(state.model.state_dict())
-    state.forward = lambda ids: torch.zeros(*ids.shape, TINY_GPT.d_model)  # reaches no weight but the output layer's
-    with pytest.raises(NumericsError, match=r"no gradient reached the weights: its norm is 0 — step 2 — check"):
+    state.forward = lambda ids: torch.zeros(
+        *ids.shape, TINY_GPT.d_model
+    )  # reaches no weight but the output layer's
+    with pytest.raises(
+        NumericsError, match=r"no gradient reached the weights: its norm is 0 — step 2 — check"
+    ):
         train_step(state, step_config, CPU, Batch(*tiny_batch()))
     assert state.step == 1
-    assert all(torch.equal(value, weights[name]) for name, value in state.model.state_dict().items())
+    assert all(
+        torch.equal(value, weights[name]) for name, value in state.model.state_dict().items()
+    )
 
 
 def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs(
@@ -210,13 +233,18 @@ def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs
 
 def test_async_steps_equal_synchronous_steps() -> None:
     late, now = tiny_state(), tiny_state()
-    pending = [train_step_async(late, tiny_step_config(), CPU, Batch(*tiny_batch(step))) for step in range(4)]
+    pending = [
+        train_step_async(late, tiny_step_config(), CPU, Batch(*tiny_batch(step)))
+        for step in range(4)
+    ]
     assert wait_for_steps(late, pending) == [
         train_step(now, tiny_step_config(), CPU, Batch(*tiny_batch(step))) for step in range(4)
     ]
 
 
-def kept_bytes(recompute: str, model_config: ModelConfig) -> tuple[int, float, dict[str, torch.Tensor]]:
+def kept_bytes(
+    recompute: str, model_config: ModelConfig
+) -> tuple[int, float, dict[str, torch.Tensor]]:
     """Bytes that the forward keeps for the backward, the loss and all gradients."""
     state = tiny_state(model_config=model_config)
     set_activation_checkpointing(state.model, recompute)
@@ -232,13 +260,21 @@ def kept_bytes(recompute: str, model_config: ModelConfig) -> tuple[int, float, d
     inputs, targets = tiny_batch()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden = state.forward(inputs)
-    total, count = cross_entropy(hidden, state.model.lm_head_weight, targets, vocab_size=TINY_GPT.vocab_size)
+    total, count = cross_entropy(
+        hidden, state.model.lm_head_weight, targets, vocab_size=TINY_GPT.vocab_size
+    )
     (total / count).backward()
-    return sum(kept.values()), float(total.detach() / count), {n: p.grad for n, p in state.model.named_parameters()}
+    return (
+        sum(kept.values()),
+        float(total.detach() / count),
+        {n: p.grad for n, p in state.model.named_parameters()},
+    )
 
 
 @pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
-def test_activation_checkpointing_saves_memory_and_keeps_gradients(model_config: ModelConfig) -> None:
+def test_activation_checkpointing_saves_memory_and_keeps_gradients(
+    model_config: ModelConfig,
+) -> None:
     plain, gelu, block = (kept_bytes(what, model_config) for what in ("none", "gelu", "block"))
     wide = model_config.n_layer * 8 * 16 * model_config.d_ff * 4
     assert gelu[0] <= plain[0] - wide + 4096  # of each layer the MLP's wide output, fp32
@@ -270,7 +306,9 @@ def test_dropout_does_not_depend_on_micro_batch_or_processes(micro_batch: int) -
     for rank in range(n_ranks):
         shared.sharded = replace(shared.sharded, dims=ParallelDims(dp_replicate=n_ranks, rank=rank))
         rows = slice(rank * 6 // n_ranks, (rank + 1) * 6 // n_ranks)
-        share = forward_backward(shared, tiny_step_config(micro_batch), CPU, Batch(inputs[rows], targets[rows]))
+        share = forward_backward(
+            shared, tiny_step_config(micro_batch), CPU, Batch(inputs[rows], targets[rows])
+        )
         loss += float(share) / n_ranks
     assert loss == pytest.approx(float(whole_loss), rel=1e-6)
     for name, parameter in whole.model.named_parameters():
@@ -283,7 +321,9 @@ def test_every_step_and_seed_drops_other_values() -> None:
     for dropout, seed, step in ((0.3, 1, 0), (0.3, 1, 0), (0.3, 1, 1), (0.3, 2, 0), (0.0, 1, 0)):
         state = tiny_state(dropout=dropout)
         state.step = step
-        losses.append(float(forward_backward(state, tiny_step_config(seed=seed), CPU, Batch(*tiny_batch()))))
+        losses.append(
+            float(forward_backward(state, tiny_step_config(seed=seed), CPU, Batch(*tiny_batch())))
+        )
     assert losses[0] == losses[1]
     assert len(set(losses)) == 4
 
@@ -309,21 +349,34 @@ LENGTHS = (5, 7, 3)  # of the sequences in a row of 15 tokens, and one that no t
 def pack(rows: torch.Tensor) -> tuple[Batch, Batch]:
     """Sequences of LENGTHS in rows of all of them, and each in a row of its own."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
-    starts = torch.tensor([first for n, first in zip((*LENGTHS, 1), (0, 5, 12, 15), strict=True) for _ in range(n)])
+    starts = torch.tensor(
+        [first for n, first in zip((*LENGTHS, 1), (0, 5, 12, 15), strict=True) for _ in range(n)]
+    )
     counted = targets.clone()
-    counted[:, [4, 11, 14, 15]] = -1  # where one sequence ends, the next one's first token is no target
+    counted[
+        :, [4, 11, 14, 15]
+    ] = -1  # where one sequence ends, the next one's first token is no target
     alone = []
     for n, first in zip(LENGTHS, (0, 5, 12), strict=True):
         pad = (0, 16 - n)
         part = slice(first, first + n)
-        alone.append([torch.nn.functional.pad(x[:, part], pad, value=-v) for x, v in ((inputs, 0), (counted, 1))])
+        alone.append(
+            [
+                torch.nn.functional.pad(x[:, part], pad, value=-v)
+                for x, v in ((inputs, 0), (counted, 1))
+            ]
+        )
     unpacked = [torch.cat(parts) for parts in zip(*alone, strict=True)]
     return Batch(inputs, counted, starts.expand(len(rows), -1)), Batch(*unpacked)
 
 
 @pytest.mark.parametrize("attention", ["explicit", "flash", "blocked"])
-@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"])
-def test_packed_sequences_are_trained_as_if_alone(model_config: ModelConfig, attention: str) -> None:
+@pytest.mark.parametrize(
+    "model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
+)
+def test_packed_sequences_are_trained_as_if_alone(
+    model_config: ModelConfig, attention: str
+) -> None:
     packed, unpacked = pack(torch.cat([tiny_batch()[0], tiny_batch()[1][:, -1:]], 1))
     found = []
     for batch, micro_batch in ((packed, 8), (packed, 2), (unpacked, 24)):
@@ -336,7 +389,9 @@ def test_packed_sequences_are_trained_as_if_alone(model_config: ModelConfig, att
         for name, expected in found[-1][1].items():
             torch.testing.assert_close(gradient[name], expected, rtol=1e-5, atol=2e-7)
     sees_others = tiny_state(model_config=model_config)
-    mixed = forward_backward(sees_others, tiny_step_config(), CPU, replace(packed, starts_BT=None)).item()
+    mixed = forward_backward(
+        sees_others, tiny_step_config(), CPU, replace(packed, starts_BT=None)
+    ).item()
     assert abs(mixed - found[0][0]) > 1e-5
 
 
@@ -356,13 +411,24 @@ def test_an_objective_takes_the_place_of_the_cross_entropy() -> None:
 
     def measure(state, step_config, device, batch, keys):  # type: ignore[no-untyped-def]
         kept = replace(batch, targets_BT=batch.targets_BT.where(batch.values["half"][:, None], -1))
-        return {"loss": forward_loss(state, step_config, device, kept, keys), "rows": batch.values["half"].sum()}
+        return {
+            "loss": forward_loss(state, step_config, device, kept, keys),
+            "rows": batch.values["half"].sum(),
+        }
 
     state = tiny_state()
-    state.objective = Objective(count=lambda state, batch: 16 * batch.values["half"].sum(), sums=measure)
-    report = train_step(state, tiny_step_config(2), CPU, Batch(inputs, targets, values={"half": half}))
-    expected = train_step(tiny_state(), tiny_step_config(2), CPU, Batch(inputs[half], targets[half]))
-    assert (report.loss, report.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-6)
+    state.objective = Objective(
+        count=lambda state, batch: 16 * batch.values["half"].sum(), sums=measure
+    )
+    report = train_step(
+        state, tiny_step_config(2), CPU, Batch(inputs, targets, values={"half": half})
+    )
+    expected = train_step(
+        tiny_state(), tiny_step_config(2), CPU, Batch(inputs[half], targets[half])
+    )
+    assert (report.loss, report.grad_norm) == pytest.approx(
+        (expected.loss, expected.grad_norm), rel=1e-6
+    )
     assert report.values == {"rows": 4 / 64}
 
 
@@ -371,7 +437,10 @@ def test_native_adamw_reads_gradients_of_copies_in_low_precision_alone() -> None
     if (library := find_library()) is None:
         pytest.skip("the native kernels are not compiled")
     sharded, copied = tiny_state(), tiny_state()
-    trained = {name: torch.nn.Parameter(param.detach().clone()) for name, param in sharded.sharded.local_params.items()}
+    trained = {
+        name: torch.nn.Parameter(param.detach().clone())
+        for name, param in sharded.sharded.local_params.items()
+    }
     sharded.sharded = replace(sharded.sharded, trained=trained)
     copied.enable_master_weights(torch.bfloat16)
     for state in (sharded, copied):

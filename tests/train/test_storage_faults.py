@@ -65,7 +65,10 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
     folder = step_folder(out / "checkpoints", 12)
-    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
+    return {
+        **load_file(folder / "model.safetensors"),
+        **load_file(folder / "optimizer.safetensors"),
+    }
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -103,7 +106,11 @@ def test_a_scheduled_save_on_a_full_disk_warns_once_and_the_next_is_tried(
     assert failed == 3 * ["model.safetensors"]  # written again twice, beside training
     assert list_steps(tmp_path / "run" / "checkpoints") == [8, 12]
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: checkpoint")]
+    warnings = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("warning: checkpoint")
+    ]
     assert len(warnings) == 1
     assert "checkpoint of step 4 was not saved: No space left on device" in warnings[0]
     for part in (" bytes needed, ", " free — ", str(tmp_path / "run" / "checkpoints")):
@@ -118,7 +125,9 @@ def test_the_last_save_on_a_full_disk_ends_the_run_and_keeps_what_there_was(
 ) -> None:
     out = tmp_path / "run"
     failed = fill_disk(monkeypatch, lambda path: "step-00000012" in path)
-    with pytest.raises(StorageError, match=r"step 12 was not saved: No space left on device, [\d,]+ bytes needed"):
+    with pytest.raises(
+        StorageError, match=r"step 12 was not saved: No space left on device, [\d,]+ bytes needed"
+    ):
         Trainer(config, out).fit()
     assert len(failed) == 3 * 3  # three saves, each with a file written three times
     status = json.loads((out / "status.json").read_text())
@@ -154,7 +163,9 @@ def test_checkpoints_removed_during_the_run_do_not_stop_it(
 
 
 @pytest.mark.fault(21)
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a device that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").is_char_device(), reason="needs a device that is always full"
+)
 def test_a_full_disk_under_the_log_changes_nothing_but_the_log(
     config: Config,
     clean: dict[str, torch.Tensor],
@@ -173,7 +184,10 @@ def test_a_full_disk_under_the_log_changes_nothing_but_the_log(
 
     monkeypatch.setattr(MetricsLogger, "open", open_full)
     assert Trainer(config, tmp_path / "run").fit().steps == 12
-    assert capsys.readouterr().err.count("warning: the log cannot be written: No space left on device") == 1
+    assert (
+        capsys.readouterr().err.count("warning: the log cannot be written: No space left on device")
+        == 1
+    )
     assert read_metrics(tmp_path / "run") == []
     assert equal(tensors(tmp_path / "run"), clean)
 
@@ -197,7 +211,9 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 def refuse(config: Config, out: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The message of a start that is refused before a step, on a disk where nothing may be written."""
-    monkeypatch.setattr("megatoken.pretrain.train_step_async", lambda *_: pytest.fail("a step was made"))
+    monkeypatch.setattr(
+        "megatoken.pretrain.train_step_async", lambda *_: pytest.fail("a step was made")
+    )
     with pytest.raises(StorageError) as error:
         Trainer(config, out).fit()
     return str(error.value)
@@ -208,9 +224,13 @@ def refuse(config: Config, out: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_model_far_beyond_the_memory_is_refused_before_it_is_built(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(initial_state, "build_train_state", lambda *_: pytest.fail("the model was built"))
+    monkeypatch.setattr(
+        initial_state, "build_train_state", lambda *_: pytest.fail("the model was built")
+    )
     huge = replace(config, model=replace(config.model, **change))
-    with pytest.raises(ConfigError, match=r"parameters need .* in each process, which has .* — model — choose"):
+    with pytest.raises(
+        ConfigError, match=r"parameters need .* in each process, which has .* — model — choose"
+    ):
         Trainer(huge, tmp_path / "run").fit()
 
 
@@ -223,7 +243,9 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(
 
 
 @pytest.mark.fault(18)
-def test_a_full_disk_is_refused(config: Config, disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused(
+    config: Config, disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = disk("size=64k")
     with pytest.raises(OSError, match="No space left"):
         (full / "filler").write_bytes(b"x" * 100_000)
@@ -234,7 +256,9 @@ def test_a_full_disk_is_refused(config: Config, disk: Callable[[str], Path], mon
 def test_a_read_only_disk_is_refused_before_the_model_is_built(
     config: Config, disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(initial_state, "build_train_state", lambda *_: pytest.fail("the model was built"))
+    monkeypatch.setattr(
+        initial_state, "build_train_state", lambda *_: pytest.fail("the model was built")
+    )
     out = disk("ro,size=1m") / "run"
     message = refuse(config, out, monkeypatch)
     assert "the run folder cannot be used: Read-only file system — " in message
@@ -243,8 +267,16 @@ def test_a_read_only_disk_is_refused_before_the_model_is_built(
 
 def train_as_rank(rank: int, port: int, words: list[str], out: str) -> None:
     """What a launcher that is not ours starts: `megatoken train` as one of two ranks."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": port,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    )
     with open(f"{out}.{rank}", "w") as errors, contextlib.redirect_stderr(errors):
         code = main(["train", "quickstart", *words, "--out", out])
     Path(f"{out}.{rank}.code").write_text(str(code))
@@ -253,7 +285,10 @@ def train_as_rank(rank: int, port: int, words: list[str], out: str) -> None:
 @pytest.mark.fault(7, 19)
 @pytest.mark.parametrize(
     ("what", "code"),
-    [("the folder holds something that is not a run", ExitCode.CONFIG), ("cannot write", ExitCode.STORAGE)],
+    [
+        ("the folder holds something that is not a run", ExitCode.CONFIG),
+        ("cannot write", ExitCode.STORAGE),
+    ],
 )
 def test_what_only_rank_0_meets_is_the_same_error_on_all(
     words: list[str], what: str, code: int, tmp_path: Path
@@ -269,17 +304,40 @@ def test_what_only_rank_0_meets_is_the_same_error_on_all(
     assert lines[1] == [f"[rank 1] {lines[0][-1]}"]
 
 
-def test_a_folder_that_is_no_folder_is_refused_before_torch_is_loaded(words: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_is_no_folder_is_refused_before_torch_is_loaded(
+    words: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "notes.txt").touch()
     program = "import sys; from megatoken.cli.main import main; code = main(sys.argv[1:]); "
     program += "sys.exit(99 if 'torch' in sys.modules else code)"
     for out, nproc, code, what in (
         (tmp_path, "1", ExitCode.CONFIG, "the folder holds something that is not a run"),
         (tmp_path, "2", ExitCode.CONFIG, "the folder holds something that is not a run"),
-        (tmp_path / "notes.txt", "1", ExitCode.STORAGE, "the run folder cannot be used: not a folder"),
-        (tmp_path / "notes.txt" / "run", "1", ExitCode.STORAGE, "the run folder cannot be used: not a folder"),
+        (
+            tmp_path / "notes.txt",
+            "1",
+            ExitCode.STORAGE,
+            "the run folder cannot be used: not a folder",
+        ),
+        (
+            tmp_path / "notes.txt" / "run",
+            "1",
+            ExitCode.STORAGE,
+            "the run folder cannot be used: not a folder",
+        ),
     ):
-        command = [sys.executable, "-c", program, "train", "quickstart", *words, "--nproc", nproc, "--out", str(out)]
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            "train",
+            "quickstart",
+            *words,
+            "--nproc",
+            nproc,
+            "--out",
+            str(out),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1)
         assert done.stderr.startswith(f"error: {what} — {tmp_path}")

@@ -11,13 +11,19 @@ from tests.tiny_model import CPU, TINY_GPT, tiny_step_config
 
 
 def make_meter(device: Device) -> ThroughputMeter:
-    return ThroughputMeter(device, TINY_GPT, replace(tiny_step_config(), batch_tokens=128, total_steps=10))
+    return ThroughputMeter(
+        device, TINY_GPT, replace(tiny_step_config(), batch_tokens=128, total_steps=10)
+    )
 
 
 def test_mfu_is_model_flops_over_peak() -> None:
     peak = 1e9
     device = Device(
-        torch_device=CPU.torch_device, name="x", precision="fp32", peak_flops=peak, peak_source="data sheet"
+        torch_device=CPU.torch_device,
+        name="x",
+        precision="fp32",
+        peak_flops=peak,
+        peak_source="data sheet",
     )
     meter = make_meter(device)
     meter.start()

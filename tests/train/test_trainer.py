@@ -73,12 +73,24 @@ def test_status_says_what_the_run_does_how_fast_and_how_long(
     seen: dict[str, dict[str, Any]] = {}
 
     def keep(row: dict[str, Any]) -> None:
-        seen[f"{row['kind']} {row['step']}"] = json.loads((tmp_path / "run" / "status.json").read_text())
+        seen[f"{row['kind']} {row['step']}"] = json.loads(
+            (tmp_path / "run" / "status.json").read_text()
+        )
 
     fit(config, tmp_path / "run", callbacks=[keep])
-    assert [seen["val 0"][key] for key in ("state", "phase", "step", "total_steps")] == ["running", "validate", 0, 12]
-    assert [seen["val 0"][key] for key in ("loss", "tokens_per_second", "eta_seconds")] == [None] * 3
-    assert [seen["train 3"][key] for key in ("phase", "step")] == ["step", 2]  # the row is written first
+    assert [seen["val 0"][key] for key in ("state", "phase", "step", "total_steps")] == [
+        "running",
+        "validate",
+        0,
+        12,
+    ]
+    assert [seen["val 0"][key] for key in ("loss", "tokens_per_second", "eta_seconds")] == [
+        None
+    ] * 3
+    assert [seen["train 3"][key] for key in ("phase", "step")] == [
+        "step",
+        2,
+    ]  # the row is written first
     rows = {row["step"]: row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"}
     assert [seen["train 3"][key] for key in ("loss", "tokens_per_second")] == [
         rows[2][key] for key in ("loss", "tokens_per_second")
@@ -86,7 +98,12 @@ def test_status_says_what_the_run_does_how_fast_and_how_long(
     assert seen["train 3"]["eta_seconds"] >= 0
     assert [seen["val 6"][key] for key in ("phase", "step")] == ["validate", 6]
     status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert [status[key] for key in ("state", "phase", "step", "eta_seconds")] == ["done", "", 12, 0.0]
+    assert [status[key] for key in ("state", "phase", "step", "eta_seconds")] == [
+        "done",
+        "",
+        12,
+        0.0,
+    ]
 
 
 def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
@@ -124,7 +141,10 @@ def test_validation_and_samples_do_not_recompile_the_blocks(
 
 
 def test_a_sample_without_memory_does_not_end_the_run(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def generate_ids(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -137,7 +157,12 @@ def test_a_sample_without_memory_does_not_end_the_run(
     summary = Trainer(given, tmp_path / "run").fit()
     assert summary.steps == 12
     output = capsys.readouterr().out
-    assert output.count("no sample: out of memory — sample — lower sample.num_samples or sample.tokens") == 2
+    assert (
+        output.count(
+            "no sample: out of memory — sample — lower sample.num_samples or sample.tokens"
+        )
+        == 2
+    )
     assert "compiled (machine.compile=on) in 0s" in output
     assert json.loads((tmp_path / "run" / "machine.json").read_text())["compile"] == "on"
     assert "machine.master_weights=on is left out: in fp32" in output
@@ -149,7 +174,9 @@ def test_settings_that_a_split_model_cannot_use_are_named(
 ) -> None:
     config = tiny_config(machine__deterministic=True, machine__master_weights="on")
     comm = Comm(DistEnv())
-    run = RunContext(config=config, out=tmp_path, console=Console(), device=CPU, comm=comm, is_main=True)
+    run = RunContext(
+        config=config, out=tmp_path, console=Console(), device=CPU, comm=comm, is_main=True
+    )
     setup.apply_dims(run, build_dims(sharding, 1, DistEnv(world_size=2, local_world_size=2)))
     output = capsys.readouterr().out
     assert run.config.machine.master_weights == ("on" if sharding == "none" else "off")
@@ -212,8 +239,18 @@ def test_own_model_and_optimizer_resume_bit_identical(config: Config, tmp_path: 
 
 def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path) -> None:
     fit(config, tmp_path / "seed", callbacks=[stop_at(1)])
-    fit(config, tmp_path / "same", model=GPT(config.model, vocab_size=257, seed=config.seed), callbacks=[stop_at(1)])
-    fit(config, tmp_path / "other", model=GPT(config.model, vocab_size=257, seed=3), callbacks=[stop_at(1)])
+    fit(
+        config,
+        tmp_path / "same",
+        model=GPT(config.model, vocab_size=257, seed=config.seed),
+        callbacks=[stop_at(1)],
+    )
+    fit(
+        config,
+        tmp_path / "other",
+        model=GPT(config.model, vocab_size=257, seed=3),
+        callbacks=[stop_at(1)],
+    )
     assert losses(tmp_path / "seed") == losses(tmp_path / "same")
     assert losses(tmp_path / "seed") != losses(tmp_path / "other")
 
@@ -234,12 +271,26 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="give the model it was built over"):
         Trainer(config, tmp_path / "run", optimizer=optimizer)
     shorter = load_config("quickstart", f"data.path={config.data.path}", *SMALL, "model.seq_len=8")
-    with pytest.raises(ConfigError, match=r"the model differs from config.model — model — set model.seq_len=8"):
+    with pytest.raises(
+        ConfigError, match=r"the model differs from config.model — model — set model.seq_len=8"
+    ):
         fit(config, tmp_path / "run", model=GPT(shorter.model, vocab_size=257))
-    with pytest.raises(ConfigError, match="the optimizer updates 0 of the model's 16 parameters and 16 others"):
-        fit(config, tmp_path / "run", model=model, optimizer=momentum_sgd(GPT(config.model, vocab_size=257)))
+    with pytest.raises(
+        ConfigError, match="the optimizer updates 0 of the model's 16 parameters and 16 others"
+    ):
+        fit(
+            config,
+            tmp_path / "run",
+            model=model,
+            optimizer=momentum_sgd(GPT(config.model, vocab_size=257)),
+        )
     with pytest.raises(ConfigError, match="the optimizer updates 1 of the model's 16 parameters"):
-        fit(config, tmp_path / "run", model=model, optimizer=torch.optim.SGD([model.tokens.weight], lr=1e-2))
+        fit(
+            config,
+            tmp_path / "run",
+            model=model,
+            optimizer=torch.optim.SGD([model.tokens.weight], lr=1e-2),
+        )
     with pytest.raises(ConfigError, match=r"set model.dropout=0.5"):
         fit(config, tmp_path / "run", model=GPT(replace(config.model, dropout=0.5), vocab_size=257))
     with pytest.raises(ConfigError, match=r"OwnLoss.loss is not what training computes"):
@@ -260,7 +311,9 @@ class OwnLoss(GPT):
         return 0 * super().loss(inputs_BT, targets_BT)
 
 
-def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config, tmp_path: Path) -> None:
+def test_resume_with_another_rate_of_the_own_optimizer_is_refused(
+    config: Config, tmp_path: Path
+) -> None:
     model = GPT(config.model, vocab_size=257)
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
     fit(config, tmp_path / "run", model=model, optimizer=optimizer, callbacks=[stop_at(3)])
@@ -271,7 +324,9 @@ def test_resume_with_another_rate_of_the_own_optimizer_is_refused(config: Config
         fit(config, tmp_path / "run", model=model, optimizer=slower)
 
 
-def test_registered_attention_is_a_setting_that_checkpoints_record(config: Config, tmp_path: Path) -> None:
+def test_registered_attention_is_a_setting_that_checkpoints_record(
+    config: Config, tmp_path: Path
+) -> None:
     def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         return explicit_attention(q / 2, k, v, **options)
 
@@ -293,16 +348,22 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(config: Confi
 def test_attention_without_masks_is_refused_before_the_first_step(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ATTENTION, "test-causal", explicit_attention)  # so that it is gone afterwards
+    monkeypatch.setitem(
+        ATTENTION, "test-causal", explicit_attention
+    )  # so that it is gone afterwards
     register_attention("test-causal", explicit_attention, supports_mask=False)
     machine = replace(config.machine, attention="test-causal")  # type: ignore[arg-type]
     sampling = replace(config, machine=machine, sample=replace(config.sample, every=Duration(1)))
-    with pytest.raises(ConfigError, match="attention 'test-causal' supports neither a mask nor a cache"):
+    with pytest.raises(
+        ConfigError, match="attention 'test-causal' supports neither a mask nor a cache"
+    ):
         fit(sampling, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_invalid_config_is_refused(config: Config, tmp_path: Path) -> None:
     broken = replace(config, budget=replace(config.budget, batch_tokens=100))
-    with pytest.raises(ConfigError, match="batch_tokens 100 is not a multiple of seq_len 16 — Python"):
+    with pytest.raises(
+        ConfigError, match="batch_tokens 100 is not a multiple of seq_len 16 — Python"
+    ):
         Trainer(broken, tmp_path / "run")

@@ -46,7 +46,9 @@ class Training:
 
     spec: WorkerSpec
     device: Device
-    step: Callable[[Tensor, Tensor], float]  # inputs and targets (batch, seq_len) -> mean loss in nats
+    step: Callable[
+        [Tensor, Tensor], float
+    ]  # inputs and targets (batch, seq_len) -> mean loss in nats
     chosen: str
     tuning_seconds: float = 0.0
     steps: int = 0
@@ -58,7 +60,9 @@ class Training:
         """Train on the next batches; drawing them is not timed."""
         config, seconds, loss = self.spec.model_config, [], 0.0
         for _ in range(steps):
-            ids = draw_ids(self.spec.batch_seqs, config.seq_len + 1, config.vocab_size, seed=self.steps)
+            ids = draw_ids(
+                self.spec.batch_seqs, config.seq_len + 1, config.vocab_size, seed=self.steps
+            )
             ids = ids.to(self.device.torch_device).chunk(self.spec.nproc)[self.spec.rank]
             inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
             self.device.synchronize()
@@ -87,7 +91,9 @@ def build_ours(spec: WorkerSpec) -> Training:
     machine = replace(MachineConfig(device=spec.device), **spec.machine)
     start, share, resources = time.perf_counter(), spec.batch_seqs // spec.nproc, ExitStack()
     rank, nproc = spec.rank, spec.nproc
-    dist_env = DistEnv(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc, port=spec.port)
+    dist_env = DistEnv(
+        rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc, port=spec.port
+    )
     mode, note = wants_compile(machine, open_device(machine), STEPS)
     workload = build_workload(
         spec.model_config,
@@ -111,7 +117,9 @@ def build_ours(spec: WorkerSpec) -> Training:
     return Training(
         spec=spec,
         device=device,
-        step=lambda inputs, targets: train_step(state, step_config, device, Batch(inputs, targets)).loss,
+        step=lambda inputs, targets: (
+            train_step(state, step_config, device, Batch(inputs, targets)).loss
+        ),
         chosen=f"{device.precision}, {workload.choice}, micro-batch {step_config.micro_batch}, {compilation}",
         tuning_seconds=time.perf_counter() - start,
         comm=comm,
@@ -140,7 +148,13 @@ def build_baseline(spec: WorkerSpec) -> Training:
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    device = Device(torch_device=torch_device, name="", precision=spec.precision, peak_flops=0.0, peak_source="unknown")
+    device = Device(
+        torch_device=torch_device,
+        name="",
+        precision=spec.precision,
+        peak_flops=0.0,
+        peak_source="unknown",
+    )
     return Training(spec=spec, device=device, step=step, chosen=spec.configuration)
 
 
@@ -148,7 +162,13 @@ def build_llmc(spec: WorkerSpec) -> Training:
     """llm.c's C trainer in a process of its own."""
     start = time.perf_counter()
     trainer = LlmcTrainer(Path(spec.source), spec.model_config, OPTIM, spec.batch_seqs)
-    device = Device(torch_device=torch.device("cpu"), name="", precision="fp32", peak_flops=0.0, peak_source="unknown")
+    device = Device(
+        torch_device=torch.device("cpu"),
+        name="",
+        precision="fp32",
+        peak_flops=0.0,
+        peak_source="unknown",
+    )
     resources = ExitStack()
     resources.callback(trainer.close)
     return Training(
@@ -167,13 +187,22 @@ def build_transformers(spec: WorkerSpec, device: torch.device) -> Baseline:
     model = build_gpt2(spec.model_config, spec.model_config.padded_vocab_size).to(device)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": OPTIM.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
     def compute_loss(forward: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-        mean: Tensor = forward(input_ids=inputs, labels=inputs, shift_labels=targets, use_cache=False).loss
+        mean: Tensor = forward(
+            input_ids=inputs, labels=inputs, shift_labels=targets, use_cache=False
+        ).loss
         return mean
 
-    return model, torch.optim.AdamW(groups, lr=OPTIM.lr, betas=BETAS, eps=OPTIM.eps, fused=True), compute_loss
+    return (
+        model,
+        torch.optim.AdamW(groups, lr=OPTIM.lr, betas=BETAS, eps=OPTIM.eps, fused=True),
+        compute_loss,
+    )
 
 
 def build_gpt2(config: ModelConfig, vocab_size: int) -> Any:
@@ -181,7 +210,9 @@ def build_gpt2(config: ModelConfig, vocab_size: int) -> Any:
     import transformers
 
     transformers.logging.disable_progress_bar()
-    sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.d_model, n_inner=config.d_ff)
+    sizes = dict(
+        n_layer=config.n_layer, n_head=config.n_head, n_embd=config.d_model, n_inner=config.d_ff
+    )
     sizes |= dict(n_positions=config.seq_len, vocab_size=vocab_size)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return transformers.GPT2LMHeadModel(
@@ -222,14 +253,20 @@ class DefinitionsLoader(InspectLoader):
 def load_definitions(path: Path) -> ModuleType:
     """The imports, classes and functions of a Python file that is no part of any package."""
     spec = ModuleSpec(f"baseline_{path.stem}", DefinitionsLoader(path))
-    module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look up the types of their fields
+    module = sys.modules[spec.name] = module_from_spec(
+        spec
+    )  # where dataclasses look up the types of their fields
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
 
 
 def _is_definition(node: ast.stmt) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        names = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+        )
         return all(name and find_spec(name.partition(".")[0]) for name in names)
     return isinstance(node, ast.ClassDef | ast.FunctionDef)
 

@@ -24,9 +24,24 @@ from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.timing import Timing
 
 # Baselines, and of a checkout the file.
-FILES = {"transformers": "", "nanogpt": "model.py", "build-nanogpt": "train_gpt2.py", LLMC: "train_gpt2.c"}
-SIZES = ("n_layer", "n_head", "d_model", "vocab_size", "seq_len")  # of a preset that options override
-REST = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}  # last columns of a worker
+FILES = {
+    "transformers": "",
+    "nanogpt": "model.py",
+    "build-nanogpt": "train_gpt2.py",
+    LLMC: "train_gpt2.c",
+}
+SIZES = (
+    "n_layer",
+    "n_head",
+    "d_model",
+    "vocab_size",
+    "seq_len",
+)  # of a preset that options override
+REST = {
+    "first_step_seconds": "first step",
+    "loss": "loss",
+    "chosen": "",
+}  # last columns of a worker
 # Where, not how; what a process sets once; what splits a model over several.
 NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel")
 
@@ -39,19 +54,35 @@ def run_settings(options: argparse.Namespace, console: Console) -> dict[str, Any
     setting, values = read_values(options.setting, options.values)
     spec, device = open_step(options, console)
     spec = replace(spec, micro_batch=options.micro_batch or options.batch_seqs)
-    specs = [replace(apply_setting(spec, setting, value), configuration=text) for text, value in values.items()]
-    if uneven := [each.micro_batch for each in specs if each.micro_batch and spec.batch_seqs % each.micro_batch]:
+    specs = [
+        replace(apply_setting(spec, setting, value), configuration=text)
+        for text, value in values.items()
+    ]
+    if uneven := [
+        each.micro_batch
+        for each in specs
+        if each.micro_batch and spec.batch_seqs % each.micro_batch
+    ]:
         what = f"micro-batch {uneven[0]} does not divide {spec.batch_seqs} sequences"
         raise ConfigError(what, "--batch-seqs", "give a multiple")
     workers = measure_workers(specs, options.repeats, console)
     rows = [{"value": worker.spec.configuration} | worker.describe(device) for worker in workers]
     if all(row["skipped"] for row in rows):
-        raise PeerError(f"no value ran: {rows[0]['skipped']}", "bench knob", "give a smaller batch or preset")
+        raise PeerError(
+            f"no value ran: {rows[0]['skipped']}", "bench knob", "give a smaller batch or preset"
+        )
     for row in rows:
-        row["gain"] = rows[0]["seconds"] / row["seconds"] if rows[0]["seconds"] and row["seconds"] else None
+        row["gain"] = (
+            rows[0]["seconds"] / row["seconds"] if rows[0]["seconds"] and row["seconds"] else None
+        )
         row["batch_tokens"] = spec.batch_tokens
     show_rows({"value": setting, **SPEED, "gain": "gain", **REST}, rows, console)
-    return {"knob": options.setting, **describe_step(options, spec), **describe_peak(device), "rows": rows}
+    return {
+        "knob": options.setting,
+        **describe_step(options, spec),
+        **describe_peak(device),
+        "rows": rows,
+    }
 
 
 def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -60,12 +91,26 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     sources = find_sources(options)
     ours, device = open_step(options, console)
     if LLMC in sources and device.type != "cpu":
-        raise ConfigError("llm.c's C trainer computes on a CPU", "--llmc", "leave it out, or add --device cpu")
+        raise ConfigError(
+            "llm.c's C trainer computes on a CPU", "--llmc", "leave it out, or add --device cpu"
+        )
     precisions = ["fp32", "bf16"] if device.precision == "bf16" else ["fp32"]
     precisions = [options.precision] if options.precision else precisions
-    cases = [(p, c) for p in precisions for c in ("eager", "compile") if c == "eager" or not options.no_compile]
+    cases = [
+        (p, c)
+        for p in precisions
+        for c in ("eager", "compile")
+        if c == "eager" or not options.no_compile
+    ]
     specs = [
-        replace(ours, name=name, source=source, precision=p, compile=c == "compile", configuration=f"{p} {c}")
+        replace(
+            ours,
+            name=name,
+            source=source,
+            precision=p,
+            compile=c == "compile",
+            configuration=f"{p} {c}",
+        )
         for name, source in sources.items()
         for p, c in (cases if name != LLMC else [("fp32", "C")])
     ]
@@ -74,7 +119,13 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         why = f"our own worker failed: {workers[0].skipped}"
         raise PeerError(why, "bench peers", "give a smaller shape or batch")
     answer = summarize(workers, device)
-    heads = {"name": "program", "configuration": "configuration", **SPEED, "ratio": "ours is", **REST}
+    heads = {
+        "name": "program",
+        "configuration": "configuration",
+        **SPEED,
+        "ratio": "ours is",
+        **REST,
+    }
     show_rows(heads, answer["rows"], console)
     if answer["ratio"]:
         fastest, spread = " ".join(answer["best_peer"].values()), answer["ratio_spread"]
@@ -83,7 +134,9 @@ def run_peers(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"round by round {spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g})"
         )
         clean = answer["ratio_undisturbed"] or {"repeats": 0, "median": math.nan}
-        console.print(f"{clean['repeats']} of {spread['repeats']} rounds undisturbed: {clean['median']:.3g}")
+        console.print(
+            f"{clean['repeats']} of {spread['repeats']} rounds undisturbed: {clean['median']:.3g}"
+        )
     return {**describe_step(options, ours), **answer}
 
 
@@ -102,7 +155,12 @@ def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec
     for _, what, fix in validate_model(config):
         raise ConfigError(what, "--n-head", fix)
     device = with_peak(open_device(MachineConfig(device=options.device)))
-    spec = WorkerSpec(name=OURS, model_config=config, batch_seqs=options.batch_seqs, device=str(device.torch_device))
+    spec = WorkerSpec(
+        name=OURS,
+        model_config=config,
+        batch_seqs=options.batch_seqs,
+        device=str(device.torch_device),
+    )
     console.print(
         f"{config.n_layer} layers, {config.n_head} heads, width {config.d_model}, vocabulary "
         f"{config.padded_vocab_size:,}: {spec.batch_seqs} x {config.seq_len} tokens a step, {format_peak(device)}"
@@ -123,14 +181,22 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
         fix = f"give one of {', '.join(each for each in settings if each not in NOT_TIMED)}"
         raise ConfigError(f"no machine setting '{name}' to time", "bench knob", fix)
     field = FIELDS[key]
-    known = [str(word) for word in get_args(field.type)] if get_origin(field.type) is Literal else []
+    known = (
+        [str(word) for word in get_args(field.type)] if get_origin(field.type) is Literal else []
+    )
     words = [word.strip() for word in text.split(",")] if text else known
     if not words:
-        raise ConfigError(f"machine.{setting} has no list of values", "--values", "name some, as in 1,2,4")
+        raise ConfigError(
+            f"machine.{setting} has no list of values", "--values", "name some, as in 1,2,4"
+        )
     try:
-        return setting, {word: parse_value(field, (field.alias_values or {}).get(word, word)) for word in words}
+        return setting, {
+            word: parse_value(field, (field.alias_values or {}).get(word, word)) for word in words
+        }
     except ValueError as error:
-        raise ConfigError(str(error), "--values", f"see machine.{setting} in `megatoken config`") from None
+        raise ConfigError(
+            str(error), "--values", f"see machine.{setting} in `megatoken config`"
+        ) from None
 
 
 def apply_setting(spec: WorkerSpec, setting: str, value: Any) -> WorkerSpec:
@@ -143,7 +209,9 @@ def apply_setting(spec: WorkerSpec, setting: str, value: Any) -> WorkerSpec:
 def find_sources(options: argparse.Namespace) -> dict[str, str]:
     """The baselines asked for, else all that are there, with the file that defines each."""
     paths = {"nanogpt": options.nanogpt, "build-nanogpt": options.build_nanogpt, LLMC: options.llmc}
-    there = [name for name in FILES if paths.get(name) or (name == "transformers" and find_spec(name))]
+    there = [
+        name for name in FILES if paths.get(name) or (name == "transformers" and find_spec(name))
+    ]
     sources: dict[str, str] = {}
     for name in options.only.split(",") if options.only else there:
         if name not in there:
@@ -152,7 +220,9 @@ def find_sources(options: argparse.Namespace) -> dict[str, str]:
         path = paths.get(name)
         file = path / FILES[name] if path and path.is_dir() else path
         if file and not file.is_file():
-            raise ConfigError(f"no such file of {name}", str(file), f"give a checkout or its {FILES[name]}")
+            raise ConfigError(
+                f"no such file of {name}", str(file), f"give a checkout or its {FILES[name]}"
+            )
         sources[name] = str(file.absolute()) if file else ""
     return sources
 
@@ -165,15 +235,27 @@ def summarize(workers: Sequence[Worker], device: Device) -> dict[str, Any]:
     nothing disturbed, None where none are. None without a baseline.
     """
     rows: list[dict[str, Any]] = [
-        {"name": worker.spec.name, "configuration": worker.spec.configuration} | worker.describe(device)
+        {"name": worker.spec.name, "configuration": worker.spec.configuration}
+        | worker.describe(device)
         for worker in workers
     ]
     rate = rows[0]["tokens_per_second"]["median"]
     for row in rows:
-        row["ratio"] = rate / row["tokens_per_second"]["median"] if row["tokens_per_second"] else None
-    answer = {"rows": rows, "ours": rate, "peer": None, "best_peer": None, "ratio": None, "ratio_spread": None}
+        row["ratio"] = (
+            rate / row["tokens_per_second"]["median"] if row["tokens_per_second"] else None
+        )
+    answer = {
+        "rows": rows,
+        "ours": rate,
+        "peer": None,
+        "best_peer": None,
+        "ratio": None,
+        "ratio_spread": None,
+    }
     answer["ratio_undisturbed"] = None
-    measured = [(row, worker) for row, worker in zip(rows[1:], workers[1:], strict=True) if row["ratio"]]
+    measured = [
+        (row, worker) for row, worker in zip(rows[1:], workers[1:], strict=True) if row["ratio"]
+    ]
     ratios: dict[str, float] = {}
     for row, _ in measured:
         ratios[row["name"]] = min(row["ratio"], ratios.get(row["name"], row["ratio"]))

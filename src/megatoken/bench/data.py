@@ -20,7 +20,14 @@ from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
 from megatoken.data.gpt2_vocab import find_local_merges
 from megatoken.data.prepare import MAX_SHARD_TOKENS, prepare
-from megatoken.data.shard_format import Manifest, Shard, hash_block, hash_blocks, make_header, write_manifest
+from megatoken.data.shard_format import (
+    Manifest,
+    Shard,
+    hash_block,
+    hash_blocks,
+    make_header,
+    write_manifest,
+)
 from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ConfigError, NumericsError
@@ -28,7 +35,15 @@ from megatoken.system.environment import cpu_count
 from megatoken.system.timing import time_interleaved
 
 # seq_len, batch_tokens: GPT-2's half a million tokens a step, and what a small model takes.
-SIZES = ((64, 1 << 19), (128, 1 << 19), (256, 1 << 19), (1024, 1 << 19), (64, 1 << 13), (256, 1 << 13), (1024, 1 << 13))
+SIZES = (
+    (64, 1 << 19),
+    (128, 1 << 19),
+    (256, 1 << 19),
+    (1024, 1 << 19),
+    (64, 1 << 13),
+    (256, 1 << 13),
+    (1024, 1 << 13),
+)
 FINGERPRINT = "ab" * 32  # of no tokenizer: the ids are random
 FALLBACK = "bpe:4096"
 TRAIN_DOCUMENTS = 2000  # for a vocabulary trained here
@@ -40,9 +55,14 @@ def run_loader(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
     Raises ConfigError when an epoch is less than one batch.
     """
-    tokens, largest = options.shards * options.shard_tokens, max(batch_tokens for _, batch_tokens in SIZES)
+    tokens, largest = (
+        options.shards * options.shard_tokens,
+        max(batch_tokens for _, batch_tokens in SIZES),
+    )
     if options.shard_tokens > MAX_SHARD_TOKENS:
-        raise ConfigError(f"--shard-tokens is {options.shard_tokens:,}", "", f"give {MAX_SHARD_TOKENS:,} or less")
+        raise ConfigError(
+            f"--shard-tokens is {options.shard_tokens:,}", "", f"give {MAX_SHARD_TOKENS:,} or less"
+        )
     if tokens <= largest:
         what = f"{options.shards} shards of {options.shard_tokens:,} tokens hold less than a batch of {largest:,}"
         raise ConfigError(what, "--shard-tokens", f"give at least {largest // options.shards + 1}")
@@ -52,7 +72,9 @@ def run_loader(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for seq_len, batch_tokens in SIZES:
             console.step(f"measuring {seq_len} x {batch_tokens // seq_len}")
             rates = time_epochs(Path(name), seq_len, batch_tokens, options.repeats)
-            rows.append({"seq_len": seq_len, "batch_tokens": batch_tokens, "tokens_per_second": rates})
+            rows.append(
+                {"seq_len": seq_len, "batch_tokens": batch_tokens, "tokens_per_second": rates}
+            )
     console.close()
     console.print(f"{tokens / 1e6:.4g} million tokens in {options.shards} shards, read on one core")
     heads = {"seq_len": "seq_len", "batch_tokens": "batch tokens"}
@@ -71,18 +93,42 @@ def write_shards(folder: Path, n_shards: int, shard_tokens: int) -> None:
         name = f"train_{number:06d}.bin"
         (folder / name).write_bytes(header + ids.tobytes())
         blocks = tuple(hash_blocks(ids))
-        shards.append(Shard(file=name, split="train", tokens=shard_tokens, blocks=blocks, header=hash_block(header)))
-    tokenizer = {"name": "gpt2", "vocab_size": GPT2_VOCABULARY, "eot": GPT2_VOCABULARY - 1, "fingerprint": FINGERPRINT}
+        shards.append(
+            Shard(
+                file=name,
+                split="train",
+                tokens=shard_tokens,
+                blocks=blocks,
+                header=hash_block(header),
+            )
+        )
+    tokenizer = {
+        "name": "gpt2",
+        "vocab_size": GPT2_VOCABULARY,
+        "eot": GPT2_VOCABULARY - 1,
+        "fingerprint": FINGERPRINT,
+    }
     write_manifest(
-        folder, Manifest(tokenizer=tokenizer, dtype="uint16", documents={"train": 1}, shards=tuple(shards), source={})
+        folder,
+        Manifest(
+            tokenizer=tokenizer,
+            dtype="uint16",
+            documents={"train": 1},
+            shards=tuple(shards),
+            source={},
+        ),
     )
 
 
-def time_epochs(folder: Path, seq_len: int, batch_tokens: int, repeats: int) -> dict[str, dict[str, Any]]:
+def time_epochs(
+    folder: Path, seq_len: int, batch_tokens: int, repeats: int
+) -> dict[str, dict[str, Any]]:
     """Tokens/s of the whole batches of a first epoch, which opens the dataset, and of later ones, in turn."""
 
     def open_loader() -> DataLoader:
-        return DataLoader(load_dataset(folder).train, seq_len=seq_len, batch_size=batch_tokens // seq_len, seed=0)
+        return DataLoader(
+            load_dataset(folder).train, seq_len=seq_len, batch_size=batch_tokens // seq_len, seed=0
+        )
 
     def read(loader: DataLoader, first: int, steps: int) -> None:
         for step in range(first, first + steps):
@@ -113,7 +159,9 @@ def run_prepare(options: argparse.Namespace, console: Console) -> dict[str, Any]
     bare.encode_special_tokens = True
     for text in documents[:COMPARED_DOCUMENTS]:
         if bare.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
-            raise NumericsError(f"tokenizers gives other ids than {tokenizer.name}", "--tokenizer", "choose another")
+            raise NumericsError(
+                f"tokenizers gives other ids than {tokenizer.name}", "--tokenizer", "choose another"
+            )
     megabytes, numbers = sum(len(text.encode()) for text in documents) / 1e6, count()
     console.print(f"{megabytes:.3g} MB in {len(documents):,} documents, tokenizer {tokenizer.name}")
     with tempfile.TemporaryDirectory() as name:
@@ -122,16 +170,24 @@ def run_prepare(options: argparse.Namespace, console: Console) -> dict[str, Any]
         tokenizer.save(folder / "tokenizer")
 
         def prepare_again() -> None:
-            prepare(str(folder / "corpus.jsonl"), folder / f"out{next(numbers)}", tokenizer=str(folder / "tokenizer"))
+            prepare(
+                str(folder / "corpus.jsonl"),
+                folder / f"out{next(numbers)}",
+                tokenizer=str(folder / "tokenizer"),
+            )
 
         timings = time_interleaved(
-            {"prepare": prepare_again, "tokenizers": lambda: bare.encode_batch_fast(documents)}, repeats=options.repeats
+            {"prepare": prepare_again, "tokenizers": lambda: bare.encode_batch_fast(documents)},
+            repeats=options.repeats,
         )
     rates = {name: timing.rate(megabytes) for name, timing in timings.items()}
     print_rates(rates, "MB/s", console)
     about = {"source": "python, shuffled", "tokenizer": tokenizer.name, "megabytes": megabytes}
     about |= {"documents": len(documents), "workers": cpu_count(), "megabytes_per_second": rates}
-    return {**about, "ratio": {"tokenizers": rates["prepare"]["median"] / rates["tokenizers"]["median"]}}
+    return {
+        **about,
+        "ratio": {"tokenizers": rates["prepare"]["median"] / rates["tokenizers"]["median"]},
+    }
 
 
 def make_documents(total_bytes: int) -> Iterator[str]:
@@ -139,7 +195,12 @@ def make_documents(total_bytes: int) -> Iterator[str]:
     as corpora have. Always the same ones.
     """
     files = find_source("python", Path(sysconfig.get_paths()["stdlib"])).files
-    lines = [line for file in files for line in Path(file.path).read_text("utf-8", "replace").splitlines() if line]
+    lines = [
+        line
+        for file in files
+        for line in Path(file.path).read_text("utf-8", "replace").splitlines()
+        if line
+    ]
     rng, made = np.random.default_rng(0), 0
     while made < total_bytes:
         chosen = rng.integers(len(lines), size=int(rng.integers(20, 180)))

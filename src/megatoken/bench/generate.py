@@ -54,18 +54,24 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     for name, each in models.items():
         prepare_decoding(each.to(device.torch_device), device, int8="int8" in name)
     noise = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, model_config.vocab_size, (options.prompt_tokens,), generator=noise).tolist()
+    prompt = torch.randint(
+        0, model_config.vocab_size, (options.prompt_tokens,), generator=noise
+    ).tolist()
     written: list[list[int]] = []
 
     def generate_ours(name: str) -> None:
-        ids = generate_ids(models[name], prompt, max_new_tokens=options.tokens, temperature=0, device=device)
+        ids = generate_ids(
+            models[name], prompt, max_new_tokens=options.tokens, temperature=0, device=device
+        )
         if name == "megatoken":
             written.append(ids[0])
 
     calls: dict[str, Callable[[], None]] = {name: partial(generate_ours, name) for name in models}
     if reference is not None:
         reference.to(device.torch_device)
-        calls["transformers fp32"] = lambda: written.append(generate_with(reference, prompt, options.tokens))
+        calls["transformers fp32"] = lambda: written.append(
+            generate_with(reference, prompt, options.tokens)
+        )
         if device.precision != "fp32":
             low = copy.deepcopy(reference).to(device.dtype)
             calls[f"transformers {device.precision}"] = lambda: written.append(
@@ -76,11 +82,21 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     print_rates(rates, "tokens/s", console)
     same = all(ids == written[0] for ids in written) if device.precision == "fp32" else None
     if same is False:
-        console.warn("the programs gave different ids: rounding decided between two tokens, or one of them is wrong")
-    about = {"preset": options.preset, "new_tokens": options.tokens, "prompt_tokens": options.prompt_tokens}
+        console.warn(
+            "the programs gave different ids: rounding decided between two tokens, or one of them is wrong"
+        )
+    about = {
+        "preset": options.preset,
+        "new_tokens": options.tokens,
+        "prompt_tokens": options.prompt_tokens,
+    }
     theirs = [rate["median"] for name, rate in rates.items() if name not in models]
     ratios = {name: rates[name]["median"] / max(theirs) if theirs else None for name in models}
-    about |= {"precision": device.precision, "threads": torch.get_num_threads(), "tokens_per_second": rates}
+    about |= {
+        "precision": device.precision,
+        "threads": torch.get_num_threads(),
+        "tokens_per_second": rates,
+    }
     about |= {"ratio": ratios["megatoken"], "ratio_int8": ratios.get("megatoken int8")}
     return {**about, "same_ids": same}
 
@@ -95,7 +111,9 @@ def build_models(model_config: ModelConfig, console: Console) -> tuple[GPT, Any]
     try:
         reference = build_gpt2(model_config, model_config.vocab_size).eval()
     except ImportError:
-        console.print("transformers is not installed (pip install transformers): measuring ours alone")
+        console.print(
+            "transformers is not installed (pip install transformers): measuring ours alone"
+        )
         return GPT(model_config), None
     with torch.no_grad():
         for weight in reference.transformer.h.parameters():
@@ -113,6 +131,10 @@ def generate_with(model: Any, prompt: list[int], tokens: int) -> list[int]:
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
         )
     return rows[0, len(prompt) :].tolist()  # type: ignore[no-any-return]

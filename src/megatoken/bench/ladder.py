@@ -32,8 +32,14 @@ from megatoken.system.environment import cpu_count, find_compiler
 from megatoken.system.timing import Timing
 
 BATCH_TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}
-FIRST_SEQS = {"cpu": 1, "mps": 1, "cuda": 8}  # micro-batch of all rungs but the last; explicit attention must fit
-LONGEST_SECONDS = 400.0  # for the rounds of all rungs; there are fewer, but three, where a step takes long
+FIRST_SEQS = {
+    "cpu": 1,
+    "mps": 1,
+    "cuda": 8,
+}  # micro-batch of all rungs but the last; explicit attention must fit
+LONGEST_SECONDS = (
+    400.0  # for the rounds of all rungs; there are fewer, but three, where a step takes long
+)
 SLOWER = 0.98  # a rung below this share of the one before is left out
 PLAIN: dict[str, Any] = {
     "precision": "fp32",
@@ -46,12 +52,21 @@ PLAIN: dict[str, Any] = {
     "fused": "off",
     "loss_chunk": 0,
 }
-COLUMNS = {"name": "rung", "seconds": "step", "rate": "tokens/s", "mfu": "MFU", "mfu_causal": "MFU causal"}
-COLUMNS |= {"peak_memory_bytes": "memory", "gain": "gain", "speedup": "speed-up", "first_step_seconds": "first step"}
+COLUMNS = {
+    "name": "rung",
+    "seconds": "step",
+    "rate": "tokens/s",
+    "mfu": "MFU",
+    "mfu_causal": "MFU causal",
+}
+COLUMNS |= {
+    "peak_memory_bytes": "memory",
+    "gain": "gain",
+    "speedup": "speed-up",
+    "first_step_seconds": "first step",
+}
 COLUMNS |= {"loss": "loss", "note": ""}
-FOOTNOTE = (
-    "A gain is the ratio to the rung below in the same rounds; a speed-up is that of tokens/s to the first rung's."
-)
+FOOTNOTE = "A gain is the ratio to the rung below in the same rounds; a speed-up is that of tokens/s to the first rung's."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +107,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     for row in measure_rungs(first, rungs, device, options.repeats, console):
         rows.append(row)
         rate = format_cell("rate", row["rate"]) or f"skipped: {row['skipped']}"
-        console.print(", ".join([row["name"], rate, *(["left out"] if row["rate"] and not row["kept"] else [])]))
+        console.print(
+            ", ".join(
+                [row["name"], rate, *(["left out"] if row["rate"] and not row["kept"] else [])]
+            )
+        )
     table = "\n".join(format_rows(COLUMNS, rows))
     with storage_errors(options.out, fix="choose --out"):
         (options.out / f"{options.name}.md").write_text(f"{table}\n\n{FOOTNOTE}\n")
@@ -100,7 +119,12 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     picture = partial(draw, rows, f"{options.preset} on {device.name}")
     save_picture(picture, options.out / f"{options.name}.png", console)
     speedup = max((row["speedup"] for row in rows if row["kept"]), default=None)
-    about = {"preset": options.preset, **describe_peak(device), "batch_tokens": tokens, "speedup": speedup}
+    about = {
+        "preset": options.preset,
+        **describe_peak(device),
+        "batch_tokens": tokens,
+        "speedup": speedup,
+    }
     return {**about, "rungs": rows}
 
 
@@ -109,11 +133,33 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
     as many as there are GPUs or cores, each with the batch that one process had."""
     on_cpu, low = device.type == "cpu", device.precision != "fp32"
     compiler = "" if not on_cpu or find_compiler() else "no C++ compiler found (install g++)"
-    whole = "" if batch_seqs > FIRST_SEQS[device.type] else "the batch is one micro-batch already (--batch-tokens)"
-    native = {"gemm_backend": "native", "attention": "native", "fused": "on", "adamw": "native", "compile": "off"}
+    whole = (
+        ""
+        if batch_seqs > FIRST_SEQS[device.type]
+        else "the batch is one micro-batch already (--batch-tokens)"
+    )
+    native = {
+        "gemm_backend": "native",
+        "attention": "native",
+        "fused": "on",
+        "adamw": "native",
+        "compile": "off",
+    }
     native |= {"master_weights": "on" if low else "off"}
-    missing = "" if on_cpu and find_library() else f"not compiled ({NO_LIBRARY})" if on_cpu else "for CPUs"
-    tuned = {"gemm_backend": "auto", "attention": "auto", "master_weights": "auto", "fused": "auto", "adamw": "auto"}
+    missing = (
+        ""
+        if on_cpu and find_library()
+        else f"not compiled ({NO_LIBRARY})"
+        if on_cpu
+        else "for CPUs"
+    )
+    tuned = {
+        "gemm_backend": "auto",
+        "attention": "auto",
+        "master_weights": "auto",
+        "fused": "auto",
+        "adamw": "auto",
+    }
     most = {"cuda": torch.cuda.device_count(), "cpu": cpu_count()}.get(device.type, 1)
     return [
         Rung(name="plain: fp32, explicit attention, loop AdamW"),
@@ -131,8 +177,15 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
         Rung(name="compile", machine={"compile": "on"}, missing=compiler),
         Rung(name="fused AdamW", machine={"adamw": "fused"}),
         Rung(name="padded vocabulary", fields={"model_config": model_config}),
-        Rung(name="fused loss in chunks", machine={"loss_chunk": "auto", "fused": "off" if on_cpu else "auto"}),
-        Rung(name="kept memory, resting threads", fields={"prepared": True}, missing="" if on_cpu else "for CPUs"),
+        Rung(
+            name="fused loss in chunks",
+            machine={"loss_chunk": "auto", "fused": "off" if on_cpu else "auto"},
+        ),
+        Rung(
+            name="kept memory, resting threads",
+            fields={"prepared": True},
+            missing="" if on_cpu else "for CPUs",
+        ),
         Rung(name="native kernels", machine=native, missing=missing),
         Rung(name="kernels tuned here", machine=tuned | ({"compile": "off"} if on_cpu else {})),
         Rung(name="largest micro-batch", fields={"micro_batch": 0}, missing=whole),
@@ -177,7 +230,9 @@ def measure_rungs(
             seconds = None if rung.missing else above.warm_up()
             if below is None and seconds:
                 steps = count_steps(seconds)
-                repeats = min(repeats, max(3, int(LONGEST_SECONDS / (2 * len(rungs) * steps * seconds))))
+                repeats = min(
+                    repeats, max(3, int(LONGEST_SECONDS / (2 * len(rungs) * steps * seconds)))
+                )
             if seconds:
                 run_rounds(below, above, repeats, steps, console)
             lost = above.skipped if below is None else below.skipped
@@ -185,21 +240,33 @@ def measure_rungs(
                 what = f"the rung that others are measured against is lost: {lost}"
                 raise PeerError(what, "bench ladder", "give a smaller preset or --batch-tokens")
             larger = above.spec.batch_seqs / spec.batch_seqs  # times as many tokens a step
-            row = describe_rung(rung, above, [larger * ratio for ratio in above.ratios], plain, device)
+            row = describe_rung(
+                rung, above, [larger * ratio for ratio in above.ratios], plain, device
+            )
             yield row
             if row["kept"]:
-                below, above, spec, plain = above, below or above, above.spec, plain or row["tokens_per_second"]
+                below, above, spec, plain = (
+                    above,
+                    below or above,
+                    above.spec,
+                    plain or row["tokens_per_second"],
+                )
             if above is not below:
                 above.close()
 
 
-def describe_rung(rung: Rung, worker: Worker, ratios: list[float], plain: float, device: Device) -> dict[str, Any]:
+def describe_rung(
+    rung: Rung, worker: Worker, ratios: list[float], plain: float, device: Device
+) -> dict[str, Any]:
     """A record's row. ratios: to the rung below, round by round; plain: tokens/s of the first rung, 0 for itself.
 
     A rung is kept unless it was slower than the one below.
     """
     row, note = worker.describe(device), rung.note
-    rate, gain = row["tokens_per_second"], describe_seconds(Timing(tuple(ratios))) if ratios else None
+    rate, gain = (
+        row["tokens_per_second"],
+        describe_seconds(Timing(tuple(ratios))) if ratios else None,
+    )
     factor = gain["median"] if gain else 1.0
     kept = not worker.skipped and factor >= SLOWER
     if rate and factor < 1.0:
@@ -223,7 +290,9 @@ def draw(rows: list[dict[str, Any]], title: str, pyplot: Any, path: Path) -> Pat
     """Bars for each rung: speed-up, MFU, peak memory; pale where a rung was left out."""
     rungs = [row for row in rows if not row["skipped"]][::-1]
     keys = ("speedup", "mfu", "peak_memory_bytes")
-    figure, axes = pyplot.subplots(1, 3, layout="constrained", sharey=True, figsize=(15, 1.5 + 0.5 * len(rungs)))
+    figure, axes = pyplot.subplots(
+        1, 3, layout="constrained", sharey=True, figsize=(15, 1.5 + 0.5 * len(rungs))
+    )
     for index, (axis, key) in enumerate(zip(axes, keys, strict=True)):
         widths = [row[key] or 0.0 for row in rungs]
         bars = axis.barh([row["name"] for row in rungs], widths, color=f"C{index}")
@@ -231,7 +300,9 @@ def draw(rows: list[dict[str, Any]], title: str, pyplot: Any, path: Path) -> Pat
         for bar, row in zip(bars, rungs, strict=True):
             bar.set_alpha(1.0 if row["kept"] else 0.35)
         axis.set(xlabel=COLUMNS[key], xlim=(0, 1.3 * max(widths) or 1.0))
-        axis.xaxis.set_major_formatter(pyplot.FuncFormatter(lambda value, _, key=key: format_cell(key, value)))
+        axis.xaxis.set_major_formatter(
+            pyplot.FuncFormatter(lambda value, _, key=key: format_cell(key, value))
+        )
         axis.xaxis.set_major_locator(pyplot.MaxNLocator(4))
     figure.suptitle(f"{title} (pale: left out of the rungs below)")
     return save_figure(pyplot, figure, path)

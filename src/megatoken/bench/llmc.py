@@ -20,7 +20,9 @@ from megatoken.convert.llmc import write_llmc
 from megatoken.errors import ConfigError, PeerError
 
 LOADED = re.compile("loaded")
-LOG = re.compile(r"step \d+: train loss (\S+) \(took (\S+) ms\)")  # llm.c's train_gpt2.c prints it for every step
+LOG = re.compile(
+    r"step \d+: train loss (\S+) \(took (\S+) ms\)"
+)  # llm.c's train_gpt2.c prints it for every step
 DRIVER = Path(__file__).parent / "llmc_driver.c"
 RULE = "megatoken: ; $(CC) $(CFLAGS) $(INCLUDES) $(LDFLAGS) -I. {} $(LDLIBS) -o {}"
 
@@ -28,11 +30,15 @@ RULE = "megatoken: ; $(CC) $(CFLAGS) $(INCLUDES) $(LDFLAGS) -I. {} $(LDLIBS) -o 
 class LlmcTrainer:
     """A live process of llm.c. step_seconds: of the last step, as llm.c has timed it."""
 
-    def __init__(self, source: Path, config: ModelConfig, optim: OptimConfig, batch_seqs: int) -> None:
+    def __init__(
+        self, source: Path, config: ModelConfig, optim: OptimConfig, batch_seqs: int
+    ) -> None:
         """source: train_gpt2.c of a checkout. Raises ConfigError where it cannot be built."""
         self.step_seconds = 0.0
         numbers = (optim.lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
-        with tempfile.TemporaryDirectory(prefix="megatoken-") as name:  # until all of it is in memory
+        with tempfile.TemporaryDirectory(
+            prefix="megatoken-"
+        ) as name:  # until all of it is in memory
             program, model = build(source.parent, Path(name)), Path(name) / "model.bin"
             write_llmc(model, build_model(config), "fp32")
             words = [str(word) for word in (program, model, batch_seqs, config.seq_len, *numbers)]
@@ -43,7 +49,9 @@ class LlmcTrainer:
         """Train on ids and targets (B, T); return the mean loss in nats. Raises PeerError when the process ends."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write(inputs.int().numpy().tobytes() + targets.int().numpy().tobytes())
+            self.process.stdin.write(
+                inputs.int().numpy().tobytes() + targets.int().numpy().tobytes()
+            )
             self.process.stdin.flush()
         logged = self._read(LOG)
         self.step_seconds = float(logged[2]) / 1e3
@@ -80,7 +88,9 @@ def build(checkout: Path, folder: Path) -> Path:
     program = folder / "train_gpt2"
     if not (make := shutil.which("make")) or not (checkout / "Makefile").is_file():
         raise ConfigError(
-            "llm.c is built by make and its Makefile", str(checkout), "install make, give a whole checkout"
+            "llm.c is built by make and its Makefile",
+            str(checkout),
+            "install make, give a whole checkout",
         )
     words = [
         make,
@@ -94,8 +104,12 @@ def build(checkout: Path, folder: Path) -> Path:
     ]
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode or not program.is_file():
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["make failed"]
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [
+            "make failed"
+        ]
         raise ConfigError(
-            f"cannot build llm.c: {lines[0].strip():.200}", str(checkout), "check that `make train_gpt2` works"
+            f"cannot build llm.c: {lines[0].strip():.200}",
+            str(checkout),
+            "check that `make train_gpt2` works",
         )
     return program

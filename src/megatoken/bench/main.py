@@ -42,7 +42,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         with tempfile.TemporaryFile(dir=options.out):
             pass
     except OSError as error:
-        raise StorageError(f"cannot write there: {error.strerror}", str(options.out), "choose another --out") from None
+        raise StorageError(
+            f"cannot write there: {error.strerror}", str(options.out), "choose another --out"
+        ) from None
     if options.bench == "knob":
         options.name = options.name or f"knob-{options.setting.removeprefix('machine.')}"
     options.name = options.name or options.bench
@@ -50,5 +52,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         answer = BENCHES[options.bench](options, console)
     device = open_device(MachineConfig(device=getattr(options, "device", "auto")))
     command = ["megatoken", *sys.argv[1:]]
-    console.print(f"record: {write_record(options.out, options.name, answer, device.name, command)}")
+    console.print(
+        f"record: {write_record(options.out, options.name, answer, device.name, command)}"
+    )
     return answer

@@ -50,16 +50,24 @@ LONGEST_SECONDS = 120.0  # for all repeats; there are fewer, but three, where a 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Profile a preset's step. Raises ConfigError for a batch that is not whole sequences."""
     model_config = PRESETS[options.preset]
-    model_config = replace(model_config, seq_len=options.seq_len or min(model_config.seq_len, options.batch_tokens))
+    model_config = replace(
+        model_config, seq_len=options.seq_len or min(model_config.seq_len, options.batch_tokens)
+    )
     seqs = count_seqs(options.batch_tokens, model_config.seq_len)
     machine = MachineConfig(device=options.device, precision=options.precision)
     workload = build_workload(model_config, machine, batch_seqs=seqs, micro_batch=seqs)
     device = with_peak(workload.device)
-    console.print(f"a step of {options.preset}, {seqs} x {model_config.seq_len} tokens, {format_peak(device)}")
+    console.print(
+        f"a step of {options.preset}, {seqs} x {model_config.seq_len} tokens, {format_peak(device)}"
+    )
     trace = options.out / "trace.json" if options.trace else None
     answer = measure(workload, device, options.repeats, console, trace)
     show_parts(answer, device, console)
-    sizes = {"preset": options.preset, "seq_len": model_config.seq_len, "batch_tokens": options.batch_tokens}
+    sizes = {
+        "preset": options.preset,
+        "seq_len": model_config.seq_len,
+        "batch_tokens": options.batch_tokens,
+    }
     return {**describe_peak(device), **sizes, "forms": str(workload.choice), **answer}
 
 
@@ -82,14 +90,23 @@ def measure(
     console.close()
     timing = Timing(tuple(seconds))
     products = 6 * count_matmul_parameters(config) * tokens
-    flops = {"matrix products": products, "attention": flops_per_token(config, causal=True) * tokens - products}
+    flops = {
+        "matrix products": products,
+        "attention": flops_per_token(config, causal=True) * tokens - products,
+    }
     parts: list[dict[str, Any]] = []
     for name in [*GROUPS, "other"]:
         part = Timing(tuple(groups[name] for groups in profiles))
         rate = flops[name] / part.median if name in flops and part.median else None
         share = rate / device.peak_flops if rate and device.peak_flops else None
-        row = {"name": name, "seconds": describe_seconds(part), "share": part.median / timing.median}
-        parts.append({**row, "flops": flops.get(name), "flops_per_second": rate, "share_of_peak": share})
+        row = {
+            "name": name,
+            "seconds": describe_seconds(part),
+            "share": part.median / timing.median,
+        }
+        parts.append(
+            {**row, "flops": flops.get(name), "flops_per_second": rate, "share_of_peak": share}
+        )
     total = sum(part["seconds"]["median"] for part in parts)
     floor = sum(flops.values()) / device.peak_flops if device.peak_flops else None
     return {
@@ -106,14 +123,19 @@ def measure(
 
 def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
     """torch's FunctionEvents on the host during one step. Raises StorageError for a trace not written."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if workload.device.type == "cuda" else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if workload.device.type == "cuda" else []),
+    ]
     with record_native_kernels(), profile(activities=activities) as profiler:
         with record_function("step"):  # what no operation takes is Python's
             workload.step()
         workload.device.synchronize()
     if trace:
         with storage_errors(trace.parent, what="cannot write trace", fix="choose --out"):
-            trace.write_bytes(b"")  # the profiler does not report a folder that cannot be written to
+            trace.write_bytes(
+                b""
+            )  # the profiler does not report a folder that cannot be written to
             profiler.export_chrome_trace(str(trace))
     return [event for event in profiler.events() if event.device_type.name == "CPU"]
 
@@ -148,7 +170,9 @@ def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
     """Seconds of each group: the time of every event, without its children's, counts for one."""
     seconds = dict.fromkeys([*GROUPS, "other"], 0.0)
     for event in events:
-        seconds[find_group(event)] += 1e-6 * (event.self_device_time_total if on_cuda else event.self_cpu_time_total)
+        seconds[find_group(event)] += 1e-6 * (
+            event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        )
     return seconds
 
 
@@ -156,11 +180,27 @@ def show_parts(answer: dict[str, Any], device: Device, console: Console) -> None
     """Print the budget as a Markdown table."""
     whole = answer["step_seconds"]["median"]
     rest = "idle" if device.type == "cuda" else "step without profiler - parts"
-    sums = {"sum of parts": answer["parts_seconds"], rest: answer["overhead_seconds"], "whole step": whole}
-    rows = [*answer["parts"], *({"name": name, "seconds": s, "share": s / whole} for name, s in sums.items())]
+    sums = {
+        "sum of parts": answer["parts_seconds"],
+        rest: answer["overhead_seconds"],
+        "whole step": whole,
+    }
+    rows = [
+        *answer["parts"],
+        *({"name": name, "seconds": s, "share": s / whole} for name, s in sums.items()),
+    ]
     rows[-1]["share_of_peak"] = answer["mfu_causal"]
-    heads = {"name": "part", "seconds": "time (low to high)", "share": "share of step", "flops_per_second": "FLOP/s"}
+    heads = {
+        "name": "part",
+        "seconds": "time (low to high)",
+        "share": "share of step",
+        "flops_per_second": "FLOP/s",
+    }
     show_rows(heads | {"share_of_peak": "share of peak"}, rows, console)
     speed, limit = answer["tokens_per_second"]["median"], answer["floor_tokens_per_second"]
-    ideal = f"; {limit:,.0f} if products and attention ran at the peak and the rest took no time" if limit else ""
+    ideal = (
+        f"; {limit:,.0f} if products and attention ran at the peak and the rest took no time"
+        if limit
+        else ""
+    )
     console.print(f"{speed:,.0f} tokens/s{ideal}")

@@ -38,7 +38,9 @@ CODE_FILES = "*.py", "*.cc", "*.h"
 NO_FIGURES = "config/words.py"  # it decides what errors suggest, and no figure
 
 
-def write_record(folder: Path, name: str, answer: dict[str, Any], device: str, command: Sequence[str]) -> Path:
+def write_record(
+    folder: Path, name: str, answer: dict[str, Any], device: str, command: Sequence[str]
+) -> Path:
     """Write an answer and what it was measured on and with as FOLDER/NAME.json; return that path.
 
     device: its name. Raises StorageError when the file cannot be written.
@@ -68,10 +70,17 @@ def hash_code() -> dict[str, str]:
     """A hash of each package of LAYERS without comments, docstrings, empty lines: which code a record measured."""
     hashes = {}
     for name in LAYERS:
-        files = sorted([SOURCE / f"{name}.py", *(path for end in CODE_FILES for path in (SOURCE / name).rglob(end))])
+        files = sorted(
+            [
+                SOURCE / f"{name}.py",
+                *(path for end in CODE_FILES for path in (SOURCE / name).rglob(end)),
+            ]
+        )
         files = [file for file in files if file.is_file() and file != SOURCE / NO_FIGURES]
         texts = [(file.read_text("utf-8"), file.suffix == ".py") for file in files]
-        code = "\n".join(line for text, is_python in texts for line in list_code_lines(text, is_python))
+        code = "\n".join(
+            line for text, is_python in texts for line in list_code_lines(text, is_python)
+        )
         hashes[name] = xxhash.xxh3_64_hexdigest(code.encode())
     return hashes
 
@@ -96,7 +105,9 @@ def format_cell(key: str, value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, dict):
-        (median, unit), *ends = (format_cell(key, value[name]).partition(" ")[::2] for name in FIGURE[:3])
+        (median, unit), *ends = (
+            format_cell(key, value[name]).partition(" ")[::2] for name in FIGURE[:3]
+        )
         low, high = (number if same == unit else f"{number} {same}" for number, same in ends)
         return f"{median} {unit}".rstrip() + (f" ({low} to {high})" if value["repeats"] > 1 else "")
     if "mfu" in key or "share" in key:
@@ -108,7 +119,9 @@ def format_cell(key: str, value: Any) -> str:
     if "flops" in key:
         return format_quantity(value, "FLOP/s" if "per_second" in key else "FLOP")
     if key.endswith("seconds") or "seconds_" in key:
-        unit, many = ("s", 1) if abs(value) >= 1 else ("ms", 1e3) if abs(value) >= 1e-3 else ("us", 1e6)
+        unit, many = (
+            ("s", 1) if abs(value) >= 1 else ("ms", 1e3) if abs(value) >= 1e-3 else ("us", 1e6)
+        )
         return f"{many * value:.4g} {unit}"
     return f"{value:.4f}" if key == "loss" else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
@@ -118,16 +131,25 @@ def format_rows(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -
 
     The last column is why a row was skipped.
     """
-    table = [[head, *(format_cell(key, row.get(key)) for row in rows)] for key, head in columns.items()]
-    table.append(["", *(f"skipped: {row['skipped']}" if row.get("skipped") else "" for row in rows)])
+    table = [
+        [head, *(format_cell(key, row.get(key)) for row in rows)] for key, head in columns.items()
+    ]
+    table.append(
+        ["", *(f"skipped: {row['skipped']}" if row.get("skipped") else "" for row in rows)]
+    )
     table = [column for column in table if any(column[1:])]
     widths = [max(map(len, column)) for column in table]
     heads, *cells = zip(*table, strict=True)
     lines = [heads, ["-" * width for width in widths], *cells]
-    return ["| " + " | ".join(f"{cell:<{n}}" for cell, n in zip(line, widths, strict=True)) + " |" for line in lines]
+    return [
+        "| " + " | ".join(f"{cell:<{n}}" for cell, n in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
 
 
-def show_rows(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+def show_rows(
+    columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], console: Console
+) -> None:
     """Print rows as a Markdown table."""
     for line in format_rows(columns, rows) if rows else ():
         console.print(line)
@@ -136,7 +158,9 @@ def show_rows(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], con
 def print_rates(rates: Mapping[str, Mapping[str, float]], unit: str, console: Console) -> None:
     """Print a line for each rate: its median and quartiles."""
     for name, rate in rates.items():
-        console.print(f"{name:<18} {rate['median']:8.2f} {unit} ({rate['low']:.2f} to {rate['high']:.2f})")
+        console.print(
+            f"{name:<18} {rate['median']:8.2f} {unit} ({rate['low']:.2f} to {rate['high']:.2f})"
+        )
 
 
 def save_picture(draw: Callable[[Any, Path], Path], path: Path, console: Console) -> None:
@@ -161,7 +185,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             "commit": record["commit"],
             "hardware": describe_hardware(record),
         }
-        rows += [about | {"figure": path, "value": format_cell(path, leaves[path])} for path in headline] or [about]
+        rows += [
+            about | {"figure": path, "value": format_cell(path, leaves[path])} for path in headline
+        ] or [about]
         figures = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, dict)}
         described.append(about | {"headline": headline, "figures": figures})
     heads = {"name": "record", "figure": "figure", "value": "value (low to high)"}
@@ -179,7 +205,9 @@ def read_records(folder: Path, console: Console) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            records[path.stem] = {key: record[key] for key in ("date", "commit", "hardware", "answer")}
+            records[path.stem] = {
+                key: record[key] for key in ("date", "commit", "hardware", "answer")
+            }
         except (OSError, ValueError, KeyError, TypeError) as error:
             console.warn(f"{path}: skipped, not a record: {' '.join(str(error).split())}")
     if not records:
@@ -204,7 +232,9 @@ def list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             cells = item.values() if isinstance(item, dict) and "median" not in item else ()
-            words = [str(cell) for cell in takewhile(lambda cell: isinstance(cell, str | int), cells)]
+            words = [
+                str(cell) for cell in takewhile(lambda cell: isinstance(cell, str | int), cells)
+            ]
             yield from list_leaves(item, f"{path}[{','.join(words[:3]) or index}]")
     elif isinstance(value, int | float):
         yield path, value
@@ -215,12 +245,16 @@ def choose_headline(leaves: Mapping[str, Any]) -> list[str]:
     best: dict[str, str] = {}
     for path, leaf in leaves.items():
         group = re.sub(r"\[.*?\]", "[]", path)
-        if isinstance(leaf, dict) and (group not in best or leaf["median"] > leaves[best[group]]["median"]):
+        if isinstance(leaf, dict) and (
+            group not in best or leaf["median"] > leaves[best[group]]["median"]
+        ):
             best[group] = path
     return list(best.values() or leaves)[:MOST_HEADLINES]
 
 
-def compare(records: Mapping[str, Any], older: Mapping[str, Any], console: Console) -> list[dict[str, Any]]:
+def compare(
+    records: Mapping[str, Any], older: Mapping[str, Any], console: Console
+) -> list[dict[str, Any]]:
     """Show every figure that a record and the older one of its name both have: medians, and their ratio new / old.
 
     outside_noise: whether the quartile ranges lie apart; None with fewer than three repeats on either side. A ratio to
@@ -237,11 +271,24 @@ def compare(records: Mapping[str, Any], older: Mapping[str, Any], console: Conso
                 apart = new["low"] > old["high"] or new["high"] < old["low"]
                 enough = min(new["repeats"], old["repeats"]) >= FEWEST_REPEATS
                 ratio = new["median"] / old["median"] if old["median"] else None
-                change = {"record": name, "figure": path, "old": old["median"], "new": new["median"], "ratio": ratio}
+                change = {
+                    "record": name,
+                    "figure": path,
+                    "old": old["median"],
+                    "new": new["median"],
+                    "ratio": ratio,
+                }
                 changes.append({**change, "outside_noise": apart if enough else None})
-                verdict = ("outside" if apart else "inside") + " the noise" if enough else "too few repeats"
+                verdict = (
+                    ("outside" if apart else "inside") + " the noise"
+                    if enough
+                    else "too few repeats"
+                )
                 medians = {key: format_cell(path, change[key]) for key in ("old", "new")}
                 cells.append(change | medians | {"verdict": verdict})
-    heads = {key: key for key in ("record", "figure", "old", "new")} | {"ratio": "new/old", "verdict": "change"}
+    heads = {key: key for key in ("record", "figure", "old", "new")} | {
+        "ratio": "new/old",
+        "verdict": "change",
+    }
     show_rows(heads, cells, console)
     return changes

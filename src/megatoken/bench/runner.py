@@ -24,8 +24,12 @@ from megatoken.system.device import Device, open_device, probe_flops
 from megatoken.system.environment import given_environment, python_command
 from megatoken.system.timing import Timing
 
-WARMUP_STEPS = 2  # untimed: the first compiles and allocates, the second shows how long a step takes
-ROUND_SECONDS = 0.5  # about the length of the reference's round; every worker's rounds have as many steps
+WARMUP_STEPS = (
+    2  # untimed: the first compiles and allocates, the second shows how long a step takes
+)
+ROUND_SECONDS = (
+    0.5  # about the length of the reference's round; every worker's rounds have as many steps
+)
 MOST_STEPS = 20  # of a round
 DISTURBED = 0.85  # of the fastest probe: a round with a slower one beside it is disturbed
 COMMAND = python_command("from megatoken.bench.worker import main; main()")
@@ -57,7 +61,9 @@ class Worker:
     def warm_up(self) -> float | None:
         """Start the process, build and take the untimed steps; return the seconds of the last, None on failure."""
         self._start()
-        built = self._ask(*(replace(self.spec, rank=rank).to_json() for rank in range(self.spec.nproc)))
+        built = self._ask(
+            *(replace(self.spec, rank=rank).to_json() for rank in range(self.spec.nproc))
+        )
         answer = built and self._ask(*[str(WARMUP_STEPS)] * self.spec.nproc)
         if not built or not answer:
             return None
@@ -84,26 +90,39 @@ class Worker:
         if not self.probes:
             return tuple(values)
         least = DISTURBED * self.fastest_probe
-        return tuple(value for value, probe in zip(values, self.probes, strict=False) if probe >= least)
+        return tuple(
+            value for value, probe in zip(values, self.probes, strict=False) if probe >= least
+        )
 
     def describe(self, device: Device) -> dict[str, Any]:
         """The measurements as a record's row has them; None where there are none.
 
         MFU is against `device`'s peak, mfu_probe against the probes beside the rounds; undisturbed: these rounds' rate.
         """
-        row: dict[str, Any] = dict.fromkeys(("tokens_per_second", "best", "mfu", "mfu_causal", "seconds"))
+        row: dict[str, Any] = dict.fromkeys(
+            ("tokens_per_second", "best", "mfu", "mfu_causal", "seconds")
+        )
         row |= dict.fromkeys(("undisturbed", "probe_flops", "mfu_probe"))
         measured = self.seconds and not self.skipped
         if measured:
-            timing, peaks = Timing(tuple(self.seconds)), self.spec.nproc if device.type == "cuda" else 1
+            timing, peaks = (
+                Timing(tuple(self.seconds)),
+                self.spec.nproc if device.type == "cuda" else 1,
+            )
             rate = timing.rate(self.spec.batch_tokens)
-            row |= {"tokens_per_second": rate, "best": self.spec.batch_tokens / timing.best, "seconds": timing.median}
+            row |= {
+                "tokens_per_second": rate,
+                "best": self.spec.batch_tokens / timing.best,
+                "seconds": timing.median,
+            }
             row |= describe_mfu(rate["median"], self.spec.model_config, device, peaks)
             if self.probes and (seconds := self.undisturbed(self.seconds)):
                 row["undisturbed"] = Timing(seconds).rate(self.spec.batch_tokens)
                 row["probe_flops"] = median(self.probes)
                 probed = replace(device, peak_flops=row["probe_flops"])
-                row["mfu_probe"] = describe_mfu(rate["median"], self.spec.model_config, probed)["mfu"]
+                row["mfu_probe"] = describe_mfu(rate["median"], self.spec.model_config, probed)[
+                    "mfu"
+                ]
         for name in ("first_step_seconds", "peak_memory_bytes", "loss", "steps"):
             row[name] = getattr(self, name) if measured else None
         return row | {"chosen": self.chosen, "skipped": self.skipped or None}
@@ -165,7 +184,9 @@ def count_steps(seconds: float) -> int:
     return min(max(round(ROUND_SECONDS / seconds), 1), MOST_STEPS)
 
 
-def run_rounds(reference: Worker | None, worker: Worker, repeats: int, steps: int, console: Console) -> None:
+def run_rounds(
+    reference: Worker | None, worker: Worker, repeats: int, steps: int, console: Console
+) -> None:
     """Take `repeats` rounds of a worker, in turn with its reference; `ratios` are to that one's speed in the round."""
     device = open_device(MachineConfig(device=worker.spec.device))
 
@@ -174,7 +195,9 @@ def run_rounds(reference: Worker | None, worker: Worker, repeats: int, steps: in
 
     last = probe()
     for number in range(repeats):
-        console.step(f"{worker.spec.name} {worker.spec.configuration}: round {number + 1} of {repeats}")
+        console.step(
+            f"{worker.spec.name} {worker.spec.configuration}: round {number + 1} of {repeats}"
+        )
         probes, before, seconds = [last], None, None
         if reference and not reference.skipped:
             before = reference.run_round(steps)

@@ -26,8 +26,22 @@ from megatoken.console import Console
 from megatoken.errors import ConfigError, DataError
 from megatoken.plots import save_figure
 
-NO_SPEED = ("gain", "ratio", "speedup", "bytes", "share", "mfu")  # in the last key of a figure's path
-SETTINGS = ("preset", "n_layer", "d_model", "vocab_size", "seq_len", "batch_seqs")  # that must be equal in a comparison
+NO_SPEED = (
+    "gain",
+    "ratio",
+    "speedup",
+    "bytes",
+    "share",
+    "mfu",
+)  # in the last key of a figure's path
+SETTINGS = (
+    "preset",
+    "n_layer",
+    "d_model",
+    "vocab_size",
+    "seq_len",
+    "batch_seqs",
+)  # that must be equal in a comparison
 LABELS = AXES | {"rate": AXES["tokens_per_second"]}  # by the last key of a figure's path
 BAR = 30  # characters
 LOG_RANGE = 30.0  # bars of a picture that differ more have a logarithmic axis
@@ -39,7 +53,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if options.against:
         fix = "give the two folders alone for a scoreboard, or one folder and --against for what changed"
         raise ConfigError("--against has no effect on a scoreboard", "--against", fix)
-    folders, record = {folder: read_records(folder, console) for folder in options.folders}, options.record
+    folders, record = (
+        {folder: read_records(folder, console) for folder in options.folders},
+        options.record,
+    )
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for records in folders.values() for name in records):
         places = [folder for folder, records in folders.items() if name in records]
@@ -47,12 +64,22 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             continue
         machines = [describe_hardware(folders[folder][name]) for folder in places]
         if len({*machines}) < len(places):
-            machines = [f"{machine} ({folder.name})" for machine, folder in zip(machines, places, strict=True)]
-        answers = {machine: folders[folder][name]["answer"] for machine, folder in zip(machines, places, strict=True)}
+            machines = [
+                f"{machine} ({folder.name})"
+                for machine, folder in zip(machines, places, strict=True)
+            ]
+        answers = {
+            machine: folders[folder][name]["answer"]
+            for machine, folder in zip(machines, places, strict=True)
+        }
         _warn_of_settings(name, answers, console)
         rows += [{"record": name, **row} for row in list_speeds(answers, every=bool(record))]
     if not rows:
-        what = f"no speeds in a record '{record}'" if record else "no record is in two of these folders"
+        what = (
+            f"no speeds in a record '{record}'"
+            if record
+            else "no record is in two of these folders"
+        )
         fix = "--record NAME shows all speeds of one; megatoken bench NAME --out FOLDER measures"
         raise DataError(what, ", ".join(map(str, folders)), fix)
     heads = {key: key for key in ("record", "figure", "machine", "value", "ratio")}
@@ -66,12 +93,18 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             console.print(f"{heads.pop(key)}: {rows[0][key]}")
     if all(row["ratio"] == 1 for row in rows):  # nothing to compare
         del heads["ratio"]
-    room = console.rich.width - len(format_rows(heads, cells)[0]) - len("  |") if console.is_live else BAR
+    room = (
+        console.rich.width - len(format_rows(heads, cells)[0]) - len("  |")
+        if console.is_live
+        else BAR
+    )
     bars = [row | {"bar": "#" * max(1, round(row["share"] * min(room, BAR)))} for row in cells]
     show_rows(heads | ({"bar": ""} if room >= BAR // 3 and "ratio" in heads else {}), bars, console)
     if options.plot:
         save_picture(partial(draw, rows), options.plot, console)
-    return {"scoreboard": [{key: value for key, value in row.items() if key != "share"} for row in rows]}
+    return {
+        "scoreboard": [{key: value for key, value in row.items() if key != "share"} for row in rows]
+    }
 
 
 def name_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -89,12 +122,19 @@ def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
         for path, leaf in list_leaves(answer):
             key = path.rpartition(".")[2]
             is_time = "seconds" in key  # a rate has the singular
-            if not isinstance(leaf, dict) or not leaf["median"] or any(word in key for word in NO_SPEED):
+            if (
+                not isinstance(leaf, dict)
+                or not leaf["median"]
+                or any(word in key for word in NO_SPEED)
+            ):
                 continue
             if is_time and "[" in path and not every:  # the shortest is of the smallest work
                 continue
             speed = 1 / leaf["median"] if is_time else leaf["median"]
-            kind, entry = path if is_time else re.sub(r"\[.*?\]", "[]", path), (machine, path, speed, leaf)
+            kind, entry = (
+                path if is_time else re.sub(r"\[.*?\]", "[]", path),
+                (machine, path, speed, leaf),
+            )
             if every:
                 kinds.setdefault(kind, []).append(entry)
             elif kind not in best or speed > best[kind][2]:
@@ -112,9 +152,15 @@ def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str
 def _warn_of_settings(name: str, answers: Mapping[str, Any], console: Console) -> None:
     """Warn of settings in which the answers differ: their figures are of other work."""
     for key in SETTINGS:
-        values = {machine: answer.get(key) for machine, answer in answers.items() if isinstance(answer, dict)}
+        values = {
+            machine: answer.get(key)
+            for machine, answer in answers.items()
+            if isinstance(answer, dict)
+        }
         if len(set(map(str, values.values()))) > 1:
-            console.warn(f"{name}: {key} is {', '.join(f'{value} on {machine}' for machine, value in values.items())}")
+            console.warn(
+                f"{name}: {key} is {', '.join(f'{value} on {machine}' for machine, value in values.items())}"
+            )
 
 
 def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
@@ -129,10 +175,17 @@ def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
     for axis, ((record, kind), panel) in zip(axes.flat, panels.items(), strict=True):
         items = [name or row["machine"] for row, name in zip(panel, name_rows(panel), strict=True)]
         medians = [row["value"]["median"] for row in panel]
-        bars = axis.barh(range(len(panel)), medians, color=[f"C{machines.index(row['machine']) % 10}" for row in panel])
+        bars = axis.barh(
+            range(len(panel)),
+            medians,
+            color=[f"C{machines.index(row['machine']) % 10}" for row in panel],
+        )
         texts = [format_cell(kind, row["value"]["median"]) for row in panel]
         if any(row["ratio"] != 1 for row in panel):
-            texts = [f"{text}, {format_cell('ratio', row['ratio'])}" for text, row in zip(texts, panel, strict=True)]
+            texts = [
+                f"{text}, {format_cell('ratio', row['ratio'])}"
+                for text, row in zip(texts, panel, strict=True)
+            ]
         axis.bar_label(bars, texts, padding=4, fontsize=8)
         is_wide = max(medians) > LOG_RANGE * min(medians)
         limits = (min(medians) / 2, max(medians) * 8) if is_wide else (0, 1.25 * max(medians))
@@ -141,6 +194,8 @@ def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
         axis.set_yticks(range(len(panel)), items)
         axis.invert_yaxis()
         axis.xaxis.set_major_formatter(lambda value, _, key=kind: format_cell(key, value))
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{index % 10}") for index in range(len(machines))]
+    handles = [
+        pyplot.Rectangle((0, 0), 1, 1, color=f"C{index % 10}") for index in range(len(machines))
+    ]
     figure.legend(handles, machines, loc="outside upper center", ncols=3, frameon=False)
     return save_figure(pyplot, figure, path)

@@ -36,19 +36,39 @@ from megatoken.plots import save_figure
 from megatoken.system.device import Device, cache_peak, open_device, product_calls, with_peak
 from megatoken.system.timing import time_calls
 
-LONGEST_SECONDS = 20.0  # for the repeats of a case; there are fewer, but three, of what takes longer
+LONGEST_SECONDS = (
+    20.0  # for the repeats of a case; there are fewer, but three, of what takes longer
+)
 SMALLEST = 64  # square product, context of attention
 LARGEST_SQUARE = {"cpu": 4096, "mps": 8192, "cuda": 16384}
-TOKENS = {"cpu": (256, 1024, 4096), "mps": (1024, 4096), "cuda": (1024, 2048, 4096, 8192, 16384)}  # of layers' products
+TOKENS = {
+    "cpu": (256, 1024, 4096),
+    "mps": (1024, 4096),
+    "cuda": (1024, 2048, 4096, 8192, 16384),
+}  # of layers' products
 LONGEST_CONTEXT = {"cpu": 2048, "mps": 4096, "cuda": 16384}
-SCORES = {"explicit": 4.0, "blocked": 0.75}  # T x T numbers a head that an implementation holds at its peak
-LARGEST_CPU_TOKENS = 8192  # of a micro-batch: beyond it products stop getting faster, and a step takes a minute
+SCORES = {
+    "explicit": 4.0,
+    "blocked": 0.75,
+}  # T x T numbers a head that an implementation holds at its peak
+LARGEST_CPU_TOKENS = (
+    8192  # of a micro-batch: beyond it products stop getting faster, and a step takes a minute
+)
 MOST_SEQS = 1 << 14
-CPU_MODELS = ((128, 4), (256, 6), (384, 6), (512, 8))  # width, layers; gpt2-124m, 768 wide with 12 layers, follows
+CPU_MODELS = (
+    (128, 4),
+    (256, 6),
+    (384, 6),
+    (512, 8),
+)  # width, layers; gpt2-124m, 768 wide with 12 layers, follows
 HEAD_WIDTH = 64
 CONTEXTS = (256, 512, 1024, 2048)
 STEP_TOKENS = {"cpu": 1024, "mps": 1024, "cuda": 8192}
-SEQ_LEN = {"cpu": 256, "mps": 256, "cuda": 1024}  # of the models: a step of few tokens still has several sequences
+SEQ_LEN = {
+    "cpu": 256,
+    "mps": 256,
+    "cuda": 1024,
+}  # of the models: a step of few tokens still has several sequences
 
 Call = Callable[[], object]
 Row = dict[str, Any]
@@ -67,7 +87,13 @@ class View:
 KERNEL = {"seconds": "time", "flops_per_second": "FLOP/s"}
 STEP = {"name": "step", "parameters": "parameters", "seq_len": "context", "batch_tokens": "tokens"}
 STEP |= {"flops_per_token": "FLOPs/token", "seconds_per_token": "time/token", **SPEED}
-LAYER = {"form": "attention", "dtype": "dtype", "seq_len": "context", **KERNEL, "extra_memory_bytes": "more memory"}
+LAYER = {
+    "form": "attention",
+    "dtype": "dtype",
+    "seq_len": "context",
+    **KERNEL,
+    "extra_memory_bytes": "more memory",
+}
 STEP_PANELS = ("tokens_per_second", "mfu", "peak_memory_bytes")
 VIEWS = {
     "gemm": View(
@@ -85,9 +111,15 @@ VIEWS = {
         y=("seconds", "flops_per_second", "extra_memory_bytes"),
     ),
     "batch": View(columns=STEP, panels=(("batch", "micro_batch", ()),), y=STEP_PANELS),
-    "size": View(columns=STEP, panels=(("models", "parameters", ()), ("contexts", "seq_len", ())), y=STEP_PANELS),
+    "size": View(
+        columns=STEP,
+        panels=(("models", "parameters", ()), ("contexts", "seq_len", ())),
+        y=STEP_PANELS,
+    ),
 }
-AXES = LAYER | STEP | {"m": "size of the squares", "micro_batch": "micro-batch (sequences)"}  # labels of pictures
+AXES = (
+    LAYER | STEP | {"m": "size of the squares", "micro_batch": "micro-batch (sequences)"}
+)  # labels of pictures
 AXES |= {"tokens": "tokens N", "width": "width K of (N, K) x (K, K)", "library": "library"}
 
 
@@ -112,7 +144,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     show_rows(view.columns, rows, console)
     timed = [row for row in rows if not row["skipped"]]
     if timed:
-        save_picture(partial(draw, view, timed, title), options.out / f"{options.name}.png", console)
+        save_picture(
+            partial(draw, view, timed, title), options.out / f"{options.name}.png", console
+        )
     return answer
 
 
@@ -135,12 +169,19 @@ def time_cases(
         calls: dict[str, Call] = {}
         for case in group:
             console.step(f"measuring {case.series}, {case.label}")
-            row = case.row | dict.fromkeys(("seconds", rate, "best", "peak_memory_bytes", "extra_memory_bytes"))
+            row = case.row | dict.fromkeys(
+                ("seconds", rate, "best", "peak_memory_bytes", "extra_memory_bytes")
+            )
             row["skipped"] = ended.get(case.series)
             rows.append(row)
             if not row["skipped"] and case.needed_bytes > allowed:
-                needed, most = format_quantity(case.needed_bytes, "B"), format_quantity(allowed, "B")
-                row["skipped"] = f"{case.label} would hold about {needed}, more than the {most} allowed"
+                needed, most = (
+                    format_quantity(case.needed_bytes, "B"),
+                    format_quantity(allowed, "B"),
+                )
+                row["skipped"] = (
+                    f"{case.label} would hold about {needed}, more than the {most} allowed"
+                )
             if row["skipped"]:
                 continue
             try:
@@ -159,14 +200,22 @@ def time_cases(
                 continue
             calls[str(len(rows) - 1)] = call
             row["peak_memory_bytes"] = device.peak_memory_bytes()
-            row["extra_memory_bytes"] = row["peak_memory_bytes"] - before if device.type == "cuda" else None
+            row["extra_memory_bytes"] = (
+                row["peak_memory_bytes"] - before if device.type == "cuda" else None
+            )
         if not calls:
             continue
         longest, first = LONGEST_SECONDS * len(group), len(rows) - len(group)
-        timings = time_calls(calls, repeats=repeats, longest=longest, fewest=3, synchronize=device.synchronize)
+        timings = time_calls(
+            calls, repeats=repeats, longest=longest, fewest=3, synchronize=device.synchronize
+        )
         for index, timing in timings.items():
             amount = group[int(index) - first].amount
-            figures = {"seconds": describe_seconds(timing), rate: timing.rate(amount), "best": amount / timing.best}
+            figures = {
+                "seconds": describe_seconds(timing),
+                rate: timing.rate(amount),
+                "best": amount / timing.best,
+            }
             rows[int(index)] |= figures
     console.close()
     return rows
@@ -183,7 +232,10 @@ def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -
         for y_key in ys
     ]
     columns = len(ys) if len(ys) > 1 else len(panels)
-    size = {"figsize": (max(9.0, 5.5 * columns), 5.0 * len(panels) / columns), "layout": "constrained"}
+    size = {
+        "figsize": (max(9.0, 5.5 * columns), 5.0 * len(panels) / columns),
+        "layout": "constrained",
+    }
     figure, axes = pyplot.subplots(len(panels) // columns, columns, squeeze=False, **size)
     figure.suptitle(title)
     for axis, (own, x_key, y_key, series) in zip(axes.flat, panels, strict=True):
@@ -191,17 +243,30 @@ def draw(view: View, rows: Sequence[Row], title: str, pyplot: Any, path: Path) -
         for label in dict.fromkeys(labels):
             line = [row for row, its_label in zip(own, labels, strict=True) if its_label == label]
             x, y = [row[x_key] for row in line], [row[y_key] for row in line]
-            median, low, high = ([v[key] if isinstance(v, dict) else v for v in y] for key in FIGURE[:3])
+            median, low, high = (
+                [v[key] if isinstance(v, dict) else v for v in y] for key in FIGURE[:3]
+            )
             axis.plot(x, median, "o-", label=label)
             axis.fill_between(x, low, high, alpha=0.2, lw=0)
-        axis.set(xlabel=AXES[x_key], ylabel=AXES[y_key], xscale="log", yscale="log" if y_key == "seconds" else "linear")
+        axis.set(
+            xlabel=AXES[x_key],
+            ylabel=AXES[y_key],
+            xscale="log",
+            yscale="log" if y_key == "seconds" else "linear",
+        )
         ticks = sorted({row[x_key] for row in own})
         axis.set_xticks(ticks, [f"{x:g}" if x < 1e5 else format_quantity(x) for x in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.25)
-        axis.yaxis.set_major_formatter(pyplot.FuncFormatter(lambda value, _, key=y_key: format_cell(key, value)))
+        axis.yaxis.set_major_formatter(
+            pyplot.FuncFormatter(lambda value, _, key=y_key: format_cell(key, value))
+        )
         if series:
-            axis.legend(title=", ".join(AXES[key] for key in series), loc="upper left", bbox_to_anchor=(1, 1))
+            axis.legend(
+                title=", ".join(AXES[key] for key in series),
+                loc="upper left",
+                bbox_to_anchor=(1, 1),
+            )
         if y_key != "seconds":
             axis.set_ylim(0)
     return save_figure(pyplot, figure, path)
@@ -212,14 +277,19 @@ def open_dtypes(name: str) -> Iterator[tuple[str, Device]]:
     device = open_device(MachineConfig(device=name))
     for dtype in dict.fromkeys([device.precision, *(["tf32"] if device.is_ampere else []), "fp32"]):
         precision: Any = "fp32" if dtype == "tf32" else dtype
-        yield dtype, open_device(MachineConfig(device=name, precision=precision, tf32=dtype == "tf32"))
+        yield (
+            dtype,
+            open_device(MachineConfig(device=name, precision=precision, tf32=dtype == "tf32")),
+        )
 
 
 def list_powers(largest: int) -> list[int]:
     """64, 128 .. `largest`. Raises ConfigError when there are none."""
     if largest < SMALLEST:
         raise ConfigError(
-            f"{largest} is less than the first size", "--largest or --longest", f"give {SMALLEST} or more"
+            f"{largest} is less than the first size",
+            "--largest or --longest",
+            f"give {SMALLEST} or more",
         )
     return [1 << power for power in range(SMALLEST.bit_length() - 1, largest.bit_length())]
 
@@ -236,7 +306,9 @@ def run_gemm(options: argparse.Namespace, console: Console) -> tuple[str, dict[s
         if not peaks:
             groups = list_layers(device, dtype, sizes)
             rows += time_cases(groups, device, "flops_per_second", options.repeats, console)
-        peaks[dtype] = max((row["best"] for row in rows if row["dtype"] == dtype and row["best"]), default=0.0)
+        peaks[dtype] = max(
+            (row["best"] for row in rows if row["dtype"] == dtype and row["best"]), default=0.0
+        )
         cache_peak(device, peaks[dtype])
     found = ", ".join(f"{dtype} {format_quantity(peak, 'FLOP/s')}" for dtype, peak in peaks.items())
     title = f"matrix products on {device.name}; peak: {found}"
@@ -280,15 +352,26 @@ def list_squares(device: Device, dtype: str, sizes: Sequence[int]) -> Iterator[l
 def list_layers(device: Device, dtype: str, widths: Sequence[int]) -> Iterator[list[Case]]:
     """Products of N tokens with a layer of K x K weights, by torch, as a model computes them."""
     noise = torch.Generator(device.torch_device).manual_seed(0)
-    like: dict[str, Any] = {"dtype": device.dtype, "device": device.torch_device, "generator": noise}
+    like: dict[str, Any] = {
+        "dtype": device.dtype,
+        "device": device.torch_device,
+        "generator": noise,
+    }
 
     def build(tokens: int, width: int) -> Call:
-        return partial(torch.matmul, torch.randn(tokens, width, **like), torch.randn(width, width, **like))
+        return partial(
+            torch.matmul, torch.randn(tokens, width, **like), torch.randn(width, width, **like)
+        )
 
     for width in widths:
         yield [
             Case(
-                row={"name": f"{tokens} x {width} x {width}", "sweep": "layers", "dtype": dtype, "library": "torch"}
+                row={
+                    "name": f"{tokens} x {width} x {width}",
+                    "sweep": "layers",
+                    "dtype": dtype,
+                    "library": "torch",
+                }
                 | {"m": tokens, "k": width, "n": width, "tokens": tokens, "width": width},
                 label=f"width {width}",
                 series=f"layers of {tokens} tokens",
@@ -310,7 +393,13 @@ def run_attention(options: argparse.Namespace, console: Console) -> tuple[str, d
         rows += time_cases(groups, device, "flops_per_second", options.repeats, console, optional)
     sizes = {"n_head": config.n_head, "d_head": config.d_head}
     title = f"causal attention of {options.preset}, batch of {options.seqs}, forward and backward, on {device.name}"
-    return title, {"device": device.name, "preset": options.preset, "seqs": options.seqs, **sizes, "rows": rows}
+    return title, {
+        "device": device.name,
+        "preset": options.preset,
+        "seqs": options.seqs,
+        **sizes,
+        "rows": rows,
+    }
 
 
 def list_attention(
@@ -322,11 +411,23 @@ def list_attention(
     again (Dao et al. 2022), half of each for the triangle. B batch, H heads, T length, D head width.
     """
     H, D = config.n_head, config.d_head
-    own = CUDA_ONLY if device.type == "cuda" else ("native",) if device.type == "cpu" and find_library() else ()
+    own = (
+        CUDA_ONLY
+        if device.type == "cuda"
+        else ("native",)
+        if device.type == "cpu" and find_library()
+        else ()
+    )
     for T in lengths:
         noise = torch.Generator(device.torch_device).manual_seed(T)
-        like: dict[str, Any] = {"dtype": device.dtype, "device": device.torch_device, "generator": noise}
-        packed = torch.randn(size=(seqs, T, 3, H, D), **like).requires_grad_()  # as the model packs them
+        like: dict[str, Any] = {
+            "dtype": device.dtype,
+            "device": device.torch_device,
+            "generator": noise,
+        }
+        packed = torch.randn(
+            size=(seqs, T, 3, H, D), **like
+        ).requires_grad_()  # as the model packs them
         grad = torch.randn(size=(seqs, H, T, D), **like)
         yield [
             Case(
@@ -365,18 +466,29 @@ class Size:
 
 def run_batch(options: argparse.Namespace, console: Console) -> tuple[str, dict[str, Any]]:
     """Tokens/s, MFU and peak memory of a training step over its micro-batch: 1, 2, 4 .. sequences until memory ends."""
-    preset, device = PRESETS[options.preset], with_peak(open_device(MachineConfig(device=options.device)))
+    preset, device = (
+        PRESETS[options.preset],
+        with_peak(open_device(MachineConfig(device=options.device))),
+    )
     config = replace(preset, seq_len=options.seq_len or preset.seq_len)
-    largest = options.largest or (MOST_SEQS if device.type == "cuda" else max(1, LARGEST_CPU_TOKENS // config.seq_len))
+    largest = options.largest or (
+        MOST_SEQS if device.type == "cuda" else max(1, LARGEST_CPU_TOKENS // config.seq_len)
+    )
     sizes = [
         Size(name=f"micro-batch {seqs}", sweep="batch", model_config=config, seqs=seqs)
         for seqs in (1 << power for power in range(largest.bit_length()))
     ]
     rows = measure_steps([sizes], device, options.repeats, console)
     if rows[0]["skipped"]:
-        raise ConfigError(f"one sequence does not fit: {rows[0]['skipped']}", "--seq-len", "give less")
+        raise ConfigError(
+            f"one sequence does not fit: {rows[0]['skipped']}", "--seq-len", "give less"
+        )
     ended = next((row["skipped"] for row in rows if row["skipped"]), f"--largest {largest}")
-    about = {"preset": options.preset, "seq_len": config.seq_len, "rows": [row for row in rows if not row["skipped"]]}
+    about = {
+        "preset": options.preset,
+        "seq_len": config.seq_len,
+        "rows": [row for row in rows if not row["skipped"]],
+    }
     title = f"{options.preset} at {config.seq_len}, {format_peak(device)}; ended at {ended}"
     return title, {**describe_peak(device), **about, "ended": ended}
 
@@ -389,7 +501,9 @@ def run_size(options: argparse.Namespace, console: Console) -> tuple[str, dict[s
     return f"training steps, {format_peak(device)}", {**describe_peak(device), "rows": rows}
 
 
-def measure_steps(groups: Sequence[Sequence[Size]], device: Device, repeats: int, console: Console) -> list[Row]:
+def measure_steps(
+    groups: Sequence[Sequence[Size]], device: Device, repeats: int, console: Console
+) -> list[Row]:
     """Rows of training steps, by growing memory, as a CPU's peak only grows. One model lives at a time."""
     live: dict[ModelConfig, Any] = {}
 
@@ -397,14 +511,24 @@ def measure_steps(groups: Sequence[Sequence[Size]], device: Device, repeats: int
         config, machine = size.model_config, MachineConfig(device=str(device.torch_device))
         if config not in live:
             live.clear()
-            live[config] = build_workload(config, machine, batch_seqs=size.seqs, micro_batch=size.seqs)
+            live[config] = build_workload(
+                config, machine, batch_seqs=size.seqs, micro_batch=size.seqs
+            )
         return live[config].resize(size.seqs).step  # type: ignore[no-any-return]
 
     def make_case(size: Size) -> Case:
         config = size.model_config
-        row = {"name": size.name, "sweep": size.sweep, "n_layer": config.n_layer, "d_model": config.d_model}
+        row = {
+            "name": size.name,
+            "sweep": size.sweep,
+            "n_layer": config.n_layer,
+            "d_model": config.d_model,
+        }
         row |= {"seq_len": config.seq_len, "micro_batch": size.seqs, "batch_tokens": size.tokens}
-        row |= {"parameters": count_parameters(config), "flops_per_token": flops_per_token(config, causal=False)}
+        row |= {
+            "parameters": count_parameters(config),
+            "flops_per_token": flops_per_token(config, causal=False),
+        }
         return Case(
             row=row | {"flops_per_token_causal": flops_per_token(config, causal=True)},
             label=size.name,
@@ -437,8 +561,14 @@ def list_sizes(device_type: str, step_tokens: int | None = None) -> list[Size]:
                   for d, n in CPU_MODELS} | {"gpt2-124m": models["gpt2-124m"]}  # fmt: skip
     seq_len, smallest = min(SEQ_LEN[device_type], tokens), next(iter(models))
     longest = max(tokens, CONTEXTS[-1]) // CONTEXTS[-1] * CONTEXTS[-1]
-    steps = [("models", name, replace(config, seq_len=seq_len), tokens) for name, config in models.items()]
-    steps += [("contexts", f"{smallest}@{n}", replace(models[smallest], seq_len=n), longest) for n in CONTEXTS]
+    steps = [
+        ("models", name, replace(config, seq_len=seq_len), tokens)
+        for name, config in models.items()
+    ]
+    steps += [
+        ("contexts", f"{smallest}@{n}", replace(models[smallest], seq_len=n), longest)
+        for n in CONTEXTS
+    ]
     sizes = [
         Size(name=name, sweep=sweep, model_config=config, seqs=whole // config.seq_len)
         for sweep, name, config, whole in steps

@@ -30,12 +30,17 @@ def main() -> None:
         from megatoken.bench.baselines import build_training
 
         training = build_training(spec)
-        answers.write(json.dumps({"chosen": training.chosen, "tuning_seconds": training.tuning_seconds}) + "\n")
+        answers.write(
+            json.dumps({"chosen": training.chosen, "tuning_seconds": training.tuning_seconds})
+            + "\n"
+        )
         while line := lines.get():
             answers.write(json.dumps(training.run(int(line))) + "\n")
     except Exception as error:  # baselines, compilers and memory fail in many ways
         message = [line.strip() for line in str(error).splitlines() if line.strip()]
-        answers.write(json.dumps({"failed": ": ".join([type(error).__name__, *message[:1]])}) + "\n")
+        answers.write(
+            json.dumps({"failed": ": ".join([type(error).__name__, *message[:1]])}) + "\n"
+        )
 
 
 def _read_lines(lines: "Queue[str]") -> None:

@@ -29,7 +29,12 @@ from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import StepMetrics, train_step
 
-SPEED = {"tokens_per_second": "tokens/s", "mfu": "MFU", "mfu_causal": "MFU causal", "peak_memory_bytes": "peak memory"}
+SPEED = {
+    "tokens_per_second": "tokens/s",
+    "mfu": "MFU",
+    "mfu_causal": "MFU causal",
+    "peak_memory_bytes": "peak memory",
+}
 STEPS = 1000  # of the schedule, which no bench finishes
 SHARE = 0.8  # of the free memory that a bench uses
 ONE_PROCESS = DistEnv()
@@ -48,7 +53,9 @@ class Workload:
     def step(self) -> StepMetrics:
         """One optimizer step on batch number `state.step`. No gradients are left when memory ends."""
         config, seqs = self.model_config, self.step_config.batch_tokens // self.model_config.seq_len
-        ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=self.state.step).to(self.device.torch_device)
+        ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=self.state.step).to(
+            self.device.torch_device
+        )
         try:
             inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
             return train_step(self.state, self.step_config, self.device, Batch(inputs, targets))
@@ -60,7 +67,10 @@ class Workload:
     def resize(self, micro_batch: int) -> "Workload":
         """The same model with batches of exactly one micro-batch."""
         tokens = micro_batch * self.model_config.seq_len
-        return replace(self, step_config=replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch))
+        return replace(
+            self,
+            step_config=replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch),
+        )
 
 
 def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
@@ -84,15 +94,28 @@ def build_workload(
     """
     budget = BudgetConfig(steps=STEPS, batch_tokens=batch_seqs * model_config.seq_len)
     config = Config(seed=0, model=model_config, budget=budget, machine=machine)
-    device = open_device(machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size)
+    device = open_device(
+        machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size
+    )
     dims = ParallelDims(dp_replicate=dist_env.world_size, rank=dist_env.rank)
     state = build_state(build_model(model_config), config, device, dims)
-    choice = autotune(model_config, machine, device, micro_batch=micro_batch, dropout=0.0, compiled=compiled)
+    choice = autotune(
+        model_config, machine, device, micro_batch=micro_batch, dropout=0.0, compiled=compiled
+    )
     apply_choice(state, choice, device)
     step_config = build_step_config(
-        config, epoch_tokens=budget.batch_tokens * STEPS, micro_batch=micro_batch, device_type=device.type
+        config,
+        epoch_tokens=budget.batch_tokens * STEPS,
+        micro_batch=micro_batch,
+        device_type=device.type,
     )
-    return Workload(state=state, step_config=step_config, device=device, model_config=model_config, choice=choice)
+    return Workload(
+        state=state,
+        step_config=step_config,
+        device=device,
+        model_config=model_config,
+        choice=choice,
+    )
 
 
 def build_model(model_config: ModelConfig) -> GPT:
@@ -115,7 +138,9 @@ def count_seqs(tokens: int, seq_len: int) -> int:
     return tokens // seq_len
 
 
-def describe_mfu(tokens_per_second: float, model_config: ModelConfig, device: Device, peaks: int = 1) -> dict[str, Any]:
+def describe_mfu(
+    tokens_per_second: float, model_config: ModelConfig, device: Device, peaks: int = 1
+) -> dict[str, Any]:
     """MFU in both readings (model/flops.py), None without a known peak. peaks: devices that compute."""
     row: dict[str, Any] = {}
     for key, causal in (("mfu", False), ("mfu_causal", True)):
@@ -160,7 +185,10 @@ def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
         accumulates=True,
         loss_chunk=LOSS_CHUNK["cpu"],
     )
-    return memory.total_bytes + FP32 * model_config.n_layer * tokens * model_config.n_head * model_config.seq_len / 2
+    return (
+        memory.total_bytes
+        + FP32 * model_config.n_layer * tokens * model_config.n_head * model_config.seq_len / 2
+    )
 
 
 def reset_peak_memory(device: Device) -> None:

@@ -28,7 +28,13 @@ from megatoken.checkpoint.manifest import (
     verify,
 )
 from megatoken.errors import CheckpointError, StorageError
-from megatoken.system.atomic_write import error_number, hash_file, storage_errors, sync_file, sync_folder
+from megatoken.system.atomic_write import (
+    error_number,
+    hash_file,
+    storage_errors,
+    sync_file,
+    sync_folder,
+)
 
 IDENTITY = "mirror.json"  # of save.mirror: in the run folder and in the copy
 FileWriter = Callable[[Path], object]  # writes one file at the path it is given
@@ -43,7 +49,12 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def commit(
-    root: Path, step: int, files: Mapping[str, FileWriter], *, meta: Mapping[str, Any], needed_bytes: int = 0
+    root: Path,
+    step: int,
+    files: Mapping[str, FileWriter],
+    *,
+    meta: Mapping[str, Any],
+    needed_bytes: int = 0,
 ) -> Path:
     """Write the checkpoint of `step` so that it appears whole and durable, or not at all; return its folder.
 
@@ -82,7 +93,9 @@ def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
         free = shutil.disk_usage(root).free
         if needed_bytes > free:
             what = f"no room for the checkpoint of step {step}: {needed_bytes:,} bytes needed, {free:,} free"
-            raise StorageError(what, str(root), "free space, keep fewer checkpoints or use another disk")
+            raise StorageError(
+                what, str(root), "free space, keep fewer checkpoints or use another disk"
+            )
         draft.mkdir()
     return draft
 
@@ -131,12 +144,16 @@ def _write_file(
         return FileEntry(status.st_size, digest.result(), status.st_mtime_ns)
 
 
-def publish(draft: Path, step: int, entries: Mapping[str, FileEntry], *, meta: Mapping[str, Any]) -> None:
+def publish(
+    draft: Path, step: int, entries: Mapping[str, FileEntry], *, meta: Mapping[str, Any]
+) -> None:
     """Make a draft with these durable files the checkpoint of `step`. Raises StorageError."""
     root, final, replaced = draft.parent, step_folder(draft.parent, step), None
     with _save_errors(root, step, sum(entry.bytes for entry in entries.values())):
         if list_files(draft).keys() != entries.keys():
-            raise ValueError(f"the writers of step {step} made other files than those named: {sorted(entries)}")
+            raise ValueError(
+                f"the writers of step {step} made other files than those named: {sorted(entries)}"
+            )
         (draft / MANIFEST).write_bytes(encode_manifest(CheckpointManifest(step, meta, entries)))
         sync_file(draft / MANIFEST)
         for folder in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
@@ -180,9 +197,13 @@ def is_copy(folder: Path) -> bool:
 
 def list_steps(root: Path) -> list[int]:
     """Steps of committed checkpoints, ascending, unverified; none if `root` is missing. Raises StorageError."""
-    with storage_errors(root, what="checkpoints cannot be listed", fix="name a folder that can be read"):
+    with storage_errors(
+        root, what="checkpoints cannot be listed", fix="name a folder that can be read"
+    ):
         entries = [*os.scandir(root)] if root.exists() else []
-        names = [STEP.fullmatch(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        names = [
+            STEP.fullmatch(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)
+        ]
     return sorted(int(name[1]) for name in names if name)
 
 
@@ -197,17 +218,27 @@ def find_checkpoint(
     if is_checkpoint(source):
         return source, verify(source, hashes=hashes)
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    found = find_newest(root, lambda folder, error: warn(f"{error} (skipping {folder.name})"), hashes)
+    found = find_newest(
+        root, lambda folder, error: warn(f"{error} (skipping {folder.name})"), hashes
+    )
     if found is None:
-        what, fix = "holds no checkpoint", "name a run folder or one of its checkpoints; a new run has to train first"
+        what, fix = (
+            "holds no checkpoint",
+            "name a run folder or one of its checkpoints; a new run has to train first",
+        )
         if steps := list_steps(root):
-            what, fix = f"all {len(steps)} checkpoints are damaged", "restore one from a copy, or train again"
+            what, fix = (
+                f"all {len(steps)} checkpoints are damaged",
+                "restore one from a copy, or train again",
+            )
         raise CheckpointError(what, str(source), fix)
     return found
 
 
 def find_newest(
-    root: Path, on_damaged: Callable[[Path, CheckpointError], None], hashes: Callable[[str], bool] | None = None
+    root: Path,
+    on_damaged: Callable[[Path, CheckpointError], None],
+    hashes: Callable[[str], bool] | None = None,
 ) -> tuple[Path, CheckpointManifest] | None:
     """The newest checkpoint that verifies, with its manifest; None if there is none.
 
@@ -261,7 +292,9 @@ def prune(
         elif step not in keep and (not keep_every or step % keep_every):
             doomed.insert(0, folder)
     moved = []
-    with storage_errors(root, what="old checkpoints cannot be removed", fix="make the folder writable"):
+    with storage_errors(
+        root, what="old checkpoints cannot be removed", fix="make the folder writable"
+    ):
         for folder in doomed:
             moved.append(_move_aside(folder))
         if moved:
@@ -275,6 +308,10 @@ def _move_aside(folder: Path) -> Path:
     return folder.rename(folder.with_name(f".tmp-old-{folder.name}-{uuid.uuid4().hex}"))
 
 
-def _save_errors(root: Path, step: int, needed_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
+def _save_errors(
+    root: Path, step: int, needed_bytes: int = 0
+) -> contextlib.AbstractContextManager[None]:
     fix = "earlier checkpoints are intact; free or repair the disk, then start again"
-    return storage_errors(root, needed_bytes, what=f"checkpoint of step {step} was not saved", fix=fix)
+    return storage_errors(
+        root, needed_bytes, what=f"checkpoint of step {step} was not saved", fix=fix
+    )

@@ -51,8 +51,12 @@ def restore_state(
             scales = numbers.get("lr_scale", 1.0), group.get("lr_scale", 1.0)
             if scales[0] != scales[1]:
                 what = f"a group's learning rate was {scales[0]:g} times the schedule's, now {scales[1]:g} times"
-                raise ConfigError(what, "optimizer", "build the optimizer as before, or train in another folder")
-    on_device = {param for g in groups if g.get("fused") or g.get("capturable") for param in g["params"]}
+                raise ConfigError(
+                    what, "optimizer", "build the optimizer as before, or train in another folder"
+                )
+    on_device = {
+        param for g in groups if g.get("fused") or g.get("capturable") for param in g["params"]
+    }
     with torch.no_grad():
         verified = weights.fill(sharded.local_params, sharded.slices, share)
         values, slices = list_optimizer_tensors(state), {}
@@ -63,7 +67,9 @@ def restore_state(
             param = sharded.local_params[owner]
             if shape == sharded.full_shapes[owner]:
                 slices[name], shape = sharded.slices[owner], tuple(param.shape)
-            if name not in values:  # created in the first step; torch keeps `step` on the CPU unless the update is not
+            if (
+                name not in values
+            ):  # created in the first step; torch keeps `step` on the CPU unless the update is not
                 device = "cpu" if key == "step" and param not in on_device else param.device
                 values[name] = torch.empty(shape, dtype=saved.dtype(name), device=device)
         verified |= saved.fill(values, slices, share)
@@ -72,7 +78,9 @@ def restore_state(
             optimizer.state[sharded.local_params[owner]][key] = tensor
     for group, numbers in zip(groups, group_numbers, strict=False):
         group.update(numbers)
-    if manifest.meta["scaler"]:  # empty after bf16 or fp32, which have no loss scale: fp16 then begins with its first
+    if manifest.meta[
+        "scaler"
+    ]:  # empty after bf16 or fp32, which have no loss scale: fp16 then begins with its first
         with malformed(folder):
             state.scaler.load_state_dict(manifest.meta["scaler"])
     state.step = manifest.step
@@ -86,8 +94,14 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
     with torch.device("meta"), malformed(folder):
         # A manifest may claim any depth, and a layer takes memory: `check_shapes` refuses one that the tensors lack.
         model = GPT(replace(model_config, n_layer=min(model_config.n_layer, len(weights.shapes))))
-    check_shapes(weights.shapes, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, folder)
-    model.load_state_dict({name: weights.read(name).float() for name in weights.shapes}, assign=True)
+    check_shapes(
+        weights.shapes,
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        folder,
+    )
+    model.load_state_dict(
+        {name: weights.read(name).float() for name in weights.shapes}, assign=True
+    )
     if attention := str(manifest.meta.get("attention", "")):
         if attention not in ATTENTION:
             what = f"checkpoint was trained with attention {attention!r}, which is not registered"
@@ -100,9 +114,13 @@ def check_shapes(saved: Mapping[str, Shape], expected: Mapping[str, Shape], fold
     """Raise CheckpointError, naming the first differences, unless names and shapes are the model's."""
     names = [name for name in {**expected, **saved} if saved.get(name) != expected.get(name)]
     if names:
-        differences = [f"{name} is {saved.get(name)}, the model has {expected.get(name)}" for name in names[:3]]
+        differences = [
+            f"{name} is {saved.get(name)}, the model has {expected.get(name)}" for name in names[:3]
+        ]
         fix = "it belongs to another model: use that model's recipe, or another --out"
-        raise CheckpointError(f"checkpoint does not fit: {'; '.join(differences)}", str(folder), fix)
+        raise CheckpointError(
+            f"checkpoint does not fit: {'; '.join(differences)}", str(folder), fix
+        )
 
 
 def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
@@ -121,7 +139,9 @@ def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
             if value.shape not in ((), param.shape) and not state.sharded.dims.is_unsharded:
                 shapes = f"of shape {tuple(value.shape)} for a shard {tuple(param.shape)}"
                 what = f"{optimizer} keeps {key} {shapes} of {name}, which cannot be sharded"
-                raise ConfigError(what, where, "set machine.sharding=none and machine.tensor_parallel=1")
+                raise ConfigError(
+                    what, where, "set machine.sharding=none and machine.tensor_parallel=1"
+                )
             tensors[f"{name}/{key}"] = value
     return tensors
 
@@ -157,7 +177,9 @@ def _check_optimizer(
         owner = name.partition("/")[0]
         is_slice = tensor.shape == sharded.local_params[owner].shape
         live[name] = sharded.full_shapes[owner] if is_slice else tuple(tensor.shape)
-    has_state = {name.partition("/")[0] for name in live}  # many optimizers create their state in the first step only
+    has_state = {
+        name.partition("/")[0] for name in live
+    }  # many optimizers create their state in the first step only
     odd = [name for name in live if saved.get(name) != live[name]]
     for name, shape in saved.items():
         full_shape = sharded.full_shapes.get(owner := name.partition("/")[0])
@@ -165,4 +187,6 @@ def _check_optimizer(
         if not fits or (owner in has_state and name not in live):
             odd.append(name)
     if odd:
-        raise CheckpointError(f"optimizer state does not fit this model: {', '.join(odd[:4])}", str(folder))
+        raise CheckpointError(
+            f"optimizer state does not fit this model: {', '.join(odd[:4])}", str(folder)
+        )

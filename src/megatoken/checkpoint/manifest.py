@@ -24,9 +24,14 @@ from megatoken.system.atomic_write import BLOCK_BYTES, MALFORMED, hash_file, rea
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")  # always with fullmatch: step-10.bak is no checkpoint
+STEP = re.compile(
+    r"step-([0-9]{8}|[1-9][0-9]{8,})"
+)  # always with fullmatch: step-10.bak is no checkpoint
 _SEAL = b',\n "xxh3": "'
-_SAVED_NAMES = {"pos_emb": "positions", "tie_embeddings": "tied"}  # fields that had these names in the first version
+_SAVED_NAMES = {
+    "pos_emb": "positions",
+    "tie_embeddings": "tied",
+}  # fields that had these names in the first version
 
 
 class DamagedError(CheckpointError):
@@ -69,7 +74,9 @@ class VerifiedFile:
     def skip_header(self) -> None:
         """Read the header of a safetensors file: its length in 8 bytes, then JSON."""
         self.read_into(length := memoryview(bytearray(8)))
-        self.read_into(memoryview(bytearray(min(int.from_bytes(length, "little"), self._entry.bytes))))
+        self.read_into(
+            memoryview(bytearray(min(int.from_bytes(length, "little"), self._entry.bytes)))
+        )
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill a buffer of bytes with the next of the file. They are verified only when `finish` returns."""
@@ -88,7 +95,10 @@ class VerifiedFile:
 
 
 def verify(
-    folder: Path, *, hashes: Callable[[str], bool] | None = None, known: Mapping[str, FileEntry] | None = None
+    folder: Path,
+    *,
+    hashes: Callable[[str], bool] | None = None,
+    known: Mapping[str, FileEntry] | None = None,
 ) -> CheckpointManifest:
     """Read every byte of a checkpoint and return its manifest; raise DamagedError naming the file.
 
@@ -138,14 +148,23 @@ def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> Checkpoint
     if len(expected) != 32:
         raise damaged(path, "it does not end with its own hash")
     if raw != _seal(body):
-        raise damaged(path, f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(body)}, expected {expected}")
+        raise damaged(
+            path, f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(body)}, expected {expected}"
+        )
     try:
         content = json.loads(raw)
         if content["format"] != FORMAT:
-            what = f"checkpoint has format {content['format']}, this megatoken reads format {FORMAT}"
+            what = (
+                f"checkpoint has format {content['format']}, this megatoken reads format {FORMAT}"
+            )
             folder = str(path).removesuffix(f"/{MANIFEST}")
-            raise CheckpointError(what, folder, "use the megatoken that wrote it, or move the folder away")
-        files = {name: FileEntry(int(entry["bytes"]), entry["xxh3_128"]) for name, entry in content["files"].items()}
+            raise CheckpointError(
+                what, folder, "use the megatoken that wrote it, or move the folder away"
+            )
+        files = {
+            name: FileEntry(int(entry["bytes"]), entry["xxh3_128"])
+            for name, entry in content["files"].items()
+        }
         manifest = CheckpointManifest(int(content["step"]), dict(content["meta"]), files)
     except MALFORMED as error:
         raise damaged(path, f"it is malformed: {type(error).__name__}: {error}") from error
@@ -157,7 +176,10 @@ def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> Checkpoint
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """The manifest as JSON, sealed with its own hash. Raises ValueError if it holds NaN."""
-    files = {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in manifest.files.items()}
+    files = {
+        name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128}
+        for name, entry in manifest.files.items()
+    }
     content = {"format": FORMAT, "step": manifest.step, "meta": dict(manifest.meta), "files": files}
     return _seal(json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}").encode())
 
@@ -168,7 +190,11 @@ def _seal(body: bytes) -> bytes:
 
 def encode_model_config(config: ModelConfig) -> dict[str, Any]:
     """The architecture as `meta.shape` of the manifest."""
-    return {_SAVED_NAMES.get(f.name, f.name): getattr(config, f.name) for f in fields(config) if f.compare}
+    return {
+        _SAVED_NAMES.get(f.name, f.name): getattr(config, f.name)
+        for f in fields(config)
+        if f.compare
+    }
 
 
 def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
@@ -176,13 +202,18 @@ def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
     names = {saved: name for name, saved in _SAVED_NAMES.items()}
     try:
         config = ModelConfig(**{names.get(name, name): value for name, value in shape.items()})
-        values = {spec.key: parse_value(spec, str(getattr(config, spec.key))) for spec in list_fields(config)}
+        values = {
+            spec.key: parse_value(spec, str(getattr(config, spec.key)))
+            for spec in list_fields(config)
+        }
         config = replace(config, **values)
         problems = [what for _, what, _ in validate_model(config)]
     except MALFORMED as error:
         problems = [str(error)]
     if problems:
-        raise CheckpointError(f"manifest.json does not describe the model: {problems[0]:.200}", str(folder))
+        raise CheckpointError(
+            f"manifest.json does not describe the model: {problems[0]:.200}", str(folder)
+        )
     return config
 
 
@@ -203,9 +234,15 @@ def _read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise damaged(Path(error.filename or path), f"it cannot be read: {error.strerror}") from error
+        raise damaged(
+            Path(error.filename or path), f"it cannot be read: {error.strerror}"
+        ) from error
 
 
 def damaged(path: Path | str, reason: str) -> DamagedError:
     """The error for a file of a checkpoint."""
-    return DamagedError(f"checkpoint is damaged: {reason}", str(path), "an older checkpoint is used where there is one")
+    return DamagedError(
+        f"checkpoint is damaged: {reason}",
+        str(path),
+        "an older checkpoint is used where there is one",
+    )

@@ -55,8 +55,14 @@ NICENESS = 10
 
 def list_mirrored(store: ObjectStore) -> list[int]:
     """Steps of the checkpoints with a commit mark, ascending."""
-    marks = [PurePosixPath(name).parent for name in store.list(CHECKPOINTS) if name.endswith(f"/{MANIFEST}")]
-    return _parse_steps(folder.name for folder in marks if folder.parent == PurePosixPath(CHECKPOINTS))
+    marks = [
+        PurePosixPath(name).parent
+        for name in store.list(CHECKPOINTS)
+        if name.endswith(f"/{MANIFEST}")
+    ]
+    return _parse_steps(
+        folder.name for folder in marks if folder.parent == PurePosixPath(CHECKPOINTS)
+    )
 
 
 def check_owner(run: Path, store: ObjectStore) -> None:
@@ -66,7 +72,9 @@ def check_owner(run: Path, store: ObjectStore) -> None:
     """
     facts, there, mirrored = read_object(run / IDENTITY), read_identity(store), list_mirrored(store)
     own, steps = facts.get("run"), list_steps(run / CHECKPOINTS)
-    if there is None or (own is None and not mirrored):  # a run that was lost before its first checkpoint
+    if there is None or (
+        own is None and not mirrored
+    ):  # a run that was lost before its first checkpoint
         own = there = own or there or uuid.uuid4().hex
         _write_identity(run, {**facts, "run": own})
         store.write(IDENTITY, f"{json.dumps({'run': own})}\n".encode())
@@ -75,7 +83,9 @@ def check_owner(run: Path, store: ObjectStore) -> None:
         raise ConfigError("save.mirror holds the copy of another run", store.address, fix)
     if steps and mirrored and mirrored[-1] > steps[-1] and not facts.get("rewound"):
         what = f"save.mirror is ahead: step {mirrored[-1]:,} there, {steps[-1]:,} here"
-        raise ConfigError(what, store.address, "choose a new --out to go on from there, or another save.mirror")
+        raise ConfigError(
+            what, store.address, "choose a new --out to go on from there, or another save.mirror"
+        )
 
 
 def allow_rewind(run: Path) -> None:
@@ -113,16 +123,25 @@ def update_mirror(
         if (run / name).is_file():
             store.write(name, (run / name).read_bytes())
     missing = _list_missing(run, store, keep_every, best)
-    n_bytes = sum(upload_checkpoint(store, step_folder(run / CHECKPOINTS, step)) for step in missing)
+    n_bytes = sum(
+        upload_checkpoint(store, step_folder(run / CHECKPOINTS, step)) for step in missing
+    )
     _remove_rewound(run, store)
     prune_mirror(store, keep_last=keep_last, keep_every=keep_every, best=best)
-    return {"uploaded": [*map(_step_name, missing)], "bytes": n_bytes, "seconds": time.monotonic() - start}
+    return {
+        "uploaded": [*map(_step_name, missing)],
+        "bytes": n_bytes,
+        "seconds": time.monotonic() - start,
+    }
 
 
 def _list_missing(run: Path, store: ObjectStore, keep_every: int, best: int | None) -> list[int]:
     """The checkpoints that belong in a copy and are not whole there, the newest first."""
     steps, files = list_steps(run / CHECKPOINTS), store.list(CHECKPOINTS)
-    wanted = {*steps[-1:], *(step for step in steps if step == best or (keep_every and step % keep_every == 0))}
+    wanted = {
+        *steps[-1:],
+        *(step for step in steps if step == best or (keep_every and step % keep_every == 0)),
+    }
     return [step for step in sorted(wanted, reverse=True) if not _is_complete(store, step, files)]
 
 
@@ -130,7 +149,9 @@ def _remove_rewound(run: Path, store: ObjectStore) -> None:
     """Remove the checkpoints there that are later than the newest here, where `allow_rewind` has allowed it."""
     facts, steps = read_object(run / IDENTITY), list_steps(run / CHECKPOINTS)
     if facts.pop("rewound", False):
-        remove_steps(store, [step for step in list_mirrored(store) if step > max(steps, default=step)])
+        remove_steps(
+            store, [step for step in list_mirrored(store) if step > max(steps, default=step)]
+        )
         _write_identity(run, facts)
 
 
@@ -138,7 +159,10 @@ def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
     """Upload a checkpoint, its manifest last; return its bytes. Raises DamagedError when it is not whole here."""
     files, name = verify(folder).files, f"{CHECKPOINTS}/{folder.name}"
     run_parallel(
-        [partial(store.upload, folder / file, f"{name}/{file}", entry.xxh3_128) for file, entry in files.items()]
+        [
+            partial(store.upload, folder / file, f"{name}/{file}", entry.xxh3_128)
+            for file, entry in files.items()
+        ]
     )
     store.write(f"{name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
     read_mark(store, folder.name)
@@ -158,7 +182,9 @@ def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
     return manifest
 
 
-def prune_mirror(store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None = None) -> None:
+def prune_mirror(
+    store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None = None
+) -> None:
     """Remove old checkpoints, their marks first, and what uploads that were ended have left of older ones.
 
     Kept: the newest `keep_last` (at least 1) that have all files in their sizes, whatever is newer, the `best` and each
@@ -199,7 +225,9 @@ def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
         try:
             for file, entry in read_mark(store, _step_name(step)).files.items():
                 name = _object_name(step, file)
-                _check_entry(store, step, file, FileEntry(store.size(name) or 0, store.hash(name)), entry)
+                _check_entry(
+                    store, step, file, FileEntry(store.size(name) or 0, store.hash(name)), entry
+                )
         except MegatokenError as error:
             errors.append(error)
     return len(steps), errors
@@ -220,13 +248,19 @@ def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | No
     _fetch_file(store, PROVENANCE, run)  # marks the folder as a run, should this be killed
     folder = fetch_newest(store, steps, run / CHECKPOINTS, warn)
     if folder is None:
-        raise CheckpointError("no checkpoint there is whole", address, "start without save.mirror, or with another one")
+        raise CheckpointError(
+            "no checkpoint there is whole",
+            address,
+            "start without save.mirror, or with another one",
+        )
     for name in (*RUN_FILES, IDENTITY):
         _fetch_file(store, name, run)
     return folder
 
 
-def fetch_newest(store: ObjectStore, steps: Sequence[int], root: Path, warn: Callable[[str], None]) -> Path | None:
+def fetch_newest(
+    store: ObjectStore, steps: Sequence[int], root: Path, warn: Callable[[str], None]
+) -> Path | None:
     """Fetch the last of these checkpoints that is whole into the folder of checkpoints `root`; None if none is."""
     for step in reversed(steps):
         try:
@@ -246,7 +280,9 @@ def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
 
     def fetch(file: str) -> None:
         try:
-            written = write_files(draft, step, {file: partial(store.download, _object_name(step, file))}, needed_bytes)
+            written = write_files(
+                draft, step, {file: partial(store.download, _object_name(step, file))}, needed_bytes
+            )
         except MissingObjectError as error:
             raise damaged(store.at(_object_name(step, file)), "it is missing") from error
         _check_entry(store, step, file, written[file], manifest.files[file])
@@ -286,7 +322,10 @@ class MirrorUploads:
 
     def __init__(self, run: Path, address: str, *, keep_last: int, keep_every: int) -> None:
         words = [str(run), address, str(keep_last), str(keep_every)]
-        self._command = [*python_command("from megatoken.checkpoint.mirror import main; main(sys.argv[1:])"), *words]
+        self._command = [
+            *python_command("from megatoken.checkpoint.mirror import main; main(sys.argv[1:])"),
+            *words,
+        ]
         self._root = run / CHECKPOINTS
         self._process: subprocess.Popen[str] | None = None
         self._waiting = False
@@ -303,7 +342,9 @@ class MirrorUploads:
             self.step = steps[-1]
             null, pipe = subprocess.DEVNULL, subprocess.PIPE
             command = [*self._command, "" if best is None else str(best)]
-            self._process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True)
+            self._process = subprocess.Popen(
+                command, stdin=null, stdout=pipe, stderr=null, text=True
+            )
 
     def poll(self, *, wait: bool = False) -> dict[str, Any] | None:
         """What the upload that has ended returned, or {"error": a line}; None while there is nothing to tell.
@@ -317,12 +358,18 @@ class MirrorUploads:
         self._process = self.step = None
         if self._waiting:
             self.start(self._best)
-        return dict(json.loads(line)) if line else {"error": f"the upload ended with code {process.returncode}"}
+        return (
+            dict(json.loads(line))
+            if line
+            else {"error": f"the upload ended with code {process.returncode}"}
+        )
 
 
 def main(words: Sequence[str]) -> None:
     """The process of one upload: prints a line of JSON, and dies with the one that started it (Linux)."""
-    for name in FORWARDED:  # a terminal or a scheduler sends these to the whole group; training decides
+    for (
+        name
+    ) in FORWARDED:  # a terminal or a scheduler sends these to the whole group; training decides
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if ask := at_parent_death(signal.SIGKILL):
@@ -340,9 +387,14 @@ def main(words: Sequence[str]) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _check_entry(store: ObjectStore, step: int, file: str, found: FileEntry, expected: FileEntry) -> None:
+def _check_entry(
+    store: ObjectStore, step: int, file: str, found: FileEntry, expected: FileEntry
+) -> None:
     if found.bytes != expected.bytes:
-        raise damaged(store.at(_object_name(step, file)), f"it has {found.bytes:,} bytes, expected {expected.bytes:,}")
+        raise damaged(
+            store.at(_object_name(step, file)),
+            f"it has {found.bytes:,} bytes, expected {expected.bytes:,}",
+        )
     if found != expected:
         reason = f"its xxh3-128 is {found.xxh3_128}, expected {expected.xxh3_128}"
         raise damaged(store.at(_object_name(step, file)), reason)

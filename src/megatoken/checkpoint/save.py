@@ -38,7 +38,13 @@ class AsyncSave:
     """
 
     def __init__(
-        self, root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]
+        self,
+        root: Path,
+        state: TrainingState,
+        *,
+        config: Path,
+        tokenizer: Path,
+        meta: Mapping[str, Any],
     ) -> None:
         """config, tokenizer: the run's resolved config and tokenizer folder, copied so that a checkpoint stands alone.
 
@@ -48,7 +54,11 @@ class AsyncSave:
         start = time.perf_counter()
         self.step, self.folder, self.comm = state.step, step_folder(root, state.step), state.comm
         model_config = encode_model_config(state.model.config)
-        self.meta = {"shape": model_config, "scaler": state.scaler.state_dict(), **describe_optimizer(state.optimizer)}
+        self.meta = {
+            "shape": model_config,
+            "scaler": state.scaler.state_dict(),
+            **describe_optimizer(state.optimizer),
+        }
         self.meta |= meta
         if state.model.attention_name not in BUILT_IN:  # needed to use the weights
             self.meta["attention"] = state.model.attention_name
@@ -60,8 +70,12 @@ class AsyncSave:
         files, local_bytes = copy_tensors(state)
         self._needed_bytes = count_needed_bytes(sum(self.comm.gather(local_bytes)))
         # None: that checkpoint exists.
-        self._draft = self.comm.run_on_rank0(lambda: open_draft(root, self.step, self._needed_bytes))
-        self._thread = Thread(target=self._write, args=(files, config, tokenizer), name="megatoken-save")
+        self._draft = self.comm.run_on_rank0(
+            lambda: open_draft(root, self.step, self._needed_bytes)
+        )
+        self._thread = Thread(
+            target=self._write, args=(files, config, tokenizer), name="megatoken-save"
+        )
         self._thread.start()
         self.stall_seconds = time.perf_counter() - start
 
@@ -73,7 +87,9 @@ class AsyncSave:
                 for path in sorted(tokenizer.iterdir()):
                     files[f"tokenizer/{path.name}"] = partial(shutil.copyfile, path)
             if self._draft is not None:
-                self._entries = write_files(self._draft, self.step, files, self._needed_bytes, self._count)
+                self._entries = write_files(
+                    self._draft, self.step, files, self._needed_bytes, self._count
+                )
         except MegatokenError as error:
             self._error = error
         except Exception as error:  # raised by `finish`
@@ -87,7 +103,9 @@ class AsyncSave:
         """Changes as long as this rank hashes or makes durable; on rank 0, as long as any rank writes."""
         total = self._n_bytes
         if self.comm.dist_env.is_main_process and self._draft is not None:
-            for path in self._draft.rglob("*"):  # safetensors writes into a file of another name and the final size
+            for path in self._draft.rglob(
+                "*"
+            ):  # safetensors writes into a file of another name and the final size
                 with suppress(OSError):
                     status = path.stat()
                     total += status.st_size + getattr(status, "st_blocks", 0)  # not on Windows
@@ -127,7 +145,9 @@ class AsyncSave:
         return self.folder
 
 
-def save_state(root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]) -> Path:
+def save_state(
+    root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]
+) -> Path:
     """Commit the state as checkpoint `state.step` under `root` and wait for it; return its folder."""
     return AsyncSave(root, state, config=config, tokenizer=tokenizer, meta=meta).finish()
 
@@ -144,7 +164,11 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
     local_bytes = 0
     for kind, tensors in ((MODEL, sharded.local_params), (OPTIMIZER, optimizer)):
         params = {name: name.partition("/")[0] for name in tensors}
-        own = [name for name, param in params.items() if (is_main if whole else sharded.is_first_copy(param))]
+        own = [
+            name
+            for name, param in params.items()
+            if (is_main if whole else sharded.is_first_copy(param))
+        ]
         if not own and not is_main:
             continue
         copies = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in own}
@@ -153,7 +177,10 @@ def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
             files[tensor_file_name(kind)] = partial(write_tensors, tensors=copies)
         else:
             slices = {name: sharded.slices[params[name]] for name in own}
-            shapes = {name: sharded.full_shapes[params[name]] if copies[name].dim() else () for name in own}
+            shapes = {
+                name: sharded.full_shapes[params[name]] if copies[name].dim() else ()
+                for name in own
+            }
             file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
             files[file] = partial(write_tensors, tensors=copies, slices=slices, shapes=shapes)
     return files, local_bytes

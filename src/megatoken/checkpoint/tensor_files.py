@@ -33,7 +33,11 @@ Shape = tuple[int, ...]
 
 def tensor_file_name(name: str, rank: int = 0, world_size: int = 1) -> str:
     """model.safetensors, or model-00003-of-00008.safetensors, counted from 0."""
-    return f"{name}.safetensors" if world_size == 1 else f"{name}-{rank:05d}-of-{world_size:05d}.safetensors"
+    return (
+        f"{name}.safetensors"
+        if world_size == 1
+        else f"{name}-{rank:05d}-of-{world_size:05d}.safetensors"
+    )
 
 
 def write_tensors(
@@ -46,7 +50,10 @@ def write_tensors(
     header = None
     if slices is not None and shapes is not None:
         ranges = {name: [slices[name].rows, slices[name].columns] for name in tensors}
-        header = {"parts": json.dumps(ranges), "sizes": json.dumps({name: shapes[name] for name in tensors})}
+        header = {
+            "parts": json.dumps(ranges),
+            "sizes": json.dumps({name: shapes[name] for name in tensors}),
+        }
     save_file(dict(tensors), path, metadata=header)
 
 
@@ -57,9 +64,15 @@ class TensorReader:
         """Raises CheckpointError when there are no such files."""
         self._folder, self._manifest = folder, manifest
         self._files: dict[str, Any] = {}  # open, by name
-        self._parts: dict[str, dict[str, TensorSlice]] = {}  # by tensor: the slice in each file that has one
+        self._parts: dict[
+            str, dict[str, TensorSlice]
+        ] = {}  # by tensor: the slice in each file that has one
         self.shapes: dict[str, Shape] = {}
-        files = [file for file in manifest.files if re.fullmatch(rf"{name}(-\d+-of-\d+)?\.safetensors", file)]
+        files = [
+            file
+            for file in manifest.files
+            if re.fullmatch(rf"{name}(-\d+-of-\d+)?\.safetensors", file)
+        ]
         if not files:
             what = f"checkpoint holds no {tensor_file_name(name)}"
             raise CheckpointError(what, str(folder), "use another checkpoint")
@@ -75,7 +88,10 @@ class TensorReader:
         opened: Any = safe_open(self._folder / file, framework="pt")
         header = opened.metadata() or {}
         self._files[file] = opened
-        ranges, shapes = json.loads(header.get("parts", "{}")), json.loads(header.get("sizes", "{}"))
+        ranges, shapes = (
+            json.loads(header.get("parts", "{}")),
+            json.loads(header.get("sizes", "{}")),
+        )
         for tensor in opened.keys():  # noqa: SIM118  # it is no mapping
             shape_in_file = tuple(opened.get_slice(tensor).get_shape())
             self.shapes[tensor] = shape = tuple(map(int, shapes.get(tensor) or shape_in_file))
@@ -106,7 +122,10 @@ class TensorReader:
         return dtype
 
     def fill(
-        self, targets: Mapping[str, Tensor], slices: Mapping[str, TensorSlice], share: slice = slice(None)
+        self,
+        targets: Mapping[str, Tensor],
+        slices: Mapping[str, TensorSlice],
+        share: slice = slice(None),
     ) -> dict[str, FileEntry]:
         """Read tensors into `targets`, each in its slice (where none is given, whole), on any device.
 
@@ -124,7 +143,11 @@ class TensorReader:
                 for name in opened.offset_keys():  # as they are stored, without gaps
                     stored, mapped = self._parts[name][file], opened.get_tensor(name)  # not read
                     target = targets.get(name)
-                    if target is not None and wanted[name] == stored and _has_bytes_of(target, mapped):
+                    if (
+                        target is not None
+                        and wanted[name] == stored
+                        and _has_bytes_of(target, mapped)
+                    ):
                         values = target
                     else:
                         values = torch.empty_like(mapped)
@@ -135,7 +158,9 @@ class TensorReader:
         for name, target in targets.items():
             for file, stored in self._parts[name].items():
                 if file not in verified:
-                    missing[name] -= _copy_part(self._files[file].get_slice(name), stored, target, wanted[name])
+                    missing[name] -= _copy_part(
+                        self._files[file].get_slice(name), stored, target, wanted[name]
+                    )
             self._refuse_missing(name, missing[name])
         return verified
 
@@ -184,7 +209,9 @@ def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:
     """
     folder, manifest = find_checkpoint(source, warn)
     if os.path.lexists(target := step_folder(out, manifest.step)):
-        raise StorageError("the target exists", str(target), "choose another --out, or remove it first")
+        raise StorageError(
+            "the target exists", str(target), "choose another --out, or remove it first"
+        )
     if out.resolve() == source.resolve():
         raise StorageError("the target is the run itself", str(out), "choose another --out")
 
@@ -192,7 +219,9 @@ def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:
         reader = TensorReader(folder, manifest, name)
         write_tensors(path, {tensor: reader.read(tensor) for tensor in reader.shapes})
 
-    files: dict[str, FileWriter] = {tensor_file_name(name): partial(write_whole, name) for name in (MODEL, OPTIMIZER)}
+    files: dict[str, FileWriter] = {
+        tensor_file_name(name): partial(write_whole, name) for name in (MODEL, OPTIMIZER)
+    }
     others = [name for name in manifest.files if not name.endswith(".safetensors")]
     files |= {name: partial(shutil.copyfile, folder / name) for name in others}
     needed_bytes = sum(entry.bytes for entry in manifest.files.values())

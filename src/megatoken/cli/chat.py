@@ -47,7 +47,11 @@ def chat(options: Namespace) -> dict[str, Any]:
     check_settings(options.tokens, options.temperature, options.top_k, options.top_p, 1, FLAGS)
     is_terminal = options.prompt is None and sys.stdin.isatty()
     if is_terminal and options.json:
-        raise ConfigError("--json has no conversation to print", "--json", "give a message: -p TEXT, or from a pipe")
+        raise ConfigError(
+            "--json has no conversation to print",
+            "--json",
+            "give a message: -p TEXT, or from a pipe",
+        )
     text = options.prompt
     if text is None and not is_terminal:
         text = sys.stdin.buffer.read().decode(errors="replace").strip("\n")
@@ -60,7 +64,12 @@ def chat(options: Namespace) -> dict[str, Any]:
     template = find_template(loaded.tokenizer)
     prepare_decoding(loaded.model.to(device.torch_device), device)
     settings = Request(
-        (), options.tokens, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+        (),
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
     )
     system = [Message("system", options.system)] if options.system else []
     conversation = Conversation(loaded.model, template, settings, device, system)
@@ -72,16 +81,22 @@ def chat(options: Namespace) -> dict[str, Any]:
     size = format_quantity(count_parameters(loaded.model.config))
     about = f"{loaded.source}: {size} parameters, a context of {loaded.model.config.seq_len:,} tokens, {template.name}"
     options.console.print(about, MUTED)
-    options.console.print("/help for what can be typed; Ctrl-C stops an answer, Ctrl-D leaves", MUTED)
+    options.console.print(
+        "/help for what can be typed; Ctrl-C stops an answer, Ctrl-D leaves", MUTED
+    )
     talk(conversation, options)
-    messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
+    messages = [
+        {"role": message.role, "content": message.content} for message in conversation.messages
+    ]
     return {"messages": messages, "model": loaded.source}
 
 
 def talk(conversation: Conversation, options: Namespace) -> None:
     """Read messages from the terminal and answer them until the user leaves."""
     if readline:
-        readline.parse_and_bind("set enable-bracketed-paste on")  # several pasted lines are one message
+        readline.parse_and_bind(
+            "set enable-bracketed-paste on"
+        )  # several pasted lines are one message
     console, may_leave = options.console, False  # may_leave: by another Ctrl-C
     while True:
         try:
@@ -104,7 +119,9 @@ def talk(conversation: Conversation, options: Namespace) -> None:
         elif re.fullmatch(r"/\w+", text):
             if text != "/help":
                 console.print(f"no command {text}", MUTED)
-            console.table([*COMMANDS.items(), (QUOTES, "before and behind a message of several lines")])
+            console.table(
+                [*COMMANDS.items(), (QUOTES, "before and behind a message of several lines")]
+            )
         elif text:
             try:
                 may_leave = ask(conversation, text, options).finish_reason == "interrupted"
@@ -114,7 +131,9 @@ def talk(conversation: Conversation, options: Namespace) -> None:
 
 def ask(conversation: Conversation, text: str, options: Namespace) -> Answer:
     """Print the answer to a message while it comes, unless `--json`; say when old turns begin to be left out."""
-    shown = spell_controls if options.console.is_live else str  # a file or pipe gets the text alone, as it is
+    shown = (
+        spell_controls if options.console.is_live else str
+    )  # a file or pipe gets the text alone, as it is
     dropped = conversation.dropped
 
     def print_part(part: str) -> None:
@@ -127,7 +146,9 @@ def ask(conversation: Conversation, text: str, options: Namespace) -> Answer:
     notes = Console(to_stderr=True)
     if conversation.dropped and not dropped:
         what = format_count(conversation.dropped, "message")
-        notes.print(f"note: the context is full: the oldest {what} left out, and more from here on", MUTED)
+        notes.print(
+            f"note: the context is full: the oldest {what} left out, and more from here on", MUTED
+        )
     if answer.finish_reason == "length":
         notes.print(f"note: cut after {format_count(len(answer.ids), 'token')}", MUTED)
     return answer
@@ -137,7 +158,9 @@ def read_message() -> str:
     """A message from the terminal: a line, pasted lines, or lines between QUOTES. Raises EOFError at the end."""
     lines = [input("> ")]
     with suppress(EOFError):  # which comes again when the next message is read
-        while select.select([sys.stdin], [], [], PASTE_SECONDS)[0]:  # where readline does not take a paste whole
+        while select.select([sys.stdin], [], [], PASTE_SECONDS)[
+            0
+        ]:  # where readline does not take a paste whole
             lines.append(input())
     text = "\n".join(lines)
     if text.startswith(QUOTES):

@@ -37,7 +37,10 @@ def hold_folder(folder: Path, command: str) -> Iterator[None]:
 @contextmanager
 def stop_on_signal(stopping: threading.Event) -> Iterator[None]:
     """SIGTERM and SIGINT set `stopping`, which asks all runs to save and stop."""
-    before = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, lambda *_: stopping.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:

@@ -35,7 +35,9 @@ def write_completion(parser: Parser, shell: str) -> str:
     try:
         import shtab
     except ImportError:
-        raise ConfigError("completion needs shtab, which is not installed", fix="pip install shtab") from None
+        raise ConfigError(
+            "completion needs shtab, which is not installed", fix="pip install shtab"
+        ) from None
     for command, subparser in list_subparsers(parser):
         for action in subparser._actions:
             if action.dest in ("recipe", "contenders", "preset"):
@@ -53,7 +55,9 @@ def write_completion(parser: Parser, shell: str) -> str:
     return script + BASH_END if shell == "bash" else script
 
 
-def list_subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def list_subparsers(
+    parser: argparse.ArgumentParser,
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Every command with its parser, those below another one included."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

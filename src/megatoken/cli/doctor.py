@@ -16,7 +16,13 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.device import choose_device, misses_triton
-from megatoken.system.environment import cpu_count, find_compiler, free_memory_bytes, given_environment, python_command
+from megatoken.system.environment import (
+    cpu_count,
+    find_compiler,
+    free_memory_bytes,
+    given_environment,
+    python_command,
+)
 
 MEET_SECONDS = 90.0  # for two processes to start on a busy machine, to join and to sum
 MIN_DISK = 5e9  # bytes: less does not hold a GPT-2 124M run
@@ -52,15 +58,30 @@ def run_checks(folder: Path) -> list[dict[str, str]]:
             what, *rest = str(error).rsplit(" — ", 1)
             state, found, remedy = "bad", what, *(rest or [""])
         except Exception as error:  # drivers and libraries may raise anything
-            state, found, remedy = "bad", f"{type(error).__name__}: {error}", "unexpected: this is the system's message"
-        findings.append({"name": name, "state": state, "found": found, "remedy": "" if state == "good" else remedy})
+            state, found, remedy = (
+                "bad",
+                f"{type(error).__name__}: {error}",
+                "unexpected: this is the system's message",
+            )
+        findings.append(
+            {
+                "name": name,
+                "state": state,
+                "found": found,
+                "remedy": "" if state == "good" else remedy,
+            }
+        )
     return findings
 
 
 def check_versions(_: Path) -> Result:
     outdated = tuple(int(number) for number in torch.__version__.split(".")[:2]) < MIN_TORCH
     found = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return "bad" if outdated else "good", found, f"install torch {'.'.join(map(str, MIN_TORCH))} or newer"
+    return (
+        "bad" if outdated else "good",
+        found,
+        f"install torch {'.'.join(map(str, MIN_TORCH))} or newer",
+    )
 
 
 def check_device(_: Path) -> Result:
@@ -79,7 +100,11 @@ def check_compiler(_: Path) -> Result:
         return "lacking", f"plain PyTorch: {reason}", "pip install triton"
     if compiler := find_compiler():
         return "good", compiler, ""
-    return "lacking", "no C++ compiler: models run uncompiled", "install g++ to use machine.compile=on"
+    return (
+        "lacking",
+        "no C++ compiler: models run uncompiled",
+        "install g++ to use machine.compile=on",
+    )
 
 
 def check_native(_: Path) -> Result:
@@ -89,7 +114,9 @@ def check_native(_: Path) -> Result:
 
 
 def check_disk(folder: Path) -> Result:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"x")
@@ -97,7 +124,10 @@ def check_disk(folder: Path) -> Result:
     except OSError as error:
         return "bad", f"{existing}: {error.strerror}", "choose a folder you can write"
     free = shutil.disk_usage(existing).free
-    found, remedy = f"{format_quantity(free, 'B')} free at {existing}", "free some space, or choose another folder"
+    found, remedy = (
+        f"{format_quantity(free, 'B')} free at {existing}",
+        "free some space, or choose another folder",
+    )
     return "lacking" if free < MIN_DISK else "good", found, remedy
 
 
@@ -111,9 +141,15 @@ def check_tokenizer(_: Path) -> Result:
 def check_collective(_: Path) -> Result:
     command = [*python_command(LAUNCH), *python_command(PROGRAM)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MEET_SECONDS, env=given_environment())
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=MEET_SECONDS, env=given_environment()
+        )
     except subprocess.TimeoutExpired:
-        return "bad", f"two processes did not meet in {MEET_SECONDS:.0f} s", "check that the machine is not overloaded"
+        return (
+            "bad",
+            f"two processes did not meet in {MEET_SECONDS:.0f} s",
+            "check that the machine is not overloaded",
+        )
     if done.returncode:
         remedy = "check that this host's name resolves and no firewall blocks loopback, or set GLOO_SOCKET_IFNAME=lo"
         return "bad", done.stderr.strip().rpartition("\n")[2], remedy

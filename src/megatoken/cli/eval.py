@@ -12,7 +12,13 @@ from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.data.chat_template import find_template
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import read_dist_env
-from megatoken.eval.answers import DEFAULT_TOKENS, check_samples, describe_answers, evaluate_answers, read_questions
+from megatoken.eval.answers import (
+    DEFAULT_TOKENS,
+    check_samples,
+    describe_answers,
+    evaluate_answers,
+    read_questions,
+)
 from megatoken.eval.evaluate import evaluate
 from megatoken.eval.multiple_choice import describe_cut, format_score
 from megatoken.eval.rewards import REWARDS, load_reward
@@ -25,7 +31,9 @@ Evaluation = Callable[[Namespace, LoadedModel, Device, Comm, Console], dict[str,
 
 
 @memory_errors("eval", "use --precision bf16 or --device cpu")
-def evaluate_models(options: Namespace, run_harness: Evaluation | None = None) -> dict[str, Any] | None:
+def evaluate_models(
+    options: Namespace, run_harness: Evaluation | None = None
+) -> dict[str, Any] | None:
     """Load each model and evaluate it, by lm-evaluation-harness if given. None on every rank but the first.
 
     The answer for one model; for several {"models": [one for each, with its `parameters`]}.
@@ -36,11 +44,15 @@ def evaluate_models(options: Namespace, run_harness: Evaluation | None = None) -
         check_picture(options.plot)
     own_tasks = options.tasks and not run_harness
     # Examples are read and checked before a model is loaded.
-    tasks = read_examples(find_tasks(options.tasks), options.data, options.limit) if own_tasks else {}
+    tasks = (
+        read_examples(find_tasks(options.tasks), options.data, options.limit) if own_tasks else {}
+    )
     dist_env = read_dist_env()
     console = Console(to_stderr=options.json, quiet=not dist_env.is_main_process)
     machine = MachineConfig(device=options.device, precision=options.precision)
-    device = open_device(machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size)
+    device = open_device(
+        machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size
+    )
     answers: list[dict[str, Any]] = []
     with join_process_group(dist_env, device.type) as comm:
         for name in options.models:
@@ -68,7 +80,9 @@ def evaluate_models(options: Namespace, run_harness: Evaluation | None = None) -
                 head = "" if len(answers) > 1 else f"{'model':<{width}}{'parameters':>14}  "
                 print_row(head, f"{name:<{width}}{about['parameters']:>14,}  ", result, console)
             elif not options.json:
-                print_tasks(result, console) if tasks else print_loss(result, options.limit, console)
+                print_tasks(result, console) if tasks else print_loss(
+                    result, options.limit, console
+                )
     if not dist_env.is_main_process:
         return None
     if options.plot:
@@ -123,15 +137,21 @@ def print_row(head: str, lead: str, result: dict[str, Any], console: Console) ->
     console.print(lead + values)
 
 
-def print_tasks(result: dict[str, Any], console: Console, head: str | None = None, lead: str = "") -> None:
+def print_tasks(
+    result: dict[str, Any], console: Console, head: str | None = None, lead: str = ""
+) -> None:
     """One line per task: scores in percent with their standard errors. head: of the column of `lead`; "": no heads."""
     width = max(map(len, [*result["tasks"], "task"])) + 2
     if head != "":
-        console.print(f"{head or ''}{'task':<{width}}{'n':>7}" + "".join(f"{score:>18}" for score in SCORES))
+        console.print(
+            f"{head or ''}{'task':<{width}}{'n':>7}" + "".join(f"{score:>18}" for score in SCORES)
+        )
     for name, metrics in result["tasks"].items():
         scores = "".join(f"{format_score(metrics, score):>18}" for score in SCORES)
         perplexity = f"   perplexity {metrics['perplexity']:.2f}" if "perplexity" in metrics else ""
-        console.print(f"{lead}{name:<{width}}{metrics['n']:>7,}{scores}{perplexity}{describe_cut(metrics)}")
+        console.print(
+            f"{lead}{name:<{width}}{metrics['n']:>7,}{scores}{perplexity}{describe_cut(metrics)}"
+        )
 
 
 def print_loss(result: dict[str, Any], limit: int, console: Console) -> None:
@@ -139,7 +159,10 @@ def print_loss(result: dict[str, Any], limit: int, console: Console) -> None:
     over = f"{result['target_tokens']:,} tokens, {result['text_bytes']:,} bytes of text, {spread}"
     loss = f"{result['loss']:.4f} nats per token, perplexity {result['perplexity']:.3f}"
     bits = result["bits_per_byte"]
-    rows = [("loss", loss), ("bits per byte", "no token is text" if bits is None else f"{bits:.4f}")]
+    rows = [
+        ("loss", loss),
+        ("bits per byte", "no token is text" if bits is None else f"{bits:.4f}"),
+    ]
     console.table([*rows, ("over", f"{over}{result['split']} of {result['data']}")])
 
 
@@ -150,7 +173,11 @@ def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], targ
     ordered, tasks = [answers[index] for index in order], list(answers[0].get("tasks", ()))
     panels = tasks or ["loss", "bits_per_byte"]
     columns = min(len(panels), 2)
-    size = {"figsize": (5.5 * columns, 4.2 * -(-len(panels) // columns)), "layout": "constrained", "squeeze": False}
+    size = {
+        "figsize": (5.5 * columns, 4.2 * -(-len(panels) // columns)),
+        "layout": "constrained",
+        "squeeze": False,
+    }
     figure, axes = pyplot.subplots(-(-len(panels) // columns), columns, **size)
     parameters = [answer["parameters"] for answer in ordered]
     sizes = sorted({*parameters})
@@ -158,17 +185,24 @@ def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], targ
         curves = {panel: [(answer.get(panel), 0.0) for answer in ordered]}
         if tasks:
             scored = [answer["tasks"][panel] for answer in ordered]
-            curves = {score: [(each[score], each["stderr"][score] or 0.0) for each in scored] for score in SCORES}
+            curves = {
+                score: [(each[score], each["stderr"][score] or 0.0) for each in scored]
+                for score in SCORES
+            }
         for (curve, values), marker in zip(curves.items(), "osv", strict=False):
             y, errors = zip(*values, strict=True)
             if None not in y:
                 axis.errorbar(parameters, y, errors, marker=marker, ms=5, lw=1, label=curve)
         for size in sizes:
-            models = "\n".join(Path(names[i]).name for i in order if answers[i]["parameters"] == size)
+            models = "\n".join(
+                Path(names[i]).name for i in order if answers[i]["parameters"] == size
+            )
             axis.axvline(size, color="0.9", zorder=0)
             axis.annotate(models, (size, 0), xycoords=axis.get_xaxis_transform(),
                           rotation=90, fontsize=8, xytext=(2, 4), textcoords="offset points")  # fmt: skip
-        axis.set(title=panel.replace("_", " ") if not tasks else panel, xlabel="parameters", xscale="log")
+        axis.set(
+            title=panel.replace("_", " ") if not tasks else panel, xlabel="parameters", xscale="log"
+        )
         axis.set_xticks(sizes, map(format_quantity, sizes))
         axis.minorticks_off()
         axis.margins(x=0.1, y=0.2)

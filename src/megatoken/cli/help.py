@@ -14,7 +14,10 @@ GROUPS = {
         "doctor": "megatoken doctor",
         "completion": "megatoken completion bash",
     },
-    "data": {"prepare": "megatoken prepare texts/ --out data/mine", "verify": "megatoken verify data/mine"},
+    "data": {
+        "prepare": "megatoken prepare texts/ --out data/mine",
+        "verify": "megatoken verify data/mine",
+    },
     "train": {
         "train": "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.lr=1e-3",
         "runs": "megatoken runs --sort val_loss",
@@ -52,7 +55,9 @@ DOC = re.compile(r"  \S+ +(free|guarded|fatal) +")  # before the meaning of a co
 class HelpFormatter(argparse.HelpFormatter):
     """argparse's help with usage, description and epilog wrapped at spaces; lines that are short enough stay."""
 
-    def _format_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None) -> str:
+    def _format_usage(
+        self, usage: str | None, actions: Any, groups: Any, prefix: str | None
+    ) -> str:
         if usage is None:
             return super()._format_usage(usage, actions, groups, prefix)
         whole, depth = "", 0  # options in brackets stay together
@@ -65,27 +70,42 @@ class HelpFormatter(argparse.HelpFormatter):
         rows = []
         for line in text.splitlines():
             found = DOC.match(line)
-            rows.append(wrap(line, width, " " * (found.end() if found else len(line) - len(line.lstrip()))))
+            rows.append(
+                wrap(line, width, " " * (found.end() if found else len(line) - len(line.lstrip())))
+            )
         return "\n".join(rows)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return wrap(" ".join(text.split()), width, "").splitlines()  # names with a hyphen stay whole
+        return wrap(
+            " ".join(text.split()), width, ""
+        ).splitlines()  # names with a hyphen stay whole
 
 
 def wrap(line: str, width: int, indent: str) -> str:
     """A line as several, those after the first behind `indent`; its own blanks stay."""
-    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def format_overview(docs: Mapping[str, str]) -> str:
     """The text of `megatoken` and `megatoken --help`. docs: one line for each command."""
     width = min(WIDTH, shutil.get_terminal_size().columns)
-    lines = ["Pre-train GPT-2, GPT-3 and LLaMA models from raw text.", "", "usage: megatoken COMMAND ..."]
+    lines = [
+        "Pre-train GPT-2, GPT-3 and LLaMA models from raw text.",
+        "",
+        "usage: megatoken COMMAND ...",
+    ]
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:"]
         for command in commands:
             lines.append(wrap(f"  {command:<{COLUMN}}{docs[command]}", width, " " * (COLUMN + 2)))
-    lines += ["", "examples:", *(f"  {EXAMPLES[command]}" for command in FIRST), f"  {RESUME:<40}# go on with a run"]
+    lines += [
+        "",
+        "examples:",
+        *(f"  {EXAMPLES[command]}" for command in FIRST),
+        f"  {RESUME:<40}# go on with a run",
+    ]
     rest = "`megatoken COMMAND --help` shows its options and an example; `megatoken --version` the version."
     lines += ["", wrap(rest, width, "")]
     return "\n".join(lines) + "\n"

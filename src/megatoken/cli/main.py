@@ -22,7 +22,14 @@ from typing import Any
 
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import encode_model_config, verify
-from megatoken.cli.arguments import TRANSLATED, Command, build_parser, check_eval, parse, refuse_without_effect
+from megatoken.cli.arguments import (
+    TRANSLATED,
+    Command,
+    build_parser,
+    check_eval,
+    parse,
+    refuse_without_effect,
+)
 from megatoken.cli.completion import write_completion
 from megatoken.cli.plan import find_vocabulary, plan, resolve_recipe_or_preset
 from megatoken.cli.quickstart import quickstart
@@ -45,7 +52,14 @@ from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.parallel_dims import ParallelDims, check_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.eval.tasks import find_tasks
-from megatoken.launch.local import COMMAND, RESTARTS, at_parent_death, launch, stop_at_once, write_stop_marker
+from megatoken.launch.local import (
+    COMMAND,
+    RESTARTS,
+    at_parent_death,
+    launch,
+    stop_at_once,
+    write_stop_marker,
+)
 from megatoken.launch.scripts import GPU, TIME, Job, check_batch, check_job, name_job, write_script
 from megatoken.model import flops
 from megatoken.optim.costs import count_saved_bytes
@@ -56,7 +70,14 @@ from megatoken.system.object_store import is_address
 from megatoken.train.metrics_log import METRICS
 from megatoken.train.run_folder import BUDGET_KEYS, check_folder
 
-NEED_WEIGHTS = ("finetune", "sft", "dpo", "reward", "grpo", "ppo")  # recipes that train given weights
+NEED_WEIGHTS = (
+    "finetune",
+    "sft",
+    "dpo",
+    "reward",
+    "grpo",
+    "ppo",
+)  # recipes that train given weights
 TRAIN_ON = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}  # the recipe for a kind of rows
 Result = tuple[int, dict[str, Any]]  # exit code, and the object that --json prints
 
@@ -84,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):  # of a terminal that was closed
             if "--debug" in words:
                 traceback.print_exc()
-            sys.stderr.write(f"{_rank_prefix()}error: {error}\n")  # one write, so that lines of ranks do not mix
+            sys.stderr.write(
+                f"{_rank_prefix()}error: {error}\n"
+            )  # one write, so that lines of ranks do not mix
         return int(error.code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -108,8 +131,12 @@ def prepare_streams() -> None:
 def name_system_error(error: OSError) -> MegatokenError:
     """The one-line error of a path that the system refuses: too long a name, a folder that may not be entered."""
     if error.filename is None:
-        return StorageError(f"cannot write: {error.strerror or error}", "standard output", "send it somewhere else")
-    return StorageError(error.strerror or str(error), error.filename, "check the path and its permissions")
+        return StorageError(
+            f"cannot write: {error.strerror or error}", "standard output", "send it somewhere else"
+        )
+    return StorageError(
+        error.strerror or str(error), error.filename, "check the path and its permissions"
+    )
 
 
 def _rank_prefix() -> str:
@@ -162,9 +189,12 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
     from megatoken.data.tokenizer import load_tokenizer
 
     if is_address(options.out):
-        raise ConfigError("conversations are prepared in a folder", str(options.out), "name one, and copy it")
+        raise ConfigError(
+            "conversations are prepared in a folder", str(options.out), "name one, and copy it"
+        )
     refuse_without_effect(
-        ("--text-key", options.text_key != "text", False, "text"), ("--workers", options.workers != 0, False, "text")
+        ("--text-key", options.text_key != "text", False, "text"),
+        ("--workers", options.workers != 0, False, "text"),
     )
     named, init = Path(options.tokenizer), "RUN"
     is_tokenizer = any((named / name).is_file() for name in ("tokenizer.json", MANIFEST_NAME))
@@ -172,14 +202,20 @@ def _prepare_chats(options: argparse.Namespace, recipe: str) -> Result:
         from megatoken.convert.load_pretrained import load_pretrained
 
         loaded = load_pretrained(options.tokenizer, options.console.warn)
-        tokenizer, seq_len, init = loaded.tokenizer, options.context or loaded.model.config.seq_len, options.tokenizer
+        tokenizer, seq_len, init = (
+            loaded.tokenizer,
+            options.context or loaded.model.config.seq_len,
+            options.tokenizer,
+        )
     elif not options.context and (named.exists() or options.tokenizer in ("gpt2", "bytes")):
         fix = "name the model by --tokenizer RUN, or a tokenizer and --context N"
         raise ConfigError("rows of conversations are prepared for a model", "--tokenizer", fix)
     else:
         tokenizer, seq_len = load_tokenizer(options.tokenizer), options.context
     own = _pick(options, "val_fraction", "shard_tokens", "invalid", "long")
-    prepared = prepare_chats(find_source(options.source, options.root), options.out, tokenizer, seq_len=seq_len, **own)
+    prepared = prepare_chats(
+        find_source(options.source, options.root), options.out, tokenizer, seq_len=seq_len, **own
+    )
     with PrepareBar(options.console) as bar:
         bar.finish(options.out, prepared, f"{recipe} --init {shlex.quote(init)}")
     return ExitCode.DONE, dataclasses.asdict(prepared)
@@ -193,7 +229,9 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         ("--overfit-batch", "data.order", "one-batch" if options.overfit_batch else None),
         ("--reward", "objective.reward", options.reward),
     )
-    refuse_without_effect(("--restarts", options.restarts is not None, options.nproc != 1, "--nproc above 1"))
+    refuse_without_effect(
+        ("--restarts", options.restarts is not None, options.nproc != 1, "--nproc above 1")
+    )
     with stop_at_once(options.ending):
         resolved, named_out = find_recipe(options)
         if options.ending and heartbeat_file() is None and (ask := at_parent_death(signal.SIGTERM)):
@@ -217,7 +255,9 @@ def run_train(options: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         fields = _pick(options, "console", "explain", "allow_changes", "extend", "reward")
         summary = Trainer(resolved, out, **fields).fit()
         answer = dataclasses.asdict(summary) if is_main else None
-        return write_stop_marker(options.ending) if summary.code == ExitCode.STOPPED else summary.code, answer
+        return write_stop_marker(
+            options.ending
+        ) if summary.code == ExitCode.STOPPED else summary.code, answer
 
 
 def add_settings(options: argparse.Namespace, *rows: tuple[str, str, Any]) -> None:
@@ -230,11 +270,17 @@ def add_settings(options: argparse.Namespace, *rows: tuple[str, str, Any]) -> No
         if value == "":
             raise ConfigError(f"{flag} is empty", flag, "give a value, or leave it out")
         if value is not None and key in given:
-            raise ConfigError(f"{flag} and {given[key]} are both given", "command line", f"{flag} sets {key}: give one")
+            raise ConfigError(
+                f"{flag} and {given[key]} are both given",
+                "command line",
+                f"{flag} sets {key}: give one",
+            )
         options.overrides += [f"{key}={value}"] if value is not None else []
 
 
-def launch_ranks(options: argparse.Namespace, restarts: int = 0, config: Config | None = None) -> int | None:
+def launch_ranks(
+    options: argparse.Namespace, restarts: int = 0, config: Config | None = None
+) -> int | None:
     """Run this command in `--nproc` processes; their exit code, or None in a process that must run it itself.
 
     config: of the run, whose batch has to divide among them.
@@ -252,13 +298,21 @@ def launch_ranks(options: argparse.Namespace, restarts: int = 0, config: Config 
         raise ConfigError(f"--nproc is {options.nproc}", "--nproc", "give 1 or more")
     if options.nproc not in (1, dist_env.local_world_size):
         what = f"--nproc {options.nproc} in one of {dist_env.local_world_size} processes of this machine"
-        raise ConfigError(what, "--nproc", "let torchrun or srun start one process on each machine, or leave it out")
+        raise ConfigError(
+            what,
+            "--nproc",
+            "let torchrun or srun start one process on each machine, or leave it out",
+        )
     return None
 
 
 def find_recipe(options: argparse.Namespace) -> tuple[ResolvedConfig, Path | None]:
     """The resolved recipe, and the run folder named by a recipe of another program."""
-    given = [name for name in ("recipe", *(flag[2:] for flag in TRANSLATED)) if getattr(options, name) is not None]
+    given = [
+        name
+        for name in ("recipe", *(flag[2:] for flag in TRANSLATED))
+        if getattr(options, name) is not None
+    ]
     if len(given) != 1:
         what = "no recipe given" if not given else f"{' and '.join(given)} are both given"
         raise ConfigError(what, "command line", f"give one of RECIPE, {', '.join(TRANSLATED)}")
@@ -273,7 +327,9 @@ def find_recipe(options: argparse.Namespace) -> tuple[ResolvedConfig, Path | Non
     translation = translate(options)
     resolved = translation.resolve(options.overrides)
     check_recipe(resolved.config)
-    return dataclasses.replace(resolved, notes=(*translation.notes, *resolved.notes)), translation.out
+    return dataclasses.replace(
+        resolved, notes=(*translation.notes, *resolved.notes)
+    ), translation.out
 
 
 def find_run_config(folder: Path) -> Path:
@@ -285,13 +341,18 @@ def find_run_config(folder: Path) -> Path:
         copy = step_folder(folder / "checkpoints", step) / RUN_CONFIG
         with suppress(CheckpointError):
             verify(copy.parent, hashes=lambda name: name == RUN_CONFIG)
-            return own if keys.issuperset(assignment.key for assignment in read_recipe(copy)) else copy
+            return (
+                own if keys.issuperset(assignment.key for assignment in read_recipe(copy)) else copy
+            )
     return own
 
 
 def check_recipe(config: Config) -> None:
     """Raise what the run would, as far as that is known without its data, devices and processes."""
-    check_dims(ParallelDims(tp_size=config.machine.tensor_parallel), config.model.resolve(config.model.vocab_size))
+    check_dims(
+        ParallelDims(tp_size=config.machine.tensor_parallel),
+        config.model.resolve(config.model.vocab_size),
+    )
     if config.evaluate.tasks:
         find_tasks([name.strip().removesuffix("?") for name in config.evaluate.tasks.split(",")])
     if config.data.tokenizer != FIELDS["data.tokenizer"].default:
@@ -331,7 +392,13 @@ def run_launch(options: argparse.Namespace) -> Result:
     )
     fields = _pick(options, "nodes", "nproc", "image", "partition", "account", "namespace")
     fields |= {"gpus": options.gpus or GPU, "time": options.time or TIME}
-    job = Job(name=name_job(resolved.name), train_args=words, setup=options.setup, sbatch=options.sbatch, **fields)
+    job = Job(
+        name=name_job(resolved.name),
+        train_args=words,
+        setup=options.setup,
+        sbatch=options.sbatch,
+        **fields,
+    )
     check_job(job, resolved.config)
     script = redact(write_script(options.engine, job))
     if options.write:
@@ -353,8 +420,12 @@ def run_doctor(options: argparse.Namespace) -> Result:
     findings = run_checks(options.folder)
     for finding in findings:
         remedy = f" — {finding['remedy']}" if finding["remedy"] else ""
-        options.console.print(f"{finding['state']:<7} {finding['name']:<10} {finding['found']}{remedy}")
-    code = ExitCode.CONFIG if any(finding["state"] == "bad" for finding in findings) else ExitCode.DONE
+        options.console.print(
+            f"{finding['state']:<7} {finding['name']:<10} {finding['found']}{remedy}"
+        )
+    code = (
+        ExitCode.CONFIG if any(finding["state"] == "bad" for finding in findings) else ExitCode.DONE
+    )
     return code, {"findings": findings}
 
 
@@ -363,7 +434,10 @@ def run_config(options: argparse.Namespace) -> Result:
     resolved, _ = find_recipe(options)
     if not options.json:
         print(redact(_render_with_notes(resolved)), end="")
-    return ExitCode.DONE, {"values": dataclasses.asdict(resolved.config), "origins": resolved.origins}
+    return ExitCode.DONE, {
+        "values": dataclasses.asdict(resolved.config),
+        "origins": resolved.origins,
+    }
 
 
 def run_describe(options: argparse.Namespace) -> Result:
@@ -381,20 +455,30 @@ def run_describe(options: argparse.Namespace) -> Result:
         "expected_initial_loss": flops.expected_initial_loss(model),
         **encode_model_config(model),
     }
-    note = "" if config.model.vocab_size else f" (the recipe leaves it to the tokenizer: {find_vocabulary(config)[1]})"
+    note = (
+        ""
+        if config.model.vocab_size
+        else f" (the recipe leaves it to the tokenizer: {find_vocabulary(config)[1]})"
+    )
     kind = f"{model.norm}, {model.mlp} of {model.d_ff:,}, {model.pos_emb} positions, heads of {model.d_head}"
     kind += f"{'' if model.bias else ', no biases'}, output layer {'tied' if model.tie_embeddings else 'of its own'}"
     kind += "".join(f", {name}" for name in model.switched_on)
     full, causal = answer["flops_per_token_full"], answer["flops_per_token_causal"]
     rows = [
-        ("model", f"{options.preset}: {model.n_layer} layers, {describe_heads(model)}, width {model.d_model:,}"),
+        (
+            "model",
+            f"{options.preset}: {model.n_layer} layers, {describe_heads(model)}, width {model.d_model:,}",
+        ),
         ("of", kind),
         ("context", f"{model.seq_len:,} tokens"),
         ("vocabulary", f"{model.vocab_size:,} ids, padded to {model.padded_vocab_size:,}{note}"),
         ("parameters", f"{answer['parameters']:,}"),
         ("in products", f"{answer['matmul_parameters']:,} (the output layer counted once)"),
         ("FLOPs/token", f"{full:,} full attention, {causal:,} causal"),
-        ("state", f"{format_memory(answer['state_bytes'])} of fp32 weights and the state of {config.optim.name}"),
+        (
+            "state",
+            f"{format_memory(answer['state_bytes'])} of fp32 weights and the state of {config.optim.name}",
+        ),
         ("first loss", f"ln(V) = {answer['expected_initial_loss']:.3f} nats"),
     ]
     if not options.json:
@@ -410,14 +494,23 @@ def describe_tensors(options: argparse.Namespace) -> dict[str, Any]:
     if name in (*PRESETS, *list_recipes()) or Path(name).suffix in (".yaml", ".yml"):
         tensors = list_parameters(resolve_recipe_or_preset(name, options.overrides)[1])
     elif options.overrides:
-        raise ConfigError("a model's file has its own sizes", options.overrides[0], "leave it out, or name a preset")
+        raise ConfigError(
+            "a model's file has its own sizes",
+            options.overrides[0],
+            "leave it out, or name a preset",
+        )
     else:
         tensors = list_tensors(name, options.console.warn)
     rows = [{**tensor._asdict(), "parameters": math.prod(tensor.shape)} for tensor in tensors]
-    width, total = max((len(row["name"]) for row in rows), default=0), sum(row["parameters"] for row in rows)
+    width, total = (
+        max((len(row["name"]) for row in rows), default=0),
+        sum(row["parameters"] for row in rows),
+    )
     for row in () if options.json else rows:
         shape = " x ".join(map(str, row["shape"]))
-        options.console.print(f"{row['name']:<{width}}  {shape:<14} {row['dtype']:<9}{row['parameters']:>16,}")
+        options.console.print(
+            f"{row['name']:<{width}}  {shape:<14} {row['dtype']:<9}{row['parameters']:>16,}"
+        )
     options.console.print(f"{total:,} numbers in {format_count(len(rows), 'tensor')}")
     return {"tensors": rows, "parameters": total}
 
@@ -425,7 +518,9 @@ def describe_tensors(options: argparse.Namespace) -> dict[str, Any]:
 def run_dryrun(options: argparse.Namespace) -> Result:
     """dryrun: estimate memory and communication of one process of many."""
     add_settings(
-        options, ("--tp", "machine.tensor_parallel", options.tp), ("--shard", "machine.sharding", options.shard)
+        options,
+        ("--tp", "machine.tensor_parallel", options.tp),
+        ("--shard", "machine.sharding", options.shard),
     )
     resolved, model, _ = resolve_recipe_or_preset(options.preset, options.overrides)
     config = resolved.config
@@ -437,14 +532,26 @@ def run_dryrun(options: argparse.Namespace) -> Result:
     model_row = ("model", f"{options.preset} on {options.gpus:,} x {options.gpu}")
     options.console.table([model_row, *describe_estimate(estimate)])
     options.console.print(advice)
-    return ExitCode.DONE, {**dataclasses.asdict(estimate), "gpu": options.gpu, "fits": fits, "advice": advice}
+    return ExitCode.DONE, {
+        **dataclasses.asdict(estimate),
+        "gpu": options.gpu,
+        "fits": fits,
+        "advice": advice,
+    }
 
 
 def run_plan(options: argparse.Namespace) -> Result:
     """plan: what a run will take on some GPUs."""
     refuse_without_effect(("--law", options.law, options.budget is not None, "--budget"))
     for name in ("gpus", "deadline", "budget", "plot"):
-        refuse_without_effect((f"--{name}", getattr(options, name), not options.calibrate, "plans without --calibrate"))
+        refuse_without_effect(
+            (
+                f"--{name}",
+                getattr(options, name),
+                not options.calibrate,
+                "plans without --calibrate",
+            )
+        )
     return ExitCode.DONE, plan(options)
 
 
@@ -463,12 +570,18 @@ def run_sample(options: argparse.Namespace) -> Result:
     refuse_greedy_choices(options)
     if find_run(options.prompt) and not Path(options.model).exists():
         words = shlex.join(["megatoken", "sample", options.prompt, options.model])
-        raise ConfigError("the model comes before the prompt", options.prompt, f"did you mean {words}?")
+        raise ConfigError(
+            "the model comes before the prompt", options.prompt, f"did you mean {words}?"
+        )
     from megatoken.cli.sample import sample
 
     if options.prompt == "-" and sys.stdin.isatty():
         print("text to continue, then Ctrl-D on a line of its own:", file=sys.stderr)
-    prompt = sys.stdin.buffer.read() if options.prompt == "-" else options.prompt.encode(errors="surrogateescape")
+    prompt = (
+        sys.stdin.buffer.read()
+        if options.prompt == "-"
+        else options.prompt.encode(errors="surrogateescape")
+    )
     return ExitCode.DONE, sample(options, prompt.decode(errors="replace"))
 
 
@@ -507,7 +620,9 @@ def run_export(options: argparse.Namespace) -> Result:
     """export: write a model in another program's format."""
     from megatoken.convert.export import export
 
-    return ExitCode.DONE, export(options.model, options.to, options.out, options.dtype, options.console)
+    return ExitCode.DONE, export(
+        options.model, options.to, options.out, options.dtype, options.console
+    )
 
 
 def run_consolidate(options: argparse.Namespace) -> Result:
@@ -536,7 +651,9 @@ def run_verify(options: argparse.Namespace) -> Result:
     damaged = [str(error) for error in report.errors]
     for message in damaged:
         options.console.print(f"damaged: {message}")
-    options.console.print(f"{report.kind} {options.folder}: {report.checked} checked, {len(damaged)} damaged")
+    options.console.print(
+        f"{report.kind} {options.folder}: {report.checked} checked, {len(damaged)} damaged"
+    )
     code = report.errors[0].code if report.errors else ExitCode.DONE
     return code, {"kind": report.kind, "checked": report.checked, "damaged": damaged}
 
@@ -547,12 +664,18 @@ def run_plot(options: argparse.Namespace) -> Result:
 
     first: Path = options.runs[0]
     target = options.out or first / "plots"
-    if options.pictures and len(options.runs) == 1 and not (first / METRICS).is_file():  # a model, perhaps not ours
+    if (
+        options.pictures and len(options.runs) == 1 and not (first / METRICS).is_file()
+    ):  # a model, perhaps not ours
         refuse_without_effect(("--x", options.x, False, "the curves of runs"))
-        pictures = draw_weights(first, options.out or Path("plots") / (first.stem if first.is_file() else first.name))
+        pictures = draw_weights(
+            first, options.out or Path("plots") / (first.stem if first.is_file() else first.name)
+        )
     else:
         file = target / "curves.png" if target.is_dir() or not options.out else target
-        pictures = [draw_curves(options.runs, file, options.x or "tokens", Console(to_stderr=True).warn)]
+        pictures = [
+            draw_curves(options.runs, file, options.x or "tokens", Console(to_stderr=True).warn)
+        ]
         pictures += draw_weights(first, first / "plots") if options.pictures else []
     if not options.json:
         print(redact("\n".join(map(str, pictures))))
@@ -590,9 +713,31 @@ def _call_module(name: str) -> Command:
 COMMANDS: dict[str, Command] = {
     command.__name__.removeprefix("run_"): command
     for command in (
-        *(run_prepare, run_train, run_launch, run_doctor, run_config, run_describe, run_dryrun, run_plan, run_sample),
-        *(run_chat, run_eval, run_export, run_consolidate, run_bench, run_verify, run_plot, run_completion, run_runs),
+        *(
+            run_prepare,
+            run_train,
+            run_launch,
+            run_doctor,
+            run_config,
+            run_describe,
+            run_dryrun,
+            run_plan,
+            run_sample,
+        ),
+        *(
+            run_chat,
+            run_eval,
+            run_export,
+            run_consolidate,
+            run_bench,
+            run_verify,
+            run_plot,
+            run_completion,
+            run_runs,
+        ),
     )
 }
-COMMANDS |= {name: _call_module(name) for name in ("serve", "report", "sync", "scaling", "sweep", "race")}
+COMMANDS |= {
+    name: _call_module(name) for name in ("serve", "report", "sync", "scaling", "sweep", "race")
+}
 COMMANDS["quickstart"] = lambda options: quickstart(options, COMMANDS)

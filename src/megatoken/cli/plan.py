@@ -52,8 +52,14 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         tokens = config.budget.epochs * count_epoch_tokens(config, model.seq_len)
     tokens = tokens or budget_tokens(config)
     if config.objective.name not in ("pretrain", "sft"):
-        left_out = "the second answer of each pair" if config.objective.name in PAIRS else "sampling of answers"
-        options.console.print(f"note: {left_out}, the reference and whole copies of sharded weights are not counted")
+        left_out = (
+            "the second answer of each pair"
+            if config.objective.name in PAIRS
+            else "sampling of answers"
+        )
+        options.console.print(
+            f"note: {left_out}, the reference and whole copies of sharded weights are not counted"
+        )
     if options.calibrate:
         return plan_here(options, config, model, tokens, price)
     if options.gpus is None:
@@ -61,15 +67,25 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("no GPUs given", "megatoken plan", fix)
     gpus, gpu = parse_gpus(options.gpus)
     if options.records is not None and not options.records.is_dir():
-        raise ConfigError("no such folder", str(options.records), "give a folder of records of `megatoken bench batch`")
+        raise ConfigError(
+            "no such folder",
+            str(options.records),
+            "give a folder of records of `megatoken bench batch`",
+        )
     measured, n_measured = measured_factor(options.records or Path("records"), gpu)
     is_open = resolved.origins["machine.activation_checkpointing"] == "default"
     modes = CHECKPOINTING if is_open else (config.machine.activation_checkpointing,)
     known: dict[str, Any] = {"tokens": tokens, "price": price, "modes": modes, "measured": measured}
     chosen = plan_run(config, model, gpu, gpus, **known)
     met = find_deadline(config, model, gpu, hours, **known) if hours else None
-    full = dataclasses.replace(config, budget=dataclasses.replace(config.budget, batch_start=0, batch_ramp=0))
-    optimum = spend_budget(full, budget, gpu, gpus, price, options.law or "chinchilla", modes) if budget else None
+    full = dataclasses.replace(
+        config, budget=dataclasses.replace(config.budget, batch_start=0, batch_ramp=0)
+    )
+    optimum = (
+        spend_budget(full, budget, gpu, gpus, price, options.law or "chinchilla", modes)
+        if budget
+        else None
+    )
     counts = sorted({*GPU_COUNTS, gpus})
     divided = scale_gpus(full, model, gpu, counts, **known)
     scaled = [each for each in divided if each.fits]
@@ -84,32 +100,46 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         from megatoken.estimate.plan_plot import draw_plan
 
         drawn = plan_family(full, model.preset, gpu, GPU_COUNTS, **known) if model.preset else {}
-        answer["picture"] = str(draw_plan(f"{options.recipe} on {gpu.name}", scaled, drawn, options.plot))
+        answer["picture"] = str(
+            draw_plan(f"{options.recipe} on {gpu.name}", scaled, drawn, options.plot)
+        )
     console: Console = options.console
     rows = [describe_model(options.recipe, model), *describe_plan(chosen)]
     if settings:
         rows.append(("settings", f"train with {' '.join(settings)}"))
     if not chosen.fits:
         smallest = find_deadline(config, model, gpu, math.inf, **known)
-        fewest = smallest.layout.gpus if smallest and smallest.layout.gpus <= GPU_COUNTS[-1] else None
+        fewest = (
+            smallest.layout.gpus if smallest and smallest.layout.gpus <= GPU_COUNTS[-1] else None
+        )
         answer["fewest_gpus"] = fewest
         fitting = f"{fewest:,} x {gpu.name}" if fewest else f"no number up to {GPU_COUNTS[-1]:,}"
         rows.append(("fits on", f"{fitting}, of those among which the batch divides"))
     console.table(rows)
     if n_measured:
-        console.print(f"{n_measured} measurements of this GPU: {measured:.2f} times the speed of the formula")
+        console.print(
+            f"{n_measured} measurements of this GPU: {measured:.2f} times the speed of the formula"
+        )
     if scaled:
         size = f"{config.budget.batch_tokens:,} tokens{', from the first step on,' if chosen.ramp else ''}"
         console.print(f"\nthe same batch of {size} on other numbers of {gpu.name}")
         alone = scaled[0].tokens_per_second / scaled[0].layout.gpus
-        speeds = [((f"{p.layout.gpus:,}", f"{p.tokens_per_second / alone:,.1f}"), p) for p in divided]
+        speeds = [
+            ((f"{p.layout.gpus:,}", f"{p.tokens_per_second / alone:,.1f}"), p) for p in divided
+        ]
         print_costs(console, ("GPUs", "speed-up"), speeds)
         if undivided := set(counts) - {each.layout.gpus for each in divided}:
             numbers = ", ".join(f"{count:,}" for count in sorted(undivided))
-            console.print(f"left out: {numbers}, among which {config.batch_seqs:,} sequences do not divide")
+            console.print(
+                f"left out: {numbers}, among which {config.batch_seqs:,} sequences do not divide"
+            )
     if family:
         console.print(f"\nthe family at 20 tokens a parameter on {gpus} x {gpu.name}")
-        print_costs(console, ("model", "tokens"), [((n, format_quantity(p.tokens)), p) for n, (p,) in family.items()])
+        print_costs(
+            console,
+            ("model", "tokens"),
+            [((n, format_quantity(p.tokens)), p) for n, (p,) in family.items()],
+        )
     if hours:
         console.print(f"\ndeadline  {describe_deadline(met, options.deadline, gpu.name)}")
         answer["deadline"] = plan_answer(met) if met else None
@@ -132,9 +162,16 @@ def plan_here(
     device, measured = calibrate(config, model, CALIBRATE_SECONDS)
     rate = config.budget.batch_tokens / measured.step_seconds(model.n_layer, config.batch_seqs)
     hours = measured.run_seconds(config, model, tokens) / 3600
-    memory_bytes, free_bytes = count_run_bytes(measured, config, model, device), device.memory_bytes(1)
+    memory_bytes, free_bytes = (
+        count_run_bytes(measured, config, model, device),
+        device.memory_bytes(1),
+    )
     fits = not free_bytes or memory_bytes <= free_bytes
-    mfu = rate * flops_per_token(model, causal=False) / device.peak_flops if device.peak_flops else None
+    mfu = (
+        rate * flops_per_token(model, causal=False) / device.peak_flops
+        if device.peak_flops
+        else None
+    )
     answer = {
         "fits": fits,
         "memory_bytes": memory_bytes,
@@ -149,11 +186,16 @@ def plan_here(
         "micro_batch": measured.micro_batch,
     }
     layers = f"models of {' and '.join(map(str, measured.layers))} layers"
-    free = f"{format_quantity(free_bytes, 'B')} free now" if free_bytes else "unknown how much is free"
+    free = (
+        f"{format_quantity(free_bytes, 'B')} free now" if free_bytes else "unknown how much is free"
+    )
     needed = f"{format_quantity(memory_bytes, 'B')} with micro-batches of {measured.micro_batch}"
     rows = [
         describe_model(options.recipe, model),
-        ("on", f"{device.name}, {device.precision}, by {layers} with micro-batches of {measured.timed_seqs}"),
+        (
+            "on",
+            f"{device.name}, {device.precision}, by {layers} with micro-batches of {measured.timed_seqs}",
+        ),
         ("memory", f"{'fits' if fits else 'does not fit'}: {needed}, {free}"),
         ("speed", describe_speed(rate, MEASURED_SPREAD, mfu)),
         ("length", describe_length(tokens, model)),
@@ -165,10 +207,14 @@ def plan_here(
     return answer
 
 
-def resolve_recipe_or_preset(name: str, overrides: Sequence[str]) -> tuple[ResolvedConfig, ModelConfig, bool]:
+def resolve_recipe_or_preset(
+    name: str, overrides: Sequence[str]
+) -> tuple[ResolvedConfig, ModelConfig, bool]:
     """A recipe's config, else a preset's, with origins; its model with a vocabulary; whether it is a recipe."""
     is_recipe = name in list_recipes() or name not in PRESETS
-    resolved = resolve(name, overrides, tuple(PRESETS)) if is_recipe else resolve_preset(name, overrides)
+    resolved = (
+        resolve(name, overrides, tuple(PRESETS)) if is_recipe else resolve_preset(name, overrides)
+    )
     if resolved.config.model.init:
         from megatoken.train.initial_state import take_architecture
 
@@ -182,7 +228,9 @@ def count_epoch_tokens(config: Config, seq_len: int) -> int:
     counts, source = manifest.get("tokens"), manifest.get("source")
     if not isinstance(counts, dict) or not isinstance(counts.get("train"), int):
         return 0
-    is_rows = isinstance(source, dict) and source.get("kind", "text") != "text"  # of one token more than the context
+    is_rows = (
+        isinstance(source, dict) and source.get("kind", "text") != "text"
+    )  # of one token more than the context
     return int(counts["train"] // (seq_len + is_rows) * seq_len)
 
 
@@ -249,29 +297,50 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     usable = USABLE * gpu.memory_bytes
     parts = sorted(dataclasses.asdict(memory).items(), key=lambda part: -part[1])
     share = f"{memory.total_bytes / usable:.0%} of {format_quantity(usable, 'B')} usable"
-    times = {name: seconds for name, seconds in dataclasses.asdict(step).items() if name != "tokens"}
+    times = {
+        name: seconds for name, seconds in dataclasses.asdict(step).items() if name != "tokens"
+    }
     where = sorted(times.items(), key=lambda part: -part[1])
     shards = f"sharded {layout.sharding}" if layout.sharding != "none" else "not sharded"
     shards += f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
-    recomputed = {"none": "nothing", "gelu": "GELU outputs", "block": "blocks"}[layout.checkpointing]
+    recomputed = {"none": "nothing", "gelu": "GELU outputs", "block": "blocks"}[
+        layout.checkpointing
+    ]
     size = f"{layout.micro_steps} x {layout.micro_batch} sequences a GPU and step"
     fit = f"{'fits' if plan.fits else 'does not fit'}: {format_quantity(memory.total_bytes, 'B')}, {share}"
     rows = [
         ("on", f"{layout.gpus} x {gpu.name}, {layout.precision}, {layout.program}"),
         ("memory", fit),
-        ("", ", ".join(f"{name.replace('_', ' ')} {format_quantity(part, 'B')}" for name, part in parts if part)),
+        (
+            "",
+            ", ".join(
+                f"{name.replace('_', ' ')} {format_quantity(part, 'B')}"
+                for name, part in parts
+                if part
+            ),
+        ),
         ("layout", f"{shards}, {size}, recomputed: {recomputed}"),
         ("speed", describe_speed(plan.tokens_per_second, plan.spread, plan.mfu)),
-        ("", ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in where if seconds)),
+        (
+            "",
+            ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in where if seconds),
+        ),
         ("length", describe_length(plan.tokens, plan.model) + describe_ramp(plan)),
     ]
     if not plan.fits:
         return rows
     unit, unit_size = time_unit(plan.gpu_hours)
-    energy = f"{plan.energy_kwh:,.1f} kWh" if plan.energy_kwh >= 1 else f"{1000 * plan.energy_kwh:,.1f} Wh"
+    energy = (
+        f"{plan.energy_kwh:,.1f} kWh"
+        if plan.energy_kwh >= 1
+        else f"{1000 * plan.energy_kwh:,.1f} Wh"
+    )
     return [
         *rows,
-        ("time", f"{describe_time(plan.hours, plan.spread)}, {plan.gpu_hours * unit_size:,.1f} GPU-{unit}"),
+        (
+            "time",
+            f"{describe_time(plan.hours, plan.spread)}, {plan.gpu_hours * unit_size:,.1f} GPU-{unit}",
+        ),
         ("price", describe_price(plan)),
         ("energy", f"{energy}, estimated: the GPUs alone, at their full {gpu.watts:.0f} W"),
     ]
@@ -312,7 +381,13 @@ def describe_price(plan: Plan) -> str:
 
 def time_unit(hours: float) -> tuple[str, float]:
     """The unit in which a time has digits, and how many of it are an hour."""
-    return ("hours", 1.0) if hours >= 0.1 else ("minutes", 60.0) if hours >= 0.1 / 60 else ("seconds", 3600.0)
+    return (
+        ("hours", 1.0)
+        if hours >= 0.1
+        else ("minutes", 60.0)
+        if hours >= 0.1 / 60
+        else ("seconds", 3600.0)
+    )
 
 
 def with_digits(number: float, decimals: int) -> str:
@@ -320,7 +395,9 @@ def with_digits(number: float, decimals: int) -> str:
     return f"{number:,.{decimals}f}" if number >= 10**-decimals else f"{number:.2g}"
 
 
-def print_costs(console: Console, names: tuple[str, str], rows: Sequence[tuple[tuple[str, str], Plan]]) -> None:
+def print_costs(
+    console: Console, names: tuple[str, str], rows: Sequence[tuple[tuple[str, str], Plan]]
+) -> None:
     """Print two cells each, then speed, time, price and layout, of times all in the unit of the middle one."""
     plans = [plan for _, plan in rows if plan.fits]
     middle = len(plans) // 2
@@ -345,7 +422,9 @@ def describe_deadline(plan: Plan | None, deadline: str, gpu: str) -> str:
     if plan is None:
         return f"{deadline}: no number of {gpu} among which the batch divides is fast enough; raise budget.batch_tokens"
     cost = "" if plan.dollars is None else f", ${plan.dollars:,.2f}"
-    return f"{deadline}: {plan.layout.gpus:,} x {gpu}, {describe_time(plan.hours, plan.spread)}{cost}"
+    return (
+        f"{deadline}: {plan.layout.gpus:,} x {gpu}, {describe_time(plan.hours, plan.spread)}{cost}"
+    )
 
 
 def describe_optimum(optimum: Optimum, dollars: float) -> str:

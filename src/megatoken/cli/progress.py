@@ -42,7 +42,10 @@ class PrepareBar:
 
     def finish(self, out: Path | str, result: PrepareResult, train: str = "RECIPE") -> None:
         """Print the result and the next command. train: its words behind `megatoken train`."""
-        documents, shards = format_count(result.documents, "document"), format_count(result.shards, "shard")
+        documents, shards = (
+            format_count(result.documents, "document"),
+            format_count(result.shards, "shard"),
+        )
         summary = f"{format_count(result.tokens, 'token')} of {documents} in {shards}"
         if result.unchanged:
             self.console.print(f"{summary}: already prepared, unchanged")
@@ -54,4 +57,6 @@ class PrepareBar:
                 self.console.print(f"  {name.replace('_', ' ')}: {number:,}")
         if result.skipped_files:
             self.console.print(f"  files skipped: {describe_skipped(result.skipped_files)}")
-        self.console.print(f"dataset: {out}; next: megatoken train {train} {shlex.quote(f'data.path={out}')}")
+        self.console.print(
+            f"dataset: {out}; next: megatoken train {train} {shlex.quote(f'data.path={out}')}"
+        )

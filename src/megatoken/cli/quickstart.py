@@ -35,7 +35,11 @@ def quickstart(options: Namespace, commands: Mapping[str, Command]) -> tuple[int
 
     console, overrides, own = options.console, list(options.overrides), options.data
     if own == "":
-        raise ConfigError("--data is empty", "--data", "name a text, or leave it out for this machine's Python files")
+        raise ConfigError(
+            "--data is empty",
+            "--data",
+            "name a text, or leave it out for this machine's Python files",
+        )
     name = RECIPE if own is None else re.sub(r"[^\w.-]+", "-", Path(own).stem).strip("-.") or "mine"
     out, answers = str(options.out or Path("runs") / name), dict[str, Any]()
 
@@ -102,22 +106,31 @@ def measure_compressors(dataset: Any, seq_len: int) -> dict[str, float]:
     return {name: 8 * size / len(text) for name, size in sizes.items()}
 
 
-def describe_end(out: str, answers: dict[str, Any], prompt: str, *, is_own: bool) -> list[tuple[str, str]]:
+def describe_end(
+    out: str, answers: dict[str, Any], prompt: str, *, is_own: bool
+) -> list[tuple[str, str]]:
     """(name, value) for the user: what was made, how good it is, what to type next."""
     curves, program = Path(out) / "plots" / "curves.png", name_program()
     rows = [
         ("run folder", out),
         (
             "curves",
-            str(curves) if curves.is_file() else f"pip install matplotlib, then: {program} plot {shlex.quote(out)}",
+            str(curves)
+            if curves.is_file()
+            else f"pip install matplotlib, then: {program} plot {shlex.quote(out)}",
         ),
         ("next", f"{program} sample {shlex.join([out, prompt])}"),
     ]
     if not is_own:
-        rows.append(("your text", f'{program} quickstart --data FOLDER_OR_FILE --prompt "Once upon a time"'))
+        rows.append(
+            ("your text", f'{program} quickstart --data FOLDER_OR_FILE --prompt "Once upon a time"')
+        )
     if "eval" in answers:
         others = ", ".join(f"{name} {bits:.3f}" for name, bits in answers["compressors"].items())
-        rows.insert(1, ("held out", f"{answers['eval']['bits_per_byte']:.3f} bits per byte of text; {others}"))
+        rows.insert(
+            1,
+            ("held out", f"{answers['eval']['bits_per_byte']:.3f} bits per byte of text; {others}"),
+        )
     return rows
 
 
@@ -125,4 +138,8 @@ def name_program() -> str:
     """How this program is started from a shell."""
     if Path(sys.argv[0]).name == "__main__.py":
         return "python -m megatoken"
-    return sys.argv[0] if Path(sys.argv[0]).stem == "megatoken" and not shutil.which("megatoken") else "megatoken"
+    return (
+        sys.argv[0]
+        if Path(sys.argv[0]).stem == "megatoken" and not shutil.which("megatoken")
+        else "megatoken"
+    )

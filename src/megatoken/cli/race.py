@@ -66,7 +66,9 @@ class Contender:
     def total_tokens(self) -> int:
         """That a run of it trains on."""
         seq_len = self.config.model.seq_len
-        steps = self.config.total_steps(epoch_tokens=(len(self.data.train) - 1) // seq_len * seq_len)
+        steps = self.config.total_steps(
+            epoch_tokens=(len(self.data.train) - 1) // seq_len * seq_len
+        )
         return self.config.budget.tokens_before(steps)
 
 
@@ -102,8 +104,13 @@ def race(options: Namespace) -> tuple[int, dict[str, Any]]:
     when another process races in the folder, and the error of a run that fails.
     """
     turn_seconds = check_options(options)
-    settings = [read_settings(text, options) for text in options.contenders]  # all, before any data is opened
-    contenders = [open_contender(text, *given) for text, given in zip(options.contenders, settings, strict=True)]
+    settings = [
+        read_settings(text, options) for text in options.contenders
+    ]  # all, before any data is opened
+    contenders = [
+        open_contender(text, *given)
+        for text, given in zip(options.contenders, settings, strict=True)
+    ]
     metric = check_contenders(contenders, options.console)
     options.out = options.out or Path("races") / contenders[0].folder
     rounds = list_rounds(contenders, options, turn_seconds)
@@ -116,7 +123,9 @@ def race(options: Namespace) -> tuple[int, dict[str, Any]]:
             for runs in rounds:
                 run_round(runs, stopping, options.console)
         if left := sum(not run.is_finished for run in every):
-            options.console.print(f"stopped: {format_count(left, 'run')} to finish; the same command goes on")
+            options.console.print(
+                f"stopped: {format_count(left, 'run')} to finish; the same command goes on"
+            )
         done = [runs for runs in rounds if all(run.is_finished for run in runs)]
         folders = {runs[0].seed: {run.contender.label: run.folder for run in runs} for runs in done}
         answer = report(options, [contender.label for contender in contenders], metric, folders)
@@ -129,19 +138,27 @@ def check_options(options: Namespace) -> int:
         fix = "give --target-loss L, or --tokens T to race to the first contender's loss after T tokens"
         raise ConfigError("no target", "megatoken race", fix)
     if options.target_loss is not None and not 0 < options.target_loss < float("inf"):
-        raise ConfigError(f"a loss of {options.target_loss:g}", "--target-loss", "give a number above 0")
+        raise ConfigError(
+            f"a loss of {options.target_loss:g}", "--target-loss", "give a number above 0"
+        )
     with suppress(ValueError):  # of a text that is no number: the recipes' error names it
         if options.tokens is not None and not parse_value(FIELDS["budget.tokens"], options.tokens):
-            raise ConfigError("no tokens to train on", "--tokens", "give a number such as 512k or 10e6")
+            raise ConfigError(
+                "no tokens to train on", "--tokens", "give a number such as 512k or 10e6"
+            )
     if options.seeds < 1:
-        raise ConfigError(f"--seeds is {options.seeds}", "--seeds", "give 1 or more; a p-value takes 2")
+        raise ConfigError(
+            f"--seeds is {options.seeds}", "--seeds", "give 1 or more; a p-value takes 2"
+        )
     if len(options.contenders) < 2:
         fix = "name two or more recipes, each with its overrides in quotes: 'quickstart optim.lr=8e-3'"
         raise ConfigError("a race of one", options.contenders[0], fix)
     try:
         return int(parse_time(options.turn))
     except ValueError as wrong:
-        raise ConfigError(str(wrong), "--turn", "write it as 45s, 5m or 1h; 0: whole runs") from None
+        raise ConfigError(
+            str(wrong), "--turn", "write it as 45s, 5m or 1h; 0: whole runs"
+        ) from None
 
 
 def read_settings(text: str, options: Namespace) -> tuple[str, tuple[str, ...], Config]:
@@ -149,12 +166,18 @@ def read_settings(text: str, options: Namespace) -> tuple[str, tuple[str, ...], 
     try:
         recipe, *own = shlex.split(text) or [""]
     except ValueError as wrong:
-        raise ConfigError(f"cannot read {text!r}: {wrong}", "megatoken race", "write 'RECIPE a.b=c ...'") from None
+        raise ConfigError(
+            f"cannot read {text!r}: {wrong}", "megatoken race", "write 'RECIPE a.b=c ...'"
+        ) from None
     for word in own:
         if (key := word.partition("=")[0]) in SHARED:
-            raise ConfigError(f"{key} is the same for all contenders", text, f"give {word} outside the quotes")
+            raise ConfigError(
+                f"{key} is the same for all contenders", text, f"give {word} outside the quotes"
+            )
     words = (*options.overrides, *own)
-    if options.tokens is not None and not any(word.partition("=")[0] in ALTERNATIVES for word in words):
+    if options.tokens is not None and not any(
+        word.partition("=")[0] in ALTERNATIVES for word in words
+    ):
         words = (f"budget.tokens={options.tokens}", *words)
     return recipe, words, resolve(recipe, words).config
 
@@ -174,7 +197,9 @@ def check_contenders(contenders: Sequence[Contender], console: Console) -> str:
     for each in contenders:
         if each.folder in names:
             what = f"two contenders would share the folder {each.folder!r}: {names[each.folder]!r} and {each.label!r}"
-            raise ConfigError(what, "megatoken race", "change one, or copy its recipe under another name")
+            raise ConfigError(
+                what, "megatoken race", "change one, or copy its recipe under another name"
+            )
         names[each.folder] = each.label
         if not any(len(part.dataset.val) > 1 for part in each.data.parts):
             fix = "prepare it again with a larger --val-fraction"
@@ -184,18 +209,26 @@ def check_contenders(contenders: Sequence[Contender], console: Console) -> str:
         console.print("tokenizers differ: losses are in bits per byte of the held-out text")
         metric = "bits_per_byte"
     for each in contenders:
-        if each.texts != first.texts or (metric == "loss" and each.data.fingerprint != first.data.fingerprint):
+        if each.texts != first.texts or (
+            metric == "loss" and each.data.fingerprint != first.data.fingerprint
+        ):
             what = f"{each.label!r} trains on {each.data}, {first.label!r} on {first.data}"
             raise DataError(what, "data.path", "give all the same text")
     if len({each.config.model.seq_len for each in contenders}) > 1:
-        console.print("contexts differ, so the data are cut into other windows: their order differs, too")
+        console.print(
+            "contexts differ, so the data are cut into other windows: their order differs, too"
+        )
     return metric
 
 
-def list_rounds(contenders: Sequence[Contender], options: Namespace, turn_seconds: int) -> list[list[Run]]:
+def list_rounds(
+    contenders: Sequence[Contender], options: Namespace, turn_seconds: int
+) -> list[list[Run]]:
     """The runs of each seed, in the order of their turns; the first is another contender's with every seed."""
     given = {word.partition("=")[0] for word in options.overrides}
-    held_out = [max(len(part.dataset.val) for part in contender.data.parts) for contender in contenders]
+    held_out = [
+        max(len(part.dataset.val) for part in contender.data.parts) for contender in contenders
+    ]
     longest, (fewest, most) = max(contender.total_tokens for contender in contenders), VALIDATIONS
     every = max(1, longest // min(max(longest // max(held_out), fewest), most))
     rounds = []
@@ -204,9 +237,14 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace, turn_second
         runs = []
         for contender, tokens in zip(contenders, held_out, strict=True):
             shared = {"evaluate.every": f"{every}tok", "evaluate.tokens": tokens}
-            words = (*(f"{key}={value}" for key, value in shared.items() if key not in given), f"seed={seed}")
+            words = (
+                *(f"{key}={value}" for key, value in shared.items() if key not in given),
+                f"seed={seed}",
+            )
             folder = options.out / contender.folder / f"seed-{seed}"
-            runs.append(Run(contender, seed, folder, (*contender.words, *FIXED, *words), turn_seconds))
+            runs.append(
+                Run(contender, seed, folder, (*contender.words, *FIXED, *words), turn_seconds)
+            )
         start = index % len(runs)
         rounds.append([*runs[start:], *runs[:start]])
     return rounds
@@ -218,9 +256,13 @@ def check_unchanged(run: Run) -> None:
         return
     changes = list_changes(read_config(run.folder), resolve(run.contender.recipe, run.words).config)
     sizes_unknown = bool(run.contender.config.model.init)  # they are its own: `train` compares them
-    differs = [str(it) for it in changes if it.key in SHARED or not (it.resume == "free" or sizes_unknown)]
+    differs = [
+        str(it) for it in changes if it.key in SHARED or not (it.resume == "free" or sizes_unknown)
+    ]
     if differs:
-        what = f"{run.contender.label!r} has changed since it was trained here: {'; '.join(differs)}"
+        what = (
+            f"{run.contender.label!r} has changed since it was trained here: {'; '.join(differs)}"
+        )
         raise ConfigError(what, str(run.folder), "give the same, or name another --out")
 
 
@@ -246,7 +288,11 @@ def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
         console.warn(f"{run} ended by losses that are not finite, see {find_log(run.folder)}")
     elif code not in (ExitCode.DONE, ExitCode.STOPPED):
         lines = find_log(run.folder).read_text(errors="replace").strip().splitlines()
-        what = f"{run} ended with exit code {code}: {(lines or [''])[-1].removeprefix('error: '):.300}"
-        raise error_from_code(code if code in {*ExitCode} - {ExitCode.DONE} else ExitCode.PEER, what)
+        what = (
+            f"{run} ended with exit code {code}: {(lines or [''])[-1].removeprefix('error: '):.300}"
+        )
+        raise error_from_code(
+            code if code in {*ExitCode} - {ExitCode.DONE} else ExitCode.PEER, what
+        )
     elif run.step == before:
         run.turn_seconds *= 2  # its set-up or validation takes longer than a turn

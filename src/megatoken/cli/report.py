@@ -32,7 +32,13 @@ MOST_POINTS = 1500
 MOST_SAMPLES = 12  # of each run, evenly spread, the last included
 LONG = 36  # characters of a cell, above which its lines are broken
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
-ANSWERS = ("reward", "accuracy", "stopped", "answer_tokens", "kl")  # of training on preferences and rewards
+ANSWERS = (
+    "reward",
+    "accuracy",
+    "stopped",
+    "answer_tokens",
+    "kl",
+)  # of training on preferences and rewards
 # HellaSwag as others published it: acc, acc_norm, acc_token_mean; see docs/evaluation.md for whose count is whose.
 PUBLISHED = (
     ("GPT-2 124M, lm-evaluation-harness", 0.2892, 0.3114, None),
@@ -51,7 +57,9 @@ def report(options: Any) -> dict[str, Any]:
     """Write the page, or serve it until Ctrl-C. Raises DataError for a folder without metrics, StorageError."""
     if options.price is not None and not 0 < options.price < math.inf:
         raise ConfigError(
-            f"--price is {options.price:g}", "--price", "give dollars an hour of one process, such as 1.99"
+            f"--price is {options.price:g}",
+            "--price",
+            "give dollars an hour of one process, such as 1.99",
         )
     if options.serve is None and options.out.suffix.lower() not in ("", ".html", ".htm"):
         fix = f"--out {options.out.with_suffix('.html')}; a browser prints it to PDF"
@@ -62,7 +70,9 @@ def report(options: Any) -> dict[str, Any]:
         serve(options, console)
         return {"served": True}
     if options.out.is_dir():
-        raise ConfigError("a folder, not a file", str(options.out), f"--out {options.out / 'report.html'}")
+        raise ConfigError(
+            "a folder, not a file", str(options.out), f"--out {options.out / 'report.html'}"
+        )
     with storage_errors(options.out, what="cannot write the report", fix="choose --out"):
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.out, page)
@@ -120,7 +130,11 @@ def build_page(
     curves = [{"name": name, **read_curves(each)} for name, each in zip(names, rows, strict=True)]
     devices = [find_driver(read_object(run / "provenance.json").get("device")) for run in runs]
     sources = dict.fromkeys(gpu.price_source for gpu in devices if gpu and gpu.price)
-    note = f"cost of GPU-hours by {' and '.join(sources)}; --price replaces it" if sources and price is None else ""
+    note = (
+        f"cost of GPU-hours by {' and '.join(sources)}; --price replaces it"
+        if sources and price is None
+        else ""
+    )
     summaries = [summarize(*each, price) for each in zip(names, runs, facts, rows, strict=True)]
     title = ", ".join(names) if len(names) < 4 else f"{len(names)} runs"
     sections = [
@@ -133,7 +147,9 @@ def build_page(
         ("Events", list_events(names, rows)),
         ("Provenance", list_provenance(names, runs)),
     ]
-    body = "\n".join(f"<section><h2>{head}</h2>{content}</section>" for head, content in sections if content)
+    body = "\n".join(
+        f"<section><h2>{head}</h2>{content}</section>" for head, content in sections if content
+    )
     replacements = {
         "TITLE": escape(f"{title} - megatoken {__version__}"),
         "HEAD": escape(title),
@@ -141,7 +157,9 @@ def build_page(
         "SCRIPT": (PAGE / "page.js").read_text("utf-8"),
         "BODY": body,
         # "</script>" inside a string would end the element.
-        "DATA": json.dumps({"live": is_live, "runs": curves}, allow_nan=False).replace("<", "\\u003c"),
+        "DATA": json.dumps({"live": is_live, "runs": curves}, allow_nan=False).replace(
+            "<", "\\u003c"
+        ),
     }
     before, *parts = (PAGE / "page.html").read_text("utf-8").split("{{")
     for part in parts:  # in one pass: what is put in is never read as a place to put something
@@ -165,7 +183,8 @@ def read_curves(rows: Sequence[Row]) -> dict[str, Any]:
     """Points of a run's curves: `train` in at most MOST_POINTS spans of steps, `val` and `eval` as they are."""
     train, val = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
     has = {
-        kind: [name for name in ANSWERS if any(name in row for row in of)] for kind, of in (("t", train), ("v", val))
+        kind: [name for name in ANSWERS if any(name in row for row in of)]
+        for kind, of in (("t", train), ("v", val))
     }
     points = columns(train, ("step", "tokens", "elapsed_seconds", *CURVES, *has["t"]))
     bounds = np.linspace(0, len(train), min(len(train), MOST_POINTS) + 1).astype(int)[:-1]
@@ -176,14 +195,21 @@ def read_curves(rows: Sequence[Row]) -> dict[str, Any]:
     if len(train):
         counts = np.diff([*bounds, len(train)])
         with np.errstate(invalid="ignore"):
-            result["train"] = to_lists({name: np.add.reduceat(x, bounds) / counts for name, x in points.items()})
+            result["train"] = to_lists(
+                {name: np.add.reduceat(x, bounds) / counts for name, x in points.items()}
+            )
             loss = points["loss"]
-            result["train"] |= to_lists({"low": np.fmin.reduceat(loss, bounds), "high": np.fmax.reduceat(loss, bounds)})
+            result["train"] |= to_lists(
+                {"low": np.fmin.reduceat(loss, bounds), "high": np.fmax.reduceat(loss, bounds)}
+            )
     scores = [row for row in rows if row["kind"] == "eval"]
     tasks = dict.fromkeys(str(row.get("task")) for row in scores)
     result["tasks"] = {
         task: to_lists(
-            columns([r for r in scores if str(r.get("task")) == task], ("step", "tokens", "elapsed_seconds", *SCORES))
+            columns(
+                [r for r in scores if str(r.get("task")) == task],
+                ("step", "tokens", "elapsed_seconds", *SCORES),
+            )
         )
         for task in tasks
     }
@@ -197,7 +223,10 @@ def columns(rows: Sequence[Row], names: Sequence[str]) -> dict[str, np.ndarray]:
 
 def to_lists(values: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
     """Six digits of each value, as JSON has them: no NaN."""
-    return {name: [float(f"{x:.6g}") if math.isfinite(x) else None for x in array] for name, array in values.items()}
+    return {
+        name: [float(f"{x:.6g}") if math.isfinite(x) else None for x in array]
+        for name, array in values.items()
+    }
 
 
 SUMMARY = (
@@ -218,29 +247,48 @@ SUMMARY = (
 )
 
 
-def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: float | None) -> tuple[str, ...]:
+def summarize(
+    name: str, run: Path, facts: Row, rows: Sequence[Row], price: float | None
+) -> tuple[str, ...]:
     """A run's cells of SUMMARY. Time and cost are of training, without pauses between starts; beside them what the
     plan at the run's start expected of the steps so far."""
     train, val = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
-    last, best = (train[-1] if train else {}), min((number(row.get("loss")) for row in val), default=math.nan)
+    last, best = (
+        (train[-1] if train else {}),
+        min((number(row.get("loss")) for row in val), default=math.nan),
+    )
     provenance = read_object(run / "provenance.json")
     seconds, processes = number(last.get("elapsed_seconds")), number(provenance.get("processes", 1))
     speeds = [number(row.get("tokens_per_second")) for row in train]
     mfus = [number(row.get("mfu")) for row in train]
-    peak, mfu = number(provenance.get("peak_flops")), np.nanmedian(mfus) if np.isfinite(mfus).any() else math.nan
+    peak, mfu = (
+        number(provenance.get("peak_flops")),
+        np.nanmedian(mfus) if np.isfinite(mfus).any() else math.nan,
+    )
     # Of a batch, which is what MFU and speed are measured over; time also holds validations and saves.
-    each = [mfu / speed for mfu, speed in zip(mfus, speeds, strict=True) if speed > 0 and math.isfinite(mfu)]
+    each = [
+        mfu / speed
+        for mfu, speed in zip(mfus, speeds, strict=True)
+        if speed > 0 and math.isfinite(mfu)
+    ]
     flops_per_token = float(np.median(each)) * processes * peak if each else math.nan
-    steps = f"{facts['step'] or 0:,}" + (f" of {facts['total_steps']:,}" if facts["total_steps"] else "")
+    steps = f"{facts['step'] or 0:,}" + (
+        f" of {facts['total_steps']:,}" if facts["total_steps"] else ""
+    )
     gpu = find_driver(provenance.get("device"))
     price = price or (gpu.price if gpu else 0.0)
     plans = [row for row in rows if row["kind"] == "event" and row.get("what") == "planned"]
-    planned = number(last.get("tokens")) / number(plans[-1].get("tokens_per_second")) if plans else math.nan
+    planned = (
+        number(last.get("tokens")) / number(plans[-1].get("tokens_per_second"))
+        if plans
+        else math.nan
+    )
     cells = [
         steps,
         format_quantity(number(last.get("tokens"))),
         cell(last.get("loss"), ".4f"),
-        cell(val[-1].get("loss") if val else None, ".4f") + (f", best {best:.4f}" if math.isfinite(best) else ""),
+        cell(val[-1].get("loss") if val else None, ".4f")
+        + (f", best {best:.4f}" if math.isfinite(best) else ""),
         format_reward(last, val[-1] if val else {}),
         cell(val[-1].get("bits_per_byte") if val else None, ".4f"),
         cell(average_rate(last), ",.0f"),
@@ -249,12 +297,19 @@ def summarize(name: str, run: Path, facts: Row, rows: Sequence[Row], price: floa
         + (f" x {processes:.0f}" if processes > 1 else "")
         + (f", planned {format_duration(planned)}" if math.isfinite(planned) else ""),
         cell(flops_per_token * number(last.get("tokens")), ".2e"),
-        ", planned ".join(f"${x * processes / 3600 * price:,.2f}" for x in (seconds, planned) if math.isfinite(x))
+        ", planned ".join(
+            f"${x * processes / 3600 * price:,.2f}" for x in (seconds, planned) if math.isfinite(x)
+        )
         if price
         else "-",
     ]
     objective = "" if facts["objective"] == PRETRAIN else facts["objective"]
-    return (name, facts["state"] + (f": {facts['message']}" if facts["message"] else ""), objective, *cells)
+    return (
+        name,
+        facts["state"] + (f": {facts['message']}" if facts["message"] else ""),
+        objective,
+        *cells,
+    )
 
 
 def format_reward(train: Row, val: Row) -> str:
@@ -264,7 +319,9 @@ def format_reward(train: Row, val: Row) -> str:
         return "-"
     reward, error = number(val.get(key)), number(val.get("reward_stderr"))
     noise = f" ± {error:.3f}" if math.isfinite(error) else ""
-    return f"{train[key]:.3f}" + (f", held out {reward:.3f}{noise}" if math.isfinite(reward) else "")
+    return f"{train[key]:.3f}" + (
+        f", held out {reward:.3f}{noise}" if math.isfinite(reward) else ""
+    )
 
 
 def cell(value: Any, form: str) -> str:
@@ -276,11 +333,16 @@ def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], note: 
     name: for a screen reader."""
     if not rows:
         return ""
-    kept = [i for i in range(len(heads)) if i == 0 or any(str(row[i]) not in ("", "-") for row in rows)]
+    kept = [
+        i for i in range(len(heads)) if i == 0 or any(str(row[i]) not in ("", "-") for row in rows)
+    ]
     head = "".join(f'<th scope="col">{escape(heads[i])}</th>' for i in kept)
     lines = []
     for row in rows:
-        cells = "".join(f"<td{' class=long' * (len(str(row[i])) > LONG)}>{escape(row[i])}</td>" for i in kept[1:])
+        cells = "".join(
+            f"<td{' class=long' * (len(str(row[i])) > LONG)}>{escape(row[i])}</td>"
+            for i in kept[1:]
+        )
         lines.append(f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>')
     return frame(name, f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>", note)
 
@@ -297,10 +359,16 @@ def list_samples(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
     parts = []
     for name, run_rows in zip(names, rows, strict=True):
         samples = [row for row in run_rows if row["kind"] == "sample" and row.get("text")]
-        chosen = sorted({round(i) for i in np.linspace(0, len(samples) - 1, min(len(samples), MOST_SAMPLES))})
+        chosen = sorted(
+            {round(i) for i in np.linspace(0, len(samples) - 1, min(len(samples), MOST_SAMPLES))}
+        )
         parts += [f"<h3>{escape(name)}</h3>"] if chosen and len(names) > 1 else []
         for index in chosen:
-            texts = samples[index]["text"] if isinstance(samples[index]["text"], list) else [samples[index]["text"]]
+            texts = (
+                samples[index]["text"]
+                if isinstance(samples[index]["text"], list)
+                else [samples[index]["text"]]
+            )
             blocks = "".join(f"<pre>{escape(text)}</pre>" for text in texts)
             is_open = " open" if index == len(samples) - 1 else ""
             step = f"step {samples[index]['step']:,}, {format_quantity(number(samples[index]['tokens']))} tokens"
@@ -319,30 +387,43 @@ def tabulate_scores(names: Sequence[str], rows: Sequence[Sequence[Row]]) -> str:
             lines.append((name, task, f"{row['step']:,}", *scores))
     if any(line[1].startswith("hellaswag") for line in lines):
         lines += [
-            (f"{name} (published)", "hellaswag", "", *(format_score(x) for x in scores)) for name, *scores in PUBLISHED
+            (f"{name} (published)", "hellaswag", "", *(format_score(x) for x in scores))
+            for name, *scores in PUBLISHED
         ]
-    return table("Evaluation", ("run", "task", "step", *SCORES), lines, "percent, with standard errors")
+    return table(
+        "Evaluation", ("run", "task", "step", *SCORES), lines, "percent, with standard errors"
+    )
 
 
 def format_score(value: Any, stderr: Any = None) -> str:
     if not math.isfinite(number(value)):
         return "-"
-    return f"{100 * value:.2f}" + (f" ± {100 * stderr:.2f}" if math.isfinite(number(stderr)) else "")
+    return f"{100 * value:.2f}" + (
+        f" ± {100 * stderr:.2f}" if math.isfinite(number(stderr)) else ""
+    )
 
 
 def tabulate_ladder(record: Row) -> str:
     """The rungs of a record of `bench ladder`, each with a bar as long as its speed."""
     answer = record.get("answer", record)
-    rungs = [rung for rung in answer.get("rungs", []) if isinstance(rung, dict) and rung.get("tokens_per_second")]
+    rungs = [
+        rung
+        for rung in answer.get("rungs", [])
+        if isinstance(rung, dict) and rung.get("tokens_per_second")
+    ]
     if not rungs:
-        raise ConfigError("no record of `megatoken bench ladder`", "--ladder", "name its ladder.json")
+        raise ConfigError(
+            "no record of `megatoken bench ladder`", "--ladder", "name its ladder.json"
+        )
     rates = [number(rung["tokens_per_second"]) for rung in rungs]
     lines = []
     for rung, rate in zip(rungs, rates, strict=True):
         share = rate / max(rates)
         speed = f"{rate:,.0f} tokens/s, {rate / rates[0]:.2f}x"
         bar = f'<td class="bar"><meter min="0" max="1" value="{share:.4f}">{share:.0%}</meter></td>'
-        lines.append(f'<tr><th scope="row">{escape(rung.get("name"))}</th>{bar}<td>{escape(speed)}</td></tr>')
+        lines.append(
+            f'<tr><th scope="row">{escape(rung.get("name"))}</th>{bar}<td>{escape(speed)}</td></tr>'
+        )
     what = f"{answer.get('preset')}, {answer.get('batch_tokens')} tokens a step, {answer.get('device')}"
     return frame("Speed-ups", f"<tbody>{''.join(lines)}</tbody>", what)
 
@@ -370,6 +451,16 @@ def list_provenance(names: Sequence[str], runs: Sequence[Path]) -> str:
     def text(value: Any) -> str:
         if isinstance(value, float):
             return f"{value:.4g}"
-        return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+        return (
+            " ".join(map(str, value))
+            if isinstance(value, list)
+            else ""
+            if value is None
+            else str(value)
+        )
 
-    return table("Provenance", ("of", *names), [(key, *(text(fact.get(key)) for fact in facts)) for key in keys])
+    return table(
+        "Provenance",
+        ("of", *names),
+        [(key, *(text(fact.get(key)) for fact in facts)) for key in keys],
+    )

@@ -38,7 +38,9 @@ OBJECTIVE = 2  # the column before which the objectives stand, where there is an
 Row = dict[str, Any]
 
 
-def show_runs(folders: Sequence[Path], sort: str | None, console: Console) -> tuple[list[Row], dict[str, list[str]]]:
+def show_runs(
+    folders: Sequence[Path], sort: str | None, console: Console
+) -> tuple[list[Row], dict[str, list[str]]]:
     """Print the runs in folders; where two or more folders are runs themselves, also the settings that differ.
 
     Returns the rows, and the values of each such setting in the order of the rows. Raises DataError for a folder that
@@ -47,10 +49,17 @@ def show_runs(folders: Sequence[Path], sort: str | None, console: Console) -> tu
     if missing := [folder for folder in folders if not folder.is_dir() and folder != DEFAULT]:
         raise DataError("no such folder", str(missing[0]), "name a folder that holds runs")
     is_comparison = len(folders) > 1 and all(is_run(folder) for folder in folders)
-    rows = [read_run(run) for run in dict.fromkeys(run for folder in folders for run in find_runs(folder))]
+    rows = [
+        read_run(run)
+        for run in dict.fromkeys(run for folder in folders for run in find_runs(folder))
+    ]
     if sort:
         key, largest_first = SORT_KEYS[sort]
-        known = sorted((row for row in rows if row[key] is not None), key=lambda row: row[key], reverse=largest_first)
+        known = sorted(
+            (row for row in rows if row[key] is not None),
+            key=lambda row: row[key],
+            reverse=largest_first,
+        )
         rows = known + [row for row in rows if row[key] is None]
     cells = add_objectives([COLUMNS, *(format_row(row) for row in rows)], rows)
     if not rows:
@@ -65,7 +74,9 @@ def show_runs(folders: Sequence[Path], sort: str | None, console: Console) -> tu
     if is_comparison:
         differences = list_differences([Path(row["run"]) for row in rows])
         columns = zip(*cells, strict=True)
-        for line in console.align([*columns, *((key, *values) for key, values in differences.items())], left=1):
+        for line in console.align(
+            [*columns, *((key, *values) for key, values in differences.items())], left=1
+        ):
             console.print(line)
     return rows, differences
 
@@ -114,10 +125,17 @@ def read_run(run: Path) -> Row:
     last = find_last_rows(run, ("train", "val"))
     train, val = last.get("train", {}), last.get("val", {})
     state = "broken" if not isinstance(status.get("state"), str) else status["state"]
-    if state == "running" and status.get("host") == socket.gethostname() and not _is_alive(status.get("pid")):
+    if (
+        state == "running"
+        and status.get("host") == socket.gethostname()
+        and not _is_alive(status.get("pid"))
+    ):
         state = "dead"
     if is_copy(run):
-        state, problems = "copy", [problem for problem in problems if not problem.startswith(STATUS)]
+        state, problems = (
+            "copy",
+            [problem for problem in problems if not problem.startswith(STATUS)],
+        )
     total = _number(status.get("total_steps")) or (_count_steps(config) if config else None)
     message = str(status.get("message") or "") if state == "failed" else ""
     return {
@@ -164,7 +182,9 @@ def find_own_data(models: Sequence[str]) -> str:
 
 def _is_alive(pid: Any) -> bool:
     """Whether a process of this machine runs; True where that cannot be known."""
-    if not isinstance(pid, int) or pid <= 0 or not hasattr(os, "killpg"):  # on Windows kill(pid, 0) ends it
+    if (
+        not isinstance(pid, int) or pid <= 0 or not hasattr(os, "killpg")
+    ):  # on Windows kill(pid, 0) ends it
         return True
     try:
         os.kill(pid, 0)
@@ -177,7 +197,11 @@ def _is_alive(pid: Any) -> bool:
 
 def _number(value: Any) -> Any:
     """The value if it is a number of possible size, else None: a file may hold anything."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15 else None
+    return (
+        value
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+        else None
+    )
 
 
 def _count_steps(config: Config) -> int | None:
@@ -212,7 +236,10 @@ def add_objectives(lines: list[tuple[str, ...]], rows: Sequence[Row]) -> list[tu
     if all(row["objective"] in ("", PRETRAIN) for row in rows):
         return lines
     cells = ["objective", *(row["objective"] for row in rows)]
-    return [(*line[:OBJECTIVE], cell, *line[OBJECTIVE:]) for line, cell in zip(lines, cells, strict=True)]
+    return [
+        (*line[:OBJECTIVE], cell, *line[OBJECTIVE:])
+        for line, cell in zip(lines, cells, strict=True)
+    ]
 
 
 def list_differences(runs: Sequence[Path]) -> dict[str, list[str]]:

@@ -21,7 +21,9 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
 
     Raises ConfigError for numbers out of range.
     """
-    check_settings(options.tokens, options.temperature, options.top_k, options.top_p, options.n, FLAGS)
+    check_settings(
+        options.tokens, options.temperature, options.top_k, options.top_p, options.n, FLAGS
+    )
     messages = Console(to_stderr=True)
     loaded = load_pretrained(options.model, messages.warn)
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
@@ -33,11 +35,17 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
         messages.print(f"note: {note}")
     streams = options.n == 1 and not options.json
     stream, pending = TextStream(tokenizer, prompt_ids), [prompt]
-    shown = spell_controls if options.console.is_live else str  # a file or pipe gets the text alone, as it is
+    shown = (
+        spell_controls if options.console.is_live else str
+    )  # a file or pipe gets the text alone, as it is
     title = f"{loaded.source}: sample"
 
     def print_tokens(ids: list[int | None]) -> None:
-        sys.stdout.write(shown((pending.pop() if pending else "") + ("" if ids[0] is None else stream.push(ids[0]))))
+        sys.stdout.write(
+            shown(
+                (pending.pop() if pending else "") + ("" if ids[0] is None else stream.push(ids[0]))
+            )
+        )
         sys.stdout.flush()
 
     if streams and options.console.is_live:

@@ -52,7 +52,11 @@ def read_run(folder: Path, warn: Callable[[str], None]) -> FinishedRun:
     rows = [row for row in read_metrics(folder, warn) if row["kind"] in ("train", "val")]
     last = max((row["step"] for row in rows), default=0)
     if (state := read_object(folder / STATUS).get("state", "unknown")) != "done":
-        raise DataError(f"the run is not finished: {state} at step {last:,}", str(folder), "finish it, or leave it out")
+        raise DataError(
+            f"the run is not finished: {state} at step {last:,}",
+            str(folder),
+            "finish it, or leave it out",
+        )
     losses = [row["loss"] for row in rows if row["kind"] == "val" and row["step"] == last]
     if not losses or not isinstance(losses[-1], float) or not 0 < losses[-1] < math.inf:
         fix = "leave it out, or train with held-out text and evaluate.tokens"
@@ -60,13 +64,17 @@ def read_run(folder: Path, warn: Callable[[str], None]) -> FinishedRun:
     model, meta = read_model(folder)
     parameters = count_matmul_parameters(model)
     identity = (str(meta.get("tokenizer")), str(meta.get("dataset")))
-    return FinishedRun(folder, parameters, max(row["tokens"] for row in rows), losses[-1], *identity)
+    return FinishedRun(
+        folder, parameters, max(row["tokens"] for row in rows), losses[-1], *identity
+    )
 
 
 def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
     """The architecture of a run, and all that the manifest of its newest checkpoint tells. Raises DataError without."""
     if not (steps := list_steps(folder / "checkpoints")):
-        raise DataError("it has no checkpoint, which names the sizes of its model", str(folder), "leave it out")
+        raise DataError(
+            "it has no checkpoint, which names the sizes of its model", str(folder), "leave it out"
+        )
     newest = step_folder(folder / "checkpoints", steps[-1])
     meta = read_manifest(newest).meta
     return decode_model_config(meta.get("shape"), newest), meta
@@ -79,11 +87,16 @@ def scaling(options: Namespace) -> dict[str, Any]:
     """
     for flops in options.flops:
         if not 0 < flops <= MOST_FLOPS:
-            raise ConfigError(f"a budget of {flops:g} FLOPs", "--flops", "give a number above 0, such as 1e18")
+            raise ConfigError(
+                f"a budget of {flops:g} FLOPs", "--flops", "give a number above 0, such as 1e18"
+            )
     if options.plot:
         check_picture(options.plot)
     console: Console = options.console
-    runs = sorted((read_run(folder, console.warn) for folder in dict.fromkeys(options.runs)), key=lambda run: run.flops)
+    runs = sorted(
+        (read_run(folder, console.warn) for folder in dict.fromkeys(options.runs)),
+        key=lambda run: run.flops,
+    )
     check_comparable(runs, console)
     law, laws = fit_runs(runs)
     answer = {"runs": show_runs(law, runs, console), **show_law(law, laws, console)}
@@ -91,7 +104,11 @@ def scaling(options: Namespace) -> dict[str, Any]:
     budgets = options.flops or [times * runs[-1].flops for times in DEFAULT_BUDGETS]
     answer["budgets"] = [extrapolate(flops, law, laws, runs[-1], console) for flops in budgets]
     if options.plot:
-        save_picture(lambda pyplot, path: draw_law(pyplot, path, law, laws, runs, max(budgets)), options.plot, console)
+        save_picture(
+            lambda pyplot, path: draw_law(pyplot, path, law, laws, runs, max(budgets)),
+            options.plot,
+            console,
+        )
     return answer
 
 
@@ -115,9 +132,27 @@ def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[d
     parameters, tokens, _ = to_arrays(runs)
     for run, fitted in zip(runs, law.loss(parameters, tokens), strict=True):
         sizes = {"run": run.folder.name, "N": run.parameters, "D": run.tokens, "flops": run.flops}
-        rows.append({**sizes, "loss": run.loss, "law": float(fitted), "error_share": float(fitted / run.loss - 1)})
-    heads = {"run": "run", "N": "N", "D": "D", "flops": "6 N D", "loss": "loss", "law": "law", "error_share": "error"}
-    shown = [{**row, **{name: format_quantity(row[name]) for name in ("N", "D", "flops")}} for row in rows]
+        rows.append(
+            {
+                **sizes,
+                "loss": run.loss,
+                "law": float(fitted),
+                "error_share": float(fitted / run.loss - 1),
+            }
+        )
+    heads = {
+        "run": "run",
+        "N": "N",
+        "D": "D",
+        "flops": "6 N D",
+        "loss": "loss",
+        "law": "law",
+        "error_share": "error",
+    }
+    shown = [
+        {**row, **{name: format_quantity(row[name]) for name in ("N", "D", "flops")}}
+        for row in rows
+    ]
     show_rows(heads, [{**row, "law": f"{row['law']:.4f}"} for row in shown], console)
     return rows
 
@@ -127,9 +162,13 @@ def show_law(law: Law, laws: list[Law], console: Console) -> dict[str, Any]:
     names = law.terms.names
     fits = {"E": describe(law.floor, [other.floor for other in laws])}
     for index, name in enumerate(names):
-        fits[f"exponent of {name}"] = describe(law.exponents[index], [other.exponents[index] for other in laws])
+        fits[f"exponent of {name}"] = describe(
+            law.exponents[index], [other.exponents[index] for other in laws]
+        )
     parts = zip(law.factors, names, law.exponents, strict=True)
-    formula = f"loss = {law.floor:.4f} + " + " + ".join(f"{f:.4g} / {name}^{e:.3f}" for f, name, e in parts)
+    formula = f"loss = {law.floor:.4f} + " + " + ".join(
+        f"{f:.4g} / {name}^{e:.3f}" for f, name, e in parts
+    )
     console.print(
         f"\n{formula}\nN: weights in matrix products, D: tokens, C: 6 N D; in brackets 80% of {len(laws)} resamples"
     )
@@ -169,9 +208,13 @@ def hold_out_largest(runs: list[FinishedRun], console: Console) -> dict[str, flo
         return None
     predicted = float(law.loss(largest.parameters, largest.tokens))
     error = predicted / largest.loss - 1
-    console.print(f"check    without {largest.folder.name} the law says {predicted:.4f} of it: {error:+.2%}")
+    console.print(
+        f"check    without {largest.folder.name} the law says {predicted:.4f} of it: {error:+.2%}"
+    )
     if abs(error) > FAR_OFF:
-        console.warn("the check is far off: what the law says of larger runs is a guess; more runs of other sizes help")
+        console.warn(
+            "the check is far off: what the law says of larger runs is a guess; more runs of other sizes help"
+        )
     return {"predicted": predicted, "loss": largest.loss, "error_share": error}
 
 
@@ -187,12 +230,16 @@ def spend(law: Law, flops: Any, largest: FinishedRun) -> tuple[Any, Any]:
     return largest.parameters * grow**by_n, largest.tokens * grow**by_d
 
 
-def extrapolate(flops: float, law: Law, laws: list[Law], largest: FinishedRun, console: Console) -> dict[str, Any]:
+def extrapolate(
+    flops: float, law: Law, laws: list[Law], largest: FinishedRun, console: Console
+) -> dict[str, Any]:
     """The lowest loss that this many FLOPs buy by the law, and with which model and tokens."""
     parameters, tokens = spend(law, flops, largest)
     answer: dict[str, Any] = {"flops": flops, "N": parameters, "D": tokens}
     if not math.isfinite(parameters):
-        console.print(f"{flops:.1e} FLOPs: the loss falls with N or with D alone here, so no split of them is the best")
+        console.print(
+            f"{flops:.1e} FLOPs: the loss falls with N or with D alone here, so no split of them is the best"
+        )
         return answer
     others = [spend(other, flops, largest) for other in laws]
     answer["N_low"], answer["N_high"] = interval([n for n, _ in others])
@@ -209,7 +256,9 @@ def extrapolate(flops: float, law: Law, laws: list[Law], largest: FinishedRun, c
     return answer
 
 
-def draw_law(pyplot: Any, path: Path, law: Law, laws: list[Law], runs: list[FinishedRun], flops: float) -> Path:
+def draw_law(
+    pyplot: Any, path: Path, law: Law, laws: list[Law], runs: list[FinishedRun], flops: float
+) -> Path:
     """The runs over FLOPs, a colour and a curve of the law for each model size, and the lowest loss by the law."""
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
     sizes = sorted({run.parameters for run in runs})
@@ -217,17 +266,25 @@ def draw_law(pyplot: Any, path: Path, law: Law, laws: list[Law], runs: list[Fini
         same = [run for run in runs if run.parameters == size]
         colour = pyplot.colormaps["viridis"](index / max(len(sizes) - 1, 1) * 0.85)
         axis.plot(
-            [r.flops for r in same], [r.loss for r in same], "o", color=colour, label=f"N {format_quantity(size)}"
+            [r.flops for r in same],
+            [r.loss for r in same],
+            "o",
+            color=colour,
+            label=f"N {format_quantity(size)}",
         )
         if law.terms.names == ("N", "D"):
-            tokens = np.geomspace(min(r.tokens for r in same) / 2, max(r.tokens for r in same) * 10, CURVE_POINTS)
+            tokens = np.geomspace(
+                min(r.tokens for r in same) / 2, max(r.tokens for r in same) * 10, CURVE_POINTS
+            )
             axis.plot(6 * size * tokens, law.loss(size, tokens), color=colour, lw=1)
     x = np.geomspace(runs[0].flops, flops, CURVE_POINTS)
     bands = [other.loss(*spend(other, x, runs[-1])) for other in (law, *laws)]
     axis.plot(x, bands[0], "k--", lw=1, label="lowest loss by the law")
     low, high = np.nanquantile(bands[1:], INTERVAL, axis=0)
     axis.fill_between(x, low, high, color="k", alpha=0.12, lw=0, label="80% of resamples")
-    axis.set(xscale="log", xlabel="training FLOPs (6 N D)", ylabel="validation loss (nats per token)")
+    axis.set(
+        xscale="log", xlabel="training FLOPs (6 N D)", ylabel="validation loss (nats per token)"
+    )
     axis.grid(alpha=0.25)
     axis.legend()
     return save_figure(pyplot, figure, path)

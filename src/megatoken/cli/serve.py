@@ -40,11 +40,17 @@ def serve(options: Namespace) -> dict[str, Any]:
     def on_signal(number: int, _frame: object) -> None:
         signals.append(number)
 
-    with open_server(engine, served, options) as server, engine, handle_signals(("SIGTERM", "SIGINT"), on_signal):
+    with (
+        open_server(engine, served, options) as server,
+        engine,
+        handle_signals(("SIGTERM", "SIGINT"), on_signal),
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{server.port}"
-        console.print(f"{loaded.source}: {address}/ to talk, {address}/v1 for clients, until Ctrl-C")
+        console.print(
+            f"{loaded.source}: {address}/ to talk, {address}/v1 for clients, until Ctrl-C"
+        )
         if served.template is None:
             console.warn(served.without_template)
         # Not a lock's wait without end: a signal that comes just before it sleeps would not wake it.
@@ -62,19 +68,32 @@ def check_options(options: Namespace) -> None:
     """Raise ConfigError for options that cannot be."""
     if options.host not in LOOPBACK and not options.api_key:
         what = f"--host {options.host} opens the server to other machines"
-        raise ConfigError(what, "megatoken serve", "give --api-key, which clients must send, or leave --host out")
-    if options.api_key is not None and not (options.api_key.isascii() and options.api_key.isprintable()):
-        raise ConfigError("the API key holds signs that no header can", "--api-key", "use letters and digits")
+        raise ConfigError(
+            what, "megatoken serve", "give --api-key, which clients must send, or leave --host out"
+        )
+    if options.api_key is not None and not (
+        options.api_key.isascii() and options.api_key.isprintable()
+    ):
+        raise ConfigError(
+            "the API key holds signs that no header can", "--api-key", "use letters and digits"
+        )
     if options.api_key is not None and (not options.api_key or " " in options.api_key):
-        raise ConfigError("the API key is empty or holds spaces", "--api-key", "use letters and digits")
+        raise ConfigError(
+            "the API key is empty or holds spaces", "--api-key", "use letters and digits"
+        )
     for name, least, most in (("port", 0, 65_535), ("parallel", 1, 1024), ("queue", 0, 65_536)):
         if not least <= getattr(options, name) <= most:
-            raise ConfigError(f"--{name} is {getattr(options, name)}", f"--{name}", f"give {least:,} to {most:,}")
+            raise ConfigError(
+                f"--{name} is {getattr(options, name)}", f"--{name}", f"give {least:,} to {most:,}"
+            )
 
 
 def describe_model(name: str, loaded: LoadedModel) -> ServedModel:
     """What clients are told: of a local model the folder's name, of another one the name on the hub."""
-    shown, context = Path(name).resolve().name if Path(name).exists() else name, loaded.model.config.seq_len
+    shown, context = (
+        Path(name).resolve().name if Path(name).exists() else name,
+        loaded.model.config.seq_len,
+    )
     try:
         return ServedModel(shown, context, loaded.tokenizer, find_template(loaded.tokenizer))
     except ConfigError as error:
@@ -87,4 +106,6 @@ def open_server(engine: Engine, served: ServedModel, options: Namespace) -> Serv
         return Server(engine, served, options.host, options.port, options.api_key or "")
     except (OSError, UnicodeError) as error:
         what = f"cannot listen: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError(what, f"{options.host}, port {options.port}", "choose another --port or --host") from None
+        raise ConfigError(
+            what, f"{options.host}, port {options.port}", "choose another --port or --host"
+        ) from None

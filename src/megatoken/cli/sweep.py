@@ -66,7 +66,10 @@ class SearchRange:
 def list_combinations(ranges: Sequence[SearchRange]) -> list[dict[str, str]]:
     """Every combination of the choices, the last setting's changing fastest; none where a range is one of numbers."""
     keys = [space.key for space in ranges]
-    return [dict(zip(keys, values, strict=True)) for values in product(*(space.choices for space in ranges))]
+    return [
+        dict(zip(keys, values, strict=True))
+        for values in product(*(space.choices for space in ranges))
+    ]
 
 
 def parse_space(recipe: str, words: Sequence[str]) -> tuple[list[SearchRange], list[str]]:
@@ -85,7 +88,9 @@ def parse_space(recipe: str, words: Sequence[str]) -> tuple[list[SearchRange], l
             fixed.append(word)
     given = [word.partition("=")[0] for word in words]
     if twice := next((key for key in given if given.count(key) > 1), ""):
-        raise ConfigError(f"{twice} is given twice", "command line", "give one value or range for each setting")
+        raise ConfigError(
+            f"{twice} is given twice", "command line", "give one value or range for each setting"
+        )
     for space in ranges:
         for end in space.choices or (f"{space.low:g}", f"{space.high:g}"):
             resolve(recipe, [*fixed, f"{space.key}={end}"])
@@ -99,18 +104,28 @@ def _parse_range(recipe: str, key: str, log: str | None, low: str, high: str) ->
     for end in (low, high):
         resolve(recipe, [f"{key}={end}"])  # its type and limits, and whether the key exists
     if FIELDS[key].type not in (int, float):
-        raise ConfigError(f"{key} has no range: it takes {FIELDS[key].expects}", "command line", f"write {key}=A|B|C")
+        raise ConfigError(
+            f"{key} has no range: it takes {FIELDS[key].expects}",
+            "command line",
+            f"write {key}=A|B|C",
+        )
     space = SearchRange(key, (), float(low), float(high), bool(log))
     if space.low >= space.high:
-        raise ConfigError(f"{key}: {low} is not below {high}", "command line", f"write {key}={log or ''}LOW..HIGH")
+        raise ConfigError(
+            f"{key}: {low} is not below {high}", "command line", f"write {key}={log or ''}LOW..HIGH"
+        )
     if space.log and space.low <= 0:
         raise ConfigError(
-            f"{key}: a logarithmic range begins above 0, got {low}", "command line", f"or {key}={low}..{high}"
+            f"{key}: a logarithmic range begins above 0, got {low}",
+            "command line",
+            f"or {key}={low}..{high}",
         )
     return space
 
 
-def check_data(recipe: str, ranges: Sequence[SearchRange], fixed: Sequence[str], console: Console) -> None:
+def check_data(
+    recipe: str, ranges: Sequence[SearchRange], fixed: Sequence[str], console: Console
+) -> None:
     """Open what the trials would train on and measure their losses with.
 
     Raises DataError where it is missing or damaged or has nothing held out, ConfigError where no loss is measured.
@@ -119,7 +134,9 @@ def check_data(recipe: str, ranges: Sequence[SearchRange], fixed: Sequence[str],
     for words in [[*fixed, f"data.path={path}"] for path in paths] or [[*fixed]]:
         config = resolve(recipe, words).config
         if not config.evaluate.tokens:
-            raise ConfigError("a sweep compares validation losses", "evaluate.tokens=0", "give a number of tokens")
+            raise ConfigError(
+                "a sweep compares validation losses", "evaluate.tokens=0", "give a number of tokens"
+            )
         tokenizer = config.data.tokenizer
         data = load_mixture(config.data.path, external_tokenizer=tokenizer, report=console.print)
         if not data.n_val:
@@ -130,7 +147,9 @@ def check_data(recipe: str, ranges: Sequence[SearchRange], fixed: Sequence[str],
 class Sweep:
     """One search in its folder. Trials run in `jobs` threads, each of which waits for its training process."""
 
-    def __init__(self, options: Namespace, study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str]) -> None:
+    def __init__(
+        self, options: Namespace, study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str]
+    ) -> None:
         self.options, self.study, self.ranges, self.fixed = options, study, ranges, fixed
         self.console: Console = options.console
         self.grid = list_combinations(ranges)
@@ -160,20 +179,32 @@ class Sweep:
             trials = list_trials(self.study)
             states = [trial.state for trial in trials]
             failures = states.count(TrialState.FAIL)
-            if failures >= MOST_FAILURES and not {TrialState.COMPLETE, TrialState.PRUNED} & {*states}:
+            if failures >= MOST_FAILURES and not {TrialState.COMPLETE, TrialState.PRUNED} & {
+                *states
+            }:
                 fix = "read the .log of one, then name another --out"
-                last = [trial.user_attrs["folder"] for trial in trials if trial.state == TrialState.FAIL][-1]
+                last = [
+                    trial.user_attrs["folder"] for trial in trials if trial.state == TrialState.FAIL
+                ][-1]
                 reason = find_error(self.options.out / last).replace("error: ", ": ", 1)
-                raise DataError(f"the first {failures} trials failed{reason}", str(self.options.out), fix)
+                raise DataError(
+                    f"the first {failures} trials failed{reason}", str(self.options.out), fix
+                )
             waiting = states.count(TrialState.WAITING)
             tried = [trial.params for trial in trials]
             left = [values for values in self.grid if values not in tried]
-            enough = not left and not waiting if self.grid else len(states) - waiting >= self.options.trials
+            enough = (
+                not left and not waiting
+                if self.grid
+                else len(states) - waiting >= self.options.trials
+            )
             if self.stopping.is_set() or enough:
                 return None
             if left and not waiting:
                 self.study.enqueue_trial(left[0])
-            index = 1 + max((int(trial.user_attrs["folder"][len(FOLDER) :]) for trial in trials), default=-1)
+            index = 1 + max(
+                (int(trial.user_attrs["folder"][len(FOLDER) :]) for trial in trials), default=-1
+            )
             self.study.sampler = make_sampler(self.options.seed + index, self.options.jobs)
             trial = self.study.ask()
             if "folder" not in trial.user_attrs:
@@ -232,8 +263,15 @@ def _read_losses(folder: Path) -> list[tuple[float, bool]]:
     """Validation losses so far, and whether each is the last step's; one that is not finite is the largest number."""
     lines = (folder / METRICS).read_bytes().splitlines() if (folder / METRICS).exists() else []
     total = read_object(folder / STATUS).get("total_steps")
-    rows = [row for line in lines if line.startswith(b'{"kind": "val"') and (row := parse_row(line)) and row["step"]]
-    return [(row["loss"] if isinstance(row["loss"], float) else 1e30, row["step"] == total) for row in rows]
+    rows = [
+        row
+        for line in lines
+        if line.startswith(b'{"kind": "val"') and (row := parse_row(line)) and row["step"]
+    ]
+    return [
+        (row["loss"] if isinstance(row["loss"], float) else 1e30, row["step"] == total)
+        for row in rows
+    ]
 
 
 def make_sampler(seed: int, jobs: int) -> Any:
@@ -256,7 +294,9 @@ def sweep(options: Namespace) -> tuple[int, dict[str, Any]]:
     ranges, fixed = parse_space(options.recipe, options.overrides)
     for name in ("trials", "jobs"):
         if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(options, name)}", f"--{name}", "give 1 or more")
+            raise ConfigError(
+                f"--{name} is {getattr(options, name)}", f"--{name}", "give 1 or more"
+            )
     check_data(options.recipe, ranges, fixed, options.console)
     out: Path = options.out or Path("sweeps") / Path(options.recipe).stem
     options.out = out
@@ -278,7 +318,9 @@ def _import_optuna() -> Any:
     return optuna
 
 
-def _open_study(optuna: Any, options: Namespace, ranges: Sequence[SearchRange], fixed: Sequence[str]) -> Any:
+def _open_study(
+    optuna: Any, options: Namespace, ranges: Sequence[SearchRange], fixed: Sequence[str]
+) -> Any:
     """The search of the folder, begun or gone on with: what was running when it was killed comes first."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -286,10 +328,18 @@ def _open_study(optuna: Any, options: Namespace, ranges: Sequence[SearchRange], 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS)
     try:
         storage = JournalStorage(JournalFileBackend(str(options.out / JOURNAL)))
-        study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", load_if_exists=True)
+        study = optuna.create_study(
+            storage=storage, pruner=pruner, study_name="sweep", load_if_exists=True
+        )
     except (ValueError, KeyError) as error:
-        raise DataError(f"damaged: {error}", str(options.out / JOURNAL), "delete it, or name another --out") from None
-    search = {"recipe": options.recipe, "ranges": [repr(space) for space in ranges], "fixed": list(fixed)}
+        raise DataError(
+            f"damaged: {error}", str(options.out / JOURNAL), "delete it, or name another --out"
+        ) from None
+    search = {
+        "recipe": options.recipe,
+        "ranges": [repr(space) for space in ranges],
+        "fixed": list(fixed),
+    }
     if study.user_attrs.get("search", search) != search:
         what = "the sweep in this folder has another recipe, other ranges or other fixed settings"
         raise ConfigError(what, str(options.out), "give the same, or name another --out")
@@ -307,20 +357,34 @@ def list_trials(study: Any) -> list[Any]:
     return list({trial.user_attrs["folder"]: trial for trial in trials}.values())
 
 
-def _report(study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str], options: Namespace) -> dict[str, Any]:
+def _report(
+    study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str], options: Namespace
+) -> dict[str, Any]:
     """Print the trials, best first; write the best recipe and the picture."""
     console: Console = options.console
     rows = []
     for trial in list_trials(study):
         losses = [*trial.intermediate_values.values()]
-        values = {space.key: space.format(trial.params[space.key]) for space in ranges if space.key in trial.params}
-        row = {"trial": trial.user_attrs.get("folder"), "state": trial.state.name.lower(), "values": values}
-        rows.append(row | {"loss": trial.value if trial.value is not None else (losses or [None])[-1]})
+        values = {
+            space.key: space.format(trial.params[space.key])
+            for space in ranges
+            if space.key in trial.params
+        }
+        row = {
+            "trial": trial.user_attrs.get("folder"),
+            "state": trial.state.name.lower(),
+            "values": values,
+        }
+        rows.append(
+            row | {"loss": trial.value if trial.value is not None else (losses or [None])[-1]}
+        )
     rows.sort(key=lambda row: (row["state"] != "complete", row["loss"] or math.inf))
     answer: dict[str, Any] = {"trials": rows, "best": None}
     if rows and rows[0]["state"] == "complete":
         answer["best"] = rows[0]
-        resolved = resolve(options.recipe, [*fixed, *(f"{key}={text}" for key, text in rows[0]["values"].items())])
+        resolved = resolve(
+            options.recipe, [*fixed, *(f"{key}={text}" for key, text in rows[0]["values"].items())]
+        )
         with storage_errors(options.out):
             replace_file(options.out / BEST, redact(render(resolved.config, resolved.origins)))
     heads = {name: name for name in ("trial", "state", "loss", *(space.key for space in ranges))}
@@ -329,15 +393,28 @@ def _report(study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str], opt
     show_rows(heads, shown, console)
     if answer["best"]:
         answer["recipe"] = str(options.out / BEST)
-        save_picture(lambda pyplot, path: draw_sweep(pyplot, path, rows, ranges), options.out / PICTURE, console)
-        console.print(f"best     {answer['recipe']}: megatoken train {shlex.quote(answer['recipe'])} --out runs/best")
+        save_picture(
+            lambda pyplot, path: draw_sweep(pyplot, path, rows, ranges),
+            options.out / PICTURE,
+            console,
+        )
+        console.print(
+            f"best     {answer['recipe']}: megatoken train {shlex.quote(answer['recipe'])} --out runs/best"
+        )
     return answer
 
 
-def draw_sweep(pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], ranges: Sequence[SearchRange]) -> Path:
+def draw_sweep(
+    pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], ranges: Sequence[SearchRange]
+) -> Path:
     """Loss over each setting: finished trials, stopped ones with their last loss, the best."""
-    figure, grid = pyplot.subplots(1, len(ranges), figsize=(5.5 * len(ranges), 4), layout="constrained", squeeze=False)
-    styles = {"complete": ("o", "C0", "finished"), "pruned": ("x", "0.6", "stopped early, last loss")}
+    figure, grid = pyplot.subplots(
+        1, len(ranges), figsize=(5.5 * len(ranges), 4), layout="constrained", squeeze=False
+    )
+    styles = {
+        "complete": ("o", "C0", "finished"),
+        "pruned": ("x", "0.6", "stopped early, last loss"),
+    }
     for axis, space in zip(grid[0], ranges, strict=True):
         place = space.choices.index if space.choices else float
         for state, (marker, colour, label) in styles.items():
@@ -346,7 +423,11 @@ def draw_sweep(pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], ranges: 
             axis.scatter(x, [row["loss"] for row in same], marker=marker, color=colour, label=label)
         best = place(rows[0]["values"][space.key]), rows[0]["loss"]
         axis.scatter(*best, s=140, marker="*", color="C3", label="best")
-        axis.set(title=space.key, xscale="log" if space.log else "linear", ylabel="validation loss (nats per token)")
+        axis.set(
+            title=space.key,
+            xscale="log" if space.log else "linear",
+            ylabel="validation loss (nats per token)",
+        )
         if space.choices:
             axis.set_xticks(range(len(space.choices)), space.choices)
         axis.grid(alpha=0.25)

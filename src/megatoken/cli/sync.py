@@ -57,10 +57,14 @@ class TensorBoard:
         self._writer = EventFileWriter(str(run / "tensorboard"))
 
     def log(self, values: dict[str, float], row: Row) -> None:
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        scalars = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in values.items()
+        ]
         # Its "relative" axis then shows the time of training, without pauses.
         seconds = float(row.get("elapsed_seconds") or 0)
-        event = self._event(step=row["step"], wall_time=seconds, summary=self._summary(value=scalars))
+        event = self._event(
+            step=row["step"], wall_time=seconds, summary=self._summary(value=scalars)
+        )
         self._writer.add_event(event)
 
     def flush(self) -> None:
@@ -112,7 +116,9 @@ class Trackio:
         import trackio
 
         self._trackio = trackio
-        trackio.init(project="megatoken", name=run.resolve().name, config=read_settings(run), resume="allow")
+        trackio.init(
+            project="megatoken", name=run.resolve().name, config=read_settings(run), resume="allow"
+        )
 
     def log(self, values: dict[str, float], row: Row) -> None:
         self._trackio.log(values, step=row["step"])
@@ -141,7 +147,9 @@ def check_room(folder: Path) -> None:
 def read_settings(run: Path) -> dict[str, str]:
     """Every setting of a run by its key; none where its config cannot be read."""
     try:
-        return {key: redact(format_value(value)) for key, value in flatten(read_config(run)).items()}
+        return {
+            key: redact(format_value(value)) for key, value in flatten(read_config(run)).items()
+        }
     except MegatokenError:
         return {}
 
@@ -173,14 +181,19 @@ def send(run: Path, name: str, *, follow: bool) -> int:
     try:
         with FileLock(run / "sync" / f"{name}.lock", timeout=0):
             state = read_object(run / "sync" / f"{name}.json")
-            sent = {str(kind): step for kind, step in state.get("sent", {}).items() if isinstance(step, int)}
+            sent = {
+                str(kind): step
+                for kind, step in state.get("sent", {}).items()
+                if isinstance(step, int)
+            }
             sink: Sink = CLASSES[name](run, state)
             try:
                 for row in read_rows(run, follow=follow):
                     if row is None:  # all that is there has been sent
                         sink.flush()
                         replace_file(
-                            run / "sync" / f"{name}.json", json.dumps({**state, "sent": sent}, indent=1) + "\n"
+                            run / "sync" / f"{name}.json",
+                            json.dumps({**state, "sent": sent}, indent=1) + "\n",
                         )
                     elif row["kind"] in SENT_KINDS and row["step"] > sent.get(name_source(row), -1):
                         sink.log(read_numbers(row), row)
@@ -209,8 +222,16 @@ def name_source(row: Row) -> str:
 
 def read_numbers(row: Row) -> dict[str, float]:
     """The finite numbers of a row by name: train/loss, val/loss, eval/hellaswag/acc_norm."""
-    found = {key: value for key, value in row.items() if key not in PLACE and isinstance(value, int | float)}
-    return {f"{name_source(row)}/{key}": float(value) for key, value in found.items() if math.isfinite(value)}
+    found = {
+        key: value
+        for key, value in row.items()
+        if key not in PLACE and isinstance(value, int | float)
+    }
+    return {
+        f"{name_source(row)}/{key}": float(value)
+        for key, value in found.items()
+        if math.isfinite(value)
+    }
 
 
 def read_rows(run: Path, *, follow: bool) -> Iterator[Row | None]:

@@ -40,7 +40,9 @@ def verify_folder(folder: Path | str) -> Report:
     root = folder / "checkpoints"
     if root.is_dir() or (folder / "provenance.json").is_file():
         steps = list_steps(root)
-        errors = [error for step in steps for error in _catch(_verify_checkpoint, step_folder(root, step))]
+        errors = [
+            error for step in steps for error in _catch(_verify_checkpoint, step_folder(root, step))
+        ]
         errors += _catch(resolve, str(folder / "config.yaml"))
         if not is_copy(folder):  # in which only the checkpoints have a tokenizer
             errors += _catch(load_saved_tokenizer, folder / "tokenizer")
@@ -49,9 +51,16 @@ def verify_folder(folder: Path | str) -> Report:
         return Report("checkpoint", 1, _catch(_verify_checkpoint, folder))
     if not folder.is_dir():
         raise DataError("not a folder", str(folder), "name a dataset or run folder")
-    shards, is_prepared = [*folder.glob("*.bin"), *folder.glob("*.npy")], (folder / MANIFEST_NAME).is_file()
+    shards, is_prepared = (
+        [*folder.glob("*.bin"), *folder.glob("*.npy")],
+        (folder / MANIFEST_NAME).is_file(),
+    )
     if not shards and not is_prepared:
-        raise DataError("neither a dataset nor a run", str(folder), "name a dataset, a run or one of its checkpoints")
+        raise DataError(
+            "neither a dataset nor a run",
+            str(folder),
+            "name a dataset, a run or one of its checkpoints",
+        )
     errors = list(verify_dataset(folder))
     if not errors and is_prepared:
         errors += _catch(lambda _: load_dataset(folder).tokenizer, folder)

@@ -37,7 +37,9 @@ class BatchRamp:
     def smaller(self, tokens: float) -> Iterator[tuple[int, float]]:
         """Each size below `full`, and how many of a run's `tokens` are trained on in batches of it."""
         _, before, sizes = self.levels()
-        for size, begin, end in zip(sizes, before, before[1:], strict=False):  # the last size has no end
+        for size, begin, end in zip(
+            sizes, before, before[1:], strict=False
+        ):  # the last size has no end
             yield size, max(0.0, min(end, tokens) - begin)
 
     def levels(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
@@ -46,7 +48,9 @@ class BatchRamp:
 
 
 @cache
-def _list_levels(start: int, full: int, length: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+def _list_levels(
+    start: int, full: int, length: int
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     sizes = [*range(start, full, start), full]
     batches, tokens = [0], [0]
     for level, size in enumerate(sizes[:-1], start=1):

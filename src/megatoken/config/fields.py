@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
-NUMBER = re.compile(r"([-+]?[\d._]+(?:[eE][-+]?\d+)?)\s*([kKMBT]?)\s*(steps?|tok|tokens|ep|epochs?|dur)?")
+NUMBER = re.compile(
+    r"([-+]?[\d._]+(?:[eE][-+]?\d+)?)\s*([kKMBT]?)\s*(steps?|tok|tokens|ep|epochs?|dur)?"
+)
 LARGEST = 1e15  # of any number: beyond every run, and exact as a float
 UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -26,7 +28,12 @@ class Duration:
 
     def steps(self, *, batch_tokens: int, epoch_tokens: int = 0, total_steps: int = 0) -> int:
         """Length in optimizer steps, rounded to the nearest; anything above zero is at least one step."""
-        return self._count(steps=1.0, tok=1.0 / batch_tokens, ep=epoch_tokens / batch_tokens, dur=float(total_steps))
+        return self._count(
+            steps=1.0,
+            tok=1.0 / batch_tokens,
+            ep=epoch_tokens / batch_tokens,
+            dur=float(total_steps),
+        )
 
     def tokens(self, *, batch_tokens: int, epoch_tokens: int, total_tokens: int) -> int:
         """Length in tokens, steps as full batches; anything above zero is at least one token."""
@@ -57,7 +64,11 @@ class ConfigField:
     @property
     def choices(self) -> tuple[str, ...]:
         """The values of a field that is one of several names; empty for others."""
-        return (*get_args(self.type), *_REGISTERED.get(self.key, ())) if get_origin(self.type) is Literal else ()
+        return (
+            (*get_args(self.type), *_REGISTERED.get(self.key, ()))
+            if get_origin(self.type) is Literal
+            else ()
+        )
 
     def is_registered(self, value: Any) -> bool:
         """Whether the value was added by `register_choice`."""
@@ -75,12 +86,20 @@ class ConfigField:
             return "one of " + ", ".join(self.choices)
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         words[Duration] = "a duration such as 100steps, 10e9tok, 3ep or 0.01dur"
-        return words.get(self.type) or ("a duration, or auto" if self.is_duration else "a whole number or auto")
+        return words.get(self.type) or (
+            "a duration, or auto" if self.is_duration else "a whole number or auto"
+        )
 
 
-def config_field(default: Any, doc: str, unit: str = "", *, compare: bool = True, **options: Any) -> Any:
+def config_field(
+    default: Any, doc: str, unit: str = "", *, compare: bool = True, **options: Any
+) -> Any:
     """A field of a section. options: of `ConfigField`."""
-    return field(default=default, metadata={"spec": ConfigField(default, doc, unit, **options)}, compare=compare)
+    return field(
+        default=default,
+        metadata={"spec": ConfigField(default, doc, unit, **options)},
+        compare=compare,
+    )
 
 
 _REGISTERED: dict[str, list[str]] = {}  # names that Python code added to a field's choices
@@ -111,7 +130,9 @@ def parse_value(spec: ConfigField, text: str) -> Any:
     except (ValueError, OverflowError, KeyError):
         raise ValueError(f"expected {spec.expects}, got {text!r:.80}") from None
     number = value.value if isinstance(value, Duration) else value
-    if isinstance(number, str) or (spec.low <= number <= spec.high and not (spec.open_low and number == spec.low)):
+    if isinstance(number, str) or (
+        spec.low <= number <= spec.high and not (spec.open_low and number == spec.low)
+    ):
         return value
     low = f"above {spec.low:g}" if spec.open_low else f"at least {spec.low:g}"
     high = "" if spec.high == LARGEST >= number else f" and at most {spec.high:g}"
@@ -133,12 +154,18 @@ def _parse(spec: ConfigField, text: str) -> Any:
     digits, prefix, unit = match[1], match[2].upper(), UNITS[(match[3] or "steps")[0]]
     number = _finite(digits) * PREFIXES[prefix]
     if spec.is_duration:
-        if not match[3] and number != int(number):  # a share of the run is meant, and would be one step
+        if not match[3] and number != int(
+            number
+        ):  # a share of the run is meant, and would be one step
             raise ValueError
         return Duration(number, unit)
     if number != int(number) or (match[3] and not spec.unit.startswith(unit)):
         raise ValueError
-    return int(digits) if digits.lstrip("-+").replace("_", "").isdigit() and not prefix else int(number)
+    return (
+        int(digits)
+        if digits.lstrip("-+").replace("_", "").isdigit() and not prefix
+        else int(number)
+    )
 
 
 def _finite(text: str) -> float:
@@ -156,4 +183,9 @@ def parse_time(text: str) -> float:
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text.strip())
     if not match:
         raise ValueError(f"expected a time such as 90m or 11h30m, got {text!r}")
-    return float(sum(int(part or 0) * size for part, size in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))
+    return float(
+        sum(
+            int(part or 0) * size
+            for part, size in zip(match.groups(), (86400, 3600, 60, 1), strict=True)
+        )
+    )

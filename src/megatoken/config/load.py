@@ -22,7 +22,16 @@ from megatoken.config.depth import derive_run
 from megatoken.config.effects import list_without_effect
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import ALIASES, FIELDS, Config, Resume, build_config, flatten, resume_class, validate
+from megatoken.config.schema import (
+    ALIASES,
+    FIELDS,
+    Config,
+    Resume,
+    build_config,
+    flatten,
+    resume_class,
+    validate,
+)
 from megatoken.config.words import (
     MAIN_FIELDS,
     TEXTS,
@@ -46,14 +55,19 @@ COMMAND_LINE = "command line"  # the origin of an override
 PREPARE = {
     "data/python": "python --tokenizer bpe:4096 --val-fraction 0.05",
     "data/shakespeare": "tinyshakespeare --val-fraction 0.1",
-    **{f"data/{name}": name for name in ("fineweb", "fineweb-100bt", "fineweb-350bt", "fineweb-edu")},
+    **{
+        f"data/{name}": name
+        for name in ("fineweb", "fineweb-100bt", "fineweb-350bt", "fineweb-edu")
+    },
 }
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
 # Setting one of these in a later layer unsets the others.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
 # A preset in a later layer unsets these. The vocabulary goes with the data.
 PRESET_FIELDS = tuple(
-    f"model.{name}" for name in (*ModelConfig().architecture(), "zero_init") if name not in ("vocab_size", "value_head")
+    f"model.{name}"
+    for name in (*ModelConfig().architecture(), "zero_init")
+    if name not in ("vocab_size", "value_head")
 )
 
 
@@ -87,7 +101,9 @@ def prepare_words(dataset: str, out: str) -> list[str]:
     return ["prepare", source, "--out", out, *options]
 
 
-def resolve(recipe: str, overrides: Sequence[str] = (), others: Sequence[str] = ()) -> ResolvedConfig:
+def resolve(
+    recipe: str, overrides: Sequence[str] = (), others: Sequence[str] = ()
+) -> ResolvedConfig:
     """Read a recipe by file or name, or the settings of a run by its folder, apply `a.b=c` overrides, check everything.
 
     others: names that the command knows beside recipes, for a suggestion. Raises ConfigError naming file:line, the key
@@ -100,11 +116,16 @@ def resolve(recipe: str, overrides: Sequence[str] = (), others: Sequence[str] = 
         own = [Assignment(key, value, f"{recipe}: {rule}") for key, value, rule in derived]
         base = read_recipe(SHIPPED / f"{DEPTH_RECIPE}.yaml")
         resolved = resolve_assignments(recipe, [*base, *own], overrides)
-        return replace(resolved, notes=(*(f"{key}={value}: {rule}" for key, value, rule in derived), *resolved.notes))
+        return replace(
+            resolved,
+            notes=(*(f"{key}={value}: {rule}" for key, value, rule in derived), *resolved.notes),
+        )
     path = _find_recipe(recipe, others)
     assignments = read_recipe(path)
     # What `config` and a run folder write holds every value.
-    is_own = path.parent != SHIPPED and not {assignment.key for assignment in assignments}.issuperset(ALTERNATIVES)
+    is_own = path.parent != SHIPPED and not {
+        assignment.key for assignment in assignments
+    }.issuperset(ALTERNATIVES)
     return resolve_assignments(path.stem, assignments, overrides, is_own=is_own)
 
 
@@ -118,7 +139,9 @@ def find_run(recipe: str) -> Path | None:
         if recipe and ((folder / RUN_CONFIG).is_file() or (folder / "checkpoints").is_dir()):
             if recipe in list_recipes():
                 fix = f"write ./{recipe} for the folder, {recipe}.yaml for the recipe"
-                raise ConfigError(f"'{recipe}' is both a run folder and a recipe", "command line", fix)
+                raise ConfigError(
+                    f"'{recipe}' is both a run folder and a recipe", "command line", fix
+                )
             return folder
     return None
 
@@ -127,22 +150,34 @@ def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> Reso
     """The settings of a run from `file`, its config.yaml or a checkpoint's copy, with the origins that stand there."""
     resolved = resolve_assignments(folder.absolute().name, read_recipe(file), overrides)
     lines = file.read_text(encoding="utf-8").splitlines()
-    noted = {f"{file}:{number}": line.rpartition("  # ")[2] for number, line in enumerate(lines, 1) if "  # " in line}
-    return replace(resolved, origins={key: noted.get(where, where) for key, where in resolved.origins.items()})
+    noted = {
+        f"{file}:{number}": line.rpartition("  # ")[2]
+        for number, line in enumerate(lines, 1)
+        if "  # " in line
+    }
+    return replace(
+        resolved, origins={key: noted.get(where, where) for key, where in resolved.origins.items()}
+    )
 
 
 def list_runs(folder: Path) -> list[str]:
     """Paths of the runs in a folder; none where it cannot be read."""
     with suppress(OSError, ValueError):  # no folder, or no path at all
         paths = sorted(folder.iterdir())
-        return [str(path) for path in paths if (path / RUN_CONFIG).is_file() or (path / "checkpoints").is_dir()]
+        return [
+            str(path)
+            for path in paths
+            if (path / RUN_CONFIG).is_file() or (path / "checkpoints").is_dir()
+        ]
     return []
 
 
 def load_config(recipe: str | Path, *overrides: str) -> Config:
     """The config of a recipe, by file or name, with `section.field=value` overrides. Raises ConfigError."""
     resolved = resolve(str(recipe), overrides)
-    for note in () if DEPTH.fullmatch(str(recipe)) else resolved.notes:  # those of a depth warn of nothing
+    for note in (
+        () if DEPTH.fullmatch(str(recipe)) else resolved.notes
+    ):  # those of a depth warn of nothing
         warnings.warn(note, stacklevel=2)
     return resolved.config
 
@@ -155,8 +190,15 @@ def resolve_assignments(
     name: of the run, and of its folder in runs/ unless --out is given. is_own: the recipe holds what its user chose, of
     which nothing may be without effect; of the overrides nothing may be either way.
     """
-    if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
-        raise ConfigError(f"a run cannot be called {name!r:.80}", fix="rename the recipe, or its run_name")
+    if (
+        not Path(name).parts
+        or Path(name).is_absolute()
+        or ".." in Path(name).parts
+        or not name.isprintable()
+    ):
+        raise ConfigError(
+            f"a run cannot be called {name!r:.80}", fix="rename the recipe, or its run_name"
+        )
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     notes = _apply(recipe, values, origins)
@@ -181,22 +223,25 @@ def _note_other_preset(preset_of_recipe: str, config: Config, origins: dict[str,
     preset, rate = config.model.preset, origins.get("optim.lr", "")
     if preset_of_recipe in ("", preset) or preset not in list_recipes() or rate == COMMAND_LINE:
         return []
-    rest = (
-        f"optim.lr {config.optim.lr:g} and budget.batch_tokens {config.budget.batch_tokens} stay {preset_of_recipe}'s"
-    )
+    rest = f"optim.lr {config.optim.lr:g} and budget.batch_tokens {config.budget.batch_tokens} stay {preset_of_recipe}'s"
     return [f"{rest}: the recipe {preset} has its own"]
 
 
 def resolve_preset(name: str, overrides: Sequence[str]) -> ResolvedConfig:
     """One step of a published architecture, with `a.b=c` overrides. Raises ConfigError like `resolve`."""
-    one_step = [Assignment("model.preset", name, "preset"), Assignment("budget.steps", "1", "preset")]
+    one_step = [
+        Assignment("model.preset", name, "preset"),
+        Assignment("budget.steps", "1", "preset"),
+    ]
     return resolve_assignments(name, [*one_step, *map(_split_override, overrides)])
 
 
 def from_python(config: Config, name: str) -> ResolvedConfig:
     """A config that was built in Python, checked. Raises ConfigError."""
     values = flatten(config)
-    origins = {key: "default" if values[key] == spec.default else "Python" for key, spec in FIELDS.items()}
+    origins = {
+        key: "default" if values[key] == spec.default else "Python" for key, spec in FIELDS.items()
+    }
     _refuse_conflicts(config, origins)
     return ResolvedConfig(config, name, origins)
 
@@ -206,7 +251,9 @@ def _refuse_conflicts(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(f"{key}: {what}", origins.get(key, "default"), fix)
 
 
-def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[str, str]) -> list[str]:
+def _apply(
+    layer: Sequence[Assignment], values: dict[str, Any], origins: dict[str, str]
+) -> list[str]:
     """Parse and set the assignments; return a note for each that uses an old name."""
     notes = []
     given = {assignment.key for assignment in layer if assignment.text}
@@ -220,7 +267,10 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
         if key in ALIASES:
             key = ALIASES[key]
             text = (FIELDS[key].alias_values or {}).get(text, text)
-            notes.append(f"{assignment.key} is now called {key}" + (f"={text}" if text != assignment.text else ""))
+            notes.append(
+                f"{assignment.key} is now called {key}"
+                + (f"={text}" if text != assignment.text else "")
+            )
         if any(known.startswith(f"{key}.") for known in FIELDS):
             fix = "write `field: value` lines below it"
             if where == COMMAND_LINE and (main := MAIN_FIELDS.get(key)):
@@ -243,14 +293,18 @@ def _apply(layer: Sequence[Assignment], values: dict[str, Any], origins: dict[st
             dict.fromkeys(each.where for each in unknown),
             dict.fromkeys(suggest_key(e.key, e.text) for e in unknown),
         )
-        raise ConfigError(f"unknown key{'s' * (len(unknown) > 1)} {keys}", ", ".join(places), " ".join(fixes))
+        raise ConfigError(
+            f"unknown key{'s' * (len(unknown) > 1)} {keys}", ", ".join(places), " ".join(fixes)
+        )
     return notes
 
 
 def _split_override(word: str) -> Assignment:
     key, equals, text = word.partition("=")
     if not equals:
-        raise ConfigError(f"cannot read override '{word}'", COMMAND_LINE, "write section.field=value")
+        raise ConfigError(
+            f"cannot read override '{word}'", COMMAND_LINE, "write section.field=value"
+        )
     return Assignment(key, text, COMMAND_LINE)
 
 
@@ -260,7 +314,9 @@ def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
         if Path(recipe).is_file() and Path(recipe).suffix not in (*TEXTS, *WEIGHTS):
             return Path(recipe)
     except OSError as error:  # a folder that may not be entered, a name that is too long
-        raise ConfigError(f"cannot read recipe: {error.strerror}", recipe, "check the path") from None
+        raise ConfigError(
+            f"cannot read recipe: {error.strerror}", recipe, "check the path"
+        ) from None
     if recipe.removesuffix(".yaml") in known:
         return SHIPPED / f"{recipe.removesuffix('.yaml')}.yaml"
     is_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
@@ -287,7 +343,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) or getattr(event, "tag", None):
-            raise yaml.MarkedYAMLError(problem="tags, anchors and aliases are not read", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="tags, anchors and aliases are not read", problem_mark=event.start_mark
+            )
         return super().compose_node(parent, index)
 
 
@@ -309,7 +367,9 @@ def compose_yaml(path: Path) -> yaml.Node | None:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or "unreadable"
         where = f"{path}:{mark.line + 1}" if mark else path
-        raise ConfigError(f"not valid YAML: {reason}", where, "check indentation and quotes") from None
+        raise ConfigError(
+            f"not valid YAML: {reason}", where, "check indentation and quotes"
+        ) from None
 
 
 def read_recipe(path: Path) -> list[Assignment]:
@@ -322,12 +382,16 @@ def read_recipe(path: Path) -> list[Assignment]:
     for assignment in _walk(root, f"{path}:1", path) if root else ():
         key = ALIASES.get(assignment.key, assignment.key)
         if key in seen:
-            raise ConfigError(f"key '{key}' is given twice", assignment.where, f"first given at {seen[key].where}")
+            raise ConfigError(
+                f"key '{key}' is given twice", assignment.where, f"first given at {seen[key].where}"
+            )
         seen[key] = assignment
     version = seen.pop("version", None)
     if version and version.text not in ("1", str(VERSION)):
         what = f"recipe is of version {version.text}, this megatoken reads versions 1 and {VERSION}"
-        raise ConfigError(what, version.where, "use the megatoken that wrote it, or adapt the recipe")
+        raise ConfigError(
+            what, version.where, "use the megatoken that wrote it, or adapt the recipe"
+        )
     if version and version.text == "1" and (decay := seen.get("optim.decay")):
         schedule = seen.get("optim.schedule")
         if not (schedule and schedule.text.startswith("wsd")):
@@ -336,7 +400,9 @@ def read_recipe(path: Path) -> list[Assignment]:
 
 
 def _walk(node: yaml.Node, where: str, path: Path, prefix: str = "") -> Iterator[Assignment]:
-    if not isinstance(node, yaml.MappingNode) or not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+    if not isinstance(node, yaml.MappingNode) or not all(
+        isinstance(key, yaml.ScalarNode) for key, _ in node.value
+    ):
         what = f"{prefix.removesuffix('.') or 'the recipe'} is neither a value nor a section of field: value lines"
         raise ConfigError(what, where, "see `megatoken config`")
     for key, value in node.value:
@@ -354,7 +420,9 @@ def format_value(value: Any) -> str:
     if isinstance(value, str):
         # `-` and `*` mean something else in front
         plain = re.fullmatch(r"(?!null$)[\w./][\w./:*-]*(?<!:)", value, re.IGNORECASE)
-        quoted: str = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
+        quoted: str = yaml.safe_dump(
+            value, default_style='"', allow_unicode=True, width=math.inf
+        ).rstrip("\n")
         return value if plain else quoted
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -402,9 +470,14 @@ def list_changes(old: Config, new: Config) -> list[Change]:
     after["model.init"] = after["model.init"] or before["model.init"]
     default, given = ModelConfig().architecture(), new.model.architecture()
     if new.model.init and all(given[name] == default[name] for name in given if name != "seq_len"):
-        sizes = [f"model.{name}" for name in given if given[name] == default[name]]  # still to be taken from model.init
+        sizes = [
+            f"model.{name}" for name in given if given[name] == default[name]
+        ]  # still to be taken from model.init
         after |= {key: before[key] for key in sizes if key in before}
-    before["optim.decay"], after["optim.decay"] = old.optim.decay_length or "auto", new.optim.decay_length or "auto"
+    before["optim.decay"], after["optim.decay"] = (
+        old.optim.decay_length or "auto",
+        new.optim.decay_length or "auto",
+    )
     changes = []
     for key, spec in FIELDS.items():
         # A folder may move: the dataset in it is compared by its fingerprint (train/restore.py).
@@ -413,7 +486,9 @@ def list_changes(old: Config, new: Config) -> list[Change]:
             resume = "guarded"
         if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].is_registered(new.optim.name):
             resume = "fatal"
-        was, is_now = (redact(format_value(values[key])) for values in (before, after))  # a run folder holds no secret
+        was, is_now = (
+            redact(format_value(values[key])) for values in (before, after)
+        )  # a run folder holds no secret
         if was != is_now:
             changes.append(Change(key, was, is_now, resume))
     return changes

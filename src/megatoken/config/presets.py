@@ -20,33 +20,70 @@ GPT2_VOCABULARY = 50257
 
 
 def _gpt(n_layer: int, n_head: int, d_model: int, seq_len: int) -> ModelConfig:
-    sizes: dict[str, Any] = dict(n_layer=n_layer, n_head=n_head, d_model=d_model, d_ff=4 * d_model, seq_len=seq_len)
+    sizes: dict[str, Any] = dict(
+        n_layer=n_layer, n_head=n_head, d_model=d_model, d_ff=4 * d_model, seq_len=seq_len
+    )
     return ModelConfig(**sizes, vocab_size=GPT2_VOCABULARY)
 
 
 def _llama(
-    n_layer: int, n_head: int, n_kv_head: int, d_model: int, d_ff: int, vocab_size: int, seq_len: int, **others: Any
+    n_layer: int,
+    n_head: int,
+    n_kv_head: int,
+    d_model: int,
+    d_ff: int,
+    vocab_size: int,
+    seq_len: int,
+    **others: Any,
 ) -> ModelConfig:
     n_kv_head = 0 if n_kv_head == n_head else n_kv_head
-    sizes: dict[str, Any] = dict(n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_model=d_model, d_ff=d_ff)
-    kind: dict[str, Any] = dict(norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False)
+    sizes: dict[str, Any] = dict(
+        n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_model=d_model, d_ff=d_ff
+    )
+    kind: dict[str, Any] = dict(
+        norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False
+    )
     return ModelConfig(**sizes, **kind | others, vocab_size=vocab_size, seq_len=seq_len)
 
 
 def _modern(
-    n_layer: int, n_head: int, d_model: int, seq_len: int, vocab_size: int = GPT2_VOCABULARY, **others: Any
+    n_layer: int,
+    n_head: int,
+    d_model: int,
+    seq_len: int,
+    vocab_size: int = GPT2_VOCABULARY,
+    **others: Any,
 ) -> ModelConfig:
     sizes: dict[str, Any] = dict(n_layer=n_layer, n_head=n_head, d_model=d_model, d_ff=4 * d_model)
-    kind: dict[str, Any] = dict(norm="rmsnorm", pos_emb="rotary", mlp="relu2", bias=False, tie_embeddings=False)
-    kind |= dict(qk_norm=True, embedding_norm=True, residual_scales=True, value_embeddings=True, zero_init=True)
-    return ModelConfig(**sizes, **kind | dict(logit_softcap=15.0) | others, vocab_size=vocab_size, seq_len=seq_len)
+    kind: dict[str, Any] = dict(
+        norm="rmsnorm", pos_emb="rotary", mlp="relu2", bias=False, tie_embeddings=False
+    )
+    kind |= dict(
+        qk_norm=True,
+        embedding_norm=True,
+        residual_scales=True,
+        value_embeddings=True,
+        zero_init=True,
+    )
+    return ModelConfig(
+        **sizes, **kind | dict(logit_softcap=15.0) | others, vocab_size=vocab_size, seq_len=seq_len
+    )
 
 
-def _qwen(n_layer: int, n_head: int, n_kv_head: int, d_model: int, d_ff: int, *vocab_and_context: int) -> ModelConfig:
-    return _llama(n_layer, n_head, n_kv_head, d_model, d_ff, *vocab_and_context, qk_norm=True, zero_init=True)
+def _qwen(
+    n_layer: int, n_head: int, n_kv_head: int, d_model: int, d_ff: int, *vocab_and_context: int
+) -> ModelConfig:
+    return _llama(
+        n_layer, n_head, n_kv_head, d_model, d_ff, *vocab_and_context, qk_norm=True, zero_init=True
+    )
 
 
-PUBLISHED = {"gpt2": "gpt2-124m", "gpt2-medium": "gpt2-355m", "gpt2-large": "gpt2-774m", "gpt2-xl": "gpt2-1558m"}
+PUBLISHED = {
+    "gpt2": "gpt2-124m",
+    "gpt2-medium": "gpt2-355m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-xl": "gpt2-1558m",
+}
 _V2, _V3 = 32000, 128256  # vocabularies of LLaMA 2 and 3
 _ROPE3 = 500000.0  # LLaMA 3's base; what it scales by, but for the factor, are the defaults of ModelConfig
 PRESETS: dict[str, ModelConfig] = {
@@ -71,9 +108,15 @@ PRESETS: dict[str, ModelConfig] = {
     "llama2-70b": _llama(80, 64, 8, 8192, 28672, _V2, 4096),
     "llama3-8b": _llama(32, 32, 8, 4096, 14336, _V3, 8192, rope_theta=_ROPE3),
     "llama3-70b": _llama(80, 64, 8, 8192, 28672, _V3, 8192, rope_theta=_ROPE3),
-    "llama3.1-405b": _llama(126, 128, 8, 16384, 53248, _V3, 131072, rope_theta=_ROPE3, rope_factor=8.0),
-    "llama3.2-1b": _llama(16, 32, 8, 2048, 8192, _V3, 131072, rope_theta=_ROPE3, rope_factor=32.0, tie_embeddings=True),
-    "llama3.2-3b": _llama(28, 24, 8, 3072, 8192, _V3, 131072, rope_theta=_ROPE3, rope_factor=32.0, tie_embeddings=True),
+    "llama3.1-405b": _llama(
+        126, 128, 8, 16384, 53248, _V3, 131072, rope_theta=_ROPE3, rope_factor=8.0
+    ),
+    "llama3.2-1b": _llama(
+        16, 32, 8, 2048, 8192, _V3, 131072, rope_theta=_ROPE3, rope_factor=32.0, tie_embeddings=True
+    ),
+    "llama3.2-3b": _llama(
+        28, 24, 8, 3072, 8192, _V3, 131072, rope_theta=_ROPE3, rope_factor=32.0, tie_embeddings=True
+    ),
     "modern-5m": _modern(5, 4, 256, 512, 4096),
     "modern-124m": _modern(12, 6, 768, 1024),
     "modern-355m": _modern(24, 8, 1024, 1024),

@@ -13,7 +13,12 @@ from typing import Any, Literal
 
 from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import ConfigField, Duration, config_field, list_fields, parse_time
-from megatoken.config.model_config import ModelConfig, default_d_ff, nearest_divisors, validate_model
+from megatoken.config.model_config import (
+    ModelConfig,
+    default_d_ff,
+    nearest_divisors,
+    validate_model,
+)
 from megatoken.config.presets import PRESETS, PUBLISHED
 
 Resume = Literal["free", "guarded", "fatal"]
@@ -36,9 +41,12 @@ class DataConfig:
         "to check that a model can learn it",
     )
     document_mask: bool = config_field(
-        False, "tokens do not attend to earlier documents: one begins at each end-of-text token, with position 0"
+        False,
+        "tokens do not attend to earlier documents: one begins at each end-of-text token, with position 0",
     )
-    tokenizer: str = config_field("gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own")
+    tokenizer: str = config_field(
+        "gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +59,38 @@ class ObjectiveConfig:
         "(supervised fine-tuning); dpo: of preferences; reward: a model of preferences; grpo, ppo: reinforce answers",
     )
     beta: float = config_field(
-        0.1, "dpo: how far log-probabilities may go from the reference for a reward", low=0.0, open_low=True
+        0.1,
+        "dpo: how far log-probabilities may go from the reference for a reward",
+        low=0.0,
+        open_low=True,
     )
     reward: str = config_field(
-        "exact", "grpo, ppo: exact, number or gsm8k, or the run of a reward model; own code by --reward module:function"
+        "exact",
+        "grpo, ppo: exact, number or gsm8k, or the run of a reward model; own code by --reward module:function",
     )
     group: int = config_field(8, "grpo, ppo: answers to each prompt", low=1)
-    updates: int = config_field(1, "grpo, ppo: optimizer steps on the same answers, all of them each time", low=1)
+    updates: int = config_field(
+        1, "grpo, ppo: optimizer steps on the same answers, all of them each time", low=1
+    )
     temperature: float = config_field(
-        1.0, "grpo, ppo: answers are sampled from softmax(logits / temperature), and trained as such", low=0.01
+        1.0,
+        "grpo, ppo: answers are sampled from softmax(logits / temperature), and trained as such",
+        low=0.01,
     )
     max_new_tokens: int = config_field(64, "grpo, ppo: longest answer", "tokens", low=1)
     kl: float = config_field(
         0.0, "grpo, ppo: weight of the KL divergence from the model at the start; 0: none", low=0.0
     )
     clip: float = config_field(
-        0.2, "grpo, ppo: largest change of a token's probability that is rewarded", low=0.0, open_low=True
+        0.2,
+        "grpo, ppo: largest change of a token's probability that is rewarded",
+        low=0.0,
+        open_low=True,
     )
     gamma: float = config_field(1.0, "ppo: discount of later rewards, a token", low=0.0, high=1.0)
-    lam: float = config_field(0.95, "ppo: of generalized advantage estimation; 1: the rewards alone", low=0.0, high=1.0)
+    lam: float = config_field(
+        0.95, "ppo: of generalized advantage estimation; 1: the rewards alone", low=0.0, high=1.0
+    )
     value_clip: float = config_field(
         0.2, "ppo: largest change of a value that is learnt at once", low=0.0, open_low=True
     )
@@ -101,9 +122,11 @@ class OptimConfig:
         "(docs/hacking.md)",
     )
     lr: float = config_field(6e-4, "peak learning rate; under muon of what AdamW updates", low=0.0)
-    matrix_lr: float = config_field(0.02, "peak learning rate of the matrices that muon updates", low=0.0)
-    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "multi-step", "constant"] = config_field(
-        "cosine", "decay after warm-up"
+    matrix_lr: float = config_field(
+        0.02, "peak learning rate of the matrices that muon updates", low=0.0
+    )
+    schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "multi-step", "constant"] = (
+        config_field("cosine", "decay after warm-up")
     )
     warmup: Duration = config_field(Duration(0), "linear warm-up from 0 to lr", low=0)
     decay: Duration | Literal["auto"] = config_field(
@@ -112,22 +135,36 @@ class OptimConfig:
         "rest of the run); at the end under `wsd`, `wsd-sqrt` and `multi-step` (auto: 0.2dur)",
         low=0,
     )
-    min_lr_ratio: float = config_field(0.1, "final learning rate, as a share of lr", low=0.0, high=1.0, alias="floor")
+    min_lr_ratio: float = config_field(
+        0.1, "final learning rate, as a share of lr", low=0.0, high=1.0, alias="floor"
+    )
     beta1: float = config_field(0.9, "decay of the first moment", low=0.0, high=0.9999999)
     beta2: float = config_field(0.95, "decay of the second moment", low=0.0, high=0.9999999)
-    eps: float = config_field(1e-8, "added to the root of the second moment", low=0.0, open_low=True)
-    momentum: float = config_field(0.95, "of muon, with Nesterov's look-ahead", low=0.0, high=0.9999999)
-    momentum_warmup: Duration = config_field(Duration(0), "linear growth of muon's momentum from 0.85", low=0)
+    eps: float = config_field(
+        1e-8, "added to the root of the second moment", low=0.0, open_low=True
+    )
+    momentum: float = config_field(
+        0.95, "of muon, with Nesterov's look-ahead", low=0.0, high=0.9999999
+    )
+    momentum_warmup: Duration = config_field(
+        Duration(0), "linear growth of muon's momentum from 0.85", low=0
+    )
     weight_decay: float = config_field(0.1, "decoupled decay, on matrices only", low=0.0)
     cautious_decay: bool = config_field(
         False, "muon decays a weight only where its update points to 0, too (Chen et al. 2025)"
     )
-    grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping", low=0.0, alias="clip")
+    grad_clip: float = config_field(
+        1.0, "largest global gradient norm; 0: no clipping", low=0.0, alias="clip"
+    )
     spike: Literal["warn", "skip", "off"] = config_field(
-        "warn", "a batch whose loss or gradient norm is far above those of the last 128 steps: train on it or skip it"
+        "warn",
+        "a batch whose loss or gradient norm is far above those of the last 128 steps: train on it or skip it",
     )
     max_skips: int = config_field(
-        3, "skipped batches in a row after which training goes back to the newest checkpoint", "batches", low=1
+        3,
+        "skipped batches in a row after which training goes back to the newest checkpoint",
+        "batches",
+        low=1,
     )
 
     @property
@@ -145,16 +182,27 @@ class BudgetConfig:
     steps: int = config_field(0, "optimizer steps", "steps", low=0)
     tokens: int = config_field(0, "training tokens", "tokens", low=0)
     epochs: float = config_field(0.0, "passes over the training split", "epochs", low=0.0)
-    batch_tokens: int = config_field(524288, "global batch of one step; a multiple of model.seq_len", "tokens", low=1)
-    batch_start: int = config_field(
-        0, "batch of the first step, which grows by its multiples over batch_ramp; 0: batch_tokens", "tokens", low=0
+    batch_tokens: int = config_field(
+        524288, "global batch of one step; a multiple of model.seq_len", "tokens", low=1
     )
-    batch_ramp: int = config_field(0, "length of the growth from batch_start to batch_tokens", "tokens", low=0)
+    batch_start: int = config_field(
+        0,
+        "batch of the first step, which grows by its multiples over batch_ramp; 0: batch_tokens",
+        "tokens",
+        low=0,
+    )
+    batch_ramp: int = config_field(
+        0, "length of the growth from batch_start to batch_tokens", "tokens", low=0
+    )
 
     @property
     def ramp(self) -> BatchRamp | None:
         """The sizes of the batches where they grow."""
-        return BatchRamp(self.batch_start, self.batch_tokens, self.batch_ramp) if self.batch_ramp else None
+        return (
+            BatchRamp(self.batch_start, self.batch_tokens, self.batch_ramp)
+            if self.batch_ramp
+            else None
+        )
 
     def tokens_before(self, batch: int) -> int:
         """Tokens in the batches before this one; batches are counted from 0."""
@@ -166,7 +214,9 @@ class MachineConfig:
     """How the run is computed; nothing here changes the loss curve."""
 
     device: str = config_field("auto", "auto, cpu, cuda, cuda:N or mps; auto: the fastest present")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field("auto", "auto: what the device is fast at")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
+        "auto", "auto: what the device is fast at"
+    )
     tf32: bool = config_field(True, "let fp32 matrix products on CUDA use TF32")
     compile: Literal["auto", "off", "on", "blocks", "graphs"] = config_field(
         "auto",
@@ -174,10 +224,16 @@ class MachineConfig:
         "auto: the model, on CUDA when the run is long enough",
     )
     micro_batch: int | Literal["auto"] = config_field(
-        "auto", "sequences of seq_len per forward, of shorter answers more; auto: the fastest", "seqs", low=1
+        "auto",
+        "sequences of seq_len per forward, of shorter answers more; auto: the fastest",
+        "seqs",
+        low=1,
     )
     loss_chunk: int | Literal["auto"] = config_field(
-        "auto", "of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once", "tokens", low=0
+        "auto",
+        "of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once",
+        "tokens",
+        low=0,
     )
     master_weights: Literal["auto", "off", "on"] = config_field(
         "auto",
@@ -192,12 +248,19 @@ class MachineConfig:
         alias="linear",
         alias_values={"numpy": "torch", "onednn": "torch"},
     )
-    attention: Literal["auto", "explicit", "flash", "blocked", "native", "cudnn", "fa2"] = config_field(
-        "auto", "attention; flash: torch's choice; native: our own, for CPUs; cudnn and fa2: that one or an error"
+    attention: Literal["auto", "explicit", "flash", "blocked", "native", "cudnn", "fa2"] = (
+        config_field(
+            "auto",
+            "attention; flash: torch's choice; native: our own, for CPUs; cudnn and fa2: that one or an error",
+        )
     )
-    fused: Literal["auto", "off", "on"] = config_field("auto", "the loss's softmax by our own kernel")
+    fused: Literal["auto", "off", "on"] = config_field(
+        "auto", "the loss's softmax by our own kernel"
+    )
     activation_checkpointing: Literal["none", "gelu", "block"] = config_field(
-        "none", "what the backward recomputes: nothing, the GELU output, whole blocks", alias="recompute"
+        "none",
+        "what the backward recomputes: nothing, the GELU output, whole blocks",
+        alias="recompute",
     )
     adamw: Literal["auto", "loop", "foreach", "fused", "native"] = config_field(
         "auto", "AdamW by tensor, by list, in torch's kernel or in our own, for CPUs"
@@ -221,12 +284,19 @@ class SaveConfig:
 
     every: Duration = config_field(Duration(0), "0: only at the end and on a stop", low=0)
     keep_last: int = config_field(2, "newest checkpoints to keep", low=1)
-    keep_best: bool = config_field(False, "also save and keep the one with the lowest validation loss, as RUN/best")
-    keep_every: Duration = config_field(Duration(0), "keep for ever what falls on this schedule; 0: none", low=0)
-    mirror: str = config_field(
-        "", "folder or address, such as s3://bucket/run, to copy checkpoints to and to fetch them from; empty: none"
+    keep_best: bool = config_field(
+        False, "also save and keep the one with the lowest validation loss, as RUN/best"
     )
-    time_limit: str = config_field("", "stop and save after this wall-clock time: seconds, or 90m, 11h30m")
+    keep_every: Duration = config_field(
+        Duration(0), "keep for ever what falls on this schedule; 0: none", low=0
+    )
+    mirror: str = config_field(
+        "",
+        "folder or address, such as s3://bucket/run, to copy checkpoints to and to fetch them from; empty: none",
+    )
+    time_limit: str = config_field(
+        "", "stop and save after this wall-clock time: seconds, or 90m, 11h30m"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,13 +304,19 @@ class EvalConfig:
     """Loss over a fixed set of held-out tokens, and scores in multiple-choice tasks."""
 
     every: Duration = config_field(Duration(0.1, "dur"), "0: only at the end", low=0)
-    tokens: int = config_field(1048576, "to score, spread evenly over the held-out split; 0: none", "tokens", low=0)
-    patience: int = config_field(0, "end the run after so many validations without a lower loss; 0: never", low=0)
+    tokens: int = config_field(
+        1048576, "to score, spread evenly over the held-out split; 0: none", "tokens", low=0
+    )
+    patience: int = config_field(
+        0, "end the run after so many validations without a lower loss; 0: never", low=0
+    )
     tasks: str = config_field(
         "", "tasks to score, such as hellaswag,piqa; piqa?: if its examples can be had; empty: none"
     )
     tasks_every: Duration = config_field(Duration(0), "0: only at the end", low=0)
-    tasks_data: str = config_field("", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub")
+    tasks_data: str = config_field(
+        "", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub"
+    )
     tasks_limit: int = config_field(0, "first examples of each task; 0: all", low=0)
 
 
@@ -261,17 +337,23 @@ class SampleConfig:
 class LogConfig:
     """What is logged."""
 
-    every: Duration = config_field(Duration(1), "steps between rows of metrics.jsonl", low=0, open_low=True)
+    every: Duration = config_field(
+        Duration(1), "steps between rows of metrics.jsonl", low=0, open_low=True
+    )
     plots: bool = config_field(True, "draw the curves at the end (needs the plot extra)")
     pictures: bool = config_field(False, "draw position embeddings and a weight matrix too")
-    sinks: str = config_field("", "programs that get every row, too: of tensorboard, wandb, trackio, with commas")
+    sinks: str = config_field(
+        "", "programs that get every row, too: of tensorboard, wandb, trackio, with commas"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Every setting of one training config."""
 
-    seed: int = config_field(1337, "decides initial weights, data order and dropout", low=0, high=2**63 - 1)
+    seed: int = config_field(
+        1337, "decides initial weights, data order and dropout", low=0, high=2**63 - 1
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -294,10 +376,16 @@ class Config:
         if budget.steps:
             return budget.steps
         tokens = budget.tokens or budget.epochs * epoch_tokens
-        return max(1, budget.ramp.count(tokens) if budget.ramp else round(tokens / budget.batch_tokens))
+        return max(
+            1, budget.ramp.count(tokens) if budget.ramp else round(tokens / budget.batch_tokens)
+        )
 
 
-END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # of optim.schedule, the others decay from the warm-up on
+END_DECAYS = (
+    "wsd",
+    "wsd-sqrt",
+    "multi-step",
+)  # of optim.schedule, the others decay from the warm-up on
 SINKS = ("tensorboard", "wandb", "trackio")  # of log.sinks; their packages have the same names
 
 
@@ -310,7 +398,13 @@ FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)
 # Whether a resume may change a section or one of its fields: free; guarded, only by --allow-changes, because the run
 # goes on another way; fatal, never, because weights, optimizer state or the order of the data would not fit.
 ON_RESUME: dict[str, Resume] = {
-    **{"seed": "fatal", "model": "fatal", "data": "guarded", "optim": "guarded", "budget": "guarded"},
+    **{
+        "seed": "fatal",
+        "model": "fatal",
+        "data": "guarded",
+        "optim": "guarded",
+        "budget": "guarded",
+    },
     **{"objective": "guarded", "objective.name": "fatal"},
     **{"machine": "free", "save": "free", "evaluate": "free", "sample": "free", "log": "free"},
     **{"model.preset": "free", "model.dropout": "guarded", "data.tokenizer": "fatal"},
@@ -318,7 +412,9 @@ ON_RESUME: dict[str, Resume] = {
     **{"budget.batch_start": "fatal", "budget.batch_ramp": "fatal"},
 }
 # What earlier versions called a field, and its field today.
-ALIASES = {f"{key.rpartition('.')[0]}.{spec.alias}": key for key, spec in FIELDS.items() if spec.alias}
+ALIASES = {
+    f"{key.rpartition('.')[0]}.{spec.alias}": key for key, spec in FIELDS.items() if spec.alias
+}
 
 
 def resume_class(key: str) -> Resume:
@@ -334,7 +430,9 @@ def build_config(values: dict[str, Any]) -> Config:
         if preset.d_ff == default_d_ff(preset.d_model, preset.mlp):
             sizes["d_ff"] = 0  # so that it follows a width that is overridden
         sizes |= {"n_kv_head": preset.n_kv_head, "zero_init": preset.zero_init}
-        merged = {key: sizes[name] for key in FIELDS if (name := key.removeprefix("model.")) in sizes} | merged
+        merged = {
+            key: sizes[name] for key in FIELDS if (name := key.removeprefix("model.")) in sizes
+        } | merged
     sections: dict[str, dict[str, Any]] = {}
     for key, value in merged.items():
         section, _, name = key.rpartition(".")
@@ -370,22 +468,45 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     chosen = [name for name in ("steps", "tokens", "epochs") if getattr(budget, name)]
     if len(chosen) != 1:
         what = "no length given" if not chosen else f"{' and '.join(chosen)} are both set"
-        yield f"budget.{chosen[-1] if chosen else 'steps'}", what, "set one of budget.steps, tokens, epochs"
+        yield (
+            f"budget.{chosen[-1] if chosen else 'steps'}",
+            what,
+            "set one of budget.steps, tokens, epochs",
+        )
     for key, length in (("optim.warmup", optim.warmup), ("optim.decay", optim.decay)):
         if length != "auto" and length.unit == "dur" and length.value > 1:
             yield key, f"{length} is longer than the run", "a share of the run is at most 1dur"
     lengths = optim.warmup, optim.decay_length or Duration(0)
-    if optim.schedule in END_DECAYS and sum(each.value for each in lengths if each.unit == "dur") > 1 + 1e-9:
+    if (
+        optim.schedule in END_DECAYS
+        and sum(each.value for each in lengths if each.unit == "dur") > 1 + 1e-9
+    ):
         what = f"a warm-up of {lengths[0]} and a decay of {lengths[1]} are longer than the run"
-        yield "optim.decay" if optim.decay != "auto" else "optim.warmup", what, "make them 1dur together, or less"
+        yield (
+            "optim.decay" if optim.decay != "auto" else "optim.warmup",
+            what,
+            "make them 1dur together, or less",
+        )
     if optim.schedule == "multi-step" and not optim.min_lr_ratio:
-        yield "optim.min_lr_ratio", "multi-step falls by its square root twice, so to 0 at once", "use 0.1, or linear"
+        yield (
+            "optim.min_lr_ratio",
+            "multi-step falls by its square root twice, so to 0 at once",
+            "use 0.1, or linear",
+        )
     if not re.fullmatch(DEVICE_WORDS, config.machine.device):
-        yield "machine.device", f"unknown device {config.machine.device!r}", "use auto, cpu, cuda, cuda:N or mps"
+        yield (
+            "machine.device",
+            f"unknown device {config.machine.device!r}",
+            "use auto, cpu, cuda, cuda:N or mps",
+        )
     if config.machine.device == "cpu" and config.machine.precision == "fp16":
         yield "machine.precision", "fp16 is not trained on a CPU", "use auto, bf16 or fp32"
     if config.machine.tensor_parallel > 1 and config.machine.activation_checkpointing == "gelu":
-        yield "machine.activation_checkpointing", "tensor_parallel splits the GELU output already", "use none or block"
+        yield (
+            "machine.activation_checkpointing",
+            "tensor_parallel splits the GELU output already",
+            "use none or block",
+        )
     if config.objective.name != "pretrain":
         if config.machine.tensor_parallel > 1:
             what = "rows of conversations are not split over tensor-parallel processes"
@@ -395,7 +516,11 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.data.document_mask and config.objective.name == "pretrain":
         if config.machine.tensor_parallel > 1:
             what = "windows with data.document_mask are not split over tensor-parallel processes"
-            yield "machine.tensor_parallel", what, "use machine.sharding, or data.document_mask=false"
+            yield (
+                "machine.tensor_parallel",
+                what,
+                "use machine.sharding, or data.document_mask=false",
+            )
         if config.machine.attention in ("cudnn", "fa2"):
             what = f"attention {config.machine.attention!r} takes no mask, which data.document_mask needs"
             yield "machine.attention", what, "use auto or flash, or data.document_mask=false"
@@ -403,7 +528,11 @@ def validate(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "machine.master_weights", "sharded weights are fp32 masters already", "use auto"
     yield from _validate_objective(config)
     if config.evaluate.patience and not config.evaluate.every.value:
-        yield "evaluate.patience", "has no effect with evaluate.every=0", "set evaluate.every, or evaluate.patience=0"
+        yield (
+            "evaluate.patience",
+            "has no effect with evaluate.every=0",
+            "set evaluate.every, or evaluate.patience=0",
+        )
     for name in split_sinks(config.log.sinks):
         if name not in SINKS:
             yield "log.sinks", f"unknown sink {name!r}", f"choose of {', '.join(SINKS)}"
@@ -419,14 +548,27 @@ def _validate_objective(config: Config) -> Iterator[tuple[str, str, str]]:
         what = f"a group of {objective.group} has no difference to learn from"
         yield "objective.group", what, "set it to 2 or more, or use ppo"
     steps = objective.rollout_steps
-    saves = {"save.every": save.every, **({"evaluate.every": config.evaluate.every} if save.keep_best else {})}
+    saves = {
+        "save.every": save.every,
+        **({"evaluate.every": config.evaluate.every} if save.keep_best else {}),
+    }
     for key, every in saves.items():  # a resume samples from the weights of a checkpoint
         if every.value and steps > 1 and (every.unit != "steps" or every.value % steps):
-            near = [f"{n}steps" for n in nearest_multiples(int(every.value), steps) if every.unit == "steps"]
+            near = [
+                f"{n}steps"
+                for n in nearest_multiples(int(every.value), steps)
+                if every.unit == "steps"
+            ]
             what = f"checkpoints every {every} would fall between the {steps} updates on the same answers"
-            yield key, what, f"set it to a multiple of objective.updates: {', '.join(near) or f'{steps}steps'}"
+            yield (
+                key,
+                what,
+                f"set it to a multiple of objective.updates: {', '.join(near) or f'{steps}steps'}",
+            )
     if has_head != (objective.name in ("reward", "ppo")):
-        what = f"objective {objective.name} {'has no use for' if has_head else 'needs'} a value head"
+        what = (
+            f"objective {objective.name} {'has no use for' if has_head else 'needs'} a value head"
+        )
         yield "model.value_head", what, f"set model.value_head={str(not has_head).lower()}"
 
 
@@ -447,14 +589,24 @@ def _validate_batch(config: Config) -> Iterator[tuple[str, str, str]]:
         fix = "set another budget.batch_tokens"
         yield "objective.group", what, f"nearest that fit: {fits}, or {fix}" if fits else fix
     if bool(budget.batch_start) != bool(budget.batch_ramp):
-        given, missing = ("batch_start", "batch_ramp") if budget.batch_start else ("batch_ramp", "batch_start")
-        yield f"budget.{given}", f"has no effect without budget.{missing}", f"set budget.{missing}, too"
+        given, missing = (
+            ("batch_start", "batch_ramp") if budget.batch_start else ("batch_ramp", "batch_start")
+        )
+        yield (
+            f"budget.{given}",
+            f"has no effect without budget.{missing}",
+            f"set budget.{missing}, too",
+        )
     elif budget.batch_start % seq_len:
         near = nearest_multiples(budget.batch_start, seq_len)
         what = f"batch_start {budget.batch_start} is not a multiple of seq_len {seq_len}"
         yield "budget.batch_start", what, f"nearest that are: {', '.join(map(str, near))}"
     elif budget.batch_start and config.data.order == "sequential":
-        yield "data.order", "shards are cut into batches of one size", "set budget.batch_start=0 budget.batch_ramp=0"
+        yield (
+            "data.order",
+            "shards are cut into batches of one size",
+            "set budget.batch_start=0 budget.batch_ramp=0",
+        )
     elif budget.batch_start > budget.batch_tokens:
         what = f"batch_start {budget.batch_start} is larger than batch_tokens {budget.batch_tokens}"
         yield "budget.batch_start", what, "the batch grows from batch_start to batch_tokens"

@@ -14,7 +14,12 @@ from megatoken.config.fields import TRUTHS, ConfigField, parse_value
 from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.config.schema import FIELDS
 
-ALIKE, CHOICES_ALIKE, KEYS_ALIKE, RECIPES_ALIKE = 0.6, 0.7, 0.75, 0.7  # of difflib's ratio: less is no slip of the pen
+ALIKE, CHOICES_ALIKE, KEYS_ALIKE, RECIPES_ALIKE = (
+    0.6,
+    0.7,
+    0.75,
+    0.7,
+)  # of difflib's ratio: less is no slip of the pen
 
 
 def _invert(table: Mapping[str, str]) -> dict[str, str]:
@@ -122,10 +127,16 @@ KEYS = _invert(
 )
 # Where the number is another one.
 CONVERSIONS = {
-    "model.n_layer": ("depth", "nanochat's depth, from which all else follows, is the recipe depth-N"),
+    "model.n_layer": (
+        "depth",
+        "nanochat's depth, from which all else follows, is the recipe depth-N",
+    ),
     "model.d_ff": ("mlp_ratio expansion_ratio ffn_mult", "a width: the ratio x model.d_model"),
     "data.order": ("shuffle shuffle_data", "True is shuffled, False sequential"),
-    "optim.lr": ("embedding_lr unembedding_lr scalar_lr", "AdamW has one rate, for all that muon leaves to it"),
+    "optim.lr": (
+        "embedding_lr unembedding_lr scalar_lr",
+        "AdamW has one rate, for all that muon leaves to it",
+    ),
     "budget.tokens": (
         "max_duration target_param_data_ratio param_data_ratio",
         "batches are budget.steps, epochs budget.epochs, a ratio is multiplied by the parameters",
@@ -187,13 +198,24 @@ VALUES = {
         }
     ),
     "machine.compile": _invert(
-        {"on": "default inductor max-autotune", "graphs": "reduce-overhead cudagraphs", "blocks": "regional"}
+        {
+            "on": "default inductor max-autotune",
+            "graphs": "reduce-overhead cudagraphs",
+            "blocks": "regional",
+        }
     ),
     "data.order": _invert({"shuffled": "shuffle random true", "sequential": "in-order false"}),
     "objective.name": _invert(
-        {"pretrain": "lm clm causal-lm", "sft": "finetune instruct chat", "reward": "rm reward-model", "ppo": "rlhf"}
+        {
+            "pretrain": "lm clm causal-lm",
+            "sft": "finetune instruct chat",
+            "reward": "rm reward-model",
+            "ppo": "rlhf",
+        }
     ),
-    "machine.activation_checkpointing": _invert({"block": "full true on yes", "none": "off false no"}),
+    "machine.activation_checkpointing": _invert(
+        {"block": "full true on yes", "none": "off false no"}
+    ),
     "model.pos_emb": _invert({"rotary": "rope", "learned": "absolute learned-absolute"}),
     "model.mlp": _invert(
         {
@@ -203,7 +225,9 @@ VALUES = {
             "relu2": "relu-squared squared-relu relusquared",
         }
     ),
-    "optim.name": _invert({"adamw": "adam adamw-torch adamw-torch-fused decoupled-adamw adamw8bit adam8bit"}),
+    "optim.name": _invert(
+        {"adamw": "adam adamw-torch adamw-torch-fused decoupled-adamw adamw8bit adam8bit"}
+    ),
     "optim.schedule": _invert(
         {
             "cosine": "cosine-with-warmup cosine-decay cosine-decay-with-warmup cosineannealinglr",
@@ -357,11 +381,27 @@ REMARKS = {
     for word in words.split()
 }
 # The field that a section's name alone stands for.
-MAIN_FIELDS = {"model": "model.preset", "data": "data.path", "optim": "optim.name", "objective": "objective.name"}
-TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".gz", ".zst", ".json", ".csv")  # suffixes of what is no recipe
+MAIN_FIELDS = {
+    "model": "model.preset",
+    "data": "data.path",
+    "optim": "optim.name",
+    "objective": "objective.name",
+}
+TEXTS = (
+    ".txt",
+    ".md",
+    ".jsonl",
+    ".parquet",
+    ".gz",
+    ".zst",
+    ".json",
+    ".csv",
+)  # suffixes of what is no recipe
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
 SECTIONS = tuple(dict.fromkeys(key.partition(".")[0] for key in FIELDS if "." in key))
-_OURS = {key.rpartition(".")[2]: key for key in FIELDS}  # of fields with one name the last, as `every`
+_OURS = {
+    key.rpartition(".")[2]: key for key in FIELDS
+}  # of fields with one name the last, as `every`
 
 
 def nearest(word: str, names: Collection[str], cutoff: float = ALIKE) -> str:
@@ -374,7 +414,13 @@ def suggest_choice(word: str, choices: Collection[str]) -> str:
     word = word.lower()
     known = CHOICES.get(word, "")
     begins = [choice for choice in choices if len(word) > 2 and choice.startswith(word)]
-    return known if known in choices else begins[0] if len(begins) == 1 else nearest(word, choices, CHOICES_ALIKE)
+    return (
+        known
+        if known in choices
+        else begins[0]
+        if len(begins) == 1
+        else nearest(word, choices, CHOICES_ALIKE)
+    )
 
 
 def nearest_option(name: str, options: Collection[str]) -> str:
@@ -409,14 +455,20 @@ def suggest_option(words: Sequence[str], options: Collection[str], *, settings: 
     value = value.strip()
     value = value or next((each.strip("=:") for each in words[1:3] if each not in ("=", ":")), "")
     value = "" if value.startswith("-") else value
-    known = next((ours for ours, others in OPTIONS.items() if ours in options and name in others.split()), "")
-    field, note = find_key(name) if settings and (equals or word.startswith("-") or "." in word) else ("", "")
+    known = next(
+        (ours for ours, others in OPTIONS.items() if ours in options and name in others.split()), ""
+    )
+    field, note = (
+        find_key(name) if settings and (equals or word.startswith("-") or "." in word) else ("", "")
+    )
     if field.startswith("--"):
         known, field = known or (field if field in options else ""), ""
     if known.isupper():
         return f"write {known} alone, without {word}"
     certain = _is_known(name)
-    remark = REMARKS.get(f"{name}={value}", "") or ("" if known or (field and certain) else find_remark(name))
+    remark = REMARKS.get(f"{name}={value}", "") or (
+        "" if known or (field and certain) else find_remark(name)
+    )
     if remark:
         return remark
     option = known or nearest_option(name, options)
@@ -425,7 +477,13 @@ def suggest_option(words: Sequence[str], options: Collection[str], *, settings: 
             return f"did you mean {option}?"
         return "settings are section.field=value" if settings and not word.startswith("-") else ""
     value = find_value(FIELDS[field], value) or value if certain and not note else ""
-    form = ", without --" if word.startswith("-") else "" if equals and words[0] != f"{word}=" else ", in one word"
+    form = (
+        ", without --"
+        if word.startswith("-")
+        else ""
+        if equals and words[0] != f"{word}="
+        else ", in one word"
+    )
     return f"settings are section.field=value{form}: {field}={value if _fits(field, value) else '...'} {note}".strip()
 
 
@@ -451,7 +509,12 @@ def find_key(key: str) -> tuple[str, str]:
     section, _, name = key.rpartition(".")
     near = nearest(name, _OURS, KEYS_ALIKE)
     in_section = f"{section}.{near}"
-    found = KEYS.get(key) or KEYS.get(name) or MAIN_FIELDS.get(key) or (in_section if in_section in FIELDS else "")
+    found = (
+        KEYS.get(key)
+        or KEYS.get(name)
+        or MAIN_FIELDS.get(key)
+        or (in_section if in_section in FIELDS else "")
+    )
     found = found or ("" if section in SECTIONS else nearest(key, FIELDS, KEYS_ALIKE))
     parts = key.split(".")[::-1]  # a name may have a part of ours below it, as betas.0
     found = found or next(filter(None, map((KEYS | _OURS).get, parts)), "") or _OURS.get(near, "")
@@ -463,13 +526,17 @@ def suggest_key(key: str, value: str = "") -> str:
     """What to write for an unknown setting, or what there is where nothing is known or alike."""
     found, note = find_key(key)
     name = key[:200].lower().replace("-", "_")
-    if remark := REMARKS.get(f"{name}={value}", "") or ("" if _is_known(name.replace("/", ".")) else find_remark(name)):
+    if remark := REMARKS.get(f"{name}={value}", "") or (
+        "" if _is_known(name.replace("/", ".")) else find_remark(name)
+    ):
         return remark
     if found:
         return f"did you mean '{found}'?{f' {note}' if note else ''}"
     if "." in key and (near := nearest(key.partition(".")[0].lower(), SECTIONS)):
         return f"{near} has {', '.join(known.partition('.')[2] for known in FIELDS if known.startswith(f'{near}.'))}"
-    return f"settings are section.field, sections {', '.join(SECTIONS)}: see `megatoken train --help`"
+    return (
+        f"settings are section.field, sections {', '.join(SECTIONS)}: see `megatoken train --help`"
+    )
 
 
 def find_value(spec: ConfigField, text: str) -> str:
@@ -513,4 +580,8 @@ def suggest_recipe(word: str, known: Sequence[str]) -> str:
     guess = near or "' or '".join(begin[:4]) or nearest(name, known, RECIPES_ALIKE)
     if preset and preset not in known and not near and not begin:
         return f"{preset} is a preset, not a recipe: RECIPE model.preset={preset}; recipes: {', '.join(known)}"
-    return f"did you mean '{guess}'? known: {', '.join(known)}" if guess else f"known: {', '.join(known)}"
+    return (
+        f"did you mean '{guess}'? known: {', '.join(known)}"
+        if guess
+        else f"known: {', '.join(known)}"
+    )

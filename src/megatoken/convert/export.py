@@ -25,7 +25,11 @@ from megatoken.system.atomic_write import error_number, local_path
 
 
 def export(
-    model: str | Path | LoadedModel, to: str, out: str | Path, dtype: str = "fp32", console: Console | None = None
+    model: str | Path | LoadedModel,
+    to: str,
+    out: str | Path,
+    dtype: str = "fp32",
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Write a model and its tokenizer to the folder `out`, which must not exist.
 
@@ -37,13 +41,21 @@ def export(
     if to not in FORMATS:
         raise ConfigError(f"unknown format {to!r}", "export", f"choose one of {', '.join(FORMATS)}")
     if dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}", "export", f"choose one of {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"unknown dtype {dtype!r}", "export", f"choose one of {', '.join(DTYPES)}"
+        )
     out, warn = local_path(out), console.warn if console else warnings.warn
     if os.path.lexists(out):
-        raise StorageError("the export's target exists", str(out), "choose another --out, or remove it first")
-    loaded = copy.deepcopy(model) if isinstance(model, LoadedModel) else load_pretrained(model, warn)
+        raise StorageError(
+            "the export's target exists", str(out), "choose another --out, or remove it first"
+        )
+    loaded = (
+        copy.deepcopy(model) if isinstance(model, LoadedModel) else load_pretrained(model, warn)
+    )
     if (attention := loaded.model.attention_name) not in BUILT_IN:
-        raise ConfigError(f"the model computes with attention {attention!r}", to, "other programs do not have it")
+        raise ConfigError(
+            f"the model computes with attention {attention!r}", to, "other programs do not have it"
+        )
     gpt, tokenizer = loaded.model.eval(), loaded.tokenizer
     if unused := gpt.config.vocab_size - tokenizer.vocab_size:
         warn(f"{unused:,} ids that no text has are left out; losses of the rest are a little lower")
@@ -63,12 +75,23 @@ def export(
             unfinished.rename(out)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # safetensors has an error of its own for a full disk
         is_full = error_number(error) in (errno.ENOSPC, errno.EDQUOT)
-        fix = "free some space or choose another --out" if is_full else "choose an --out that can be written"
+        fix = (
+            "free some space or choose another --out"
+            if is_full
+            else "choose an --out that can be written"
+        )
         what = f"cannot write the export: {getattr(error, 'strerror', None) or error}"
-        name = getattr(error, "filename", None)  # of a folder above, say, or of a file in the unfinished one
-        raise StorageError(what, name if name and out.is_relative_to(name) else str(out), fix) from error
+        name = getattr(
+            error, "filename", None
+        )  # of a folder above, say, or of a file in the unfinished one
+        raise StorageError(
+            what, name if name and out.is_relative_to(name) else str(out), fix
+        ) from error
     if console:
         verdict = "NOT VERIFIED, because transformers is not installed (pip install megatoken[hf])"
         if difference is not None:
@@ -104,11 +127,18 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
     write_tokenizer(folder / "gpt2_tokenizer.bin", tokenizer)
     tokenizer.save(folder)
     again = read_llmc(folder / "model.bin").state_dict()
-    if differing := [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, again[name])]:
-        raise CheckpointError(f"read back differently: {', '.join(differing[:4])}", str(folder), "report it")
+    if differing := [
+        name for name, tensor in model.state_dict().items() if not torch.equal(tensor, again[name])
+    ]:
+        raise CheckpointError(
+            f"read back differently: {', '.join(differing[:4])}", str(folder), "report it"
+        )
     return 0.0
 
 
 # Each writes the folder, and returns the largest difference of logits found; None: not compared.
 DTYPES = ("fp32", "bf16")
-FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {"hf": _export_hf, "llmc": _export_llmc}
+FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {
+    "hf": _export_hf,
+    "llmc": _export_llmc,
+}

@@ -27,10 +27,15 @@ def fill_model(
     tensors as lm_head.weight. Raises CheckpointError naming the tensors that do not fit; memory for the model is taken
     only when the tensors hold as many numbers.
     """
-    storages = {tensor.data_ptr(): tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in tensors.values()}
+    storages = {
+        tensor.data_ptr(): tensor.untyped_storage().nbytes() // tensor.itemsize
+        for tensor in tensors.values()
+    }
     held, needed = sum(storages.values()), count_parameters(config)
     too_few = f"its sizes say {config.n_layer:,} layers of {needed:,} numbers in all, the file holds {held:,}"
-    if config.n_layer > len(tensors) + 1000 or needed > held + 2**40:  # too far off to name the tensors that differ
+    if (
+        config.n_layer > len(tensors) + 1000 or needed > held + 2**40
+    ):  # too far off to name the tensors that differ
         raise CheckpointError(too_few, where, AGAIN)
     with torch.device("meta"):
         model = GPT(config)
@@ -59,7 +64,13 @@ def fill_model(
         weight.data[config.vocab_size :] = 0.0
     head, tokens = tensors.get(HEAD), model.tokens.weight[: config.vocab_size]
     is_copy = head is not None and head.shape == tokens.shape and head.dtype in DTYPES
-    if model.head is None and head is not None and not (is_copy and torch.equal(head.float(), tokens)):
+    if (
+        model.head is None
+        and head is not None
+        and not (is_copy and torch.equal(head.float(), tokens))
+    ):
         what = f"{HEAD} differs from the token embedding, although the two are tied"
-        raise CheckpointError(what, where, "set tie_word_embeddings to false if it has weights of its own")
+        raise CheckpointError(
+            what, where, "set tie_word_embeddings to false if it has weights of its own"
+        )
     return model

@@ -43,14 +43,21 @@ def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
     found = []
     for tensor, file in open_tensors(find_folder(name)):
         values = file.get_slice(tensor)
-        found.append(TensorInfo(tensor, tuple(values.get_shape()), NAMES.get(dtype := values.get_dtype(), dtype)))
+        found.append(
+            TensorInfo(
+                tensor, tuple(values.get_shape()), NAMES.get(dtype := values.get_dtype(), dtype)
+            )
+        )
     return found
 
 
 def list_parameters(config: ModelConfig) -> list[TensorInfo]:
     """The parameters that a model of this architecture has, those that pad its vocabulary with them."""
     with torch.device("meta"):
-        return [_describe(name, parameter) for name, parameter in GPT(config, seed=None).named_parameters()]
+        return [
+            _describe(name, parameter)
+            for name, parameter in GPT(config, seed=None).named_parameters()
+        ]
 
 
 def _describe(name: str, tensor: Tensor) -> TensorInfo:

@@ -21,7 +21,10 @@ from megatoken.model.gpt import GPT
 
 MAGIC, HEADER_BYTES = 20240326, 1024
 LARGEST_DEPTH = 4096  # layers; a header may claim millions that are 1 wide
-VERSIONS = {3: torch.float32, 5: torch.bfloat16}  # with a padded vocabulary; llm.c itself no longer reads 1 and 2
+VERSIONS = {
+    3: torch.float32,
+    5: torch.bfloat16,
+}  # with a padded vocabulary; llm.c itself no longer reads 1 and 2
 # In the header's order; the padded vocabulary follows.
 SIZES = ("seq_len", "vocab_size", "n_layer", "n_head", "d_model")
 MODULES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down")
@@ -42,15 +45,25 @@ def read_header(path: Path) -> tuple[ModelConfig, torch.dtype, int]:
         raise CheckpointError(what, str(path), "check the path") from None
     if magic != MAGIC or version not in VERSIONS:
         what = f"not llm.c's checkpoint of version 3 (fp32) or 5 (bf16): magic number {magic}, version {version}"
-        raise CheckpointError(what, str(path), "give a model_*.bin or gpt2_*.bin that llm.c's train_gpt2.py wrote")
+        raise CheckpointError(
+            what, str(path), "give a model_*.bin or gpt2_*.bin that llm.c's train_gpt2.py wrote"
+        )
     rows, width = sizes.pop("padded_vocab_size"), sizes["d_model"]
-    numbers = (rows + sizes["seq_len"]) * width + sizes["n_layer"] * (12 * width + 13) * width + 2 * width
+    numbers = (
+        (rows + sizes["seq_len"]) * width + sizes["n_layer"] * (12 * width + 13) * width + 2 * width
+    )
     expected = HEADER_BYTES + numbers * VERSIONS[version].itemsize
-    is_possible = min(values) >= 1 and sizes["n_layer"] <= LARGEST_DEPTH and rows >= sizes["vocab_size"]
+    is_possible = (
+        min(values) >= 1 and sizes["n_layer"] <= LARGEST_DEPTH and rows >= sizes["vocab_size"]
+    )
     if not is_possible or width % sizes["n_head"] or size != expected:
         described = ", ".join(f"{name} {value}" for name, value in sizes.items())
-        what = f"damaged: {size:,} bytes, its header says {expected:,} ({described}, padded to {rows})"
-        raise CheckpointError(what, str(path), "copy it again, or write it again with llm.c's train_gpt2.py")
+        what = (
+            f"damaged: {size:,} bytes, its header says {expected:,} ({described}, padded to {rows})"
+        )
+        raise CheckpointError(
+            what, str(path), "copy it again, or write it again with llm.c's train_gpt2.py"
+        )
     return _gpt2_config(**sizes), VERSIONS[version], rows
 
 
@@ -58,7 +71,9 @@ def read_llmc(path: Path) -> GPT:
     """The model of a checkpoint, on the CPU in fp32. Raises CheckpointError naming the file and what is wrong."""
     config, dtype, padded_rows = read_header(path)
     views = list_llmc_params(path)
-    values = torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)  # memory-mapped
+    values = torch.from_file(
+        str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype
+    )  # memory-mapped
     values, tensors = values[HEADER_BYTES // dtype.itemsize :], {}
     for name, view in views.items():
         tensors[name] = values[: view.numel()].view(view.shape)
@@ -80,13 +95,21 @@ def write_llmc(path: Path, model: GPT, dtype: str) -> None:
     config = model.config
     found = config.architecture()
     wanted = _gpt2_config(**{name: found[name] for name in SIZES}).architecture()
-    if odd := [f"{name} {value}, not {wanted[name]}" for name, value in found.items() if value != wanted[name]]:
+    if odd := [
+        f"{name} {value}, not {wanted[name]}"
+        for name, value in found.items()
+        if value != wanted[name]
+    ]:
         what = f"llm.c computes GPT-2 alone, this model has {'; '.join(odd)}"
         raise ConfigError(what, "--to llmc", "export it with --to hf")
     version = {"fp32": 3, "bf16": 5}[dtype]
-    padding = (config.padded_vocab_size - config.vocab_size) * config.d_model * VERSIONS[version].itemsize
+    padding = (
+        (config.padded_vocab_size - config.vocab_size) * config.d_model * VERSIONS[version].itemsize
+    )
     with path.open("wb") as file:
-        file.write(_header(MAGIC, version, *(found[name] for name in SIZES), config.padded_vocab_size))
+        file.write(
+            _header(MAGIC, version, *(found[name] for name in SIZES), config.padded_vocab_size)
+        )
         for name, view in _view_params(dict(model.named_parameters()), config).items():
             tensor = view.to(VERSIONS[version]).contiguous()
             file.write(tensor.view(torch.uint8).numpy().tobytes())
@@ -109,7 +132,10 @@ def _view_params(params: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
         for kind in ("weight", "bias"):
             names += [f"blocks.{layer}.{module}.{kind}" for layer in range(config.n_layer)]
     names += ["norm.weight", "norm.bias"]
-    return {name: params[name].detach()[: config.vocab_size if name == "tokens.weight" else None] for name in names}
+    return {
+        name: params[name].detach()[: config.vocab_size if name == "tokens.weight" else None]
+        for name in names
+    }
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
@@ -121,5 +147,7 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
         for id in range(tokenizer.vocab_size):
             token = tokens.get(id, "?")  # llm.c wants at least one byte, for unused ids too
             is_bytes = all(character in byte_of for character in token)
-            text = (bytes(byte_of[character] for character in token) if is_bytes else token.encode())[:255]
+            text = (
+                bytes(byte_of[character] for character in token) if is_bytes else token.encode()
+            )[:255]
             file.write(bytes([len(text)]) + text)

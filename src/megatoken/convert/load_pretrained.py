@@ -45,7 +45,9 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
     if kind == "run":
         folder, model, tokenizer = _load_newest(path, warn)
         source = (
-            source if folder == path or is_address(name) else f"{path} at step {int(folder.name.removeprefix('step-'))}"
+            source
+            if folder == path or is_address(name)
+            else f"{path} at step {int(folder.name.removeprefix('step-'))}"
         )
     else:
         if kind == "hf":
@@ -85,7 +87,11 @@ def find_format(name: str | Path, warn: Callable[[str], None]) -> tuple[str, Pat
         fix = f"give a run; to train one on the text: megatoken quickstart --data {shlex.quote(str(name))}"
         raise CheckpointError("text, not a model", str(name), fix)
     if path.suffix == ".safetensors" and path.is_file():
-        raise CheckpointError("weights without their sizes and tokenizer", str(name), f"give the folder: {path.parent}")
+        raise CheckpointError(
+            "weights without their sizes and tokenizer",
+            str(name),
+            f"give the folder: {path.parent}",
+        )
     is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
     if (path / CHECKPOINT).is_file() and not is_run:  # nanoGPT's out_dir
         path /= CHECKPOINT
@@ -98,9 +104,15 @@ def _load_newest(path: Path, warn: Callable[[str], None]) -> tuple[Path, GPT, To
     while True:
         folder, manifest = find_checkpoint(path, warn)
         try:
-            return folder, load_checkpoint_model(folder, manifest), load_saved_tokenizer(folder / "tokenizer")
+            return (
+                folder,
+                load_checkpoint_model(folder, manifest),
+                load_saved_tokenizer(folder / "tokenizer"),
+            )
         except Exception:
-            if folder.exists():  # else the run, which trains, has removed it meanwhile and has a newer one
+            if (
+                folder.exists()
+            ):  # else the run, which trains, has removed it meanwhile and has a newer one
                 raise
 
 

@@ -21,7 +21,9 @@ from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 
 CHECKPOINT, SUFFIXES = "ckpt.pt", (".pt", ".pth", ".ckpt")
-WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # prefixes of torch.compile and DistributedDataParallel
+WRAPPERS = re.compile(
+    r"^((_orig_mod|module)\.)+"
+)  # prefixes of torch.compile and DistributedDataParallel
 FIELDS = {
     **{"n_layer": "n_layer", "n_head": "n_head", "d_model": "n_embd"},
     **{"vocab_size": "vocab_size", "seq_len": "block_size", "bias": "bias"},
@@ -50,8 +52,12 @@ def read_nanogpt(path: Path) -> GPT:
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not GPT2.buffers.fullmatch(name)}
     if config.vocab_size == GPT2_VOCABULARY:
-        tensors |= {name: tensors[name][:GPT2_VOCABULARY] for name in (EMBEDDING, HEAD) if name in tensors}
-    return fill_model(config, tensors, replace(GPT2, conv1d=()).view_params, str(path))  # nn.Linear here
+        tensors |= {
+            name: tensors[name][:GPT2_VOCABULARY] for name in (EMBEDDING, HEAD) if name in tensors
+        }
+    return fill_model(
+        config, tensors, replace(GPT2, conv1d=()).view_params, str(path)
+    )  # nn.Linear here
 
 
 def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
@@ -60,8 +66,14 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     build_nanogpt = isinstance(content.get("config"), SimpleNamespace)
     args = vars(content["config"]) if build_nanogpt else content.get("model_args")
     state = content.get("model")
-    if not isinstance(state, dict) or not all(map(_is_entry, state.items())) or not isinstance(args, dict):
-        raise CheckpointError("not nanoGPT's checkpoint: it holds no 'model' with 'model_args'", str(path), OTHER_FILE)
+    if (
+        not isinstance(state, dict)
+        or not all(map(_is_entry, state.items()))
+        or not isinstance(args, dict)
+    ):
+        raise CheckpointError(
+            "not nanoGPT's checkpoint: it holds no 'model' with 'model_args'", str(path), OTHER_FILE
+        )
     sizes, mlp = {"bias": True, **args}, "gelu" if build_nanogpt else "gelu-erf"
     if str(sizes.get("vocab_size")) == str(PADDED_VOCABULARY):
         sizes["vocab_size"] = GPT2_VOCABULARY
@@ -71,7 +83,11 @@ def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
 def _is_entry(entry: tuple[Any, Any]) -> bool:
     """Whether it is a name with a plain tensor in memory."""
     name, tensor = entry
-    is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    is_plain = (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+    )
     return isinstance(name, str) and is_plain and tensor.ndim > 0
 
 
@@ -89,16 +105,22 @@ def _load(path: Path) -> Mapping[str, Any]:
     asked: list[str] = []
     try:
         with zipfile.ZipFile(path) as archive:
-            stored = all(entry.file_size == entry.compress_size for entry in archive.infolist())  # as torch does
+            stored = all(
+                entry.file_size == entry.compress_size for entry in archive.infolist()
+            )  # as torch does
             damaged = archive.testzip() if stored else "its directory"
             for entry in () if damaged else archive.infolist():
                 if entry.filename.lower().endswith(".pkl"):
-                    asked += [name for name in _list_names(archive, entry) if not NAMED.fullmatch(name)]
+                    asked += [
+                        name for name in _list_names(archive, entry) if not NAMED.fullmatch(name)
+                    ]
     except Exception as error:  # besides BadZipFile, the module raises many types
         what = f"not a file of torch.save, or truncated: {error}"
         raise CheckpointError(what, str(path), "copy it again") from None
     if damaged:
-        raise CheckpointError(f"damaged: the checksum of {damaged} is wrong", str(path), "copy it again")
+        raise CheckpointError(
+            f"damaged: the checksum of {damaged} is wrong", str(path), "copy it again"
+        )
     try:
         if asked:
             raise ValueError(asked)

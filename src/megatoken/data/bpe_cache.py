@@ -22,7 +22,9 @@ from megatoken.data.gpt2_vocab import byte_characters
 Ids = NDArray[np.uint32]
 
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_OTHER = r"\x00-\x08\x0e-\x1f!-/:-@\[-`{-~\x7f"  # ASCII that is neither letter nor digit nor white space
+_OTHER = (
+    r"\x00-\x08\x0e-\x1f!-/:-@\[-`{-~\x7f"  # ASCII that is neither letter nor digit nor white space
+)
 _ASCII_NEXT = r"(?![^\x00-\x7f])"
 _WORD = re.compile(
     rf" ?[A-Za-z]++{_ASCII_NEXT}"
@@ -48,7 +50,9 @@ class BpeCache(dict[str, bytes]):
         self._spell = dict(enumerate(byte_characters()))
 
     def __missing__(self, word: str) -> bytes:
-        if word.isascii():  # exactly one word: merge it at once, a third of the time of the whole machinery
+        if (
+            word.isascii()
+        ):  # exactly one word: merge it at once, a third of the time of the whole machinery
             numbers = [token.id for token in self._model.tokenize(word.translate(self._spell))]
         else:
             numbers = self._inner.encode(word, add_special_tokens=False).ids

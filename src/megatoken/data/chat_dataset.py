@@ -23,8 +23,17 @@ from megatoken.data.dataset import Dataset, Tokens
 from megatoken.data.shard_format import RESTORE, Manifest
 from megatoken.errors import DataError
 
-TRAINED, START, PADDING = 1, 2, 4  # bits of a token's byte: trained; a conversation starts here; fills up the row
-KINDS = {"text": "text", "chat": "conversations", "preference": "preferences", "prompt": "prompts with answers"}
+TRAINED, START, PADDING = (
+    1,
+    2,
+    4,
+)  # bits of a token's byte: trained; a conversation starts here; fills up the row
+KINDS = {
+    "text": "text",
+    "chat": "conversations",
+    "preference": "preferences",
+    "prompt": "prompts with answers",
+}
 OBJECTIVE_DATA = {"pretrain": "text", "sft": "chat", "dpo": "preference", "reward": "preference"}
 OBJECTIVE_DATA |= {"grpo": "prompt", "ppo": "prompt"}  # the kind that each objective trains on
 ROW_OBJECTIVES = ("dpo", "reward", "grpo", "ppo")  # whose batches are made of single rows
@@ -117,8 +126,12 @@ def _read_verified(dataset: Dataset, name: str) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read a file beside the shards: {error.strerror}", path, RESTORE) from error
+        raise DataError(
+            f"cannot read a file beside the shards: {error.strerror}", path, RESTORE
+        ) from error
     expected = dataset.manifest.source["files_beside"].get(name)
     if (actual := xxhash.xxh3_128_hexdigest(data)) != expected:
-        raise DataError(f"file is damaged: its hash is {actual}, expected {expected}", path, RESTORE)
+        raise DataError(
+            f"file is damaged: its hash is {actual}, expected {expected}", path, RESTORE
+        )
     return data

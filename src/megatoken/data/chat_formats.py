@@ -57,7 +57,9 @@ class Format(NamedTuple):
 
 def detect_format(row: Any) -> Format | None:
     """The format of a row of JSON; None for a row of none."""
-    return next((each for each in FORMATS if isinstance(row, dict) and row.keys() >= set(each.keys)), None)
+    return next(
+        (each for each in FORMATS if isinstance(row, dict) and row.keys() >= set(each.keys)), None
+    )
 
 
 def peek_format(source: Source, text_key: str) -> Format | None:
@@ -69,7 +71,9 @@ def peek_format(source: Source, text_key: str) -> Format | None:
     row_format = _peek_row(replace(source, files=row_files), text_key)
     if row_format and (others := [file for file in source.files if file not in row_files]):
         fix = "name the rows alone, such as 'FOLDER/*.jsonl'"
-        raise DataError(f"{row_format.name} in {row_files[0].name}, text next to them", others[0].path, fix)
+        raise DataError(
+            f"{row_format.name} in {row_files[0].name}, text next to them", others[0].path, fix
+        )
     return row_format
 
 
@@ -94,9 +98,13 @@ def _refuse_prompt_alone(row: Any, where: str) -> None:
 
 
 def _refuse_two_formats(row: Any, where: str) -> None:
-    names = [each.name for each in FORMATS if isinstance(row, dict) and row.keys() >= set(each.keys)]
+    names = [
+        each.name for each in FORMATS if isinstance(row, dict) and row.keys() >= set(each.keys)
+    ]
     if len(names) > 1 and names != ["prompt/chosen/rejected", "messages"]:
-        raise DataError(f"a row of two formats, {names[0]} and {names[1]}", where, "leave out the keys of one")
+        raise DataError(
+            f"a row of two formats, {names[0]} and {names[1]}", where, "leave out the keys of one"
+        )
 
 
 def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
@@ -119,13 +127,21 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
     if row_format is None:
         keys = ", ".join(list(row)[:8]) if isinstance(row, dict) else type(row).__name__
         known = "; ".join(" + ".join(each.keys) for each in FORMATS)
-        raise DataError(f"a row of no known format, its keys are {keys or 'none'}", where, f"formats: {known}")
+        raise DataError(
+            f"a row of no known format, its keys are {keys or 'none'}", where, f"formats: {known}"
+        )
     if expected not in (None, row_format):
         what = f"two formats in one dataset: {row_format.name} here, {expected.name} before"
         raise DataError(what, where, "prepare them as two datasets")
-    if any(str(row.get(key)).lower() in ("true", "false", "0", "1") for key in _KTO_LABELS):  # CSV has text alone
+    if any(
+        str(row.get(key)).lower() in ("true", "false", "0", "1") for key in _KTO_LABELS
+    ):  # CSV has text alone
         what = "a row for KTO, whose label says whether the answer is good: no objective trains on those"
-        raise DataError(what, where, "keep the good answers and leave out the label, or pair good with bad for DPO")
+        raise DataError(
+            what,
+            where,
+            "keep the good answers and leave out the label, or pair good with bad for DPO",
+        )
     return row_format, row_format.read(row, where)
 
 
@@ -145,7 +161,9 @@ def _read_messages(row: dict[str, Any], where: str) -> Example:
 def _read_sharegpt(row: dict[str, Any], where: str) -> Example:
     turns = row["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError("conversations is no list of turns", where, 'write {"from": ..., "value": ...} for each')
+        raise DataError(
+            "conversations is no list of turns", where, 'write {"from": ..., "value": ...} for each'
+        )
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     rows = []
     for turn in turns:
@@ -159,8 +177,13 @@ def _read_alpaca(row: dict[str, Any], where: str) -> Example:
     rows = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for turn in row.get("history") or ():
         if not isinstance(turn, list) or len(turn) != 2:
-            raise DataError("a turn of history is no pair", where, "write [instruction, output] for each")
-        rows += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
+            raise DataError(
+                "a turn of history is no pair", where, "write [instruction, output] for each"
+            )
+        rows += [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
     question = row["instruction"]
     if isinstance(question, str) and isinstance(row.get("input"), str) and row["input"].strip():
         question += "\n\n" + row["input"]
@@ -169,7 +192,9 @@ def _read_alpaca(row: dict[str, Any], where: str) -> Example:
 
 
 def _read_completion(row: dict[str, Any], where: str) -> Example:
-    return _make_chat(_to_rows(row["prompt"], "user") + _to_rows(row["completion"], "assistant"), where)
+    return _make_chat(
+        _to_rows(row["prompt"], "user") + _to_rows(row["completion"], "assistant"), where
+    )
 
 
 def _make_chat(rows: Any, where: str) -> Example:
@@ -186,20 +211,30 @@ def _read_preference(row: dict[str, Any], where: str) -> Example:
         whole = rows if rows[: len(prompt)] == prompt else prompt + rows  # trl has both
         answers.append(parse_messages(whole, f"{where}, {key}"))
         if answers[-1][-1].role != "assistant":
-            raise DataError(f"{key} does not end with the assistant's answer", where, "leave the pair out")
+            raise DataError(
+                f"{key} does not end with the assistant's answer", where, "leave the pair out"
+            )
     return Example(where, parse_messages(prompt, f"{where}, prompt", reply=True), answers)
 
 
 def _read_prompt(row: dict[str, Any], where: str) -> Example:
     answer = row["answer"]
-    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    is_number = (
+        isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    )
     if not is_number and not (isinstance(answer, str) and answer.strip()):
-        raise DataError("no answer beside the prompt", where, "give each row an `answer`, text or a number")
-    return Example(where, parse_messages(_to_rows(row["prompt"], "user"), where, reply=True), row=row)
+        raise DataError(
+            "no answer beside the prompt", where, "give each row an `answer`, text or a number"
+        )
+    return Example(
+        where, parse_messages(_to_rows(row["prompt"], "user"), where, reply=True), row=row
+    )
 
 
 FORMATS = (
-    Format("prompt/chosen/rejected", ("prompt", "chosen", "rejected"), "preference", _read_preference),
+    Format(
+        "prompt/chosen/rejected", ("prompt", "chosen", "rejected"), "preference", _read_preference
+    ),
     Format("prompt/completion", ("prompt", "completion"), "chat", _read_completion),
     Format("prompt/answer", ("prompt", "answer"), "prompt", _read_prompt),
     Format("messages", ("messages",), "chat", _read_messages),

@@ -73,7 +73,9 @@ class ChatTemplate:
     stop_ids: tuple[int, ...]
     jinja: str
 
-    def encode(self, messages: Sequence[Message], *, reply: bool = False) -> tuple[list[int], list[bool]]:
+    def encode(
+        self, messages: Sequence[Message], *, reply: bool = False
+    ) -> tuple[list[int], list[bool]]:
         """Ids of a conversation and whether each is trained.
 
         reply: append the assistant's header, so that a model continues with the answer. A token that begins in the
@@ -107,7 +109,11 @@ class ChatTemplate:
     def _count_header(self, header: str, text: str, ids: list[int]) -> int:
         """The number of ids that belong to the header alone."""
         own = self.tokenizer.encode(header).tolist()
-        return len(own) if ids[: len(own)] == own else self.tokenizer.count_tokens_within(text, len(header))
+        return (
+            len(own)
+            if ids[: len(own)] == own
+            else self.tokenizer.count_tokens_within(text, len(header))
+        )
 
 
 def find_template(tokenizer: Tokenizer) -> ChatTemplate:
@@ -120,7 +126,9 @@ def find_template(tokenizer: Tokenizer) -> ChatTemplate:
     for name, tokens, jinja in (("chatml", CHATML, _CHATML), ("llama-3", LLAMA_3, _LLAMA_3)):
         if all(token in special for token in tokens):
             stop_ids = dict.fromkeys((special[tokens[-1]], tokenizer.eot, *tokenizer.end_ids))
-            begin = "".join(f"{{{{ {json.dumps(tokenizer.decode([id]))} }}}}" for id in tokenizer.bos_ids)
+            begin = "".join(
+                f"{{{{ {json.dumps(tokenizer.decode([id]))} }}}}" for id in tokenizer.bos_ids
+            )
             return ChatTemplate(name, tokenizer, tuple(stop_ids), begin + jinja)
     _refuse_other_templates(tokenizer)
     what = f"tokenizer {tokenizer.name} has no chat template"
@@ -160,31 +168,53 @@ def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Messag
     where: of the rows, for errors. Raises DataError for what is no conversation.
     """
     if not isinstance(rows, list) or not rows:
-        raise DataError("a conversation is a list of messages", where, 'write {"role": ..., "content": ...} for each')
+        raise DataError(
+            "a conversation is a list of messages",
+            where,
+            'write {"role": ..., "content": ...} for each',
+        )
     messages: list[Message] = []
     for number, row in enumerate(rows, start=1):
         place = f"{where}, message {number}"
-        role, content = (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
+        role, content = (
+            (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
+        )
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"unknown role {role!r:.40}", place, f"roles are {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise DataError("the content is no text", place, "give it as one string")
         if not content.strip():
-            raise DataError(f"the {role}'s content is empty", place, "write some, or leave the conversation out")
+            raise DataError(
+                f"the {role}'s content is empty", place, "write some, or leave the conversation out"
+            )
         if any("\ud800" <= character <= "\udfff" for character in content):
-            raise DataError("the content holds half of a surrogate pair, which is no text", place, "repair it")
+            raise DataError(
+                "the content holds half of a surrogate pair, which is no text", place, "repair it"
+            )
         if messages and role in (messages[-1].role, "system"):
-            what = "a system message is not the first" if role == "system" else f"two messages of the {role} in a row"
-            raise DataError(what, place, "user and assistant take turns, after one system message or none")
+            what = (
+                "a system message is not the first"
+                if role == "system"
+                else f"two messages of the {role} in a row"
+            )
+            raise DataError(
+                what, place, "user and assistant take turns, after one system message or none"
+            )
         weight = 1 if row.get("weight") is None else row["weight"]
         if weight not in (0, 1):
             raise DataError(
-                f"weight is {weight!r:.40}", place, "give 1 to train on the message, 0 to use it as context"
+                f"weight is {weight!r:.40}",
+                place,
+                "give 1 to train on the message, 0 to use it as context",
             )
         messages.append(Message(role, content, int(weight)))
     if reply and messages[-1].role != "user":
-        raise DataError(f"the last message is the {messages[-1].role}'s", where, "end with one of the user")
-    if not reply and not any(message.role == "assistant" and message.weight for message in messages):
+        raise DataError(
+            f"the last message is the {messages[-1].role}'s", where, "end with one of the user"
+        )
+    if not reply and not any(
+        message.role == "assistant" and message.weight for message in messages
+    ):
         raise DataError("no message of the assistant to train on", where, "leave it out")
     return messages
 

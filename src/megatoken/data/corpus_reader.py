@@ -45,7 +45,9 @@ class Chunk:
     counts: dict[str, int]  # binary_files, skipped, seams
 
 
-_Steps = Iterator[tuple[Segment, ReadPosition, int]]  # with the position after it and the bytes read of the file
+_Steps = Iterator[
+    tuple[Segment, ReadPosition, int]
+]  # with the position after it and the bytes read of the file
 
 
 def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) -> Iterator[Chunk]:
@@ -55,7 +57,9 @@ def read_chunks(source: Source, options: PrepareOptions, start: ReadPosition) ->
     size, done_bytes = 0, sum(file.size for file in source.files[: start.file])
     for index, file in enumerate(source.files[start.file :], start=start.file):
         position = start if index == start.file else ReadPosition(index)
-        for segment, next_position, read_bytes in _read_segments(source, file, options, position, counts):
+        for segment, next_position, read_bytes in _read_segments(
+            source, file, options, position, counts
+        ):
             segments.append(segment)
             size += len(segment.data)
             if size >= CHUNK_BYTES // 2 or len(segments) >= CHUNK_SEGMENTS:
@@ -85,7 +89,10 @@ def _sample_chunks(source: Source, options: PrepareOptions, limit_bytes: int) ->
     ends = list(accumulate(file.size for file in source.files))
     points = (ends[-1] * (2 * at + 1) // (2 * n_chunks) for at in range(n_chunks))
     for index, hits in Counter(min(bisect(ends, point), len(ends) - 1) for point in points).items():
-        yield from islice(read_chunks(replace(source, files=(source.files[index],)), options, ReadPosition()), hits)
+        yield from islice(
+            read_chunks(replace(source, files=(source.files[index],)), options, ReadPosition()),
+            hits,
+        )
 
 
 def _read_segments(
@@ -111,7 +118,11 @@ def _read_segments(
                 if size > LARGEST_ROW:
                     if options.invalid != "skip":
                         fix = "is it one JSON object per line? --invalid skip skips it"
-                        raise DataError(f"a line of more than {LARGEST_ROW >> 20} MiB", f"{file.path}:{line}", fix)
+                        raise DataError(
+                            f"a line of more than {LARGEST_ROW >> 20} MiB",
+                            f"{file.path}:{line}",
+                            fix,
+                        )
                     buffer, passed = _skip_line(stream, buffer)
                     offset, line, size = offset + passed, line + 1, CHUNK_BYTES
                     counts["skipped"] += 1
@@ -121,18 +132,26 @@ def _read_segments(
             segment = Segment(file.path, line, format, split, ends, data)
             counts["seams"] += not exact
             if not split and not ends:
-                split = choose_split(data[: 2 * SPLIT_BYTES].decode(errors="replace"), options.val_fraction)
+                split = choose_split(
+                    data[: 2 * SPLIT_BYTES].decode(errors="replace"), options.val_fraction
+                )
             elif ends:
                 split = ""
             offset, line = offset + used, line + data.count(b"\n")
             is_done = ended and used == len(buffer)
-            position = ReadPosition(start.file + 1) if is_done else ReadPosition(start.file, offset, line, split)
+            position = (
+                ReadPosition(start.file + 1)
+                if is_done
+                else ReadPosition(start.file, offset, line, split)
+            )
             if used or is_empty:
                 yield segment, position, tell()
             buffer, ended = fill(stream, buffer[used:], CHUNK_BYTES)
 
 
-def _find_end(buffer: bytes, ended: bool, format: TextFormat, options: PrepareOptions) -> tuple[int, int, bool, bool]:
+def _find_end(
+    buffer: bytes, ended: bool, format: TextFormat, options: PrepareOptions
+) -> tuple[int, int, bool, bool]:
     """A segment's length, bytes to pass over after it, whether its last document ends there, whether ids are sure."""
     if ended:
         gap = len(SEPARATOR) if format == "separated" and buffer.endswith(SEPARATOR) else 0

@@ -21,7 +21,13 @@ from megatoken.config.schema import DataOrder
 from megatoken.data.chat_dataset import START, TRAINED, ChatRows, Marks
 from megatoken.data.dataset import Tokens
 from megatoken.data.documents import Ids
-from megatoken.data.window_order import CachedOrder, MixedOrder, SequentialOrder, ShuffledOrder, WindowOrder
+from megatoken.data.window_order import (
+    CachedOrder,
+    MixedOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    WindowOrder,
+)
 from megatoken.errors import ConfigError, DataError
 
 
@@ -48,7 +54,9 @@ class Batch:
     def take(self, rows: "slice | Tensor") -> "Batch":
         """Some of the rows, as `split`."""
         starts = None if self.starts_BT is None else self.starts_BT[rows]
-        if starts is not None and starts.device.type == "cpu" and not starts.any():  # elsewhere the host would wait
+        if (
+            starts is not None and starts.device.type == "cpu" and not starts.any()
+        ):  # elsewhere the host would wait
             starts = None
         values = {name: tensor[rows] for name, tensor in self.values.items()}
         return Batch(self.inputs_BT[rows], self.targets_BT[rows], starts, values)
@@ -102,15 +110,23 @@ class DataLoader:
             lengths, unit = tokens.shard_tokens, batch_size
         assert marks is None or (order != "sequential" and document_start is None)
         self._marks, self.document_start = marks, document_start
-        self._stride, shared = (seq_len, 1) if marks is None else (seq_len + 1, 0)  # tokens of two windows
+        self._stride, shared = (
+            (seq_len, 1) if marks is None else (seq_len + 1, 0)
+        )  # tokens of two windows
         counts = [max(0, length - shared) // (unit * self._stride) * unit for length in lengths]
         # Windows are numbered through all sources, or shards; these are the first of each, and its first token.
-        self._first_windows, self._first_tokens = (np.cumsum([0, *sizes[:-1]]) for sizes in (counts, lengths))
+        self._first_windows, self._first_tokens = (
+            np.cumsum([0, *sizes[:-1]]) for sizes in (counts, lengths)
+        )
         self.n_windows = sum(counts)
         if marks is not None and self.n_windows < batch_size:
             what = f"the training split holds {self.n_windows:,} rows of conversations, a batch has {batch_size:,}"
             fewer = self.n_windows // dp_size * dp_size * seq_len
-            fix = f"set budget.batch_tokens={fewer} or less" if fewer else "prepare more conversations"
+            fix = (
+                f"set budget.batch_tokens={fewer} or less"
+                if fewer
+                else "prepare more conversations"
+            )
             raise DataError(what, "budget.batch_tokens", fix)
         _check_fit(len(tokens), self.n_windows, seq_len, batch_size, dp_size)
         if ramp:
@@ -153,14 +169,20 @@ class DataLoader:
         size //= self.dp_size
         windows = self._order.windows(first + self.dp_rank * size, size)
         place = np.searchsorted(self._first_windows, windows, side="right") - 1
-        starts: NDArray[np.int64] = self._first_tokens[place] + (windows - self._first_windows[place]) * self._stride
+        starts: NDArray[np.int64] = (
+            self._first_tokens[place] + (windows - self._first_windows[place]) * self._stride
+        )
         return starts
 
     def full_batch(self, step: int) -> Batch:
         """What a training step reads, on the CPU; of conversations what is trained is counted. Raises as `rows`."""
         if self._marks is None:
             batch = Batch(*self.batch(step))
-            return batch if self.document_start is None else separate_documents(batch, self.document_start)
+            return (
+                batch
+                if self.document_start is None
+                else separate_documents(batch, self.document_start)
+            )
         marks = self._marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
         return make_batch(self.rows(step), marks)
 
@@ -168,7 +190,9 @@ class DataLoader:
         """This rank's (inputs, targets) of a step, each int64 (sequences, seq_len). Raises as `rows`."""
         rows = self.rows(step)
         # numpy converts in this thread; torch would start a second thread pool beside the training step's.
-        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(
+            rows[:, 1:].astype(np.int64)
+        )
 
     def __len__(self) -> int:
         """Whole batches in one epoch."""
@@ -192,9 +216,13 @@ def make_batch(rows: Ids, marks: Marks) -> Batch:
     """Rows of conversations and their marks, both (n, T + 1), as a batch on the CPU."""
     ids = rows.astype(np.int64)
     targets = np.where(marks[:, 1:] & TRAINED, ids[:, 1:], -1)
-    starts = np.maximum.accumulate(np.where(marks[:, :-1] & START, np.arange(ids.shape[1] - 1), 0), axis=1)
+    starts = np.maximum.accumulate(
+        np.where(marks[:, :-1] & START, np.arange(ids.shape[1] - 1), 0), axis=1
+    )
     inputs = torch.from_numpy(np.ascontiguousarray(ids[:, :-1]))
-    return Batch(inputs, torch.from_numpy(targets), torch.from_numpy(starts) if starts.any() else None)
+    return Batch(
+        inputs, torch.from_numpy(targets), torch.from_numpy(starts) if starts.any() else None
+    )
 
 
 def separate_documents(batch: Batch, document_start: int) -> Batch:
@@ -203,7 +231,9 @@ def separate_documents(batch: Batch, document_start: int) -> Batch:
     The id belongs to the document after it, as where sampling begins one. What a row begins with counts as a document.
     """
     ids = batch.inputs_BT.numpy()
-    starts = np.maximum.accumulate(np.where(ids == document_start, np.arange(ids.shape[1]), 0), axis=1)
+    starts = np.maximum.accumulate(
+        np.where(ids == document_start, np.arange(ids.shape[1]), 0), axis=1
+    )
     return replace(batch, starts_BT=torch.from_numpy(starts))
 
 
@@ -233,7 +263,9 @@ def _check_fit(n_tokens: int, n_windows: int, seq_len: int, batch_size: int, dp_
 def _check_divides(key: str, batch_size: int, seq_len: int, dp_size: int) -> None:
     if batch_size % dp_size:
         below = batch_size // dp_size * dp_size
-        nearest = " or ".join(f"{n * seq_len:,} tokens ({n:,} sequences)" for n in (below, below + dp_size) if n)
+        nearest = " or ".join(
+            f"{n * seq_len:,} tokens ({n:,} sequences)" for n in (below, below + dp_size) if n
+        )
         what = f"a batch of {batch_size:,} sequences does not divide among {dp_size} processes"
         most = next(n for n in range(dp_size, 0, -1) if batch_size % n == 0)
         raise ConfigError(what, key, f"the nearest that do: {nearest}; or take {most} of them")
@@ -261,7 +293,9 @@ class EvaluationWindows:
 
     def starts(self, first: int, count: int) -> NDArray[np.int64]:
         """Place in the split of the first token of each of these windows."""
-        n_windows = (len(self.tokens) - 1) // self.seq_len  # of the split, in `count` equal parts: the middle of each
+        n_windows = (
+            len(self.tokens) - 1
+        ) // self.seq_len  # of the split, in `count` equal parts: the middle of each
         index = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64)
         return (2 * index + 1) * n_windows // max(1, 2 * self.count) * self.seq_len
 
@@ -279,7 +313,9 @@ class EvaluationRows:
     def rows(self, first: int, count: int) -> Batch:
         """Rows [first, first + count), cut off at the set's end."""
         index = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64)
-        return make_batch(*self.source.read((2 * index + 1) * len(self.source) // max(1, 2 * self.count)))
+        return make_batch(
+            *self.source.read((2 * index + 1) * len(self.source) // max(1, 2 * self.count))
+        )
 
 
 def evaluation_rows(source: ChatRows, *, limit_tokens: int) -> EvaluationRows:
@@ -325,11 +361,17 @@ class Prefetcher:
 
     def _select_device(self) -> None:
         if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(self._device)  # or pinning would open a context on the first device
+            torch.cuda.set_device(
+                self._device
+            )  # or pinning would open a context on the first device
 
     def _make(self, step: int) -> Batch | Tensor:
         """The batch for a CPU; of text for a device one tensor of narrow rows: a quarter of the bytes to copy."""
-        if self._device.type == "cpu" or self._loader.has_marks or self._loader.document_start is not None:
+        if (
+            self._device.type == "cpu"
+            or self._loader.has_marks
+            or self._loader.document_start is not None
+        ):
             return self._loader.full_batch(step)
         rows = self._loader.rows(step)
         narrow = torch.from_numpy(rows.view(np.int16 if rows.itemsize == 2 else np.int32))

@@ -46,12 +46,23 @@ _PERMISSIONS = "check the path and its permissions"
 # (vocabulary size, id between documents) of the tokenizers whose shards are published; llm.c's LLaMA-3 writer puts
 # begin-of-text there. Other shards are checked against the range of their dtype until `set_vocab_size` is called.
 _PUBLISHED_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
-_TOKENIZER_FACTS = {"fingerprint": "tokenizer", "eot": "end of text", "vocab_size": "a vocabulary of", "name": "name"}
+_TOKENIZER_FACTS = {
+    "fingerprint": "tokenizer",
+    "eot": "end of text",
+    "vocab_size": "a vocabulary of",
+    "name": "name",
+}
 _SAMPLED_BLOCKS = 18  # of each external shard, for the fingerprint: first, last and 16 between
 _HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files: uint16 ids without a header
-_VAL = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # a word of a shard's name, so not in "interval"
+_VAL = re.compile(
+    r"(?<![a-z])val(id|idation)?(?![a-z])"
+)  # a word of a shard's name, so not in "interval"
 _SEEK_LOCK = threading.Lock()
-_NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}  # a negative id reads as one outside any vocabulary
+_NPY_DTYPES = {
+    "<u2": "uint16",
+    "<u4": "uint32",
+    "<i4": "uint32",
+}  # a negative id reads as one outside any vocabulary
 
 
 class ShardFile:
@@ -78,9 +89,13 @@ class ShardFile:
         at, size, done = self.offset + start * self.dtype.itemsize, out.nbytes, 0
         try:
             while done < size:
-                part = out.data.cast("B")[done:] if done else out  # a file system may give less at once
+                part = (
+                    out.data.cast("B")[done:] if done else out
+                )  # a file system may give less at once
                 if not (count := _read_at(self._descriptor, part, at + done)):
-                    what = f"shard was truncated while it was in use: {self._read_stamp()[0]:,} bytes"
+                    what = (
+                        f"shard was truncated while it was in use: {self._read_stamp()[0]:,} bytes"
+                    )
                     raise DataError(f"{what}, expected {self.size:,}", self.path, RESTORE)
                 done += count
         except OSError as error:
@@ -107,7 +122,10 @@ class ShardFile:
 def _read_at(descriptor: int, out: Any, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, (out,), offset)
-    with _SEEK_LOCK, open(descriptor, "rb", buffering=0, closefd=False) as file:  # Windows has no preadv
+    with (
+        _SEEK_LOCK,
+        open(descriptor, "rb", buffering=0, closefd=False) as file,
+    ):  # Windows has no preadv
         file.seek(offset)
         return file.readinto(out)
 
@@ -165,7 +183,9 @@ class Tokens:
         while True:
             if not self._all_verified:
                 self._verify_windows(starts, length)
-            for row, index, end, start in zip(out, first.tolist(), last.tolist(), local.tolist(), strict=True):
+            for row, index, end, start in zip(
+                out, first.tolist(), last.tolist(), local.tolist(), strict=True
+            ):
                 if index == end:
                     self._shards[index].read(start, row)
                 else:
@@ -220,14 +240,18 @@ class Tokens:
         file, local = self._shards[index], number - int(self._first_block[index])
         start, ids = local * self._block_tokens, file.read_block(local)
         offset = file.offset + local * BLOCK_BYTES
-        if file.shard.blocks and (actual := hash_block(ids)) != (expected := file.shard.blocks[local]):
+        if file.shard.blocks and (actual := hash_block(ids)) != (
+            expected := file.shard.blocks[local]
+        ):
             what = f"shard is damaged: block {local} has hash {actual}, expected {expected}"
             where = f"{file.path}, {ids.nbytes:,} bytes from offset {offset:,} (token {start:,})"
             raise DataError(what, where, RESTORE)
         if int(ids.max()) >= self.vocab_size:
             at = int(np.argmax(ids >= self.vocab_size))
             what = f"token id {int(ids[at])} is outside the vocabulary of {self.vocab_size:,}"
-            where = f"{file.path}, byte offset {offset + at * ids.itemsize:,} (token {start + at:,})"
+            where = (
+                f"{file.path}, byte offset {offset + at * ids.itemsize:,} (token {start + at:,})"
+            )
             raise DataError(what, where, "these shards belong to another tokenizer, or are damaged")
 
 
@@ -254,14 +278,20 @@ class Dataset:
         Raises DataError when it is missing, damaged or not the one that made the shards.
         """
         saved = self.path / "tokenizer"
-        tokenizer = load_saved_tokenizer(saved) if saved.is_dir() else load_tokenizer(self.external_tokenizer)
+        tokenizer = (
+            load_saved_tokenizer(saved)
+            if saved.is_dir()
+            else load_tokenizer(self.external_tokenizer)
+        )
         found, expected = tokenizer.describe(), self.manifest.tokenizer
         if expected["fingerprint"]:
             for key, noun in _TOKENIZER_FACTS.items():
                 if found[key] != expected[key]:
                     made_with = f"{noun} {expected[key]!s:.64}"
                     what = f"shards were made with {made_with}, the folder's tokenizer has {found[key]}"
-                    raise DataError(what, saved, "restore the folder's tokenizer, or prepare the dataset again")
+                    raise DataError(
+                        what, saved, "restore the folder's tokenizer, or prepare the dataset again"
+                    )
         return tokenizer
 
     def set_vocab_size(self, vocab_size: int) -> None:
@@ -284,12 +314,16 @@ class Dataset:
             with file.path.open("rb") as header:
                 hasher.update(header.read(file.offset))
             n_blocks = -(-(file.size - file.offset) // BLOCK_BYTES)
-            for block in sorted({at * (n_blocks - 1) // (_SAMPLED_BLOCKS - 1) for at in range(_SAMPLED_BLOCKS)}):
+            for block in sorted(
+                {at * (n_blocks - 1) // (_SAMPLED_BLOCKS - 1) for at in range(_SAMPLED_BLOCKS)}
+            ):
                 hasher.update(file.read_block(block).data)
         return str(hasher.hexdigest())
 
 
-def load_dataset(path: str | Path, *, external_tokenizer: str = "gpt2", report: Report = no_report) -> Dataset:
+def load_dataset(
+    path: str | Path, *, external_tokenizer: str = "gpt2", report: Report = no_report
+) -> Dataset:
     """Open a prepared folder, or a folder, file or glob of llm.c / modded-nanogpt .bin or .npy token shards, also at an
     address such as s3://bucket/data, from which it is fetched first.
 
@@ -300,15 +334,24 @@ def load_dataset(path: str | Path, *, external_tokenizer: str = "gpt2", report: 
     path = local_dataset(path, report)
     manifest, files = _list_shards(path, external_tokenizer)
     allow_open_files(len(files))
-    opened = tuple(_open_shard(file, shard, manifest) for file, shard in zip(files, manifest.shards, strict=True))
+    opened = tuple(
+        _open_shard(file, shard, manifest)
+        for file, shard in zip(files, manifest.shards, strict=True)
+    )
     train, val = (
-        Tokens([one for one in opened if one.shard.split == split], manifest.dtype, manifest.tokenizer["vocab_size"])
+        Tokens(
+            [one for one in opened if one.shard.split == split],
+            manifest.dtype,
+            manifest.tokenizer["vocab_size"],
+        )
         for split in SPLITS
     )
     return Dataset(path, manifest, train, val, opened, external_tokenizer)
 
 
-def verify_dataset(path: str | Path, *, external_tokenizer: str = "gpt2") -> Iterator[MegatokenError]:
+def verify_dataset(
+    path: str | Path, *, external_tokenizer: str = "gpt2"
+) -> Iterator[MegatokenError]:
     """Verify every byte of a dataset; yield one MegatokenError for each defect.
 
     External shards record no hashes: their headers, sizes and range of ids are checked.
@@ -338,7 +381,11 @@ def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Pa
         manifest = read_manifest(path)
         return manifest, [path / shard.file for shard in manifest.shards]
     if unfinished:
-        raise DataError("this dataset is not finished", path, "run the same `megatoken prepare` again: it goes on")
+        raise DataError(
+            "this dataset is not finished",
+            path,
+            "run the same `megatoken prepare` again: it goes on",
+        )
     files = _list_external(path)
     if len(suffixes := sorted({file.suffix for file in files})) > 1:
         what = f"shards of two formats in one dataset: {' and '.join(suffixes)}"
@@ -352,9 +399,15 @@ def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Pa
             what = f"shard was prepared by megatoken, but {MANIFEST_NAME} is not beside it"
             raise DataError(what, file, "finish the preparation or copy the whole folder")
         if header.dtype != headers[0].dtype:
-            what = f"mixed dataset: {header.dtype} tokens here, {headers[0].dtype} in {files[0].name}"
+            what = (
+                f"mixed dataset: {header.dtype} tokens here, {headers[0].dtype} in {files[0].name}"
+            )
             raise DataError(what, file, "keep shards of one tokenizer in one folder")
-        if file.name in _HEADERLESS and external_tokenizer == "gpt2" and (file.parent / "meta.pkl").exists():
+        if (
+            file.name in _HEADERLESS
+            and external_tokenizer == "gpt2"
+            and (file.parent / "meta.pkl").exists()
+        ):
             what = "these ids are of a vocabulary of their own, in meta.pkl: a pickle, which is never loaded"
             fix = "prepare the text again: megatoken prepare FILE --out DIR --tokenizer bytes"
             raise DataError(what, file, fix)
@@ -363,7 +416,9 @@ def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Pa
     dtype, name = headers[0].dtype, external_tokenizer
     if files[0].suffix == ".bin" and dtype == "uint32" and name == "gpt2":
         name = "llama-3"  # llm.c's version 7; GPT-2's ids never need 32 bits
-    vocab_size, eot = _PUBLISHED_TOKENIZERS.get(name, (1 << 16 if dtype == "uint16" else 1 << 31, -1))
+    vocab_size, eot = _PUBLISHED_TOKENIZERS.get(
+        name, (1 << 16 if dtype == "uint16" else 1 << 31, -1)
+    )
     tokenizer = {"name": name, "vocab_size": vocab_size, "eot": eot, "fingerprint": ""}
     splits = ["val" if _VAL.search(file.name) else "train" for file in files]
     shards = tuple(
@@ -382,7 +437,9 @@ def _list_external(path: Path) -> list[Path]:
         else:
             found = list(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
     except ValueError as error:
-        raise DataError(f"not a pattern: {error}", path, "write it like DIR/*.bin or DIR/**/*.bin") from error
+        raise DataError(
+            f"not a pattern: {error}", path, "write it like DIR/*.bin or DIR/**/*.bin"
+        ) from error
     except OSError as error:
         raise DataError(f"cannot read the dataset: {error.strerror}", path, _PERMISSIONS) from error
     files = sorted(file for file in found if file.suffix in (".bin", ".npy"))
@@ -392,7 +449,10 @@ def _list_external(path: Path) -> list[Path]:
         if any(sign in str(path) for sign in "*?["):
             fix = "check the pattern; or make shards: megatoken prepare SOURCE --out DIR, and set data.path=DIR"
         elif path.exists() and any(file.suffix in TEXTS for file in found):
-            what, made = "text, not a dataset", f"data/{path.stem if path.is_file() else path.absolute().name}"
+            what, made = (
+                "text, not a dataset",
+                f"data/{path.stem if path.is_file() else path.absolute().name}",
+            )
             fix = f"{shlex.join(['megatoken', 'prepare', str(path), '--out', made])}, and set data.path={made}"
         raise DataError(what, path, fix)
     return files
@@ -404,7 +464,10 @@ def _open_shard(path: Path, shard: Shard, manifest: Manifest) -> ShardFile:
     expectations = {
         "token type": (header.dtype, manifest.dtype),
         "token count": (header.tokens, shard.tokens),
-        "tokenizer fingerprint": (header.fingerprint or "unknown", manifest.tokenizer["fingerprint"] or "unknown"),
+        "tokenizer fingerprint": (
+            header.fingerprint or "unknown",
+            manifest.tokenizer["fingerprint"] or "unknown",
+        ),
     }
     if shard.header or shard.blocks:  # not an external one
         n_blocks = -(-shard.tokens * np.dtype(manifest.dtype).itemsize // BLOCK_BYTES)
@@ -442,7 +505,9 @@ def _read_layout(path: Path) -> tuple[Header, int, bytes]:
         reason = "truncated" if size < expected else "longer than its header says"
         if (size - offset) % item:
             reason += f", and not a whole number of {item}-byte tokens"
-        what = f"shard is {reason}: {size:,} bytes, expected {expected:,} for {header.tokens:,} tokens"
+        what = (
+            f"shard is {reason}: {size:,} bytes, expected {expected:,} for {header.tokens:,} tokens"
+        )
         raise DataError(what, path, RESTORE)
     return header, offset, raw[:offset]
 
@@ -454,5 +519,9 @@ def _read_npy_header(path: Path) -> tuple[Header, int]:
         raise DataError(f"not a plain .npy file: {error!s:.200}", path, RESTORE) from error
     if array.dtype.str not in _NPY_DTYPES or array.ndim != 1:
         what = f".npy file holds {array.dtype.str} of shape {array.shape}, not a row of token ids"
-        raise DataError(what, path, "save a one-dimensional uint16, uint32 or int32 array with numpy.save")
-    return Header(dtype=_NPY_DTYPES[array.dtype.str], tokens=len(array), fingerprint=""), array.offset
+        raise DataError(
+            what, path, "save a one-dimensional uint16, uint32 or int32 array with numpy.save"
+        )
+    return Header(
+        dtype=_NPY_DTYPES[array.dtype.str], tokens=len(array), fingerprint=""
+    ), array.offset

@@ -19,8 +19,12 @@ Ids = NDArray[np.uint16] | NDArray[np.uint32]
 Invalid = Literal["replace", "skip", "fail"]
 
 SEPARATOR = EOT.encode()  # between the documents of a .txt file, as in TinyStories
-CHUNK_BYTES = 1 << 20  # longest text encoded at once: `tokenizers` takes 200 bytes of memory per byte of text
-SPLIT_BYTES = 4096  # of a document's beginning are hashed for its split, so duplicates land in the same split
+CHUNK_BYTES = (
+    1 << 20
+)  # longest text encoded at once: `tokenizers` takes 200 bytes of memory per byte of text
+SPLIT_BYTES = (
+    4096  # of a document's beginning are hashed for its split, so duplicates land in the same split
+)
 
 # A visible character before white space: no word of GPT-2 reaches across. The upper bytes are those in which no
 # Unicode white space ends (U+0085, U+00A0, U+1680, U+2000..200A, U+2028, U+2029, U+202F, U+205F, U+3000).
@@ -36,7 +40,9 @@ class PrepareOptions:
     invalid: Invalid = "replace"  # policy for bytes that are not UTF-8
     text_key: str = "text"  # the key or column of a row that holds the text
     val_fraction: float = 0.0
-    split_points: SplitPoints = "nowhere"  # where the tokenizer allows a long document to be split, ids unchanged
+    split_points: SplitPoints = (
+        "nowhere"  # where the tokenizer allows a long document to be split, ids unchanged
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,9 @@ class Encoded:
     counts: dict[str, int]
 
 
-def encode_segments(segments: list[Segment], options: PrepareOptions, tokenizer: Tokenizer) -> Encoded:
+def encode_segments(
+    segments: list[Segment], options: PrepareOptions, tokenizer: Tokenizer
+) -> Encoded:
     """Token ids of the documents of `segments`, by split, in `token_dtype`. Raises as `read_documents`."""
     dtype = token_dtype(tokenizer.vocab_size)
     counts: Counter[str] = Counter()
@@ -76,7 +84,9 @@ def encode_segments(segments: list[Segment], options: PrepareOptions, tokenizer:
                 split = choose_split(text, options.val_fraction)
                 counts[split] += 1
                 ids[split].append(eot)
-            ids[split] += (tokenizer.encode(part).astype(dtype) for part in _split_text(text, options, counts))
+            ids[split] += (
+                tokenizer.encode(part).astype(dtype) for part in _split_text(text, options, counts)
+            )
             split = ""
     return Encoded(np.concatenate(ids["train"]), np.concatenate(ids["val"]), dict(counts))
 
@@ -92,7 +102,9 @@ def choose_split(text: str, val_fraction: float) -> str:
     return "val" if xxhash.xxh3_64_intdigest(beginning) < val_fraction * 2**64 else "train"
 
 
-def read_documents(segment: Segment, options: PrepareOptions, counts: Counter[str]) -> Iterator[str]:
+def read_documents(
+    segment: Segment, options: PrepareOptions, counts: Counter[str]
+) -> Iterator[str]:
     """The texts of `segment` in order, policies applied and counted in `counts`; white space alone is dropped.
 
     Raises DataError, naming file and line, for bytes that are not UTF-8 under the policy "fail" and for lines that hold
@@ -100,7 +112,11 @@ def read_documents(segment: Segment, options: PrepareOptions, counts: Counter[st
     """
     is_lines = segment.format in ("lines", "rows")
     separator = b"\n" if is_lines else SEPARATOR
-    pieces = segment.data.split(separator) if is_lines or segment.format == "separated" else [segment.data]
+    pieces = (
+        segment.data.split(separator)
+        if is_lines or segment.format == "separated"
+        else [segment.data]
+    )
     line = segment.line
     for number, data in enumerate(pieces, start=1):
         first_line, line = line, line + data.count(b"\n") + is_lines
@@ -109,13 +125,19 @@ def read_documents(segment: Segment, options: PrepareOptions, counts: Counter[st
             continue
         policy = options.invalid if is_whole or options.invalid == "fail" else "replace"
         try:
-            text, replaced = _parse_line(data, policy, options.text_key) if is_lines else _decode(data, policy)
+            text, replaced = (
+                _parse_line(data, policy, options.text_key) if is_lines else _decode(data, policy)
+            )
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
             if policy == "skip":
                 counts["skipped"] += 1
                 continue
             bad_line = first_line + data.count(b"\n", 0, getattr(error, "start", 0))
-            where = f"{segment.file}, row {first_line}" if segment.format == "rows" else f"{segment.file}:{bad_line}"
+            where = (
+                f"{segment.file}, row {first_line}"
+                if segment.format == "rows"
+                else f"{segment.file}:{bad_line}"
+            )
             raise DataError(f"bad text: {error}", where, FIX_ROW) from error
         if is_whole and (not text or text.isspace()):
             counts["empty"] += 1

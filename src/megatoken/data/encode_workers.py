@@ -21,7 +21,9 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, PeerError
 from megatoken.system.environment import python_command
 
-WAKE_SECONDS = 5.0  # without an answer, then children that somebody stopped (SIGSTOP) are told to go on
+WAKE_SECONDS = (
+    5.0  # without an answer, then children that somebody stopped (SIGSTOP) are told to go on
+)
 _PROGRAM = "from megatoken.data.encode_workers import serve; serve()"
 
 
@@ -39,7 +41,9 @@ def encode_chunks(
     command = python_command(_PROGRAM)
     setup = pickle.dumps((options, tokenizer.to_json(), tokenizer.name, tokenizer.eot))
     children: list[subprocess.Popen[bytes]] = []
-    idle: SimpleQueue[tuple[subprocess.Popen[bytes], bytes]] = SimpleQueue()  # and what it has not been sent yet
+    idle: SimpleQueue[tuple[subprocess.Popen[bytes], bytes]] = (
+        SimpleQueue()
+    )  # and what it has not been sent yet
     threads = ThreadPoolExecutor(workers)
 
     def encode(chunk: Chunk) -> Encoded:
@@ -51,7 +55,9 @@ def encode_chunks(
 
     try:
         for _ in range(workers):
-            children.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            children.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
             idle.put((children[-1], setup))
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
@@ -85,7 +91,9 @@ def _ask(child: subprocess.Popen[bytes], request: bytes) -> Encoded:
         answer = pickle.load(child.stdout)
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         code = child.wait()
-        what = f"a tokenizing process ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        what = (
+            f"a tokenizing process ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        )
         fix = "run the same command again to go on; fewer workers need less memory"
         raise PeerError(what, f"process {child.pid}", fix) from error
     if isinstance(answer, Exception):
@@ -97,8 +105,12 @@ def _ask(child: subprocess.Popen[bytes], request: bytes) -> Encoded:
 def serve() -> None:
     """The child process: reads options and tokenizer, then answers lists of segments until the pipe closes."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; this process ends with its parent
-    os.putenv("TOKENIZERS_PARALLELISM", "false")  # one thread per process; read by the Rust side only
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # sent to the whole process group; this process ends with its parent
+    os.putenv(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # one thread per process; read by the Rust side only
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a stray print must not land in the pipe
     with suppress(EOFError, BrokenPipeError):
@@ -109,7 +121,9 @@ def serve() -> None:
             answers.flush()
 
 
-def _answer(segments: list[Segment], options: PrepareOptions, tokenizer: Tokenizer) -> Encoded | Exception:
+def _answer(
+    segments: list[Segment], options: PrepareOptions, tokenizer: Tokenizer
+) -> Encoded | Exception:
     try:
         return encode_segments(segments, options, tokenizer)
     except MegatokenError as error:

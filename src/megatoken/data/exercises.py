@@ -38,7 +38,11 @@ class Exercise:
 
 def list_exercises(*, held_out: bool) -> list[Exercise]:
     """All problems of one side of the split, in an order of their own."""
-    kept = (each for each in itertools.chain(_make_sums(), _make_spellings()) if is_held_out(each.key) == held_out)
+    kept = (
+        each
+        for each in itertools.chain(_make_sums(), _make_spellings())
+        if is_held_out(each.key) == held_out
+    )
     return sorted(kept, key=lambda each: (_hash(each.question, 1), each.question))
 
 
@@ -53,18 +57,27 @@ def write_conversations() -> bytes:
     start = 0
     while start < len(exercises):
         order = _hash(exercises[start].question, 2)
-        turns = [(each.question, each.answer) for each in exercises[start : start + 1 + order % LONGEST]]
+        turns = [
+            (each.question, each.answer) for each in exercises[start : start + 1 + order % LONGEST]
+        ]
         start += len(turns)
         if len(rows) % TALK_EVERY == 0:
             turns.insert(0, SMALL_TALK[order // LONGEST % len(SMALL_TALK)])
-        pairs = (({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in turns)
+        pairs = (
+            ({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in turns
+        )
         rows.append({"messages": list(itertools.chain.from_iterable(pairs))})
     return _to_lines(rows)
 
 
 def write_prompts(*, held_out: bool) -> bytes:
     """Lines of JSON with `prompt` and `answer`, of the problems to learn from or of the others."""
-    return _to_lines([{"prompt": each.question, "answer": each.answer} for each in list_exercises(held_out=held_out)])
+    return _to_lines(
+        [
+            {"prompt": each.question, "answer": each.answer}
+            for each in list_exercises(held_out=held_out)
+        ]
+    )
 
 
 # By the name of a source: data/sources.py.
@@ -91,7 +104,8 @@ def _draw_word(number: int) -> str:
     """Two or three syllables, three of four times three."""
     draw = _hash(str(number), 4)
     return "".join(
-        SYLLABLES[draw // len(SYLLABLES) ** place % len(SYLLABLES)] for place in range(3 - (draw >> 62 == 0))
+        SYLLABLES[draw // len(SYLLABLES) ** place % len(SYLLABLES)]
+        for place in range(3 - (draw >> 62 == 0))
     )
 
 

@@ -30,12 +30,17 @@ def find_gpt2_merges() -> Merges:
     """GPT-2's merges from this machine, else downloaded. Raises DataError, naming the file that is needed."""
     if (merges := find_local_merges()) is not None:
         return merges
-    return _parse_merges(download(VOCAB_URL, megatoken_cache() / "vocab.bpe", VOCAB_SHA256, INSTEAD))
+    return _parse_merges(
+        download(VOCAB_URL, megatoken_cache() / "vocab.bpe", VOCAB_SHA256, INSTEAD)
+    )
 
 
 def find_local_merges() -> Merges | None:
     """GPT-2's merges from our cache or tiktoken's; None if neither holds a file with the right sha256."""
-    for path in (megatoken_cache() / "vocab.bpe", *(folder / TIKTOKEN_VOCAB for folder in tiktoken_caches())):
+    for path in (
+        megatoken_cache() / "vocab.bpe",
+        *(folder / TIKTOKEN_VOCAB for folder in tiktoken_caches()),
+    ):
         if path.is_file() and hashlib.sha256(data := path.read_bytes()).hexdigest() == VOCAB_SHA256:
             return _parse_merges(data)
     return None

@@ -35,7 +35,13 @@ from megatoken.data.shard_writer import ShardWriter
 from megatoken.data.sources import Source, find_source
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer, parse_bpe
 from megatoken.errors import ConfigError, DataError, StorageError
-from megatoken.system.atomic_write import MALFORMED, local_path, read_json, replace_file, storage_errors
+from megatoken.system.atomic_write import (
+    MALFORMED,
+    local_path,
+    read_json,
+    replace_file,
+    storage_errors,
+)
 from megatoken.system.environment import cpu_count
 
 LOCK_NAME = ".lock"
@@ -72,7 +78,9 @@ class PrepareResult:
     train_tokens: int
     val_tokens: int
     tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint
-    counts: dict[str, int]  # empty, replaced, skipped (documents), binary_files, seams, val_from_tail_tokens
+    counts: dict[
+        str, int
+    ]  # empty, replaced, skipped (documents), binary_files, seams, val_from_tail_tokens
     skipped_files: dict[str, int]  # in the source, by extension or reason
     resumed: bool  # an earlier call had been interrupted
     unchanged: bool  # the same dataset was there already
@@ -86,7 +94,9 @@ class ResumeState:
     listing: str  # digest of the inputs with their modification times
     position: ReadPosition = ReadPosition()
     counts: Counter[str] = field(default_factory=Counter)
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))  # that count, per split
+    tokens: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(SPLITS, 0)
+    )  # that count, per split
 
 
 def prepare(
@@ -138,11 +148,15 @@ def prepare(
 
     leftover = any((out / name).exists() for name in (PROGRESS_NAME, LOCK_NAME))
     if not leftover and (finished := find_finished(out, recipe, corpus)):
-        return summarize(finished, started, corpus, unchanged=True)  # without the lock: the folder may be read-only
+        return summarize(
+            finished, started, corpus, unchanged=True
+        )  # without the lock: the folder may be read-only
     with hold_lock(out):
         if finished := find_finished(out, recipe, corpus):
             with storage_errors(out):
-                (out / PROGRESS_NAME).unlink(missing_ok=True)  # left by a kill after the manifest was written
+                (out / PROGRESS_NAME).unlink(
+                    missing_ok=True
+                )  # left by a kill after the manifest was written
             return summarize(finished, started, corpus, unchanged=True)
         state, resumed = load_or_create_state(out, ResumeState(recipe, corpus.digest(times=True)))
         if (out / "tokenizer" / DESCRIPTION_NAME).exists():  # an earlier call may have trained it
@@ -151,7 +165,9 @@ def prepare(
             saved = given or load_tokenizer(tokenizer, sample)
             saved.save(out / "tokenizer")
         options = replace(options, split_points=saved.split_points)
-        with closing(_DatasetWriter(out, state, saved, shard_tokens, corpus, on_progress)) as writer:
+        with closing(
+            _DatasetWriter(out, state, saved, shard_tokens, corpus, on_progress)
+        ) as writer:
             writer.check_space(options)
             writer.write_documents(options, workers)
             writer.balance_splits(val_fraction)
@@ -174,7 +190,10 @@ class _DatasetWriter:
         self.dtype = token_dtype(self.tokenizer.vocab_size)
         about = self.dtype, self.shard_tokens, self.tokenizer.fingerprint
         with storage_errors(self.out):
-            self.splits = {name: ShardWriter(self.out, name, *about, self.state.tokens[name]) for name in SPLITS}
+            self.splits = {
+                name: ShardWriter(self.out, name, *about, self.state.tokens[name])
+                for name in SPLITS
+            }
 
     def check_space(self, options: PrepareOptions) -> None:
         """Raise StorageError unless the rest of the shards fits on the disk, estimated from samples where it is close.
@@ -184,7 +203,10 @@ class _DatasetWriter:
         files, free = self.corpus.files, shutil.disk_usage(self.out).free
         packed = any(file.is_packed for file in files)
         written = sum(self.state.tokens.values())
-        if self._token_bytes(self.corpus.size_bytes * (MOST_COMPRESSED if packed else 1) - written) <= free:
+        if (
+            self._token_bytes(self.corpus.size_bytes * (MOST_COMPRESSED if packed else 1) - written)
+            <= free
+        ):
             return  # a token has at least one byte of text
         tokens = read_bytes = 0
         for index in range(0, len(files), -(-len(files) // SPACE_SAMPLES)):
@@ -192,7 +214,9 @@ class _DatasetWriter:
             ids = encode_segments(chunk.segments, options, self.tokenizer)
             tokens += len(ids.train) + len(ids.val)
             read_bytes += chunk.done_bytes - sum(file.size for file in files[:index])
-        needed = self._token_bytes(round(self.corpus.size_bytes * tokens / max(1, read_bytes)) - written)
+        needed = self._token_bytes(
+            round(self.corpus.size_bytes * tokens / max(1, read_bytes)) - written
+        )
         if needed * SURE_SHARE > free:
             what = f"not enough room for the shards: about {needed:,} bytes needed, {free:,} free"
             raise StorageError(what, self.out, "make room or choose another --out")
@@ -201,13 +225,17 @@ class _DatasetWriter:
         """Encode the rest of the corpus. Raises errors as `read_chunks` and `encode_chunks`, and StorageError."""
         useful = max(1, self.corpus.size_bytes // WORKER_BYTES)
         chunks = read_chunks(self.corpus, options, self.state.position)
-        with closing(encode_chunks(chunks, options, self.tokenizer, min(workers or cpu_count(), useful))) as encoded:
+        with closing(
+            encode_chunks(chunks, options, self.tokenizer, min(workers or cpu_count(), useful))
+        ) as encoded:
             full_shards = self._full_shards()
             for chunk, ids in encoded:
                 with storage_errors(self.out):
                     for name, writer in self.splits.items():
                         added = getattr(ids, name)
-                        writer.append(added if writer.tokens else added[1:])  # <|endoftext|> stands between documents
+                        writer.append(
+                            added if writer.tokens else added[1:]
+                        )  # <|endoftext|> stands between documents
                     self.state.counts.update(chunk.counts)
                     self.state.counts.update(ids.counts)
                     self.state.position = chunk.next
@@ -283,18 +311,30 @@ class _DatasetWriter:
         if self.on_progress:
             tokens = sum(writer.tokens for writer in self.splits.values())
             documents = self.state.counts["train"] + self.state.counts["val"]
-            self.on_progress(Progress("tokens", tokens, documents, done_bytes, self.corpus.size_bytes))
+            self.on_progress(
+                Progress("tokens", tokens, documents, done_bytes, self.corpus.size_bytes)
+            )
 
 
-def _check_settings(tokenizer: str, workers: int, val_fraction: float, shard_tokens: int, invalid: str) -> None:
+def _check_settings(
+    tokenizer: str, workers: int, val_fraction: float, shard_tokens: int, invalid: str
+) -> None:
     if tokenizer.startswith("bpe:"):
         parse_bpe(tokenizer)
     limit = f"{MAX_SHARD_TOKENS:,}"
     checks = {
         "workers": (workers >= 0, workers, "give a number of processes, 0 for one a core"),
         "val_fraction": (0 <= val_fraction < 1, val_fraction, "give a share from 0 to below 1"),
-        "shard_tokens": (1 <= shard_tokens <= MAX_SHARD_TOKENS, shard_tokens, f"give a number from 1 to {limit}"),
-        "invalid": (invalid in ("replace", "skip", "fail"), repr(invalid), "give replace, skip or fail"),
+        "shard_tokens": (
+            1 <= shard_tokens <= MAX_SHARD_TOKENS,
+            shard_tokens,
+            f"give a number from 1 to {limit}",
+        ),
+        "invalid": (
+            invalid in ("replace", "skip", "fail"),
+            repr(invalid),
+            "give replace, skip or fail",
+        ),
     }
     for name, (valid, value, fix) in checks.items():
         if not valid:
@@ -315,7 +355,10 @@ def hold_lock(out: Path) -> Iterator[None]:
             raise StorageError("another preparation is writing to this folder", out, fix) from error
     try:
         with storage_errors(out):
-            for leftover in (*out.glob(".*.tmp"), *out.glob("tokenizer/.*.tmp")):  # of atomic writes that were killed
+            for leftover in (
+                *out.glob(".*.tmp"),
+                *out.glob("tokenizer/.*.tmp"),
+            ):  # of atomic writes that were killed
                 leftover.unlink()
         yield
     finally:
@@ -333,9 +376,15 @@ def find_finished(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifest
     prepared_at = (out / MANIFEST_NAME).stat().st_mtime_ns
     newer = [file.path for file in corpus.files if file.changed > prepared_at]
     inputs = out / INPUTS_NAME  # older versions wrote none
-    if inputs.read_bytes() != f"{corpus.digest(times=True)}\n".encode() if inputs.exists() else newer:
+    if (
+        inputs.read_bytes() != f"{corpus.digest(times=True)}\n".encode()
+        if inputs.exists()
+        else newer
+    ):
         where = newer[0] if newer else corpus.name
-        raise DataError("an input changed after it was prepared", where, f"choose another --out or delete {out}")
+        raise DataError(
+            "an input changed after it was prepared", where, f"choose another --out or delete {out}"
+        )
     load_dataset(out)  # checks headers and sizes of the shards
     return manifest
 
@@ -356,7 +405,9 @@ def load_or_create_state(out: Path, new: ResumeState) -> tuple[ResumeState, bool
     if earlier and any(earlier.tokens.values()):
         _refuse_difference(out, earlier.recipe, new.recipe)
         if earlier.listing != new.listing:
-            raise DataError("an input file was changed since this preparation began", out, _ANOTHER_OUT)
+            raise DataError(
+                "an input file was changed since this preparation began", out, _ANOTHER_OUT
+            )
         return earlier, True
     if earlier and (earlier.recipe, earlier.listing) == (new.recipe, new.listing):
         return earlier, True
@@ -364,8 +415,14 @@ def load_or_create_state(out: Path, new: ResumeState) -> tuple[ResumeState, bool
         shutil.rmtree(out / "tokenizer", ignore_errors=True)
         for path in out.glob("*.marks"):
             path.unlink()
-    elif other := [path for name in ("*.bin", "*.npy", "tokenizer") for path in sorted(out.glob(name))]:
-        raise DataError("the output folder holds other data already", other[0], "choose another --out or delete it")
+    elif other := [
+        path for name in ("*.bin", "*.npy", "tokenizer") for path in sorted(out.glob(name))
+    ]:
+        raise DataError(
+            "the output folder holds other data already",
+            other[0],
+            "choose another --out or delete it",
+        )
     with storage_errors(out):
         _save_state(out, new)
     return new, False
@@ -388,8 +445,14 @@ def _load_state(out: Path) -> ResumeState | None:
         return None
     try:
         row = read_json(path)
-        state = ResumeState(**row | {"position": ReadPosition(*row["position"]), "counts": Counter(row["counts"])})
-        numbers = (*state.position[:3], *state.counts.values(), *(state.tokens[split] for split in SPLITS))
+        state = ResumeState(
+            **row | {"position": ReadPosition(*row["position"]), "counts": Counter(row["counts"])}
+        )
+        numbers = (
+            *state.position[:3],
+            *state.counts.values(),
+            *(state.tokens[split] for split in SPLITS),
+        )
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("a count is impossible")
         return state
@@ -399,7 +462,12 @@ def _load_state(out: Path) -> ResumeState | None:
 
 
 def summarize(
-    manifest: Manifest, started: float, source: Source, *, resumed: bool = False, unchanged: bool = False
+    manifest: Manifest,
+    started: float,
+    source: Source,
+    *,
+    resumed: bool = False,
+    unchanged: bool = False,
 ) -> PrepareResult:
     """Return the result of a preparation that began at `started` (time.monotonic)."""
     train, val = (manifest.tokens(split) for split in SPLITS)

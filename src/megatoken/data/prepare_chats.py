@@ -57,7 +57,11 @@ def prepare_chats(
     """
     started = time.monotonic()
     if seq_len < 1 or not 0 <= val_fraction < 1:
-        raise ConfigError(f"seq_len {seq_len}, val_fraction {val_fraction}", "prepare", "give 1 or more, 0 to below 1")
+        raise ConfigError(
+            f"seq_len {seq_len}, val_fraction {val_fraction}",
+            "prepare",
+            "give 1 or more, 0 to below 1",
+        )
     tokenizer = add_control_tokens(tokenizer)
     template = find_template(tokenizer)
     recipe: dict[str, Any] = {
@@ -87,9 +91,16 @@ def prepare_chats(
             for split, chosen in splits.items():
                 rows = [encoded[number] for number in chosen]
                 writer = ShardWriter(
-                    out, split, token_dtype(tokenizer.vocab_size), shard_tokens, tokenizer.fingerprint, 0
+                    out,
+                    split,
+                    token_dtype(tokenizer.vocab_size),
+                    shard_tokens,
+                    tokenizer.fingerprint,
+                    0,
                 )
-                beside = _write_split(writer, rows, seq_len + 1, tokenizer.eot, pack=row_format.kind == "chat")
+                beside = _write_split(
+                    writer, rows, seq_len + 1, tokenizer.eot, pack=row_format.kind == "chat"
+                )
                 shards += writer.finish()
                 if row_format.kind == "prompt" and chosen:
                     lines = (json.dumps(examples[number].row) + "\n" for number in chosen)
@@ -127,7 +138,11 @@ def _encode_rows(
         examples.append(example)
         encoded.append(sequences)
     if row_format is None or not examples:
-        raise DataError(f"no rows, {counts['skipped']:,} skipped", source.files[0].path, "name files that hold some")
+        raise DataError(
+            f"no rows, {counts['skipped']:,} skipped",
+            source.files[0].path,
+            "name files that hold some",
+        )
     return examples, encoded, row_format
 
 
@@ -136,11 +151,18 @@ def _encode(example: Example, row_format: Format, template: ChatTemplate) -> lis
     whole = [template.encode(messages) for messages in example.answers]
     if row_format.kind == "prompt":
         whole = [template.encode(example.prompt, reply=True)]
-    elif row_format.kind == "preference":  # the prompt may hold earlier answers: the last one alone is preferred
+    elif (
+        row_format.kind == "preference"
+    ):  # the prompt may hold earlier answers: the last one alone is preferred
         if whole[0][0] == whole[1][0]:
-            raise DataError("chosen and rejected are the same tokens", example.where, "leave the pair out")
+            raise DataError(
+                "chosen and rejected are the same tokens", example.where, "leave the pair out"
+            )
         n_prompt = len(template.encode(example.prompt, reply=True)[0])
-        whole = [(ids, [place >= n_prompt and mark for place, mark in enumerate(marks)]) for ids, marks in whole]
+        whole = [
+            (ids, [place >= n_prompt and mark for place, mark in enumerate(marks)])
+            for ids, marks in whole
+        ]
     sequences = []
     for ids, trained in whole:
         marks = np.array(trained, np.uint8) * TRAINED
@@ -174,7 +196,9 @@ def _split_examples(
     kept = [number for number, length in enumerate(lengths) if length <= room]
     if not kept:
         what = f"all {len(lengths):,} rows are longer than the context of {seq_len:,} tokens"
-        raise DataError(what, examples[0].where, "give shorter ones, or take a model of a longer context")
+        raise DataError(
+            what, examples[0].where, "give shorter ones, or take a model of a longer context"
+        )
     hashes = {}
     for number in kept:
         text = json.dumps([[message.role, message.content] for message in examples[number].prompt])
@@ -195,7 +219,9 @@ def _pack(sequences: Sequence[Encoded], length: int) -> list[list[Encoded]]:
     """Whole sequences in rows of at most `length` tokens: the longest first, each into the row that it fills best."""
     order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number][0]))
     rows: list[list[int]] = []
-    with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows by the tokens that they have left
+    with_room: defaultdict[int, list[int]] = defaultdict(
+        list
+    )  # rows by the tokens that they have left
     sizes: list[int] = []  # the keys of `with_room` that have rows, ascending
     for number in order:
         needed = len(sequences[number][0])

@@ -34,9 +34,21 @@ from megatoken.data.shard_format import (
 )
 from megatoken.data.tokenizer import load_saved_tokenizer
 from megatoken.errors import DataError, MegatokenError, StorageError
-from megatoken.system.atomic_write import hash_file, local_path, replace_file, storage_errors, sync_file
+from megatoken.system.atomic_write import (
+    hash_file,
+    local_path,
+    replace_file,
+    storage_errors,
+    sync_file,
+)
 from megatoken.system.environment import megatoken_cache
-from megatoken.system.object_store import MissingObjectError, ObjectStore, is_address, run_parallel, strip_file_scheme
+from megatoken.system.object_store import (
+    MissingObjectError,
+    ObjectStore,
+    is_address,
+    run_parallel,
+    strip_file_scheme,
+)
 
 REPORT_SECONDS = 10.0
 LISTING_NAME = "listing.txt"  # in the cache: every external shard that it names was fetched
@@ -86,11 +98,16 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
     with storage_errors(folder), only_one(folder, lambda: report(describe())):
         missing = [name for name, size in remote.files.items() if _size(folder / name) != size]
         if missing or not (folder / remote.mark).exists():
-            needed, free = sum(remote.files[name] for name in missing), shutil.disk_usage(folder).free
+            needed, free = (
+                sum(remote.files[name] for name in missing),
+                shutil.disk_usage(folder).free,
+            )
             if free < needed:
                 what = f"no room to fetch {address}: {needed:,} bytes needed, {free:,} free"
                 raise StorageError(
-                    what, folder, "remove other folders beside it, or set MEGATOKEN_CACHE to another disk"
+                    what,
+                    folder,
+                    "remove other folders beside it, or set MEGATOKEN_CACHE to another disk",
                 )
             report(f"fetching {format_quantity(needed, 'B')} from {address} into {folder}")
             calls = [partial(_fetch, remote, name, folder / name) for name in missing]
@@ -106,7 +123,9 @@ def verify_remote(remote: RemoteDataset) -> list[MegatokenError]:
 
     def check(name: str) -> None:
         try:
-            if damage := find_damage(remote.shards[name], remote.token_bytes, partial(remote.store.read, name)):
+            if damage := find_damage(
+                remote.shards[name], remote.token_bytes, partial(remote.store.read, name)
+            ):
                 errors.append(_damaged(remote, name, damage))
         except MegatokenError as error:
             errors.append(error)
@@ -140,8 +159,14 @@ def list_remote(address: str) -> RemoteDataset:
             manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
             token_bytes = np.dtype(manifest.dtype).itemsize
             shards = {shard.file: shard for shard in manifest.shards}
-            files = {name: HEADER_BYTES + shard.tokens * token_bytes for name, shard in shards.items()}
-            own = {name: info.bytes for name, info in store.list("tokenizer").items() if name.count("/") == 1}
+            files = {
+                name: HEADER_BYTES + shard.tokens * token_bytes for name, shard in shards.items()
+            }
+            own = {
+                name: info.bytes
+                for name, info in store.list("tokenizer").items()
+                if name.count("/") == 1
+            }
             return RemoteDataset(store, own | files, shards, token_bytes, MANIFEST_NAME, raw)
     found = {
         name: info
@@ -150,11 +175,15 @@ def list_remote(address: str) -> RemoteDataset:
     }
     if not found:
         what = f"no dataset here: no {'such shard' if is_pattern else f'{MANIFEST_NAME}, no .bin and no .npy shards'}"
-        raise DataError(what, address, "check the address: `megatoken prepare SOURCE --out ADDRESS` makes one")
+        raise DataError(
+            what, address, "check the address: `megatoken prepare SOURCE --out ADDRESS` makes one"
+        )
     head = store.read(next(iter(found)), 0, HEADER_BYTES)
     if has_magic(head) and read_header(head, store.at(next(iter(found)))).fingerprint:
         what = f"shards prepared by megatoken without their {MANIFEST_NAME}: their upload has not finished"
-        raise DataError(what, address, "run the same `megatoken prepare` again, or name the whole folder")
+        raise DataError(
+            what, address, "run the same `megatoken prepare` again, or name the whole folder"
+        )
     listing = "".join(f"{name} {info.bytes} {info.stamp}\n" for name, info in found.items())
     sizes = {name: info.bytes for name, info in found.items()}
     return RemoteDataset(store, sizes, {}, 0, LISTING_NAME, listing.encode())
@@ -194,12 +223,26 @@ def upload_dataset(folder: Path, address: str, report: Report = no_report) -> No
     store, content = ObjectStore(address), (folder / MANIFEST_NAME).read_bytes()
     there = store.read(MANIFEST_NAME) if store.size(MANIFEST_NAME) is not None else None
     if there not in (None, content):
-        raise DataError("another dataset is at this address", address, "choose another --out, or remove that one")
+        raise DataError(
+            "another dataset is at this address",
+            address,
+            "choose another --out, or remove that one",
+        )
     if there is None:
-        paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-        files = {path.relative_to(folder).as_posix(): path for path in paths if path.name != MANIFEST_NAME}
-        report(f"uploading {format_quantity(sum(path.stat().st_size for path in paths), 'B')} to {address}")
-        run_parallel([partial(store.upload, path, name, hash_file(path)) for name, path in files.items()])
+        paths = [
+            path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")
+        ]
+        files = {
+            path.relative_to(folder).as_posix(): path
+            for path in paths
+            if path.name != MANIFEST_NAME
+        }
+        report(
+            f"uploading {format_quantity(sum(path.stat().st_size for path in paths), 'B')} to {address}"
+        )
+        run_parallel(
+            [partial(store.upload, path, name, hash_file(path)) for name, path in files.items()]
+        )
         store.write(MANIFEST_NAME, content)
     store.remove(PROGRESS_NAME)
 
@@ -207,7 +250,10 @@ def upload_dataset(folder: Path, address: str, report: Report = no_report) -> No
 def cache_folder(kind: str, address: str, content: bytes) -> Path:
     """The folder of the cache for what is at an address now."""
     key = xxhash.xxh3_64_hexdigest(address.rstrip("/").encode() + b"\n" + content)
-    name = "".join(sign if sign.isalnum() or sign in "-_." else "-" for sign in address.rstrip("/").rpartition("/")[2])
+    name = "".join(
+        sign if sign.isalnum() or sign in "-_." else "-"
+        for sign in address.rstrip("/").rpartition("/")[2]
+    )
     return megatoken_cache() / kind / f"{name[:60]}-{key}"
 
 

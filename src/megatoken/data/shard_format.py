@@ -23,7 +23,9 @@ BLOCK_BYTES = 1 << 18  # unit of hashing; blocks are counted over token bytes, a
 MANIFEST_NAME = "manifest.json"
 PROGRESS_NAME = "progress.json"  # of a preparation that has not finished
 INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text with the times of its files
-DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: name, vocab_size, eot, fingerprint, xxh3_128
+DESCRIPTION_NAME = (
+    "megatoken_tokenizer.json"  # in tokenizer/: name, vocab_size, eot, fingerprint, xxh3_128
+)
 FORMAT_VERSION = 1
 LARGEST_MANIFEST = 1 << 28  # bytes: of 2e12 tokens
 
@@ -43,7 +45,9 @@ class Shard:
     file: str  # name inside the folder
     split: str  # "train" | "val"
     tokens: int
-    blocks: tuple[str, ...]  # xxh3_64 hex of every BLOCK_BYTES of token bytes (last one shorter); () when external
+    blocks: tuple[
+        str, ...
+    ]  # xxh3_64 hex of every BLOCK_BYTES of token bytes (last one shorter); () when external
     header: str  # xxh3_64 hex of the 1,024 header bytes; "" when external
 
 
@@ -51,11 +55,15 @@ class Shard:
 class Manifest:
     """Tokenizer, token type, documents, shards in reading order and how they were made."""
 
-    tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint (sha256 hex; "" = unknown, external shards)
+    tokenizer: dict[
+        str, Any
+    ]  # name, vocab_size, eot, fingerprint (sha256 hex; "" = unknown, external shards)
     dtype: str  # "uint16" | "uint32"
     documents: dict[str, int]  # per split
     shards: tuple[Shard, ...]
-    source: dict[str, Any]  # settings and counts; equal for equal preparations, so no times, workers or paths
+    source: dict[
+        str, Any
+    ]  # settings and counts; equal for equal preparations, so no times, workers or paths
 
     def tokens(self, split: str) -> int:
         """Number of tokens in `split`."""
@@ -141,7 +149,9 @@ def read_manifest(folder: Path) -> Manifest:
         data = read_small_file(path, LARGEST_MANIFEST)
     except OSError as error:
         what = f"cannot read the manifest: {error.strerror}"
-        raise DataError(what, path, "finish the preparation or correct the folder's name") from error
+        raise DataError(
+            what, path, "finish the preparation or correct the folder's name"
+        ) from error
     return parse_manifest(data, path)
 
 
@@ -149,10 +159,14 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
     """The manifest in the bytes of a `manifest.json`; raises as `read_manifest`."""
     body, seal, ending = data.rpartition(_SEAL)
     if not seal:
-        raise DataError("manifest is truncated or not ours: it does not end in its hash", where, RESTORE)
+        raise DataError(
+            "manifest is truncated or not ours: it does not end in its hash", where, RESTORE
+        )
     if data != _seal(body):
         expected = ending.partition(b'"')[0].decode("ascii", "backslashreplace")
-        raise DataError(f"manifest is damaged: hash {hash_block(body)}, expected {expected}", where, RESTORE)
+        raise DataError(
+            f"manifest is damaged: hash {hash_block(body)}, expected {expected}", where, RESTORE
+        )
     return _decode_manifest(body, where)
 
 
@@ -167,7 +181,9 @@ def _encode_manifest(manifest: Manifest) -> bytes:
         return json.dumps(value, sort_keys=True, ensure_ascii=True, allow_nan=False)
 
     # Hashes as one string, 16 digits a block: a third of the size and parsed in one go.
-    shards = ",\n".join(dump(asdict(shard) | {"blocks": "".join(shard.blocks)}) for shard in manifest.shards)
+    shards = ",\n".join(
+        dump(asdict(shard) | {"blocks": "".join(shard.blocks)}) for shard in manifest.shards
+    )
     counts = {split: manifest.tokens(split) for split in SPLITS}
     return (
         f'{{\n"format": "megatoken dataset",\n"version": {FORMAT_VERSION},\n'
@@ -184,7 +200,9 @@ def _decode_manifest(body: bytes, where: str | Path) -> Manifest:
         version = content["version"]
         if content["format"] != "megatoken dataset" or version != FORMAT_VERSION:
             what = f"manifest of version {version!r}; this program reads version {FORMAT_VERSION}"
-            raise DataError(what, where, "use the program that wrote it or prepare the dataset again")
+            raise DataError(
+                what, where, "use the program that wrote it or prepare the dataset again"
+            )
         manifest = Manifest(
             tokenizer=content["tokenizer"],
             dtype=content["dtype"],
@@ -204,7 +222,10 @@ def _check_types(manifest: Manifest) -> None:
     numbers = [tokenizer["vocab_size"], tokenizer["eot"], *counts, *manifest.documents.values()]
     for name, valid in (
         ("dtype", manifest.dtype in MAGICS),
-        ("tokenizer", isinstance(tokenizer["name"], str) and isinstance(tokenizer["fingerprint"], str)),
+        (
+            "tokenizer",
+            isinstance(tokenizer["name"], str) and isinstance(tokenizer["fingerprint"], str),
+        ),
         ("source", isinstance(manifest.source, dict)),
         ("split", all(shard.split in SPLITS for shard in manifest.shards)),
         ("number", all(type(number) is int for number in numbers) and min(counts, default=0) >= 0),
@@ -215,7 +236,9 @@ def _check_types(manifest: Manifest) -> None:
 
 def _decode_shard(row: dict[str, Any]) -> Shard:
     digits = row["blocks"]
-    shard = Shard(**row | {"blocks": tuple(digits[start : start + 16] for start in range(0, len(digits), 16))})
+    shard = Shard(
+        **row | {"blocks": tuple(digits[start : start + 16] for start in range(0, len(digits), 16))}
+    )
     # A manifest from elsewhere must not make us read outside its folder.
     if shard.file in ("", ".", "..") or any(sign in shard.file for sign in "/\\\0"):
         raise ValueError(f"{shard.file!r} is not a file name")

@@ -40,7 +40,10 @@ class ShardWriter:
         self.close()
         self.tokens = tokens
         item = self._dtype.itemsize
-        kept = {self._path(index): HEADER_BYTES + n * item for index, n in enumerate(self._shard_sizes())}
+        kept = {
+            self._path(index): HEADER_BYTES + n * item
+            for index, n in enumerate(self._shard_sizes())
+        }
         for path in self.folder.glob(f"{self.split}_*.bin"):
             if path not in kept:
                 path.unlink()
@@ -51,7 +54,9 @@ class ShardWriter:
         if tokens % self.shard_tokens:
             self._file = FileIO(path, "r+")
             self._file.truncate(size)
-            _write_all(self._file, bytes(HEADER_BYTES))  # no header: an unfinished shard must not be readable
+            _write_all(
+                self._file, bytes(HEADER_BYTES)
+            )  # no header: an unfinished shard must not be readable
             self._file.seek(size)
 
     def append(self, ids: NDArray[Any]) -> None:
@@ -81,7 +86,9 @@ class ShardWriter:
         for index, tokens in enumerate(self._shard_sizes()):
             raw = np.memmap(path := self._path(index), np.uint8, "r")
             blocks, header = tuple(hash_blocks(raw[HEADER_BYTES:])), hash_block(raw[:HEADER_BYTES])
-            rows.append(Shard(file=path.name, split=self.split, tokens=tokens, blocks=blocks, header=header))
+            rows.append(
+                Shard(file=path.name, split=self.split, tokens=tokens, blocks=blocks, header=header)
+            )
         return rows
 
     def close(self) -> None:
@@ -110,7 +117,9 @@ class ShardWriter:
     def _close_shard(self) -> None:
         if self._file:
             self._file.seek(0)
-            _write_all(self._file, make_header(self._shard_sizes()[-1], self.dtype, self.fingerprint))
+            _write_all(
+                self._file, make_header(self._shard_sizes()[-1], self.dtype, self.fingerprint)
+            )
             os.fsync(self._file.fileno())
             self.close()
 

@@ -29,14 +29,23 @@ Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]
 Compression = Literal["", "gz", "zst"]
 
 ROW_FORMATS: dict[str, Format] = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
-ROW_FORMATS |= {".json": "json", ".jsonl": "json", ".ndjson": "json"}  # a row per line, or one array of rows
-FORMATS: dict[str, Format] = {".txt": "separated", **ROW_FORMATS}  # other suffixes, such as .md and .py, are "whole"
+ROW_FORMATS |= {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+}  # a row per line, or one array of rows
+FORMATS: dict[str, Format] = {
+    ".txt": "separated",
+    **ROW_FORMATS,
+}  # other suffixes, such as .md and .py, are "whole"
 COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 IN_FOLDERS = (*FORMATS, ".md")  # read from a folder; other files must be named
 # Descriptions of a dataset, skipped in folders: README.md, dataset_card.md, dataset_infos.json, dataset_dict.json.
 _CARD = re.compile(r"(readme|dataset_?card|dataset_infos?|dataset_dict)(\.\w+)?", re.IGNORECASE)
 
-SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 HUB = {  # name -> dataset repository on the Hugging Face hub, its files
@@ -61,7 +70,16 @@ _OWN_FILES = re.compile("|".join((*map(re.escape, _OWN_NAMES), r"(train|val)_[0-
 
 # Left out of the corpus "python": tests, installed packages, an editor, a converter, demos, generated tables, and any
 # other file of which _TABLE_SHARE or more is in lines that begin with a string or a number (not a docstring).
-_NOT_PYTHON = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"}
+_NOT_PYTHON = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+}
 _NOT_PYTHON |= {"encodings", "pydoc_data"}
 _TABLE_LINE = re.compile(rb"""^[ \t([{+-]*(?:[bru]{0,2}(?:'(?!'')|"(?!""))|\d).*""", re.MULTILINE)
 _TABLE_SHARE = 0.3
@@ -110,7 +128,9 @@ class Source:
 
     def digest(self, *, times: bool) -> str:
         """xxh3_128 of the listing: names and sizes, with `times` also when each file was changed."""
-        rows = (f"{file.name}\0{file.size}\0{file.changed if times else ''}\n" for file in self.files)
+        rows = (
+            f"{file.name}\0{file.size}\0{file.changed if times else ''}\n" for file in self.files
+        )
         return str(xxhash.xxh3_128_hexdigest("".join(rows).encode(errors="surrogateescape")))
 
 
@@ -123,20 +143,30 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     """
     path = local_path(spec)
     if root and spec not in NAMES:
-        raise ConfigError(f"--root has no effect beside {spec}", "--root", f"it is for {', '.join(NAMES)}")
+        raise ConfigError(
+            f"--root has no effect beside {spec}", "--root", f"it is for {', '.join(NAMES)}"
+        )
     if spec in NAMES and not root and path.exists():
         what = f"{spec} is a corpus, and a {'folder' if path.is_dir() else 'file'} here"
-        raise ConfigError(what, path.absolute(), f"write ./{spec} for what is here, or start elsewhere for the corpus")
+        raise ConfigError(
+            what,
+            path.absolute(),
+            f"write ./{spec} for what is here, or start elsewhere for the corpus",
+        )
     if spec == "python":
         library = Path(root or sysconfig.get_paths()["stdlib"])
-        files = [(name, path) for name, path in _walk(library, None, _NOT_PYTHON) if path.suffix == ".py"]
+        files = [
+            (name, path) for name, path in _walk(library, None, _NOT_PYTHON) if path.suffix == ".py"
+        ]
         files = [(name, path) for name, path in files if path.exists() and not _is_table(path)]
         if not files:
             raise DataError("no Python sources here", library, "give root=, a folder of .py files")
         return _list_local("python", files)
     if spec in EXERCISES:
         if root:
-            raise ConfigError(f"--root has no effect beside {spec}", "--root", "leave it out: it is made here")
+            raise ConfigError(
+                f"--root has no effect beside {spec}", "--root", "leave it out: it is made here"
+            )
         lines = EXERCISES[spec]()
         made = File(f"{spec}.jsonl", spec, len(lines), 0, "json", "")
         return Source(spec, (made,), lambda _: io.BytesIO(lines), direct=True)
@@ -149,20 +179,32 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
         return _list_local(path.name, [(path.name, path)], direct=True)
     if path.is_dir():
         if exclude and path.resolve() == exclude.resolve():
-            raise DataError("the folder of the text is the output folder, too", path, "choose another --out")
+            raise DataError(
+                "the folder of the text is the output folder, too", path, "choose another --out"
+            )
         _refuse_shards(path.iterdir())
         return _list_folder(path, exclude)
     if glob.has_magic(spec):
         paths = [Path(match) for match in glob.glob(spec, recursive=True)]  # noqa: PTH207 (absolute patterns)
         named = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
-        below = {folder for path in paths for folder in path.parents if not named.is_relative_to(folder)}
+        below = {
+            folder for path in paths for folder in path.parents if not named.is_relative_to(folder)
+        }
         left_out = {folder for folder in below if _is_output(folder, exclude)}
-        paths = [path for path in paths if left_out.isdisjoint(path.parents) and not _is_own(path, exclude)]
+        paths = [
+            path
+            for path in paths
+            if left_out.isdisjoint(path.parents) and not _is_own(path, exclude)
+        ]
         _refuse_shards(paths)
         if not (matches := [path for path in paths if path.is_file()]):
-            raise DataError("no file matches the pattern", spec, "check it; quote it against the shell")
+            raise DataError(
+                "no file matches the pattern", spec, "check it; quote it against the shell"
+            )
         start = os.path.commonpath([match.parent for match in matches])
-        return _list_local(Path(spec).name, [(match.relative_to(start).as_posix(), match) for match in matches])
+        return _list_local(
+            Path(spec).name, [(match.relative_to(start).as_posix(), match) for match in matches]
+        )
     if path.exists():
         raise DataError("neither a file nor a folder", spec, "write its content to a file first")
     owner, _, dataset = spec.partition("/")  # of the hub
@@ -198,7 +240,9 @@ def _list_folder(folder: Path, exclude: Path | None) -> Source:
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
     """Return "2 .pdf, 1 README.md, 1 broken link" for the counts of `Source.skipped`."""
-    return ", ".join(f"{count:,} {name}" for name, count in sorted(skipped.items(), key=lambda item: -item[1]))
+    return ", ".join(
+        f"{count:,} {name}" for name, count in sorted(skipped.items(), key=lambda item: -item[1])
+    )
 
 
 def _is_table(path: Path) -> bool:
@@ -206,7 +250,9 @@ def _is_table(path: Path) -> bool:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read: {error.strerror}", path, "check permissions, or leave it out") from error
+        raise DataError(
+            f"cannot read: {error.strerror}", path, "check permissions, or leave it out"
+        ) from error
     in_table = sum(len(line.lstrip()) for line in _TABLE_LINE.findall(text))
     return in_table > _TABLE_SHARE * sum(len(line.lstrip()) for line in text.splitlines())
 
@@ -224,7 +270,9 @@ def _find_copy(name: str, root: Path) -> Source:
     pattern = HUB[name][1]
     found = [(path.relative_to(root).as_posix(), path) for path in root.glob(pattern)]
     if not found:
-        raise DataError(f"no {pattern} in this folder", root, f"copy the files of dataset {HUB[name][0]} there")
+        raise DataError(
+            f"no {pattern} in this folder", root, f"copy the files of dataset {HUB[name][0]} there"
+        )
     return _list_local(name, found)
 
 
@@ -243,9 +291,14 @@ def _find_on_hub(name: str) -> Source:
         fix = f"download {pattern} of that dataset elsewhere and give its folder with --root"
         raise DataError(what, f"dataset {repository}", fix) from error
     if not listing:
-        raise DataError(f"no files {pattern}", f"dataset {repository}", "it may have moved; give root")
+        raise DataError(
+            f"no files {pattern}", f"dataset {repository}", "it may have moved; give root"
+        )
     prefix, rows = f"datasets/{repository}/", sorted(listing.items())
-    files = tuple(File(path.removeprefix(prefix), path, int(row["size"]), 0, "parquet", "") for path, row in rows)
+    files = tuple(
+        File(path.removeprefix(prefix), path, int(row["size"]), 0, "parquet", "")
+        for path, row in rows
+    )
     return Source(name, files, lambda file: hub.open(file.path, "rb"))
 
 
@@ -257,13 +310,17 @@ def _list_local(name: str, paths: Iterable[tuple[str, Path]], direct: bool = Fal
         try:
             status = path.stat()
         except OSError as error:
-            raise DataError(f"cannot read: {error.strerror}", path, "check permissions, or leave it out") from error
+            raise DataError(
+                f"cannot read: {error.strerror}", path, "check permissions, or leave it out"
+            ) from error
         identity = (status.st_dev, status.st_ino)
         if identity in files:
             skipped["second link to a file"] += 1
             continue
         format, compression = classify(path.name)
-        files[identity] = File(relative, str(path), status.st_size, status.st_mtime_ns, format, compression)
+        files[identity] = File(
+            relative, str(path), status.st_size, status.st_mtime_ns, format, compression
+        )
     return Source(name, tuple(files.values()), open_local, direct, skipped)
 
 
@@ -285,11 +342,17 @@ def open_local(file: File) -> BinaryIO:
     status = os.fstat(stream.fileno())
     if (status.st_size, status.st_mtime_ns) != (file.size, file.changed):
         stream.close()
-        raise DataError("file changed while it was prepared", file.path, "delete the output folder and prepare again")
+        raise DataError(
+            "file changed while it was prepared",
+            file.path,
+            "delete the output folder and prepare again",
+        )
     return stream
 
 
-def _walk(folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()) -> list[tuple[str, Path]]:
+def _walk(
+    folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()
+) -> list[tuple[str, Path]]:
     """Return (relative name, path) of every regular file and broken link below, except hidden ones.
 
     Links to folders are followed, and each folder is visited once.
@@ -297,7 +360,9 @@ def _walk(folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()) -> l
     skip, visited, files = set(unwanted), set[tuple[int, int]](), []
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"cannot read the folder: {error.strerror}", error.filename, "check its permissions") from error
+        raise DataError(
+            f"cannot read the folder: {error.strerror}", error.filename, "check its permissions"
+        ) from error
 
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         status = Path(parent).stat()
@@ -306,7 +371,9 @@ def _walk(folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()) -> l
             folders.clear()
             continue
         visited.add(identity)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in skip
+        )
         for name in names:
             path = Path(parent, name)
             if not name.startswith(".") and (path.is_file() or not path.exists()):
@@ -316,7 +383,10 @@ def _walk(folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()) -> l
 
 def _is_output(folder: Path, out: Path | None) -> bool:
     """Whether this is `out`, or a dataset or run that was written before."""
-    return bool(out and folder.resolve() == out.resolve()) or (folder / "tokenizer" / DESCRIPTION_NAME).is_file()
+    return (
+        bool(out and folder.resolve() == out.resolve())
+        or (folder / "tokenizer" / DESCRIPTION_NAME).is_file()
+    )
 
 
 def _is_own(path: Path, out: Path | None) -> bool:
@@ -329,7 +399,9 @@ def _refuse_shards(paths: Iterable[Path]) -> None:
     shard = next((path for path in sorted(paths) if path.suffix in (".bin", ".npy")), None)
     if shard:
         what = "these are token shards already, which `megatoken train` uses as they are"
-        raise DataError(what, shard, "train with data.path set to their folder, or name text files here")
+        raise DataError(
+            what, shard, "train with data.path set to their folder, or name text files here"
+        )
 
 
 def download(url: str, target: Path, sha256: str, instead: str = "") -> bytes:

@@ -72,14 +72,18 @@ def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFi
         with source.open(file) as raw:
             head, _ = fill(decompress(raw, file), b"", HEAD_BYTES)
         if head.startswith(_UTF_16):
-            raise DataError("UTF-16 text", file.path, "convert it to UTF-8: iconv -f UTF-16 -t UTF-8")
+            raise DataError(
+                "UTF-16 text", file.path, "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
+            )
         with source.open(file) as raw:
             stream = content = decompress(raw, file)  # kept: it closes `raw` when it is deleted
             format = cast(TextFormat, "lines" if file.format == "json" else file.format)
             rows: Iterator[bytes] | None = None
             if file.format in ("csv", "tsv"):
                 rows = _read_csv(content, "," if file.format == "csv" else "\t")
-            elif file.format == "json" and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            elif file.format == "json" and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(
+                b"["
+            ):
                 rows = _read_array(content, file.path)
             if rows:
                 stream, format = cast(BinaryIO, _RowStream(rows)), "rows"
@@ -98,7 +102,12 @@ def read_rows(source: Source) -> Iterator[tuple[str, bytes]]:
         with open_text(source, file) as (stream, format, *_):
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield f"{file.path}, row {number}" if format == "rows" else f"{file.path}:{number}", line
+                    yield (
+                        f"{file.path}, row {number}"
+                        if format == "rows"
+                        else f"{file.path}:{number}",
+                        line,
+                    )
 
 
 def decompress(raw: BinaryIO, file: File) -> BinaryIO:
@@ -111,7 +120,9 @@ def decompress(raw: BinaryIO, file: File) -> BinaryIO:
         except ImportError as error:
             raise DataError(".zst needs pyarrow", file.path, INSTALL_DATA) from error
         # Unlike other readers it detects a file that ends too early.
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"))
+        return io.BufferedReader(
+            pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+        )
     return raw
 
 
@@ -123,7 +134,10 @@ def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
 
 
 def _to_line(row: Any) -> bytes:
-    return json.dumps(row, ensure_ascii=False, default=_spell).encode("utf-8", "surrogateescape") + b"\n"
+    return (
+        json.dumps(row, ensure_ascii=False, default=_spell).encode("utf-8", "surrogateescape")
+        + b"\n"
+    )
 
 
 def _spell(value: Any) -> str:
@@ -142,7 +156,9 @@ def _read_array(stream: BinaryIO, path: str) -> Iterator[bytes]:
         if text.startswith("]", start):
             rest = text[start + 1 :] + decoder.decode(stream.read(READ_BYTES))
             if rest.strip():
-                raise DataError("text follows the array of rows", path, "write one array, or one row per line")
+                raise DataError(
+                    "text follows the array of rows", path, "write one array, or one row per line"
+                )
             return
         end = 0
         if start < len(text):
@@ -150,7 +166,9 @@ def _read_array(stream: BinaryIO, path: str) -> Iterator[bytes]:
                 _, end = scan(text, start)
             except (ValueError, RecursionError) as error:
                 if ended or len(text) - start > LARGEST_ROW:
-                    raise DataError(f"malformed JSON: {error}", f"{path}, row {row}", "fix the row") from error
+                    raise DataError(
+                        f"malformed JSON: {error}", f"{path}, row {row}", "fix the row"
+                    ) from error
         elif ended:
             raise DataError("the array of rows has no end", path, "copy the file again")
         if end and (ended or end < len(text)):  # a number may continue in the next block
@@ -166,7 +184,9 @@ def _read_array(stream: BinaryIO, path: str) -> Iterator[bytes]:
 def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[bytes]:
     """Yield rows as objects named by the header. A malformed row is yielded as a list or text, which is no object."""
     csv.field_size_limit(LARGEST_ROW)
-    rows = csv.reader(codecs.iterdecode(stream, "utf-8-sig", "surrogateescape"), delimiter=delimiter, strict=True)
+    rows = csv.reader(
+        codecs.iterdecode(stream, "utf-8-sig", "surrogateescape"), delimiter=delimiter, strict=True
+    )
     names = next(rows, [])
     if len(set(names)) < len(names):
         raise ValueError("two columns have the same name")
@@ -184,7 +204,9 @@ def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[bytes]:
             yield _to_line(dict(zip(names, row, strict=True)) if len(row) == len(names) else row)
 
 
-def _read_parquet(raw: BinaryIO, file: File, text_key: str) -> tuple[Iterator[bytes], Callable[[], int]]:
+def _read_parquet(
+    raw: BinaryIO, file: File, text_key: str
+) -> tuple[Iterator[bytes], Callable[[], int]]:
     """Return the rows of a parquet file, and a function for the bytes read, estimated from the share of its rows."""
     try:
         import pyarrow

@@ -39,7 +39,9 @@ EOT_NAMES = (EOT, "<|end_of_text|>", "</s>")
 LARGEST_VOCABULARY = 1 << 24  # tables have a row for each id, used or not
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer.json; that of 256k ids has 33 MB
 LONGEST_TRAINED_WORD = 1024  # bytes
-LARGEST_TRAINED = 1_000_000  # the trainer takes memory for all of them at once, or aborts the process
+LARGEST_TRAINED = (
+    1_000_000  # the trainer takes memory for all of them at once, or aborts the process
+)
 
 Ids = NDArray[np.uint32]
 SplitPoints = Literal["anywhere", "words", "nowhere"]
@@ -55,14 +57,20 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer | str, name: str, eot: int) -> None:
         """inner: a `tokenizers` tokenizer or the content of its tokenizer.json."""
         self._inner = tokenizers.Tokenizer.from_str(inner) if isinstance(inner, str) else inner
-        self._inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is text like any other
+        self._inner.encode_special_tokens = (
+            True  # "<|endoftext|>" inside a document is text like any other
+        )
         self._inner.no_truncation()
         self._inner.no_padding()
         if getattr(self._inner.model, "dropout", None):
             self._inner.model.dropout = None  # random merges, which would give other ids each time
         self.name, self.eot = name, eot
-        self.end_ids: tuple[int, ...] = ()  # that end a generation, where the model's own files name them
-        self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.end_ids: tuple[
+            int, ...
+        ] = ()  # that end a generation, where the model's own files name them
+        self.vocab_size = 1 + max(
+            self._inner.get_vocab(with_added_tokens=True).values(), default=-1
+        )
         if not 0 <= eot < self.vocab_size:
             what = f"end of text {eot} is none of the tokenizer's {self.vocab_size:,} ids"
             raise DataError(what, name, "restore the tokenizer's files")
@@ -73,7 +81,11 @@ class Tokenizer:
         self.split_points: SplitPoints = "nowhere"
         self._encode: Callable[[str], Ids] = self._encode_whole
         is_gpt2 = _splits_like_gpt2(content)
-        if is_gpt2 and content["model"]["vocab"] == _byte_vocabulary() and not content["model"]["merges"]:
+        if (
+            is_gpt2
+            and content["model"]["vocab"] == _byte_vocabulary()
+            and not content["model"]["merges"]
+        ):
             self.split_points = "anywhere"
             self._encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         elif is_gpt2:
@@ -95,9 +107,15 @@ class Tokenizer:
     @cached_property
     def bos_ids(self) -> list[int]:
         """Ids that Hugging Face puts before every text, such as LLaMA's begin-of-text; `encode` adds none."""
-        for text in ("a", *itertools.islice(self._inner.get_vocab(), 1000)):  # the first that has an id
+        for text in (
+            "a",
+            *itertools.islice(self._inner.get_vocab(), 1000),
+        ):  # the first that has an id
             with contextlib.suppress(DataError, LookupError), _rust_errors("", self.name, ""):
-                plain, special = (self._inner.encode(text, add_special_tokens=added).ids for added in (False, True))
+                plain, special = (
+                    self._inner.encode(text, add_special_tokens=added).ids
+                    for added in (False, True)
+                )
                 return special[: special.index(plain[0])]
         return []
 
@@ -105,11 +123,18 @@ class Tokenizer:
     def drops_unknown(self) -> bool:
         """Whether characters outside the vocabulary vanish from a text: a BPE without unk and without all bytes."""
         content = json.loads(self._inner.to_str())
-        model, splitter = content["model"], json.dumps([content["normalizer"], content["pre_tokenizer"]])
+        model, splitter = (
+            content["model"],
+            json.dumps([content["normalizer"], content["pre_tokenizer"]]),
+        )
         if model["type"] != "BPE" or model.get("unk_token"):
             return False
-        alphabet = [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else [""]
-        return not set(byte_characters() if "ByteLevel" in splitter else alphabet) <= set(model["vocab"])
+        alphabet = (
+            [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else [""]
+        )
+        return not set(byte_characters() if "ByteLevel" in splitter else alphabet) <= set(
+            model["vocab"]
+        )
 
     def count_bytes(self, inputs_BT: NDArray[np.int64], targets_BT: NDArray[np.int64]) -> int:
         """Count the bytes of text in the targets, those not below 0, of rows; special tokens are not text."""
@@ -117,7 +142,9 @@ class Tokenizer:
             return int(self._byte_lengths[targets_BT[targets_BT >= 0]].sum())
         total = 0
         for inputs, targets in zip(inputs_BT, targets_BT, strict=True):
-            ids = np.append(inputs[:1], targets[targets >= 0])  # the first tells whether the row begins a document
+            ids = np.append(
+                inputs[:1], targets[targets >= 0]
+            )  # the first tells whether the row begins a document
             documents = np.split(ids, np.flatnonzero(ids == self.eot))
             total += sum(map(self._count_decoded, documents)) - self._count_decoded(ids[:1])
         return total
@@ -126,7 +153,9 @@ class Tokenizer:
         """Return how many bytes of `text` each of its ids stands for, whatever normalizer and decoder make of them."""
         sizes = np.cumsum([0, *(len(character.encode()) for character in text)])
         starts = [start for start, _ in self._inner.encode(text, add_special_tokens=False).offsets]
-        return np.diff(sizes[[0, *starts[1:], -1]] if starts else [])  # the last of several ids gets their character
+        return np.diff(
+            sizes[[0, *starts[1:], -1]] if starts else []
+        )  # the last of several ids gets their character
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int64] | None:
@@ -153,7 +182,9 @@ class Tokenizer:
     def special_ids(self) -> dict[str, int]:
         """Ids of the tokens that no text is encoded to, such as end-of-text and those of a chat template."""
         return {
-            token["content"]: token["id"] for token in json.loads(self.to_json())["added_tokens"] if token["special"]
+            token["content"]: token["id"]
+            for token in json.loads(self.to_json())["added_tokens"]
+            if token["special"]
         }
 
     def add_special_tokens(self, tokens: Sequence[str], name: str) -> "Tokenizer":
@@ -161,12 +192,17 @@ class Tokenizer:
 
         Raises DataError where one of them is text that this vocabulary encodes.
         """
-        inner, missing = tokenizers.Tokenizer.from_str(self.to_json()), [t for t in tokens if t not in self.special_ids]
-        inner.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in missing])
-        if [inner.token_to_id(token) for token in missing] != [self.vocab_size + n for n in range(len(missing))]:
-            what = (
-                f"{', '.join(missing)} cannot be added as special tokens: the vocabulary has gaps or knows them as text"
-            )
+        inner, missing = (
+            tokenizers.Tokenizer.from_str(self.to_json()),
+            [t for t in tokens if t not in self.special_ids],
+        )
+        inner.add_special_tokens(
+            [tokenizers.AddedToken(token, special=True, normalized=False) for token in missing]
+        )
+        if [inner.token_to_id(token) for token in missing] != [
+            self.vocab_size + n for n in range(len(missing))
+        ]:
+            what = f"{', '.join(missing)} cannot be added as special tokens: the vocabulary has gaps or knows them as text"
             raise DataError(what, self.name, "use another tokenizer")
         return Tokenizer(inner, name, self.eot)
 
@@ -179,7 +215,10 @@ class Tokenizer:
         """Whether every token of `other` has the same id here, and those that are only here are behind its last one."""
         ours, theirs = self._inner.get_vocab(), other._inner.get_vocab()
         added = ours.keys() - theirs.keys()
-        return bool(theirs.items() <= ours.items() and all(ours[token] >= other.vocab_size for token in added))
+        return bool(
+            theirs.items() <= ours.items()
+            and all(ours[token] >= other.vocab_size for token in added)
+        )
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Ids of `text`, nothing added; special tokens in it are plain text."""
@@ -204,7 +243,12 @@ class Tokenizer:
 
     def describe(self) -> dict[str, Any]:
         """The entry in the manifest; with the hash of tokenizer.json it is the content of megatoken_tokenizer.json."""
-        return {"name": self.name, "vocab_size": self.vocab_size, "eot": self.eot, "fingerprint": self.fingerprint}
+        return {
+            "name": self.name,
+            "vocab_size": self.vocab_size,
+            "eot": self.eot,
+            "fingerprint": self.fingerprint,
+        }
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json (any `tokenizers` program reads it) and megatoken_tokenizer.json, durably.
@@ -214,16 +258,26 @@ class Tokenizer:
         fix = "free some space or choose a folder you can write to"
         with storage_errors(folder, what="cannot save the tokenizer", fix=fix):
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / "tokenizer.json", content := self.to_json().encode(), durable=True)
+            replace_file(
+                folder / "tokenizer.json", content := self.to_json().encode(), durable=True
+            )
             row = self.describe() | {"xxh3_128": xxhash.xxh3_128_hexdigest(content)}
             description = json.dumps(row, indent=1) + "\n"
-            replace_file(folder / DESCRIPTION_NAME, description, durable=True)  # last: without it nothing was saved
+            replace_file(
+                folder / DESCRIPTION_NAME, description, durable=True
+            )  # last: without it nothing was saved
 
     def _encode_whole(self, text: str) -> Ids:
         # The batch call keeps no offsets: half the time, three quarters of the memory.
-        what, fix = f"the tokenizer cannot encode {text[:40]!r}", "give it an unk_token, or use another tokenizer"
+        what, fix = (
+            f"the tokenizer cannot encode {text[:40]!r}",
+            "give it an unk_token, or use another tokenizer",
+        )
         with _rust_errors(what, self.name, fix):
-            return np.array(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
+            return np.array(
+                self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids,
+                dtype=np.uint32,
+            )
 
 
 def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) -> Tokenizer:
@@ -253,7 +307,11 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
             return _load_file(path / "tokenizer.json", path.name)
         if (path / "vocab.json").exists() and (path / "merges.txt").exists():
             return _load_vocabulary(path)
-        raise DataError("folder holds no tokenizer.json", spec, "name a tokenizer.json or a folder that holds one")
+        raise DataError(
+            "folder holds no tokenizer.json",
+            spec,
+            "name a tokenizer.json or a folder that holds one",
+        )
     bpe = re.fullmatch(r"bpe\W?(\d+)", spec.lower())
     near = f"bpe:{bpe[1]}" if bpe else suggest_choice(spec, ("gpt2", "bytes", "bpe:N"))
     fix = f"{f'did you mean {near}? ' if near else ''}give one of gpt2, bytes, bpe:N, FILE"
@@ -272,7 +330,9 @@ def load_saved_tokenizer(folder: Path) -> Tokenizer:
         raise DataError(f"cannot read the tokenizer's description: {error}", path, fix) from error
     if row.get("xxh3_128", actual) != actual:  # older ones have no hash
         what = f"tokenizer has changed since it was saved: xxh3-128 {actual}, expected {row['xxh3_128']!s:.40}"
-        raise DataError(what, folder / "tokenizer.json", "restore the file, or prepare the dataset again")
+        raise DataError(
+            what, folder / "tokenizer.json", "restore the file, or prepare the dataset again"
+        )
     tokenizer = Tokenizer(_read_inner(folder / "tokenizer.json"), name, eot)
     if tokenizer.fingerprint != expected:
         what = f"tokenizer has changed since it was saved: sha256 {tokenizer.fingerprint}, expected {expected}"
@@ -288,7 +348,9 @@ def parse_bpe(spec: str) -> int:
     """The N of "bpe:N". Raises ConfigError unless it is a whole number from 257 to LARGEST_TRAINED."""
     digits = spec.removeprefix("bpe:").replace("_", "")
     if not re.fullmatch(r"[0-9]{1,9}", digits) or not 257 <= int(digits) <= LARGEST_TRAINED:
-        near = f"did you mean bpe:{digits[:-1]}000? " if re.fullmatch(r"\d{1,3}[kK]", digits) else ""
+        near = (
+            f"did you mean bpe:{digits[:-1]}000? " if re.fullmatch(r"\d{1,3}[kK]", digits) else ""
+        )
         fix = f"{near}N is the vocabulary size: at least 257 (256 bytes and <|endoftext|>), at most {LARGEST_TRAINED:,}"
         raise ConfigError(f"not a vocabulary size: {spec!r}", "tokenizer", fix)
     return int(digits)
@@ -322,10 +384,15 @@ def _train_bpe(name: str, vocab_size: int, texts: Iterator[str]) -> Tokenizer:
     """
     inner = tokenizers.Tokenizer(models.BPE())
     long_words = pre_tokenizers.Split(tokenizers.Regex(f".{{{LONGEST_TRAINED_WORD}}}"), "isolated")
-    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), long_words])
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False), long_words]
+    )
     merged_size = vocab_size - 1  # the last id is <|endoftext|>
     trainer = trainers.BpeTrainer(
-        vocab_size=merged_size, min_frequency=2, initial_alphabet=byte_characters(), show_progress=False
+        vocab_size=merged_size,
+        min_frequency=2,
+        initial_alphabet=byte_characters(),
+        show_progress=False,
     )
     inner.train_from_iterator(texts, trainer=trainer)
     merges = [_pair(merge) for merge in json.loads(inner.to_str())["model"]["merges"]]
@@ -350,7 +417,9 @@ def _load_file(path: Path, name: str) -> Tokenizer:
     named = [id for id in map(inner.token_to_id, EOT_NAMES) if id is not None]
     if not (found := [*sorted(named, key=lambda id: id not in ends), *ends]):
         what = f"tokenizer has no end-of-text token (looked for {', '.join(EOT_NAMES)})"
-        raise DataError(what, path, "add one of these to its added_tokens, or eos_token_id to config.json")
+        raise DataError(
+            what, path, "add one of these to its added_tokens, or eos_token_id to config.json"
+        )
     return Tokenizer(inner, name, found[0])
 
 
@@ -367,7 +436,9 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
     try:
         content = read_small_file(path, LARGEST_FILE)
     except OSError as error:
-        raise DataError(f"cannot read the tokenizer: {error.strerror}", path, "check name and permissions") from error
+        raise DataError(
+            f"cannot read the tokenizer: {error.strerror}", path, "check name and permissions"
+        ) from error
     with _rust_errors("not a tokenizer.json", path, "give the one of a Hugging Face model"):
         return tokenizers.Tokenizer.from_str(content.decode())
 
@@ -393,7 +464,9 @@ def _pair(merge: str | Sequence[str]) -> tuple[str, str]:
 def _drop_defaults(value: Any) -> Any:
     """Without nulls and falses, which some versions of the library write and others leave out."""
     if isinstance(value, dict):
-        return {key: _drop_defaults(item) for key, item in value.items() if item not in (None, False)}
+        return {
+            key: _drop_defaults(item) for key, item in value.items() if item not in (None, False)
+        }
     return [_drop_defaults(item) for item in value] if isinstance(value, list) else value
 
 
@@ -402,7 +475,10 @@ def _splits_like_gpt2(content: dict[str, Any]) -> bool:
     model, splitter = content["model"], content["pre_tokenizer"] or {}
     return (
         model["type"] == "BPE"
-        and not any(model.get(part) for part in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        and not any(
+            model.get(part)
+            for part in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        )
         and content["normalizer"] is None
         and splitter.get("type") == "ByteLevel"
         and splitter.get("use_regex", True)

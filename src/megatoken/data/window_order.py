@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from megatoken.data.permutation import GOLDEN, feistel_permutation, make_key
 
-_CHUNK_WINDOWS = 4096  # an order is computed for this many entries at a time, to spread numpy's overhead
+_CHUNK_WINDOWS = (
+    4096  # an order is computed for this many entries at a time, to spread numpy's overhead
+)
 _FIRST_SOURCE_KEY = 2**32  # keys of sources lie above those of epochs
 _ONE = 2**64  # the interval [0, 1) in integers
 
@@ -64,7 +66,8 @@ class MixedOrder:
         self._share_ends = [0, *(round(share / total * _ONE) for share in shares)]
         self._key = make_key(seed, _FIRST_SOURCE_KEY - 1)
         self._sources = [
-            ShuffledOrder(count, make_key(seed, _FIRST_SOURCE_KEY + number)) for number, count in enumerate(n_windows)
+            ShuffledOrder(count, make_key(seed, _FIRST_SOURCE_KEY + number))
+            for number, count in enumerate(n_windows)
         ]
         self._first_windows = np.cumsum([0, *n_windows])
 
@@ -73,7 +76,9 @@ class MixedOrder:
         index = np.arange(size, dtype=np.uint64)
         points = index * np.uint64(GOLDEN) + np.uint64((first * GOLDEN + self._key) % _ONE)
         sources = np.searchsorted(np.array(self._share_ends[1:-1], np.uint64), points, side="right")
-        drawn_before = [self._count_below(first, end) for end in self._share_ends]  # of the sources up to each end
+        drawn_before = [
+            self._count_below(first, end) for end in self._share_ends
+        ]  # of the sources up to each end
         out = np.empty(size, np.int64)
         for number, source in enumerate(self._sources):
             chosen = np.flatnonzero(sources == number)
@@ -85,7 +90,11 @@ class MixedOrder:
         """How many of the first `count` points, in units of 2**-64, are below `end`: x mod 2**64 < end is
         floor(x / 2**64) - floor((x - end) / 2**64)."""
         key = self._key
-        return floor_sum(count, _ONE, GOLDEN, key) - floor_sum(count, _ONE, GOLDEN, key + _ONE - end) + count
+        return (
+            floor_sum(count, _ONE, GOLDEN, key)
+            - floor_sum(count, _ONE, GOLDEN, key + _ONE - end)
+            + count
+        )
 
 
 class CachedOrder:
@@ -104,7 +113,9 @@ class CachedOrder:
             chunk = self._chunk  # read once: another thread may replace it
             if chunk[0] != number:
                 chunk = self._chunk = (number, self._order.windows(number * per_chunk, per_chunk))
-            parts.append(chunk[1][max(0, first - number * per_chunk) : first + size - number * per_chunk])
+            parts.append(
+                chunk[1][max(0, first - number * per_chunk) : first + size - number * per_chunk]
+            )
         return np.concatenate(parts)
 
 

@@ -25,13 +25,23 @@ from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode, MegatokenError, PeerError
 from megatoken.system.torch_compat import abort_nccl
 
-JOIN_SECONDS = 120  # for all processes to join the group, and for any to take part in a step: all are at work
-ANSWER_SECONDS = 400  # for what accepts connections at the address; torch waits for its answer without a limit
-WAIT_SECONDS = 1800  # for flags and objects: rank 0 may be choosing kernels, sampling or pruning meanwhile
-PEER_LOST = re.compile("gloo|NCCL|closed by peer|timed out", re.IGNORECASE)  # in torch's errors about a lost process
+JOIN_SECONDS = (
+    120  # for all processes to join the group, and for any to take part in a step: all are at work
+)
+ANSWER_SECONDS = (
+    400  # for what accepts connections at the address; torch waits for its answer without a limit
+)
+WAIT_SECONDS = (
+    1800  # for flags and objects: rank 0 may be choosing kernels, sampling or pruning meanwhile
+)
+PEER_LOST = re.compile(
+    "gloo|NCCL|closed by peer|timed out", re.IGNORECASE
+)  # in torch's errors about a lost process
 
 T = TypeVar("T")
-_stores: dict[DistEnv, tuple[Store, Iterator[int]]] = {}  # of this process, and the numbers of its joinings
+_stores: dict[
+    DistEnv, tuple[Store, Iterator[int]]
+] = {}  # of this process, and the numbers of its joinings
 
 
 class Comm:
@@ -145,7 +155,9 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
 
     def fail() -> None:
         what = f"rank {dist_env.rank} of {dist_env.world_size} could not join within {ANSWER_SECONDS} s"
-        sys.stderr.write(f"error: {PeerError(what, address, 'check that rank 0 listens there, not another program')}\n")
+        sys.stderr.write(
+            f"error: {PeerError(what, address, 'check that rank 0 listens there, not another program')}\n"
+        )
         os._exit(ExitCode.PEER)
 
     timer = threading.Timer(ANSWER_SECONDS, fail)
@@ -159,12 +171,16 @@ def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
             world_size=dist_env.world_size,
             timeout=timedelta(seconds=JOIN_SECONDS),
         )
-        comm = Comm(dist_env, dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS)))
+        comm = Comm(
+            dist_env, dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
+        )
         comm.barrier()
     except (RuntimeError, ValueError) as error:
         _stores.pop(dist_env, None)
         what = f"rank {dist_env.rank} of {dist_env.world_size} could not join: {str(error).splitlines()[0]}"
-        raise PeerError(what, address, "check that all ranks were started and reach this address") from None
+        raise PeerError(
+            what, address, "check that all ranks were started and reach this address"
+        ) from None
     finally:
         timer.cancel()
     try:

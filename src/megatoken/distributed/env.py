@@ -10,7 +10,11 @@ from megatoken.errors import ConfigError
 
 PORT = 29500
 VARIABLES = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
-VARIABLES |= {"local_world_size": "LOCAL_WORLD_SIZE", "address": "MASTER_ADDR", "port": "MASTER_PORT"}
+VARIABLES |= {
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "address": "MASTER_ADDR",
+    "port": "MASTER_PORT",
+}
 FIX = "let torchrun, srun, mpirun or --nproc set the ranks"
 
 
@@ -43,7 +47,11 @@ def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
     variables = os.environ if variables is None else variables
     if "RANK" not in variables and _read_int(variables, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         variables = _translate_open_mpi(variables)
-    if "RANK" not in variables and "SLURM_STEP_ID" in variables and _read_int(variables, "SLURM_NTASKS", 1) > 1:
+    if (
+        "RANK" not in variables
+        and "SLURM_STEP_ID" in variables
+        and _read_int(variables, "SLURM_NTASKS", 1) > 1
+    ):
         variables = _translate_slurm(variables)
     if "RANK" not in variables:
         return DistEnv()
@@ -56,7 +64,10 @@ def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
         address=variables.get("MASTER_ADDR", "127.0.0.1"),
         port=_read_int(variables, "MASTER_PORT", PORT),
     )
-    if not (0 <= env.rank < env.world_size and 0 <= env.local_rank < env.local_world_size <= env.world_size):
+    if not (
+        0 <= env.rank < env.world_size
+        and 0 <= env.local_rank < env.local_world_size <= env.world_size
+    ):
         what = f"rank {env.rank} of {env.world_size}, on this machine {env.local_rank} of {env.local_world_size}"
         raise ConfigError(what, "environment", FIX)
     return env
@@ -68,26 +79,38 @@ def _translate_open_mpi(variables: Mapping[str, str]) -> dict[str, str]:
     Raises ConfigError for processes on several machines without the address of rank 0, which mpirun does not tell.
     """
     found = {key: variables.get(f"OMPI_COMM_WORLD_{key}", "") for key in ("RANK", "LOCAL_RANK")}
-    found |= {f"{word}WORLD_SIZE": variables.get(f"OMPI_COMM_WORLD_{word}SIZE", "") for word in ("", "LOCAL_")}
+    found |= {
+        f"{word}WORLD_SIZE": variables.get(f"OMPI_COMM_WORLD_{word}SIZE", "")
+        for word in ("", "LOCAL_")
+    }
     address = variables.get("MASTER_ADDR")
     if not address and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
         if "SLURM_JOB_NODELIST" not in variables:
             fix = "give the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."
-            raise ConfigError("mpirun on several machines, and MASTER_ADDR is not set", "environment", fix)
+            raise ConfigError(
+                "mpirun on several machines, and MASTER_ADDR is not set", "environment", fix
+            )
         address = first_host(variables["SLURM_JOB_NODELIST"])
     port = 10_000 + zlib.crc32(variables.get("PMIX_NAMESPACE", "").encode()) % 40_000
-    return found | {"MASTER_ADDR": address or "127.0.0.1", "MASTER_PORT": variables.get("MASTER_PORT", str(port))}
+    return found | {
+        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_PORT": variables.get("MASTER_PORT", str(port)),
+    }
 
 
 def _translate_slurm(variables: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables from those of a Slurm task; jobs on one node have different ports, by their ids."""
-    nodes, port = _read_int(variables, "SLURM_STEP_NUM_NODES", 1), _read_int(variables, "SLURM_JOB_ID", 0) % 40_000
+    nodes, port = (
+        _read_int(variables, "SLURM_STEP_NUM_NODES", 1),
+        _read_int(variables, "SLURM_JOB_ID", 0) % 40_000,
+    )
     return {
         "RANK": variables.get("SLURM_PROCID", ""),
         "WORLD_SIZE": variables["SLURM_NTASKS"],
         "LOCAL_RANK": variables.get("SLURM_LOCALID", ""),
         "LOCAL_WORLD_SIZE": str(-(-int(variables["SLURM_NTASKS"]) // nodes)),
-        "MASTER_ADDR": variables.get("MASTER_ADDR") or first_host(variables.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+        "MASTER_ADDR": variables.get("MASTER_ADDR")
+        or first_host(variables.get("SLURM_STEP_NODELIST", "127.0.0.1")),
         "MASTER_PORT": variables.get("MASTER_PORT", str(10_000 + port)),
     }
 

@@ -22,10 +22,14 @@ class GradBucketReducer:
     Only the backward after `begin` communicates: gradients are reduced once a step, however many micro-batches it has.
     """
 
-    def __init__(self, pairs: Sequence[GradPair], comm: Comm, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, pairs: Sequence[GradPair], comm: Comm, group: dist.ProcessGroup | None = None
+    ) -> None:
         self._comm, self._group = comm, group
         self._buckets = fill_buckets(pairs, BUCKET_BYTES)
-        self._missing: list[int] = []  # gradients of each bucket; empty outside of the last backward
+        self._missing: list[
+            int
+        ] = []  # gradients of each bucket; empty outside of the last backward
         self._pending: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         for index, bucket in enumerate(self._buckets):
             for pair in bucket:
@@ -110,7 +114,9 @@ class PairwiseGradSum:
 
     def __init__(self, local_params: Sequence[Tensor], micro_batches: int) -> None:
         self._local_params = local_params
-        self._odd = micro_batches // (micro_batches & -micro_batches)  # terms that the backward itself adds up
+        self._odd = micro_batches // (
+            micro_batches & -micro_batches
+        )  # terms that the backward itself adds up
         self._backwards = 0
         self._summed: list[Tensor] = []  # parameters with a gradient
         self._sums: list[list[Tensor]] = []  # each of at least twice as many terms as the next
@@ -146,4 +152,6 @@ class PairwiseGradSum:
 def sum_pairwise(terms: Sequence[Tensor]) -> Tensor:
     """The sum of two halves while the number of terms is even, else one after another."""
     half, odd = divmod(len(terms), 2)
-    return reduce(torch.add, terms) if odd else sum_pairwise(terms[:half]) + sum_pairwise(terms[half:])
+    return (
+        reduce(torch.add, terms) if odd else sum_pairwise(terms[:half]) + sum_pairwise(terms[half:])
+    )

@@ -16,11 +16,17 @@ from megatoken.distributed.parallel_dims import (
     check_dims,
     count_state_bytes,
 )
-from megatoken.model.flops import count_block_parameters, count_padded_parameters, count_value_parameters
+from megatoken.model.flops import (
+    count_block_parameters,
+    count_padded_parameters,
+    count_value_parameters,
+)
 from megatoken.model.memory import LOSS_CHUNK, count_activation_bytes
 from megatoken.optim.costs import count_optimizer_bytes
 
-STATE_SHARE = 0.7  # of memory for weights, gradients and moments, where the micro-batch is not known yet
+STATE_SHARE = (
+    0.7  # of memory for weights, gradients and moments, where the micro-batch is not known yet
+)
 USABLE = 0.9  # of a GPU's memory: its context, NCCL's buffers and gaps between blocks take the rest
 
 
@@ -58,7 +64,9 @@ def estimate_memory(
     """The memory of the first process. accumulates: a step has more than one micro-batch."""
     n_params = count_padded_parameters(model) // dims.tp_size
     local, item = n_params // dims.dp_shard, FP32 if precision == "fp32" else 2
-    blocks = model.n_layer * count_block_parameters(model) + count_value_parameters(model, model.padded_vocab_size)
+    blocks = model.n_layer * count_block_parameters(model) + count_value_parameters(
+        model, model.padded_vocab_size
+    )
     blocks //= dims.tp_size
     work = count_activation_bytes(
         model,
@@ -74,7 +82,9 @@ def estimate_memory(
         gathered = item * (n_params if dims.sharding in ("zero1", "zero2") else n_params - blocks)
         if dims.sharding == "zero1" and accumulates:
             gathered, gradients = gathered + FP32 * n_params, 0
-            end -= FP32 * (n_params - blocks) if precision == "fp32" else 0  # no copy in fp32 to reduce
+            end -= (
+                FP32 * (n_params - blocks) if precision == "fp32" else 0
+            )  # no copy in fp32 to reduce
     peak = {"activations": work.blocks, "low_precision": work.low_precision, "loss": work.loss}
     # The gradients of the only micro-batch are there when its activations are gone.
     if sum(peak.values()) < end + (0 if accumulates else gradients):
@@ -108,10 +118,17 @@ def choose_dims(
 
 
 def _fits(
-    machine: MachineConfig, model: ModelConfig, dims: ParallelDims, precision: str, memory_bytes: int, optimizer: str
+    machine: MachineConfig,
+    model: ModelConfig,
+    dims: ParallelDims,
+    precision: str,
+    memory_bytes: int,
+    optimizer: str,
 ) -> bool:
     optimizer_bytes = count_optimizer_bytes(optimizer, model)
-    state_bytes = count_state_bytes(dims, count_padded_parameters(model), optimizer_bytes, precision)
+    state_bytes = count_state_bytes(
+        dims, count_padded_parameters(model), optimizer_bytes, precision
+    )
     if machine.micro_batch == "auto":
         return state_bytes <= STATE_SHARE * memory_bytes
     memory = estimate_memory(

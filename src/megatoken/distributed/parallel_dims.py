@@ -66,7 +66,9 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
     world_size, local_world_size = dist_env.world_size, dist_env.local_world_size
     if world_size % tp_size:
         what = f"a world size of {world_size} does not divide into groups of {tp_size}"
-        raise ConfigError(what, "machine.tensor_parallel", f"--nproc times nodes must be a multiple of {tp_size}")
+        raise ConfigError(
+            what, "machine.tensor_parallel", f"--nproc times nodes must be a multiple of {tp_size}"
+        )
     dp_size = world_size // tp_size
     dp_shard = {"none": 1, "hybrid": max(1, local_world_size // tp_size)}.get(sharding, dp_size)
     if dp_size % dp_shard:
@@ -74,11 +76,17 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
         raise ConfigError(what, "machine.sharding", "start as many on each machine, or use zero3")
     sharding, dp_replicate = sharding if dp_shard > 1 else "none", dp_size // dp_shard
     return ParallelDims(
-        sharding=sharding, dp_replicate=dp_replicate, dp_shard=dp_shard, tp_size=tp_size, rank=dist_env.rank
+        sharding=sharding,
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        tp_size=tp_size,
+        rank=dist_env.rank,
     )
 
 
-def count_state_bytes(dims: ParallelDims, n_params: int, optimizer_bytes: int, precision: str) -> int:
+def count_state_bytes(
+    dims: ParallelDims, n_params: int, optimizer_bytes: int, precision: str
+) -> int:
     """Bytes of weights, gradients and optimizer state in one process between two micro-batches.
 
     n_params, optimizer_bytes: of the whole model. Approximate where a tensor does not divide. Weights and gradients are
@@ -104,7 +112,11 @@ def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineCo
 
 def check_dims(dims: ParallelDims, model_config: ModelConfig) -> None:
     """Raise ConfigError unless the tensor-parallel size divides heads, MLP, vocabulary and context."""
-    sizes = {"n_head": model_config.n_head, "n_kv_head": model_config.kv_heads, "width of the MLP": model_config.d_ff}
+    sizes = {
+        "n_head": model_config.n_head,
+        "n_kv_head": model_config.kv_heads,
+        "width of the MLP": model_config.d_ff,
+    }
     sizes |= {"padded vocabulary": model_config.padded_vocab_size, "seq_len": model_config.seq_len}
     for name, size in sizes.items():
         if size % dims.tp_size:

@@ -51,7 +51,9 @@ class ShardedParams:
     def is_first_copy(self, name: str) -> bool:
         """Whether this is the first of the processes that have the same part."""
         dims = self.dims
-        return dims.dp_rank < dims.dp_shard and (self.n_copies[name] == dims.dp_replicate or dims.tp_rank == 0)
+        return dims.dp_rank < dims.dp_shard and (
+            self.n_copies[name] == dims.dp_replicate or dims.tp_rank == 0
+        )
 
     def copy_from_full(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this process's part of full tensors."""
@@ -75,7 +77,9 @@ class ShardedParams:
             full = torch.zeros(shape, dtype=dtype, device=device)
             if name in self.local_params and self.is_first_copy(name):
                 self.slices[name].put(full, self.local_params[name].detach())
-            bits = full.view(-1).view(torch.uint8)  # of which one process has any, so that -0.0 stays
+            bits = full.view(-1).view(
+                torch.uint8
+            )  # of which one process has any, so that -0.0 stays
             with peer_errors(comm.dist_env):
                 dist.all_reduce(bits) if on_all else dist.reduce(bits, dst=0)
             yield name, full
@@ -93,7 +97,9 @@ class ShardedParams:
 
     def all_reduce_tp_grads(self, comm: Comm) -> None:
         """Add the partial gradients of tensor-parallel ranks, in one message."""
-        partial = [param.grad for name, param in self.local_params.items() if name in self.tp_partial]
+        partial = [
+            param.grad for name, param in self.local_params.items() if name in self.tp_partial
+        ]
         gradients = [gradient for gradient in partial if gradient is not None]
         if not gradients or self.mesh is None:
             return
@@ -109,7 +115,9 @@ class ShardedParams:
             if param.grad is not None:
                 by_copies.setdefault(self.n_copies[name], []).append(param.grad)
         if self.dims.is_unsharded:
-            return nn.utils.get_total_norm([gradient for gradients in by_copies.values() for gradient in gradients])
+            return nn.utils.get_total_norm(
+                [gradient for gradients in by_copies.values() for gradient in gradients]
+            )
         squares = torch.zeros((), device=next(iter(self.local_params.values())).device)
         for n_copies, gradients in by_copies.items():
             squares += nn.utils.get_total_norm(gradients) ** 2 / n_copies
@@ -130,31 +138,50 @@ def parallelize(
     full_shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     on_meta = any(param.is_meta for param in model.parameters())
     tensors = [*model.parameters(), *model.buffers()]
-    if not on_meta and any(tensor.device != device.torch_device for tensor in tensors):  # fake tensors cannot be moved
+    if not on_meta and any(
+        tensor.device != device.torch_device for tensor in tensors
+    ):  # fake tensors cannot be moved
         model.to(device.torch_device)
     mesh, tp_partial = None, frozenset[str]()
     if not dims.is_unsharded:
         from torch.distributed.device_mesh import init_device_mesh
 
         with without_fake_tensors():  # a dry run fakes the weights, not the mesh
-            mesh = init_device_mesh(device.type, (dims.dp_replicate, dims.dp_shard, dims.tp_size), mesh_dim_names=AXES)
+            mesh = init_device_mesh(
+                device.type, (dims.dp_replicate, dims.dp_shard, dims.tp_size), mesh_dim_names=AXES
+            )
     if mesh is not None and dims.tp_size > 1:
         apply_tensor_parallel(model, mesh["tp"], dims)
-        tp_partial = frozenset(name for name, param in model.named_parameters() if not is_dtensor(param))
+        tp_partial = frozenset(
+            name for name, param in model.named_parameters() if not is_dtensor(param)
+        )
     set_activation_checkpointing(model, activation_checkpointing)
     if mesh is not None and dims.dp_shard > 1:
-        apply_fsdp(model, mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else mesh["dp_shard"], dims, device)
+        apply_fsdp(
+            model,
+            mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else mesh["dp_shard"],
+            dims,
+            device,
+        )
     if on_meta:
         model.to_empty(device=device.torch_device)
     trained, local_params, slices, n_copies = {}, {}, {}, {}
     for name, param in model.named_parameters():
         part = local_slice(name, full_shapes[name], model.config, dims)
-        is_whole = tp_slice(name, full_shapes[name], model.config, dims) == TensorSlice.full(full_shapes[name])
+        is_whole = tp_slice(name, full_shapes[name], model.config, dims) == TensorSlice.full(
+            full_shapes[name]
+        )
         n_tp_copies = dims.tp_size if is_whole else 1
         if part.n_rows:
-            with torch.no_grad():  # to_local() then returns the tensor itself, not a differentiable view
+            with (
+                torch.no_grad()
+            ):  # to_local() then returns the tensor itself, not a differentiable view
                 local_params[name] = param.to_local() if is_dtensor(param) else param
-            trained[name], slices[name], n_copies[name] = param, part, dims.dp_replicate * n_tp_copies
+            trained[name], slices[name], n_copies[name] = (
+                param,
+                part,
+                dims.dp_replicate * n_tp_copies,
+            )
     return ShardedParams(
         dims=dims,
         trained=trained,
@@ -167,7 +194,9 @@ def parallelize(
     )
 
 
-def local_slice(name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims) -> TensorSlice:
+def local_slice(
+    name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims
+) -> TensorSlice:
     """The slice of a parameter that a process keeps; it may be empty."""
     part = tp_slice(name, shape, model_config, dims)
     return part.cut_rows(*chunk(part.n_rows, dims.dp_shard, dims.shard_rank))
@@ -181,7 +210,9 @@ def apply_fsdp(model: GPT, mesh: "DeviceMesh", dims: ParallelDims, device: Devic
     # Given to every module. Gradients are reduced in fp32. Inputs are not cast: tokens come out of a gathered embedding
     # in low precision already, and rotary cos and sin stay precise.
     policy = MixedPrecisionPolicy(
-        param_dtype=low_precision, reduce_dtype=torch.float32 if low_precision else None, cast_forward_inputs=False
+        param_dtype=low_precision,
+        reduce_dtype=torch.float32 if low_precision else None,
+        cast_forward_inputs=False,
     )
     for module in (*model.blocks, model):
         # The root's own weights are needed again at once, by the output layer and its backward: FSDP keeps them.

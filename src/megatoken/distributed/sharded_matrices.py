@@ -93,9 +93,18 @@ class ReplicatedMatrices:
     """`Matrices` that every process has whole."""
 
     def __init__(
-        self, rows: Mapping[str, Sequence[int]], matrices: Sequence[Matrix], dims: ParallelDims, dtype: torch.dtype
+        self,
+        rows: Mapping[str, Sequence[int]],
+        matrices: Sequence[Matrix],
+        dims: ParallelDims,
+        dtype: torch.dtype,
     ) -> None:
-        self._whole, self.names, self.dtype, self._dims = WholeMatrices(rows, dtype), list(rows), dtype, dims
+        self._whole, self.names, self.dtype, self._dims = (
+            WholeMatrices(rows, dtype),
+            list(rows),
+            dtype,
+            dims,
+        )
         self._by_rank: list[list[int]] = [[] for _ in range(dims.dp_size)]
         for index, matrix in enumerate(matrices):
             self._by_rank[matrix.owner].append(index)
@@ -107,15 +116,21 @@ class ReplicatedMatrices:
     def _share(self, function: MatrixFn, matrices: list[Tensor]) -> list[Tensor]:
         own = function([matrices[index] for index in self._by_rank[self._dims.rank]])
         sizes = [[matrices[index].numel() for index in indices] for indices in self._by_rank]
-        sent = matrices[0].new_zeros(max(map(sum, sizes)))  # as many from each rank, as all_gather wants
-        for piece, result in zip(torch.split(sent, _pad(sizes[self._dims.rank], len(sent))), own, strict=False):
+        sent = matrices[0].new_zeros(
+            max(map(sum, sizes))
+        )  # as many from each rank, as all_gather wants
+        for piece, result in zip(
+            torch.split(sent, _pad(sizes[self._dims.rank], len(sent))), own, strict=False
+        ):
             piece.view(result.shape).copy_(result)
         received = sent.new_empty(len(sizes), len(sent))
         with peer_errors(_dist_env(self._dims)):
             dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
         results = list(matrices)
         for flat, indices, counts in zip(received, self._by_rank, sizes, strict=True):
-            for index, piece in zip(indices, torch.split(flat, _pad(counts, len(flat))), strict=False):
+            for index, piece in zip(
+                indices, torch.split(flat, _pad(counts, len(flat))), strict=False
+            ):
                 results[index] = piece.view(matrices[index].shape)
         return results
 
@@ -138,7 +153,11 @@ class ShardedMatrices:
             name: [local_slice(name, shapes[name], model_config, each) for each in world]
             for name in dict.fromkeys(matrix.name for matrix in matrices)
         }
-        self._shapes = {name: ranks[dims.rank].shape for name, ranks in slices.items() if ranks[dims.rank].n_rows}
+        self._shapes = {
+            name: ranks[dims.rank].shape
+            for name, ranks in slices.items()
+            if ranks[dims.rank].n_rows
+        }
         self.names = list(self._shapes)
         self._owned = [matrix for matrix in matrices if matrix.owner == dims.rank]
         # What this rank has of each owner's matrices, and what each rank has of those that this one owns.
@@ -150,7 +169,10 @@ class ShardedMatrices:
             for rank, parts in enumerate(self._remote):
                 parts += _find_parts(matrix, slices[matrix.name], rank)
         self._sent = [[part for part in parts if part.sender == dims.rank] for parts in self._local]
-        self._received = [[part for part in parts if part.sender == rank] for rank, parts in enumerate(self._remote)]
+        self._received = [
+            [part for part in parts if part.sender == rank]
+            for rank, parts in enumerate(self._remote)
+        ]
 
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As in `Matrices`."""
@@ -171,16 +193,27 @@ class ShardedMatrices:
     def _empty(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self._device)
 
-    def _exchange(self, sources: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+    def _exchange(
+        self, sources: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]
+    ) -> None:
         """Copy the sources for each rank to that rank's targets for this one."""
-        sizes = [[sum(tensor.nbytes for tensor in tensors) for tensors in ranks] for ranks in (sources, targets)]
+        sizes = [
+            [sum(tensor.nbytes for tensor in tensors) for tensors in ranks]
+            for ranks in (sources, targets)
+        ]
         empty = self._empty((0,))
-        sent = torch.cat([empty, *(tensor.reshape(-1) for tensors in sources for tensor in tensors)])
+        sent = torch.cat(
+            [empty, *(tensor.reshape(-1) for tensors in sources for tensor in tensors)]
+        )
         received = self._empty((sum(sizes[1]) // empty.element_size(),))
         with peer_errors(_dist_env(self._dims)):
-            dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), sizes[1], sizes[0])
+            dist.all_to_all_single(
+                received.view(torch.uint8), sent.view(torch.uint8), sizes[1], sizes[0]
+            )
         flat = [target for tensors in targets for target in tensors]
-        for target, piece in zip(flat, torch.split(received, [target.numel() for target in flat]), strict=True):
+        for target, piece in zip(
+            flat, torch.split(received, [target.numel() for target in flat]), strict=True
+        ):
             target.copy_(piece.view(target.shape))
 
 

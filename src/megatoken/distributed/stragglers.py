@@ -48,7 +48,9 @@ class PhaseTimer:
     def read(self) -> list[float]:
         """Seconds of the steps so far, which have ended on the device; empties the timer."""
         on_cuda = self.device_type == "cuda"
-        seconds = [1e-3 * begin.elapsed_time(end) if on_cuda else end - begin for begin, end in self._steps]
+        seconds = [
+            1e-3 * begin.elapsed_time(end) if on_cuda else end - begin for begin, end in self._steps
+        ]
         self._steps.clear()
         return seconds
 

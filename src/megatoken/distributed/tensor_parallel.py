@@ -27,7 +27,11 @@ SEQUENCE = 1  # the dimension of T in (B, T, C)
 def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) -> None:
     """Replace weights by DTensors on the tensor-parallel mesh, in place."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     column, row = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(SEQUENCE))
     tokens = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
@@ -42,7 +46,11 @@ def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) ->
         styles = {"attention.qkv": column, "attention.out": row, "mlp.up": column, "mlp.down": row}
         styles |= {} if block.mlp.gate is None else {"mlp.gate": column}
         gated = block.attention.value_tokens is not None
-        styles |= dict.fromkeys(("attention.value_tokens", "attention.value_gate"), column) if gated else {}
+        styles |= (
+            dict.fromkeys(("attention.value_tokens", "attention.value_gate"), column)
+            if gated
+            else {}
+        )
         plan |= {f"blocks.{index}.{name}": style for name, style in styles.items()}
     for part in model.modules():
         if isinstance(part, Dropout):
@@ -79,7 +87,9 @@ def gather_lm_head(weight_VC: Tensor) -> Tensor:
     return weight_VC.full_tensor(grad_placements=[Partial()])
 
 
-def tp_slice(name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims) -> TensorSlice:
+def tp_slice(
+    name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims
+) -> TensorSlice:
     """The slice of a parameter that this tensor-parallel rank has."""
     full = TensorSlice.full(shape)
     if dims.tp_size == 1:

@@ -62,7 +62,9 @@ class TensorSlice:
         """Write a local tensor into the full one: the inverse of `take`."""
         row = 0
         for start, end in self.rows if full.dim() else ():
-            target = full[start:end] if self.columns is None else full[start:end, slice(*self.columns)]
+            target = (
+                full[start:end] if self.columns is None else full[start:end, slice(*self.columns)]
+            )
             target.copy_(local[row : row + end - start])
             row += end - start
 

@@ -34,7 +34,9 @@ from megatoken.train.step import forward_backward, train_step
 
 CALIBRATIONS = "calibrations.json"  # in the cache
 MOST_LAYERS = 4
-TIMED_TOKENS = 1024  # of the micro-batch that is timed, at most on a CPU, where a larger one is hardly faster
+TIMED_TOKENS = (
+    1024  # of the micro-batch that is timed, at most on a CPU, where a larger one is hardly faster
+)
 FEWEST_ROUNDS = 3
 
 
@@ -58,14 +60,19 @@ class Calibration:
 
     def step_seconds(self, n_layer: int, seqs: float) -> float:
         """One step on `seqs` sequences of a model of that many layers."""
-        backward, update = (self._extend(each, n_layer) for each in (self.backward_seconds, self.update_seconds))
+        backward, update = (
+            self._extend(each, n_layer) for each in (self.backward_seconds, self.update_seconds)
+        )
         return seqs / self.timed_seqs * backward + update
 
     def run_seconds(self, config: Config, model: ModelConfig, tokens: float) -> float:
         """Training on so many tokens, with the smaller first batches and the evaluations of the config."""
         sizes = [*config.budget.ramp.smaller(tokens)] if config.budget.ramp else []
         sizes.append((config.budget.batch_tokens, tokens - sum(trained for _, trained in sizes)))
-        steps = [trained / size * self.step_seconds(model.n_layer, size / model.seq_len) for size, trained in sizes]
+        steps = [
+            trained / size * self.step_seconds(model.n_layer, size / model.seq_len)
+            for size, trained in sizes
+        ]
         evaluated = count_evaluated_tokens(config, tokens) / model.seq_len / self.timed_seqs
         return sum(steps) + evaluated * self._extend(self.validation_seconds, model.n_layer)
 
@@ -86,7 +93,9 @@ def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
     return f"{describe_step(model, config.machine, device)}; {config.optim.name}"
 
 
-def find_calibration(config: Config, model: ModelConfig, device: Device, micro_batch: int) -> Calibration | None:
+def find_calibration(
+    config: Config, model: ModelConfig, device: Device, micro_batch: int
+) -> Calibration | None:
     """The kept one for a model's width on this device; None if there is none for that micro-batch."""
     kept: Any = cache_get(CALIBRATIONS).get(calibration_key(config, model, device))
     names = {field.name for field in fields(Calibration)}  # earlier versions had fewer
@@ -111,7 +120,9 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
 def count_run_bytes(known: Calibration, config: Config, model: ModelConfig, device: Device) -> int:
     """Peak memory of the process of a run: on a CPU with the copy that is being saved while training goes on."""
     copied = device.type == "cpu" and config.save.every.value
-    return known.memory_bytes(model.n_layer) + (count_saved_bytes(config.optim.name, model) if copied else 0)
+    return known.memory_bytes(model.n_layer) + (
+        count_saved_bytes(config.optim.name, model) if copied else 0
+    )
 
 
 class StepTimer:
@@ -134,11 +145,17 @@ class StepTimer:
         self._validation: list[list[float]] = [[] for _ in self.layers]
         models = [replace(model, n_layer=n_layer) for n_layer in self.layers]
         self.micro_batch = choose_micro_batch(config, models[-1], device, choice)
-        self.timed_seqs = min(self.micro_batch, count_timed_seqs(model)) if device.type == "cpu" else self.micro_batch
+        self.timed_seqs = (
+            min(self.micro_batch, count_timed_seqs(model))
+            if device.type == "cpu"
+            else self.micro_batch
+        )
         for each in models:
             with MemoryTracker() as tracker:
                 run = build_run(config, each, device, choice, self.timed_seqs)
-                take_step_in_one_pass(*run, device, self.micro_batch, accumulates=config.batch_seqs > self.micro_batch)
+                take_step_in_one_pass(
+                    *run, device, self.micro_batch, accumulates=config.batch_seqs > self.micro_batch
+                )
             take_steps(*run, device)
             self._runs.append(run)
             self._peaks.append(tracker.peak_bytes)
@@ -174,15 +191,21 @@ def count_timed_seqs(model: ModelConfig) -> int:
     return max(1, TIMED_TOKENS // model.seq_len)
 
 
-def choose_micro_batch(config: Config, model: ModelConfig, device: Device, choice: KernelChoice) -> int:
+def choose_micro_batch(
+    config: Config, model: ModelConfig, device: Device, choice: KernelChoice
+) -> int:
     """The config's, else on a CPU that of a run, which this measures where no run did. model: with few layers."""
     if config.machine.micro_batch != "auto":
         return config.machine.micro_batch
     fewest = min(config.batch_seqs, count_timed_seqs(model))
     if device.type != "cpu":  # beside few layers more would fit than beside all
-        return next(size for size in range(fewest, config.batch_seqs + 1) if config.batch_seqs % size == 0)
+        return next(
+            size for size in range(fewest, config.batch_seqs + 1) if config.batch_seqs % size == 0
+        )
     state, step_config = build_run(config, model, device, choice, fewest)
-    return pick_micro_batch(find_rates(state, step_config, config.machine, device, config.batch_seqs)[0])
+    return pick_micro_batch(
+        find_rates(state, step_config, config.machine, device, config.batch_seqs)[0]
+    )
 
 
 def build_run(
@@ -199,16 +222,29 @@ def build_run(
 
 
 def take_step_in_one_pass(
-    state: TrainState, step_config: StepConfig, device: Device, micro_batch: int, *, accumulates: bool
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    micro_batch: int,
+    *,
+    accumulates: bool,
 ) -> None:
     """Need the memory of a step of that micro-batch in little more time than one forward and backward of it.
 
     accumulates: a step has several, so that gradients lie beside what the last ones need.
     """
-    ids = torch.randint(state.model.config.vocab_size, (micro_batch + 2, state.model.config.seq_len))
+    ids = torch.randint(
+        state.model.config.vocab_size, (micro_batch + 2, state.model.config.seq_len)
+    )
     ids = ids.to(device.torch_device)
-    few, most, single = Batch(ids[:2], ids[:2]), Batch(ids[2:], ids[2:]), replace(step_config, micro_batch=1)
-    train_step(state, single, device, few if accumulates else few.split(1)[0])  # makes the optimizer's state
+    few, most, single = (
+        Batch(ids[:2], ids[:2]),
+        Batch(ids[2:], ids[2:]),
+        replace(step_config, micro_batch=1),
+    )
+    train_step(
+        state, single, device, few if accumulates else few.split(1)[0]
+    )  # makes the optimizer's state
     if accumulates:
         forward_backward(state, single, device, few)
     forward_backward(state, replace(step_config, micro_batch=micro_batch), device, most)
@@ -222,7 +258,9 @@ def take_steps(state: TrainState, step_config: StepConfig, device: Device) -> tu
     ids = torch.randint(state.model.config.vocab_size, shape, device=device.torch_device)
     both = Batch(ids, ids)
     one = both.split(step_config.micro_batch)[0]
-    backward = time_once(partial(forward_backward, state, step_config, device, one), device.synchronize)
+    backward = time_once(
+        partial(forward_backward, state, step_config, device, one), device.synchronize
+    )
     state.optimizer.zero_grad(set_to_none=True)
     state.step = 0
     step = time_once(partial(train_step, state, step_config, device, both), device.synchronize)
@@ -232,7 +270,9 @@ def take_steps(state: TrainState, step_config: StepConfig, device: Device) -> tu
 def time_validation(state: TrainState, step_config: StepConfig, device: Device) -> float:
     """Seconds of the validation loss of one micro-batch."""
     model = state.model.config
-    ids = np.random.default_rng(0).integers(model.vocab_size, size=(step_config.micro_batch, model.seq_len + 1))
+    ids = np.random.default_rng(0).integers(
+        model.vocab_size, size=(step_config.micro_batch, model.seq_len + 1)
+    )
     validate = partial(
         validation_loss,
         state.model,

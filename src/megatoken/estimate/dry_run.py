@@ -64,7 +64,9 @@ class Estimate:
     seconds: float  # of this dry run
 
 
-def dry_run(config: Config, model_config: ModelConfig, processes: int, memory_bytes: float) -> Estimate:
+def dry_run(
+    config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
+) -> Estimate:
     """Estimate one step on `processes`, of which only the first is simulated.
 
     `sharding=auto` is the simplest that fits in memory_bytes (0: unknown). Raises ConfigError when batch, heads or
@@ -85,22 +87,33 @@ def dry_run(config: Config, model_config: ModelConfig, processes: int, memory_by
     return estimate
 
 
-def dry_run_once(config: Config, model_config: ModelConfig, processes: int, memory_bytes: float) -> Estimate:
+def dry_run_once(
+    config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
+) -> Estimate:
     """Trace one step in the layout that `choose_dims` takes."""
     start = time.perf_counter()
     with fake_process_group(processes), FakeTensorMode(), MemoryTracker() as tracker:
         state, step_config, device = build(config, model_config, processes, memory_bytes)
         params = list(state.sharded.local_params.values())
-        moments = [moment for param_state in state.optimizer.state.values() for moment in param_state.values()]
+        moments = [
+            moment
+            for param_state in state.optimizer.state.values()
+            for moment in param_state.values()
+        ]
         micro_steps = config.batch_seqs // state.dims.dp_size // step_config.micro_batch
-        tracker.count_gradients = lambda: count_local_bytes([p.grad for p in params if p.grad is not None])
+        tracker.count_gradients = lambda: count_local_bytes(
+            [p.grad for p in params if p.grad is not None]
+        )
         sent = trace_step(state, step_config, device, tracker, micro_steps)
         parameter_bytes, optimizer_bytes = count_local_bytes(params), count_local_bytes(moments)
     return Estimate(
         parameter_bytes=parameter_bytes,
         gradient_bytes=parameter_bytes,  # fp32 of the same shapes
         optimizer_bytes=optimizer_bytes,
-        activation_bytes=tracker.peak_bytes - parameter_bytes - optimizer_bytes - tracker.gradients_at_peak,
+        activation_bytes=tracker.peak_bytes
+        - parameter_bytes
+        - optimizer_bytes
+        - tracker.gradients_at_peak,
         total_bytes=tracker.peak_bytes,
         communication_bytes_per_step=sent.total(),
         communication=dict(sent),
@@ -134,9 +147,17 @@ def build(
     """Build the state of the first process on fake tensors."""
     machine = config.machine
     precision = "bf16" if machine.precision == "auto" else machine.precision
-    device = Device(torch_device=torch.device("cpu"), name="fake", precision=precision, peak_flops=0.0, peak_source="")
+    device = Device(
+        torch_device=torch.device("cpu"),
+        name="fake",
+        precision=precision,
+        peak_flops=0.0,
+        peak_source="",
+    )
     dist_env = DistEnv(world_size=processes, local_world_size=min(processes, PROCESSES_PER_MACHINE))
-    dims = choose_dims(machine, model_config, precision, int(memory_bytes), dist_env, config.optim.name)
+    dims = choose_dims(
+        machine, model_config, precision, int(memory_bytes), dist_env, config.optim.name
+    )
     micro_batch = 1 if machine.micro_batch == "auto" else machine.micro_batch
     if config.batch_seqs % (dims.dp_size * micro_batch):
         what = f"a batch of {config.batch_seqs:,} sequences does not divide among {dims.dp_size:,} data-parallel ranks"
@@ -144,15 +165,23 @@ def build(
         fix = f"nearest numbers of sequences for micro-batches of {micro_batch}: {near}"
         raise ConfigError(what, "budget.batch_tokens", fix)
     state = build_state(GPT(model_config, seed=None), config, device, dims)
-    state.scaler = torch.amp.GradScaler(enabled=False)  # of fp16: it would read whether the gradients overflow
+    state.scaler = torch.amp.GradScaler(
+        enabled=False
+    )  # of fp16: it would read whether the gradients overflow
     state.start_grad_reduction(Comm(dist_env))
     device_type = "cpu" if machine.device == "cpu" else "cuda"
-    step_config = build_step_config(config, epoch_tokens=EPOCH_TOKENS, micro_batch=micro_batch, device_type=device_type)
+    step_config = build_step_config(
+        config, epoch_tokens=EPOCH_TOKENS, micro_batch=micro_batch, device_type=device_type
+    )
     return state, step_config, device
 
 
 def trace_step(
-    state: TrainState, step_config: StepConfig, device: Device, tracker: MemoryTracker, micro_steps: int
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    tracker: MemoryTracker,
+    micro_steps: int,
 ) -> Counter[str]:
     """Take a step of at most TRACED micro-batches; return the bytes sent by each collective."""
     sent_before_forward: list[Counter[str]] = []
@@ -177,7 +206,12 @@ def trace_step(
 def count_local_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the local storages of `tensors`; shared ones count once."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum({id(storage): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}.values())
+    return sum(
+        {
+            id(storage): storage.nbytes()
+            for storage in (tensor.untyped_storage() for tensor in local)
+        }.values()
+    )
 
 
 def gpu_memory_bytes(gpu: str) -> float:
@@ -191,12 +225,17 @@ def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
     """Rows of a table: memory of one process by use, the largest first, and its communication."""
     memory = {"parameters": estimate.parameter_bytes, "gradients": estimate.gradient_bytes}
     memory |= {"optimizer": estimate.optimizer_bytes, "activations": estimate.activation_bytes}
-    by_collective = ", ".join(f"{name} {format_quantity(size, 'B')}" for name, size in estimate.communication.items())
+    by_collective = ", ".join(
+        f"{name} {format_quantity(size, 'B')}" for name, size in estimate.communication.items()
+    )
     sent = format_quantity(estimate.communication_bytes_per_step, "B")
     micro_batches = f"{estimate.micro_steps:,} micro-batches of {estimate.micro_batch}"
     return [
         ("layout", f"sharded {estimate.shard}, tensor parallel {estimate.tensor_parallel}"),
-        ("step", f"{micro_batches} on each of {estimate.readers:,} data-parallel ranks, {estimate.precision}"),
+        (
+            "step",
+            f"{micro_batches} on each of {estimate.readers:,} data-parallel ranks, {estimate.precision}",
+        ),
         *(
             (name, f"{format_quantity(size, 'B'):>9} {size / estimate.total_bytes:5.0%}")
             for name, size in sorted(memory.items(), key=lambda row: -row[1])
@@ -206,7 +245,9 @@ def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
     ]
 
 
-def check_fit(estimate: Estimate, config: Config, gpu: str, memory_bytes: float) -> tuple[bool, str]:
+def check_fit(
+    estimate: Estimate, config: Config, gpu: str, memory_bytes: float
+) -> tuple[bool, str]:
     """Whether it fits, and one line with the setting to change next if it does not."""
     usable = USABLE * memory_bytes
     share = f"{estimate.total_bytes / usable:.0%} of the usable memory of {gpu} ({format_quantity(usable, 'B')})"

@@ -24,13 +24,21 @@ class Expectation:
         """What is expected of the run, or of the rest of it."""
         steps = run.step_config
         left = steps.tokens_before(steps.total_steps) - steps.tokens_before(run.state.step)
-        seconds, rate = left / steps.batch_tokens * self.step_seconds, steps.batch_tokens / self.step_seconds
+        seconds, rate = (
+            left / steps.batch_tokens * self.step_seconds,
+            steps.batch_tokens / self.step_seconds,
+        )
         memory = format_memory(self.memory_bytes)
-        return f"{format_duration(seconds)} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
+        return (
+            f"{format_duration(seconds)} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
+        )
 
     def describe_error(self, batches: float, seconds: float, memory_bytes: int) -> str:
         """How far off that was. batches: full ones that took `seconds`."""
-        longer, more = seconds / (batches * self.step_seconds) - 1, memory_bytes / self.memory_bytes - 1
+        longer, more = (
+            seconds / (batches * self.step_seconds) - 1,
+            memory_bytes / self.memory_bytes - 1,
+        )
         time = f"steps took {format_duration(seconds)}, {_compare(longer, 'longer', 'shorter')}"
         return f"{time}; memory {format_memory(memory_bytes)}, {_compare(more, 'more', 'less')}"
 
@@ -47,10 +55,14 @@ def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
     dims, model, device = run.state.dims, run.model_config, run.device
     micro_batch = run.step_config.micro_batch
     micro_steps = run.step_config.batch_tokens // model.seq_len // dims.dp_size // micro_batch
-    if run.comm.is_single_process and (known := find_calibration(run.config, model, device, micro_batch)):
+    if run.comm.is_single_process and (
+        known := find_calibration(run.config, model, device, micro_batch)
+    ):
         seconds = known.step_seconds(model.n_layer, run.step_config.batch_tokens // model.seq_len)
         memory_bytes = count_run_bytes(known, run.config, model, device)
-        return Expectation(step_seconds=seconds, memory_bytes=memory_bytes, source="this machine, measured before")
+        return Expectation(
+            step_seconds=seconds, memory_bytes=memory_bytes, source="this machine, measured before"
+        )
     if (gpu := find_driver(device.name)) is None:
         return None
     layout, memory = build_layout(
@@ -66,4 +78,6 @@ def expect(run: RunContext, *, compiled: bool) -> Expectation | None:
         checkpointing=run.config.machine.activation_checkpointing,
     )
     step = estimate_step(model, gpu, layout)
-    return Expectation(step_seconds=step.seconds, memory_bytes=memory.total_bytes, source="arithmetic")
+    return Expectation(
+        step_seconds=step.seconds, memory_bytes=memory.total_bytes, source="arithmetic"
+    )

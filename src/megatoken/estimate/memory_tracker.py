@@ -72,12 +72,21 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # comes again as the operation on the local tensor
         inputs = list_tensors(args)
-        if self._fake_mode and inputs and func not in LIFT_OPS and all(type(tensor) is Tensor for tensor in inputs):
+        if (
+            self._fake_mode
+            and inputs
+            and func not in LIFT_OPS
+            and all(type(tensor) is Tensor for tensor in inputs)
+        ):
             with unset_fake_temporarily():  # the ranks of a mesh, which are not part of the run
                 return func(*args, **(kwargs or {}))
         if self._fake_mode and func is READ_BY_HOST:
-            return float(inputs[0].is_floating_point())  # a finite loss or norm; a comparison that is false
-        waits = func.name() == "_c10d_functional::wait_tensor"  # returns its input; the fake one returns a copy
+            return float(
+                inputs[0].is_floating_point()
+            )  # a finite loss or norm; a comparison that is false
+        waits = (
+            func.name() == "_c10d_functional::wait_tensor"
+        )  # returns its input; the fake one returns a copy
         result = args[0] if waits else func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fake_mode:
             for tensor in list_tensors(result):
@@ -87,7 +96,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()  # torch keeps one Python object for each storage
-        reference, known_size = self._storages.get(key) or (weakref.ref(storage, partial(self._forget, key)), 0)
+        reference, known_size = self._storages.get(key) or (
+            weakref.ref(storage, partial(self._forget, key)),
+            0,
+        )
         self._storages[key] = (reference, size)
         self.live_bytes += size - known_size
         self._update_peak()
@@ -110,8 +122,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
         collective = next((known for known in RING_ROUNDS if known in name.replace("_", "")), None)
         if collective:
             n = CollectiveOp.get_process_group(func, args).size()
-            sizes = [sum(t.numel() * t.element_size() for t in list_tensors(value)) for value in (*args, result)]
-            whole_bytes = max(sizes)  # arguments and result are a shard and the whole, in either order
+            sizes = [
+                sum(t.numel() * t.element_size() for t in list_tensors(value))
+                for value in (*args, result)
+            ]
+            whole_bytes = max(
+                sizes
+            )  # arguments and result are a shard and the whole, in either order
             self.sent_bytes[collective] += RING_ROUNDS[collective] * whole_bytes * (n - 1) // n
 
 

@@ -80,7 +80,9 @@ class Plan:
         """Seconds by which the smaller first batches take longer than as many tokens in full ones."""
         longer = 0.0
         for size, trained in self.ramp.smaller(self.tokens) if self.ramp else ():
-            rate = estimate_step(self.model, self.gpu, shrink_batch(self.layout, size // self.model.seq_len))
+            rate = estimate_step(
+                self.model, self.gpu, shrink_batch(self.layout, size // self.model.seq_len)
+            )
             longer += trained / rate.tokens_per_second - trained / self.step.tokens_per_second
         return longer
 
@@ -123,21 +125,38 @@ def plan_run(
     config has none. Raises ConfigError when the batch does not divide among the GPUs, or the length is given in epochs.
     """
     tokens = tokens or budget_tokens(config)
-    others: dict[str, Any] = {"tokens": tokens, "evaluated_tokens": count_evaluated_tokens(config, tokens)}
+    others: dict[str, Any] = {
+        "tokens": tokens,
+        "evaluated_tokens": count_evaluated_tokens(config, tokens),
+    }
     others["price"] = price or gpu.price
     if measured:
         others |= {"speed_factor": measured, "spread": MEASURED_SPREAD}
     if budget_ramp := config.budget.ramp:
-        whole = gpus // config.machine.tensor_parallel * model.seq_len  # tokens of a sequence on each replica
+        whole = (
+            gpus // config.machine.tensor_parallel * model.seq_len
+        )  # tokens of a sequence on each replica
         others["ramp"] = replace(budget_ramp, start=math.ceil(budget_ramp.start / whole) * whole)
     plans = [
-        Plan(model=model, gpu=gpu, layout=layout, memory=memory, step=estimate_step(model, gpu, layout), **others)
+        Plan(
+            model=model,
+            gpu=gpu,
+            layout=layout,
+            memory=memory,
+            step=estimate_step(model, gpu, layout),
+            **others,
+        )
         for layout, memory in list_layouts(config, model, gpu, gpus, modes)
     ]
     fitting = [plan for plan in plans if plan.fits]
     # The first of equals is the simplest; a more complicated layout has to be worth it.
     if fitting:
-        return max(fitting, key=lambda plan: round(plan.step.tokens_per_second / fitting[0].step.tokens_per_second, 2))
+        return max(
+            fitting,
+            key=lambda plan: round(
+                plan.step.tokens_per_second / fitting[0].step.tokens_per_second, 2
+            ),
+        )
     return min(plans, key=lambda plan: plan.memory.total_bytes)
 
 
@@ -148,14 +167,21 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
     for path in sorted(folder.glob("*.json")):
         record = read_object(path)
         answer, hardware = record.get("answer"), record.get("hardware")
-        if not (isinstance(answer, dict) and isinstance(hardware, dict) and hardware.get("device") == gpu.driver):
+        if not (
+            isinstance(answer, dict)
+            and isinstance(hardware, dict)
+            and hardware.get("device") == gpu.driver
+        ):
             continue
         if "preset" not in answer or "seq_len" not in answer:
             continue
         try:
             model = replace(PRESETS[answer["preset"]], seq_len=answer["seq_len"])
             for row in answer["rows"]:
-                size, steps = row["micro_batch"], row["batch_tokens"] // (row["micro_batch"] * model.seq_len)
+                size, steps = (
+                    row["micro_batch"],
+                    row["batch_tokens"] // (row["micro_batch"] * model.seq_len),
+                )
                 layout = Layout(micro_batch=size, micro_steps=steps, precision=answer["precision"])
                 rate = row["tokens_per_second"]["median"]
                 ratios.append(rate / estimate_step(model, gpu, layout).tokens_per_second)
@@ -186,12 +212,19 @@ def list_layouts(
         if config.batch_seqs % dims.dp_size or not batch_seqs:
             among = f"{dims.dp_size:,} replicas of {tp} GPUs" if tp > 1 else f"{gpus:,} GPUs"
             what = f"a batch of {config.batch_seqs:,} sequences does not divide among {among}"
-            near = ", ".join(f"{size * model.seq_len:,}" for size in nearest_multiples(config.batch_seqs, dims.dp_size))
+            near = ", ".join(
+                f"{size * model.seq_len:,}"
+                for size in nearest_multiples(config.batch_seqs, dims.dp_size)
+            )
             raise ConfigError(what, "--gpus", f"nearest budget.batch_tokens: {near}")
         if dims in seen:
             continue  # one GPU: nothing to shard
         seen.add(dims)
-        modes = modes if machine.activation_checkpointing == "none" else (machine.activation_checkpointing,)
+        modes = (
+            modes
+            if machine.activation_checkpointing == "none"
+            else (machine.activation_checkpointing,)
+        )
         largest = 0  # micro-batch that fits with less recomputation
         for mode in modes if tp == 1 else [mode for mode in modes if mode != "gelu"]:
             sizes = [size for size in range(batch_seqs, 0, -1) if batch_seqs % size == 0]
@@ -206,7 +239,8 @@ def list_layouts(
                     precision=precision,
                     micro_batch=size,
                     micro_steps=max(1, batch_seqs // size),
-                    compiled=machine.compile != "off" and gpu.architecture != "pascal",  # too old for Triton
+                    compiled=machine.compile != "off"
+                    and gpu.architecture != "pascal",  # too old for Triton
                     attention=machine.attention,
                     checkpointing=mode,
                 )
@@ -247,7 +281,9 @@ def build_layout(
         gpus=dims.dp_size * dims.tp_size,
         micro_batch=micro_batch,
         micro_steps=micro_steps,
-        precision=gpu.compute_precision("tf32") if precision == "fp32" and machine.tf32 else precision,
+        precision=gpu.compute_precision("tf32")
+        if precision == "fp32" and machine.tf32
+        else precision,
         program="compiled" if compiled else "eager",
         attention="explicit" if attention == "explicit" or model.dropout else "flash",
         checkpointing=checkpointing,
@@ -262,13 +298,19 @@ def build_layout(
 def list_settings(config: Config, plan: Plan) -> list[str]:
     """Overrides of the plan that `train` would not choose itself on these GPUs."""
     layout, machine = plan.layout, config.machine
-    dist_env = DistEnv(world_size=layout.gpus, local_world_size=min(layout.gpus, plan.gpu.per_machine))
+    dist_env = DistEnv(
+        world_size=layout.gpus, local_world_size=min(layout.gpus, plan.gpu.per_machine)
+    )
     precision = "fp32" if layout.precision == "tf32" else layout.precision
-    dims = choose_dims(machine, plan.model, precision, plan.gpu.memory_bytes, dist_env, config.optim.name)
+    dims = choose_dims(
+        machine, plan.model, precision, plan.gpu.memory_bytes, dist_env, config.optim.name
+    )
     settings = [f"machine.sharding={layout.sharding}"] if layout.sharding != dims.sharding else []
     if layout.checkpointing != machine.activation_checkpointing:
         settings.append(f"machine.activation_checkpointing={layout.checkpointing}")
-    if plan.ramp and plan.ramp != config.budget.ramp:  # whose first batch does not divide among these GPUs
+    if (
+        plan.ramp and plan.ramp != config.budget.ramp
+    ):  # whose first batch does not divide among these GPUs
         settings.append(f"budget.batch_start={plan.ramp.start}")
     return settings
 
@@ -277,11 +319,15 @@ def budget_tokens(config: Config) -> float:
     """Tokens of the config's budget. Raises ConfigError for a length in epochs, which needs the dataset."""
     if config.budget.epochs:
         raise ConfigError(
-            "the recipe's length is in epochs", "--tokens", "give the tokens: --tokens 10e9 or chinchilla"
+            "the recipe's length is in epochs",
+            "--tokens",
+            "give the tokens: --tokens 10e9 or chinchilla",
         )
     budget = config.budget
     if budget.steps:
-        return float(budget.ramp.before(budget.steps) if budget.ramp else budget.steps * budget.batch_tokens)
+        return float(
+            budget.ramp.before(budget.steps) if budget.ramp else budget.steps * budget.batch_tokens
+        )
     return float(budget.tokens)
 
 
@@ -295,10 +341,14 @@ def count_evaluated_tokens(config: Config, tokens: float) -> float:
 
 def optimal_tokens(model: ModelConfig) -> float:
     """Compute-optimal training tokens: 20 a parameter, without value embeddings, which are looked up."""
-    return TOKENS_PER_PARAMETER * (count_parameters(model) - count_value_parameters(model, model.vocab_size))
+    return TOKENS_PER_PARAMETER * (
+        count_parameters(model) - count_value_parameters(model, model.vocab_size)
+    )
 
 
-def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[int], **options: Any) -> list[Plan]:
+def scale_gpus(
+    config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[int], **options: Any
+) -> list[Plan]:
     """Strong scaling: the same batch on each number of GPUs among which it divides."""
     plans = []
     for count in counts:
@@ -307,18 +357,24 @@ def scale_gpus(config: Config, model: ModelConfig, gpu: Gpu, counts: Sequence[in
     return plans
 
 
-def plan_family(config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **options: Any) -> dict[str, list[Plan]]:
+def plan_family(
+    config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **options: Any
+) -> dict[str, list[Plan]]:
     """Every preset of a family (gpt2, gpt3, llama2, ...) at its compute-optimal length, with the config's full batch,
     on the numbers of GPUs among which that divides."""
     family, plans = preset.partition("-")[0], {}
     for name, model in PRESETS.items():
         if name.partition("-")[0] == family and config.budget.batch_tokens % model.seq_len == 0:
             sized = replace(config, model=model)
-            plans[name] = scale_gpus(sized, model, gpu, counts, **options | {"tokens": optimal_tokens(model)})
+            plans[name] = scale_gpus(
+                sized, model, gpu, counts, **options | {"tokens": optimal_tokens(model)}
+            )
     return {name: scaled for name, scaled in plans.items() if scaled}
 
 
-def find_deadline(config: Config, model: ModelConfig, gpu: Gpu, hours: float, **options: Any) -> Plan | None:
+def find_deadline(
+    config: Config, model: ModelConfig, gpu: Gpu, hours: float, **options: Any
+) -> Plan | None:
     """The fewest GPUs that fit and end within `hours`; None if no number does."""
     seqs, tp = config.batch_seqs, config.machine.tensor_parallel
     counts = [count * tp for count in range(1, seqs + 1) if seqs % count == 0]
@@ -363,7 +419,13 @@ def split_compute(flops: float, law: str) -> tuple[float, float]:
 
 
 def spend_budget(
-    config: Config, dollars: float, gpu: Gpu, gpus: int, price: float, law: str, modes: Sequence[str] = CHECKPOINTING
+    config: Config,
+    dollars: float,
+    gpu: Gpu,
+    gpus: int,
+    price: float,
+    law: str,
+    modes: Sequence[str] = CHECKPOINTING,
 ) -> Optimum:
     """The compute-optimal model and length for `dollars`, at the speed of the nearest GPT-3 that fits.
 
@@ -371,22 +433,36 @@ def spend_budget(
     """
     price = price or gpu.price
     if not price:
-        raise ConfigError(f"no price of {gpu.name} is known", "--budget", "give dollars of a GPU-hour: --price 1.99")
+        raise ConfigError(
+            f"no price of {gpu.name} is known",
+            "--budget",
+            "give dollars of a GPU-hour: --price 1.99",
+        )
     seconds = dollars / price * 3600
     family = {name: model for name, model in PRESETS.items() if name.startswith("gpt3-")}
     plans = {name: plan_preset(config, model, gpu, gpus, modes) for name, model in family.items()}
     if not any(plan.fits for plan in plans.values()):
-        raise ConfigError(f"no GPT-3 fits on {gpus:,} x {gpu.name}", "--budget", "give more or larger --gpus")
+        raise ConfigError(
+            f"no GPT-3 fits on {gpus:,} x {gpu.name}", "--budget", "give more or larger --gpus"
+        )
     flops = 0.4 * seconds * gpu.peak_flops("bf16")
     for _ in range(4):  # the speed depends on the size that it decides
         parameters, _ = split_compute(flops, law)
         ratios = {name: count_parameters(model) / parameters for name, model in family.items()}
         nearest = sorted(ratios, key=lambda name: max(ratios[name], 1 / ratios[name]))
         fitting = next(name for name in nearest if plans[name].fits)
-        flops = 6 * count_parameters(family[fitting]) * plans[fitting].tokens_per_second / gpus * seconds
+        flops = (
+            6
+            * count_parameters(family[fitting])
+            * plans[fitting].tokens_per_second
+            / gpus
+            * seconds
+        )
     parameters, tokens = split_compute(flops, law)
     if parameters < SMALLEST_FITTED:
-        exponent = 0.5 if law == "chinchilla" else BETA / (ALPHA + BETA)  # of compute, in parameters
+        exponent = (
+            0.5 if law == "chinchilla" else BETA / (ALPHA + BETA)
+        )  # of compute, in parameters
         least = dollars * math.pow(SMALLEST_FITTED / parameters, 1 / exponent)
         what = f"${dollars:g} is compute-optimal for {parameters:,.0f} parameters, fewer than the law holds for"
         fix = f"give ${math.ceil(100 * least) / 100:.2f} or more, for {SMALLEST_FITTED:,.0f} parameters and up"
@@ -402,9 +478,13 @@ def spend_budget(
     )
 
 
-def plan_preset(config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str]) -> Plan:
+def plan_preset(
+    config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str]
+) -> Plan:
     """A plan of another model with about the config's batch, made to divide among the GPUs."""
-    tokens_a_step = max(config.budget.batch_tokens // model.seq_len, gpus) // gpus * gpus * model.seq_len
+    tokens_a_step = (
+        max(config.budget.batch_tokens // model.seq_len, gpus) // gpus * gpus * model.seq_len
+    )
     budget = replace(config.budget, batch_tokens=tokens_a_step)
     sized = replace(config, model=replace(config.model, seq_len=model.seq_len), budget=budget)
     return plan_run(sized, model, gpu, gpus, tokens=optimal_tokens(model), modes=modes)

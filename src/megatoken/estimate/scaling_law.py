@@ -50,7 +50,9 @@ class Law:
     exponents: tuple[float, ...]
 
     def loss(self, parameters: Array | float, tokens: Array | float) -> Array:
-        values = self.terms.values(np.asarray(parameters, dtype=float), np.asarray(tokens, dtype=float))
+        values = self.terms.values(
+            np.asarray(parameters, dtype=float), np.asarray(tokens, dtype=float)
+        )
         parts = (f / x**e for f, x, e in zip(self.factors, values, self.exponents, strict=True))
         return np.asarray(self.floor + sum(parts))
 
@@ -60,7 +62,9 @@ class Law:
         The law must have the terms N and D.
         """
         (a_factor, b_factor), (a, b) = self.factors, self.exponents
-        ratio = (a * a_factor / (b * b_factor)) ** (1 / (a + b)) if a_factor and b_factor else np.nan
+        ratio = (
+            (a * a_factor / (b * b_factor)) ** (1 / (a + b)) if a_factor and b_factor else np.nan
+        )
         parameters = ratio * (flops / 6) ** (b / (a + b))
         return parameters, flops / 6 / parameters
 
@@ -68,12 +72,19 @@ class Law:
 def choose_terms(parameters: Array, tokens: Array) -> Terms:
     """The terms whose exponents these runs can fix. Raises DataError for too few runs or values."""
     log_n, log_d = np.log(parameters), np.log(tokens)
-    varied = [name for name, x in (("N", log_n), ("D", log_d)) if len(np.unique(x.round(6))) >= FEWEST_VALUES]
+    varied = [
+        name
+        for name, x in (("N", log_n), ("D", log_d))
+        if len(np.unique(x.round(6))) >= FEWEST_VALUES
+    ]
     if len(varied) == 2 and abs(np.corrcoef(log_n, log_d)[0, 1]) > IN_STEP:
         varied = ["C"]
     if not varied:
         fix = "add runs of other sizes or other budgets"
-        raise DataError(f"fewer than {FEWEST_VALUES} model sizes and fewer than {FEWEST_VALUES} token counts", fix=fix)
+        raise DataError(
+            f"fewer than {FEWEST_VALUES} model sizes and fewer than {FEWEST_VALUES} token counts",
+            fix=fix,
+        )
     terms = Terms(tuple(varied))
     if len(parameters) <= terms.unknowns:
         what = f"{len(parameters)} runs cannot fix the {terms.unknowns} numbers of the law in {' and '.join(varied)}"
@@ -84,9 +95,14 @@ def choose_terms(parameters: Array, tokens: Array) -> Terms:
 def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> Law:
     """The law of these runs with the least squares of relative errors. All arrays: one value a run."""
     values = terms.values(parameters, tokens)
-    scales = [np.exp(np.log(x).mean()) for x in values]  # so that factors of all exponents are of one size
+    scales = [
+        np.exp(np.log(x).mean()) for x in values
+    ]  # so that factors of all exponents are of one size
     ratios = [np.log(x / scale) for x, scale in zip(values, scales, strict=True)]
-    centers, width = [np.sqrt(EXPONENTS[0] * EXPONENTS[1])] * len(values), np.log(EXPONENTS[1] / EXPONENTS[0]) / 2
+    centers, width = (
+        [np.sqrt(EXPONENTS[0] * EXPONENTS[1])] * len(values),
+        np.log(EXPONENTS[1] / EXPONENTS[0]) / 2,
+    )
     for _ in range(REFINEMENTS):
         axes = [np.clip(c * np.exp(np.linspace(-width, width, GRID)), *EXPONENTS) for c in centers]
         grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=1)

@@ -24,13 +24,18 @@ ATTENTION_SHARE = {"ampere": 0.58, "hopper": 0.36, "blackwell": 0.30, "turing": 
 ATTENTION_SHARE_OTHERS = 0.5
 HALF_SPEED_CONTEXT = 950  # tokens at which attention has half of that share
 HALF_SPEED_DEPTH = 128  # length of a product's sums at which it has half of its share: the tiles' beginning and end
-TILE, SPLIT = 128, 2048  # rows and columns of a tile; sums this long are split among multiprocessors
+TILE, SPLIT = (
+    128,
+    2048,
+)  # rows and columns of a tile; sums this long are split among multiprocessors
 HALF_SPEED_TILES = 0.4  # tiles a multiprocessor at which a product has half of its share
 MEMORY_SHARE = 0.85  # of the data sheet's bandwidth
 LINK_SHARE, NETWORK_SHARE = 0.75, 0.75
 HIDDEN_SHARE = 0.85  # of the last micro-batch's backward, beside which gradients travel (records/ranks-overlap.json)
 UNHIDDEN_SHARE = 0.05  # of a collective's time, which even a long backward does not hide
-WAIT_SHARE = 0.01  # of compute, in which GPUs wait for the slowest, each time that their number doubles
+WAIT_SHARE = (
+    0.01  # of compute, in which GPUs wait for the slowest, each time that their number doubles
+)
 LATENCY = 15e-6  # seconds of a collective, and of each step around the ring between machines
 LAUNCH = 7.2e-6  # seconds in which the host starts an operation
 STEP_LAUNCHES = 1200  # operations of a step outside the layers: batch, loss, norm, clip, metrics
@@ -56,11 +61,25 @@ class Program:
 
 
 PROGRAMS = {
-    "eager": Program(element_bytes=210, logit_bytes=26, score_bytes=90, weight_bytes=16, adamw_bytes=36, launches=83),
-    "compiled": Program(
-        element_bytes=120, logit_bytes=10, score_bytes=22, weight_bytes=16, adamw_bytes=36, launches=45
+    "eager": Program(
+        element_bytes=210,
+        logit_bytes=26,
+        score_bytes=90,
+        weight_bytes=16,
+        adamw_bytes=36,
+        launches=83,
     ),
-    "fused": Program(element_bytes=80, logit_bytes=4, score_bytes=22, weight_bytes=6, adamw_bytes=32, launches=25),
+    "compiled": Program(
+        element_bytes=120,
+        logit_bytes=10,
+        score_bytes=22,
+        weight_bytes=16,
+        adamw_bytes=36,
+        launches=45,
+    ),
+    "fused": Program(
+        element_bytes=80, logit_bytes=4, score_bytes=22, weight_bytes=6, adamw_bytes=32, launches=25
+    ),
 }
 FP32_TRAFFIC = 1.3
 FOREACH_BYTES, FOREACH_LAUNCHES = 67, 900  # AdamW by lists of tensors instead of in one kernel
@@ -126,7 +145,11 @@ def estimate_step(model: ModelConfig, gpu: Gpu, layout: Layout) -> StepTime:
 
 def micro_batch_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> dict[str, float]:
     """Seconds of a GPU's forward and backward of one micro-batch, by part of StepTime."""
-    program, tp, memory_rate = PROGRAMS[layout.program], layout.tensor_parallel, MEMORY_SHARE * gpu.memory_rate
+    program, tp, memory_rate = (
+        PROGRAMS[layout.program],
+        layout.tensor_parallel,
+        MEMORY_SHARE * gpu.memory_rate,
+    )
     tokens, is_low = layout.micro_batch * model.seq_len, layout.precision in ("bf16", "fp16")
     byte_seconds = (1.0 if is_low else FP32_TRAFFIC) / memory_rate
     passes = forward_passes(layout)
@@ -159,24 +182,48 @@ def update_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
     tp = layout.tensor_parallel
     ranks = layout.gpus // tp
     shards = {"none": 1, "hybrid": min(gpu.per_machine // tp, ranks)}.get(layout.sharding, ranks)
-    bytes_per_param = FOREACH_BYTES if updates_by_lists(layout) else PROGRAMS[layout.program].adamw_bytes
-    products = count_optimizer_flops(layout.optimizer, model) / product_rate(gpu, layout.precision) / layout.gpus
-    return products + count_padded_parameters(model) / tp * bytes_per_param / (MEMORY_SHARE * gpu.memory_rate) / shards
+    bytes_per_param = (
+        FOREACH_BYTES if updates_by_lists(layout) else PROGRAMS[layout.program].adamw_bytes
+    )
+    products = (
+        count_optimizer_flops(layout.optimizer, model)
+        / product_rate(gpu, layout.precision)
+        / layout.gpus
+    )
+    return (
+        products
+        + count_padded_parameters(model)
+        / tp
+        * bytes_per_param
+        / (MEMORY_SHARE * gpu.memory_rate)
+        / shards
+    )
 
 
 def count_launches(model: ModelConfig, layout: Layout) -> float:
     """Operations that the host starts in a step."""
-    in_layer = PROGRAMS[layout.program].launches * forward_passes(layout) + 14 * (layout.attention == "explicit")
+    in_layer = PROGRAMS[layout.program].launches * forward_passes(layout) + 14 * (
+        layout.attention == "explicit"
+    )
     outside = STEP_LAUNCHES + FOREACH_LAUNCHES * updates_by_lists(layout)
     return layout.micro_steps * model.n_layer * in_layer + outside
 
 
-def product_seconds(model: ModelConfig, gpu: Gpu, tokens: int, precision: str, tp: int = 1) -> float:
+def product_seconds(
+    model: ModelConfig, gpu: Gpu, tokens: int, precision: str, tp: int = 1
+) -> float:
     """Seconds of all matrix products of a micro-batch, forward and backward."""
     d, f, kv = model.d_model, model.d_ff // tp, 2 * model.kv_heads * model.d_head
-    shapes = [(d, (d + kv) // tp), (d // tp, d), (f, d), *[(d, f)] * (2 if model.mlp == "swiglu" else 1)]
+    shapes = [
+        (d, (d + kv) // tp),
+        (d // tp, d),
+        (f, d),
+        *[(d, f)] * (2 if model.mlp == "swiglu" else 1),
+    ]
     layers = sum(_three_products(gpu, tokens, inner, outer, precision) for inner, outer in shapes)
-    return model.n_layer * layers + _three_products(gpu, tokens // tp, d, model.padded_vocab_size, precision)
+    return model.n_layer * layers + _three_products(
+        gpu, tokens // tp, d, model.padded_vocab_size, precision
+    )
 
 
 def _three_products(gpu: Gpu, tokens: int, inner: int, outer: int, precision: str) -> float:
@@ -192,9 +239,22 @@ def product_rate(gpu: Gpu, precision: str) -> float:
 
 
 def _product_seconds(gpu: Gpu, rows: int, columns: int, depth: int, precision: str) -> float:
-    half_depth = HALF_SPEED_DEPTH / 4 if gpu.compute_precision(precision) == "fp32" else HALF_SPEED_DEPTH
-    tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE) * max(1.0, depth / SPLIT) / gpu.multiprocessors
-    rate = product_rate(gpu, precision) * depth / (depth + half_depth) * tiles / (tiles + HALF_SPEED_TILES)
+    half_depth = (
+        HALF_SPEED_DEPTH / 4 if gpu.compute_precision(precision) == "fp32" else HALF_SPEED_DEPTH
+    )
+    tiles = (
+        math.ceil(rows / TILE)
+        * math.ceil(columns / TILE)
+        * max(1.0, depth / SPLIT)
+        / gpu.multiprocessors
+    )
+    rate = (
+        product_rate(gpu, precision)
+        * depth
+        / (depth + half_depth)
+        * tiles
+        / (tiles + HALF_SPEED_TILES)
+    )
     item = 2 if precision in ("bf16", "fp16") else 4
     moved = item * (rows * columns + rows * depth + columns * depth)
     return max(2 * rows * columns * depth / rate, moved / (MEMORY_SHARE * gpu.memory_rate))
@@ -207,12 +267,20 @@ def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int
         flops = 12 * tokens * context * model.d_model
         products = flops / product_rate(gpu, precision) * 2
         return model.n_layer * (traffic / (MEMORY_SHARE * gpu.memory_rate) + products)
-    share = ATTENTION_SHARE.get(gpu.architecture, ATTENTION_SHARE_OTHERS) * context / (context + HALF_SPEED_CONTEXT)
-    flops = 7 * tokens * context * model.d_model  # half of each square; the backward computes it anew
+    share = (
+        ATTENTION_SHARE.get(gpu.architecture, ATTENTION_SHARE_OTHERS)
+        * context
+        / (context + HALF_SPEED_CONTEXT)
+    )
+    flops = (
+        7 * tokens * context * model.d_model
+    )  # half of each square; the backward computes it anew
     return model.n_layer * flops / (gpu.peak_flops(precision) * share)
 
 
-def communication_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float) -> float:
+def communication_seconds(
+    model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
+) -> float:
     """Seconds of a step in which GPUs wait for one another. micro_seconds: compute of one micro-batch."""
     if layout.gpus == 1:
         return 0.0
@@ -220,7 +288,9 @@ def communication_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, micro_se
     return exposed + _tensor_parallel_seconds(model, gpu, layout)
 
 
-def _data_parallel_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float) -> float:
+def _data_parallel_seconds(
+    model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
+) -> float:
     """What the backward does not hide of reducing gradients and gathering weights, by rings."""
     tp, ranks = layout.tensor_parallel, layout.gpus // layout.tensor_parallel
     if ranks == 1:

@@ -52,8 +52,14 @@ def read_questions(source: str, limit: int) -> list[Question]:
     for found, example in read_examples(find_source(source)):
         if found.kind == "preference":
             what = "preferences have no right answer"
-            raise DataError(what, example.where, "give rows with `prompt` and `answer`, or conversations")
-        right = example.row["answer"] if found.kind == "prompt" else example.answers[0][len(example.prompt)].content
+            raise DataError(
+                what, example.where, "give rows with `prompt` and `answer`, or conversations"
+            )
+        right = (
+            example.row["answer"]
+            if found.kind == "prompt"
+            else example.answers[0][len(example.prompt)].content
+        )
         questions.append(Question(example.prompt, str(right), example.where))
         if len(questions) == limit:
             break
@@ -92,7 +98,12 @@ def evaluate_answers(
     for count, heat in ((1, 0.0), (samples, temperature)):
         requests = [
             _make_request(
-                model, template, question, max_new_tokens, heat, seed + (rank + size * number) * count + sample
+                model,
+                template,
+                question,
+                max_new_tokens,
+                heat,
+                seed + (rank + size * number) * count + sample,
             )
             for number, question in enumerate(questions[rank::size])
             for sample in range(count)
@@ -100,15 +111,26 @@ def evaluate_answers(
         completions = generate_batch(model, requests, device=device)
         texts = [template.tokenizer.decode(each.ids) for each in completions]
         asked = [(row["prompt"], row["right"]) for row in rows for _ in range(count)]
-        triples = [(prompt, text, right) for (prompt, right), text in zip(asked, texts, strict=True)]
+        triples = [
+            (prompt, text, right) for (prompt, right), text in zip(asked, texts, strict=True)
+        ]
         scores = score_answers(reward, reward_name, triples)
         for number, row in enumerate(rows):
             if heat:
-                row["n_right"] = sum(score >= RIGHT for score in scores[number * count : (number + 1) * count])
+                row["n_right"] = sum(
+                    score >= RIGHT for score in scores[number * count : (number + 1) * count]
+                )
             else:
                 stops = completions[number].stop_id is not None
-                length = len(completions[number].ids) + stops  # the stop token is one of the answer's
-                row |= {"answer": texts[number], "score": scores[number], "stops": stops, "tokens": length}
+                length = (
+                    len(completions[number].ids) + stops
+                )  # the stop token is one of the answer's
+                row |= {
+                    "answer": texts[number],
+                    "score": scores[number],
+                    "stops": stops,
+                    "tokens": length,
+                }
     if comm:
         parts = comm.gather(rows)
         rows = [parts[number % size][number // size] for number in range(len(questions))]
@@ -123,12 +145,22 @@ def evaluate_answers(
         result["pass_at"] = {str(k): statistics.fmean(each) for k, each in passes.items()}
         stderr["pass_at"] = {str(k): standard_error(each) for k, each in passes.items()}
         result |= {"samples": samples, "temperature": temperature}
-    result |= {"stderr": stderr, "n": len(rows), "reward": reward_name, "max_new_tokens": max_new_tokens}
+    result |= {
+        "stderr": stderr,
+        "n": len(rows),
+        "reward": reward_name,
+        "max_new_tokens": max_new_tokens,
+    }
     return result | ({"examples": rows} if per_example else {})
 
 
 def _make_request(
-    model: GPT, template: ChatTemplate, question: Question, max_new_tokens: int, temperature: float, seed: int
+    model: GPT,
+    template: ChatTemplate,
+    question: Question,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> Request:
     context, (ids, _) = model.config.seq_len, template.encode(question.messages, reply=True)
     if len(ids) > context:
@@ -157,7 +189,10 @@ def describe_answers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     error = result["stderr"]
     length = f"{result['tokens']:.1f} tokens of at most {result['max_new_tokens']:,}"
     rows = [
-        (result["reward"], f"{share(result['score'], error['score'])} of {result['n']:,} greedy answers"),
+        (
+            result["reward"],
+            f"{share(result['score'], error['score'])} of {result['n']:,} greedy answers",
+        ),
         ("stops", f"{share(result['stops'], error['stops'])} end by themselves"),
         ("length", length),
     ]

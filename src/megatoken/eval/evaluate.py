@@ -66,12 +66,18 @@ def evaluate(
     if (limit or 0) < 0:
         raise ConfigError(f"limit is {limit}", "evaluate", "give a number, or 0 for all")
     comm = comm or Comm(DistEnv())
-    device = device or choose_device(MachineConfig(device=str(model.lm_head_weight.device), precision="fp32"))
+    device = device or choose_device(
+        MachineConfig(device=str(model.lm_head_weight.device), precision="fp32")
+    )
     if not tasks:
         if data is None:
-            raise ConfigError("nothing to evaluate on", "evaluate", f"give tasks ({', '.join(TASKS)}) or data")
+            raise ConfigError(
+                "nothing to evaluate on", "evaluate", f"give tasks ({', '.join(TASKS)}) or data"
+            )
         folder = local_dataset(data)
-        return evaluate_loss(model, tokenizer, folder, limit or 0, split, device, comm) | {"data": str(data)}
+        return evaluate_loss(model, tokenizer, folder, limit or 0, split, device, comm) | {
+            "data": str(data)
+        }
     if not isinstance(tasks, Mapping):
         tasks = read_examples(find_tasks(tasks), Path(data) if data else None, limit or 0)
     metrics = {}
@@ -82,12 +88,20 @@ def evaluate(
         metrics[name] = compute_metrics(results) | {"seconds": time.perf_counter() - started}
         if per_example:
             fields = (*SCORES.values(), "gold")
-            metrics[name]["examples"] = [{field: getattr(result, field) for field in fields} for result in results]
+            metrics[name]["examples"] = [
+                {field: getattr(result, field) for field in fields} for result in results
+            ]
     return {"tasks": metrics}
 
 
 def evaluate_loss(
-    model: GPT, tokenizer: Tokenizer, data: Path, limit: int, split: str | None, device: Device, comm: Comm
+    model: GPT,
+    tokenizer: Tokenizer,
+    data: Path,
+    limit: int,
+    split: str | None,
+    device: Device,
+    comm: Comm,
 ) -> dict[str, Any]:
     """Loss, perplexity and bits per byte on shards or text, in windows of the model's context.
 
@@ -95,31 +109,48 @@ def evaluate_loss(
     """
     rank, world_size = comm.dist_env.rank, comm.dist_env.world_size
     with open_tokens(data, tokenizer, split, comm) as (tokens, split):
-        windows = evaluation_windows(tokens, seq_len=model.config.seq_len, limit_tokens=limit or len(tokens))
+        windows = evaluation_windows(
+            tokens, seq_len=model.config.seq_len, limit_tokens=limit or len(tokens)
+        )
         if not len(windows):
             raise DataError(f"no tokens to predict in {split}", str(data), "give more text")
         size = max(1, BATCH_NODES[device.type] // windows.seq_len)
         batches: Iterable[np.ndarray] = (
-            windows.rows(first, size) for first in range(rank * size, len(windows), world_size * size)
+            windows.rows(first, size)
+            for first in range(rank * size, len(windows), world_size * size)
         )
-        if rest := 0 if limit or rank else len(tokens) - 1 - windows.n_targets:  # behind the last whole window
-            batches = itertools.chain(batches, [tokens.gather(np.array([windows.n_targets]), rest + 1)])
+        if (
+            rest := 0 if limit or rank else len(tokens) - 1 - windows.n_targets
+        ):  # behind the last whole window
+            batches = itertools.chain(
+                batches, [tokens.gather(np.array([windows.n_targets]), rest + 1)]
+            )
         chunk, count_bytes = LOSS_CHUNK[device.type], tokenizer.count_bytes
-        metrics = validation_loss(model, batches, device, chunk=chunk, comm=comm, count_bytes=count_bytes)
+        metrics = validation_loss(
+            model, batches, device, chunk=chunk, comm=comm, count_bytes=count_bytes
+        )
         if split == "all" and tokenizer.split_points == "nowhere":  # else ids alone tell the bytes
             ends, count = measure_text(str(data), tokenizer), metrics["target_tokens"]
             starts = windows.starts(0, len(windows))
-            text_bytes = (ends[starts + windows.seq_len] - ends[starts]).sum() if limit else ends[-1] - ends[0]
+            text_bytes = (
+                (ends[starts + windows.seq_len] - ends[starts]).sum()
+                if limit
+                else ends[-1] - ends[0]
+            )
             metrics = loss_metrics(metrics["loss"] * count, count, int(text_bytes))
     if not math.isfinite(metrics["loss"]):
-        raise NumericsError("the loss is not a finite number", str(data), "use an earlier checkpoint")
+        raise NumericsError(
+            "the loss is not a finite number", str(data), "use an earlier checkpoint"
+        )
     if not metrics["text_bytes"]:
         metrics["bits_per_byte"] = None  # JSON has no NaN
     return {**metrics, "split": split, "data": str(data)}
 
 
 @contextmanager
-def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm) -> Iterator[tuple[Tokens, str]]:
+def open_tokens(
+    data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm
+) -> Iterator[tuple[Tokens, str]]:
     """Tokens of a split of shards (val if there is one), or of text, "all", prepared in a temporary folder.
 
     Raises DataError for shards of another tokenizer, ConfigError for a split of text.
@@ -130,10 +161,18 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
         made_by = dataset.manifest.tokenizer
         # Shards of other programs record the size of the vocabulary only.
         known = made_by["fingerprint"] and (data / "tokenizer").is_dir()
-        if not (dataset.tokenizer.shares_ids(tokenizer) if known else made_by["vocab_size"] == tokenizer.vocab_size):
-            what = f"shards were made by tokenizer {made_by['name']} ({made_by['vocab_size']:,} ids)"
+        if not (
+            dataset.tokenizer.shares_ids(tokenizer)
+            if known
+            else made_by["vocab_size"] == tokenizer.vocab_size
+        ):
+            what = (
+                f"shards were made by tokenizer {made_by['name']} ({made_by['vocab_size']:,} ids)"
+            )
             what += f", the model's is {tokenizer.name} ({tokenizer.vocab_size:,} ids)"
-            raise DataError(what, str(data), "give the text itself, or shards of the model's tokenizer")
+            raise DataError(
+                what, str(data), "give the text itself, or shards of the model's tokenizer"
+            )
         dataset.set_vocab_size(tokenizer.vocab_size)
         split = split or ("val" if len(dataset.val) else "train")
         if split not in SPLITS:
@@ -141,13 +180,17 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
         yield getattr(dataset, split), split
         return
     if split:
-        raise ConfigError(f"text has no split {split!r}", str(data), "leave it out: all of the text is read")
+        raise ConfigError(
+            f"text has no split {split!r}", str(data), "leave it out: all of the text is read"
+        )
     with tempfile.TemporaryDirectory(prefix="megatoken-") as own:
         folder = Path(comm.broadcast_from_rank0(own))
 
         def prepare_text() -> None:
             tokenizer.save(folder / "tokenizer")
-            prepare(str(data), folder / "data", tokenizer=str(folder / "tokenizer"), val_fraction=0.0)
+            prepare(
+                str(data), folder / "data", tokenizer=str(folder / "tokenizer"), val_fraction=0.0
+            )
 
         comm.run_on_rank0(prepare_text)
         yield load_dataset(folder / "data").train, "all"
@@ -156,7 +199,11 @@ def open_tokens(data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm)
 
 def measure_text(source: str, tokenizer: Tokenizer) -> NDArray[np.int64]:
     """Return the bytes of a source's text up to the end of each token that `prepare` makes of it."""
-    meter: Any = SimpleNamespace(eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens)  # sizes in place of ids
+    meter: Any = SimpleNamespace(
+        eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens
+    )  # sizes in place of ids
     chunks = read_chunks(find_source(source), options := PrepareOptions(), ReadPosition())
-    sizes = np.concatenate([encode_segments(chunk.segments, options, meter).train for chunk in chunks])
+    sizes = np.concatenate(
+        [encode_segments(chunk.segments, options, meter).train for chunk in chunks]
+    )
     return sizes[1:].cumsum(dtype=np.int64)  # no end-of-text token is before the first document

@@ -26,7 +26,11 @@ from megatoken.system.device import Device
 try:
     import lm_eval
     from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError:
@@ -40,7 +44,12 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     """A model behind the harness's interface. Every rank is given all requests and returns all results."""
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, device: Device, comm: Comm, template: ChatTemplate | None = None
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        device: Device,
+        comm: Comm,
+        template: ChatTemplate | None = None,
     ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.compute_device, self.comm = model, tokenizer, device, comm
@@ -55,7 +64,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     def prefix_token_id(self) -> int:
         return (self.tokenizer.bos_ids or [self.tokenizer.eot])[0]
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **ignored: Any
+    ) -> list[int]:
         ids = [] if add_special_tokens is False else list(self.tokenizer.bos_ids)
         if CONTROL not in string:
             return [*ids, *self.tokenizer.encode(string).tolist()]
@@ -72,13 +83,17 @@ class Adapter(TemplateLM):  # type: ignore[misc]
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self.template.jinja if self.template and chat_template else None
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """The conversation as text that `tok_encode` turns into the template's ids; CONTROL stands before its tokens.
 
         Without add_generation_prompt the last message is the beginning of the answer.
         """
         assert self.template is not None
-        messages = [Message(row["role"], row["content"].replace(CONTROL, "")) for row in chat_history]
+        messages = [
+            Message(row["role"], row["content"].replace(CONTROL, "")) for row in chat_history
+        ]
         begun = "" if add_generation_prompt else messages.pop().content
         ids, _ = self.template.encode(messages, reply=True)
         names, text, start = {id: token for token, id in self.tokenizer.special_ids.items()}, "", 0
@@ -103,7 +118,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         all_scores = score_trees(self.model, trees, self.compute_device, self.comm)
         for group, scores in zip(groups.values(), all_scores, strict=True):
-            for number, log_p, greedy in zip(group, scores.log_p.tolist(), scores.greedy.tolist(), strict=True):
+            for number, log_p, greedy in zip(
+                group, scores.log_p.tolist(), scores.greedy.tolist(), strict=True
+            ):
                 results[number] = log_p, greedy
         return results
 
@@ -111,7 +128,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         totals = []
         for request in requests:
             ids = self.tok_encode(request.args[0])
-            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            windows = get_rolling_token_windows(
+                ids, self.prefix_token_id, self.max_length, context_len=1
+            )
             disjoint = [(None, *make_disjoint_window(window)) for window in windows]
             totals.append(sum(log_p for log_p, _ in self._loglikelihood_tokens(disjoint)))
         return totals
@@ -120,16 +139,22 @@ class Adapter(TemplateLM):  # type: ignore[misc]
         rank, world_size = self.comm.dist_env.rank, self.comm.dist_env.world_size
         own = [self._generate(*request.args) for request in requests[rank::world_size]]
         gathered = self.comm.gather(own)
-        return [gathered[number % world_size][number // world_size] for number in range(len(requests))]
+        return [
+            gathered[number % world_size][number // world_size] for number in range(len(requests))
+        ]
 
     def _generate(self, prompt: str, settings: dict[str, Any]) -> str:
         """The continuation up to the first stop string, without special tokens."""
         settings = normalize_gen_kwargs(settings, NEW_TOKENS)
-        stops = handle_stop_sequences(settings.get("until"), self.tokenizer.decode(self.stop_ids[:1]))
+        stops = handle_stop_sequences(
+            settings.get("until"), self.tokenizer.decode(self.stop_ids[:1])
+        )
         new_tokens, special = settings["max_gen_toks"], self.tokenizer.special_ids.values()
         if new_tokens >= self.max_length:
             what = f"max_gen_toks {new_tokens:,} leaves no room for a prompt in the context of {self.max_length:,}"
-            raise ConfigError(what, "--harness", "lower it in the task, or use a model with a longer context")
+            raise ConfigError(
+                what, "--harness", "lower it in the task, or use a model with a longer context"
+            )
         request = Request(
             self.tok_encode(prompt)[new_tokens - self.max_length :] or [self.prefix_token_id],
             new_tokens,
@@ -139,11 +164,17 @@ class Adapter(TemplateLM):  # type: ignore[misc]
             stop_ids=self.stop_ids,
         )
         stream, text = TextStream(self.tokenizer), ""
-        with BatchDecoder(self.model, rows=1, capacity=request.capacity, device=self.compute_device) as decoder:
+        with BatchDecoder(
+            self.model, rows=1, capacity=request.capacity, device=self.compute_device
+        ) as decoder:
             decoder.add(0, request)
             while decoder.rows and not any(stop in text for stop in stops if stop):
                 (token,) = decoder.step()
-                text += "" if token.id in special or token.finish_reason == "stop" else stream.push(token.id)
+                text += (
+                    ""
+                    if token.id in special or token.finish_reason == "stop"
+                    else stream.push(token.id)
+                )
         return str(postprocess_generated_text(text + stream.push(None), stops, None))
 
 
@@ -155,16 +186,22 @@ def run_harness(
     Raises ConfigError when it is not installed or knows no such task, DataError when a task's data cannot be read.
     """
     if lm_eval is None:
-        raise ConfigError("lm-evaluation-harness is not installed", "--harness", 'pip install "megatoken[eval]"')
+        raise ConfigError(
+            "lm-evaluation-harness is not installed", "--harness", 'pip install "megatoken[eval]"'
+        )
     manager = TaskManager(include_path=str(options.include) if options.include else None)
     template = None if options.no_template else template_of(loaded.tokenizer)
     if template:
-        console.print(f"note: prompts as conversations, by the model's chat template {template.name} (--no-template)")
+        console.print(
+            f"note: prompts as conversations, by the model's chat template {template.name} (--no-template)"
+        )
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown or not names:
         what = f"lm-evaluation-harness knows no task {unknown[0]!r}" if unknown else "no task named"
-        raise ConfigError(what, "--tasks", "`lm_eval ls tasks` lists them; --include FOLDER adds your own")
+        raise ConfigError(
+            what, "--tasks", "`lm_eval ls tasks` lists them; --include FOLDER adds your own"
+        )
     try:
         results = lm_eval.simple_evaluate(
             model=Adapter(loaded.model, loaded.tokenizer, device, comm, template),
@@ -178,9 +215,19 @@ def run_harness(
         )
     except (OSError, ValueError) as error:  # datasets and the hub
         what = f"lm-evaluation-harness failed: {type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
-        raise DataError(what, options.tasks, "check that the task's dataset can be reached or is cached") from error
+        raise DataError(
+            what, options.tasks, "check that the task's dataset can be reached or is cached"
+        ) from error
     if not options.json:
         console.print(make_table(results))
-    kept = {key: results[key] for key in ("results", "groups", "versions", "n-samples", "samples") if key in results}
+    kept = {
+        key: results[key]
+        for key in ("results", "groups", "versions", "n-samples", "samples")
+        if key in results
+    }
     applied = {"chat_template": template.name if template else None}
-    return {"lm_eval": importlib.metadata.version("lm_eval"), **applied, **json.loads(json.dumps(kept, default=str))}
+    return {
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        **applied,
+        **json.loads(json.dumps(kept, default=str)),
+    }

@@ -84,7 +84,10 @@ def encode_examples(
     """
 
     def encode(prompts: Sequence[Prompt], where: str, *, together: bool) -> tuple[Tree, bool]:
-        given = [encode_prompt(each, tokenizer, seq_len, together=together, where=where) for each in prompts]
+        given = [
+            encode_prompt(each, tokenizer, seq_len, together=together, where=where)
+            for each in prompts
+        ]
         sequences = [each._replace(n_targets=min(each.n_targets, seq_len)) for each in given]
         return build_tree(sequences), sequences != given
 
@@ -94,7 +97,9 @@ def encode_examples(
         raw_tree, raw_cut = tree if token_mean else None, False
         if token_mean and example.raw_prompts:
             raw_tree, raw_cut = encode(example.raw_prompts, example.where, together=False)
-        encoded.append(EncodedExample(tree, raw_tree, example.lengths, example.gold, cut or raw_cut))
+        encoded.append(
+            EncodedExample(tree, raw_tree, example.lengths, example.gold, cut or raw_cut)
+        )
     return encoded
 
 
@@ -109,7 +114,11 @@ def encode_prompt(
     """
     context, continuation = prompt
     prefix = tokenizer.encode(context.rstrip() if together else context)
-    ids = tokenizer.encode(context + continuation) if together else [*prefix, *tokenizer.encode(continuation)]
+    ids = (
+        tokenizer.encode(context + continuation)
+        if together
+        else [*prefix, *tokenizer.encode(continuation)]
+    )
     bos = tokenizer.bos_ids or ([] if len(prefix) else [tokenizer.eot])
     n_targets = len(ids) - len(prefix)
     if n_targets < 1:
@@ -138,7 +147,9 @@ def score_examples(
             pred, loss = 0 if greedy[0] else -1, -float(log_p[0])
         elif raw:
             pred_token_mean = _best(scores[raw].log_p, raw.n_targets)
-        results.append(ExampleResult(pred, pred_norm, pred_token_mean, example.gold, loss, example.cut))
+        results.append(
+            ExampleResult(pred, pred_norm, pred_token_mean, example.gold, loss, example.cut)
+        )
     return results
 
 
@@ -172,14 +183,20 @@ def compute_metrics(results: Sequence[ExampleResult]) -> dict[str, Any]:
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
     """The scores of a task in one line."""
-    scores = [f"{score} {format_score(metrics, score)}" for score in SCORES if metrics[score] is not None]
+    scores = [
+        f"{score} {format_score(metrics, score)}" for score in SCORES if metrics[score] is not None
+    ]
     return f"{', '.join(scores)} in {metrics['n']:,} examples{describe_cut(metrics)}"
 
 
 def describe_cut(metrics: Mapping[str, Any]) -> str:
     """How many examples could not be asked as a whole, in words; empty if none."""
     n_cut = metrics.get("n_cut")
-    return f", {n_cut:,} with a choice longer than the context, of which the end is scored" if n_cut else ""
+    return (
+        f", {n_cut:,} with a choice longer than the context, of which the end is scored"
+        if n_cut
+        else ""
+    )
 
 
 def format_score(metrics: Mapping[str, Any], score: str) -> str:

@@ -79,13 +79,18 @@ def load_reward(name: str) -> Reward:
     finally:
         sys.path.remove(folder)
     if not callable(found):
-        raise ConfigError(f"{name} is no function", "--reward", "give a function of (prompt, answer, right)")
+        raise ConfigError(
+            f"{name} is no function", "--reward", "give a function of (prompt, answer, right)"
+        )
     reward: Reward = found
     return reward
 
 
 def score_answers(
-    reward: Reward, name: str, rows: Sequence[tuple[str, str, str]], limit_seconds: float = LIMIT_SECONDS
+    reward: Reward,
+    name: str,
+    rows: Sequence[tuple[str, str, str]],
+    limit_seconds: float = LIMIT_SECONDS,
 ) -> list[float]:
     """The reward of each (prompt, answer, right).
 
@@ -115,7 +120,9 @@ def score_answers(
             raise value
         if isinstance(value, BaseException):
             what = f"reward {name} raised {type(value).__name__}: {value}"
-            raise ConfigError(what, where, "mend it, or catch the error there and return 0") from value
+            raise ConfigError(
+                what, where, "mend it, or catch the error there and return 0"
+            ) from value
         try:
             number = float(value)  # type: ignore[arg-type] # whatever a user's code returns
         except (TypeError, ValueError):

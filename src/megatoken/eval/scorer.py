@@ -84,7 +84,10 @@ def build_tree(sequences: Sequence[ScoredSequence]) -> Tree:
         ids=np.array(ids),
         positions=np.array(positions),
         ends=ends[: len(ids)],
-        targets=np.array([id for each in sequences for id in each.ids[len(each.ids) - each.n_targets :]], np.int64),
+        targets=np.array(
+            [id for each in sequences for id in each.ids[len(each.ids) - each.n_targets :]],
+            np.int64,
+        ),
         before=np.array([node for nodes in before for node in nodes], np.int64),
         n_targets=np.array([sequence.n_targets for sequence in sequences]),
     )
@@ -99,13 +102,19 @@ def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tr
         padded[:, row, : len(tree.ids)] = tree.ids, tree.positions, tree.ends
     ids, positions, ends = torch.from_numpy(padded).to(device)
     nodes_T = torch.arange(T, device=device)
-    mask_BTT = (nodes_T[None, None, :] <= nodes_T[None, :, None]) & (nodes_T[None, :, None] < ends[:, None, :])
+    mask_BTT = (nodes_T[None, None, :] <= nodes_T[None, :, None]) & (
+        nodes_T[None, :, None] < ends[:, None, :]
+    )
     return ids, TreeMask(positions_BT=positions, attn_mask_BTT=mask_BTT)
 
 
 @torch.no_grad()
 def score_trees(
-    model: GPT, trees: Sequence[Tree], device: Device, comm: Comm, on_batch: Callable[[], None] | None = None
+    model: GPT,
+    trees: Sequence[Tree],
+    device: Device,
+    comm: Comm,
+    on_batch: Callable[[], None] | None = None,
 ) -> list[TreeScores]:
     """Scores of every tree, in order, on every rank. Log-softmax is fp32; the model's mode is left as it was.
 
@@ -126,12 +135,19 @@ def score_trees(
             batch = batches[min(number, len(batches) - 1)]
             log_p_R, missed_R = _score_batch(plain, [trees[i] for i in batch], device)
             if number < len(batches):
-                rows = [np.repeat(np.arange(firsts[i], firsts[i + 1]), trees[i].n_targets) for i in batch]
+                rows = [
+                    np.repeat(np.arange(firsts[i], firsts[i + 1]), trees[i].n_targets)
+                    for i in batch
+                ]
                 np.add.at(sums.T, np.concatenate(rows), np.stack([log_p_R, missed_R], 1))
     model.train(was_training)
-    log_p, missed = comm.sum(torch.from_numpy(sums).to(device.torch_device, device.widest)).cpu().numpy()
+    log_p, missed = (
+        comm.sum(torch.from_numpy(sums).to(device.torch_device, device.widest)).cpu().numpy()
+    )
     if not np.isfinite(log_p).all():
-        raise NumericsError("log-likelihoods are not finite numbers", "the model", "use an earlier checkpoint")
+        raise NumericsError(
+            "log-likelihoods are not finite numbers", "the model", "use an earlier checkpoint"
+        )
     return [TreeScores(log_p[a:b], missed[a:b] == 0) for a, b in itertools.pairwise(firsts)]
 
 
@@ -148,7 +164,9 @@ def plan_batches(sizes: Sequence[int], max_nodes: int) -> list[list[int]]:
     return batches
 
 
-def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _score_batch(
+    model: GPT, trees: Sequence[Tree], device: Device
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Per target (R,), tree after tree: its log-probability, and 1 if it is not the argmax."""
     ids_BT, tree_mask = stack_trees(trees, device.torch_device)
     flat_R = np.concatenate([row * ids_BT.shape[1] + tree.before for row, tree in enumerate(trees)])
@@ -157,7 +175,9 @@ def _score_batch(model: GPT, trees: Sequence[Tree], device: Device) -> tuple[NDA
     log_p_R, missed_R = np.empty((2, len(targets_R)))
     chunk = LOSS_CHUNK[device.type]
     with device.autocast():
-        hidden_UC = model(ids_BT, tree_mask=tree_mask).flatten(0, 1)[torch.from_numpy(nodes_U).to(device.torch_device)]
+        hidden_UC = model(ids_BT, tree_mask=tree_mask).flatten(0, 1)[
+            torch.from_numpy(nodes_U).to(device.torch_device)
+        ]
         weight_VC = gather_lm_head(model.lm_head_weight)
         for start in range(0, len(nodes_U), chunk):
             logits_UV = F.linear(hidden_UC[start : start + chunk], weight_VC)

@@ -59,7 +59,9 @@ def parse_hellaswag(row: Row) -> Example:
     return _example(context, list(map(clean, choices)), row["label"], raw_prompts)
 
 
-def parse_lettered(row: Row, *, key: str = "question", template: str = "Question: {}\nAnswer:") -> Example:
+def parse_lettered(
+    row: Row, *, key: str = "question", template: str = "Question: {}\nAnswer:"
+) -> Example:
     """ARC (Clark et al. 2018), OpenBookQA (Mihaylov et al. 2018): choices with labels A, B, ...; answerKey is one."""
     answer = row["choices"]["label"].index(_text(row, "answerKey").lstrip())
     return _example(template.format(_text(row, key)), _choices(row["choices"]["text"]), answer)
@@ -67,7 +69,11 @@ def parse_lettered(row: Row, *, key: str = "question", template: str = "Question
 
 def parse_piqa(row: Row) -> Example:
     """Bisk et al. 2020."""
-    return _example(f"Question: {_text(row, 'goal')}\nAnswer:", _choices([row["sol1"], row["sol2"]]), row["label"])
+    return _example(
+        f"Question: {_text(row, 'goal')}\nAnswer:",
+        _choices([row["sol1"], row["sol2"]]),
+        row["label"],
+    )
 
 
 def parse_winogrande(row: Row) -> Example:
@@ -88,7 +94,9 @@ def parse_lambada(row: Row) -> Example:
     return Example(((context, f" {word}"),), gold=0)
 
 
-def _example(context: str, choices: list[str], gold: str | int, raw_prompts: tuple[Prompt, ...] = ()) -> Example:
+def _example(
+    context: str, choices: list[str], gold: str | int, raw_prompts: tuple[Prompt, ...] = ()
+) -> Example:
     """gold: the number of a choice, a string in some files."""
     if int(gold) not in range(len(choices)):
         raise ValueError(f"'label' is {gold!r}, not one of 0 to {len(choices) - 1}")
@@ -103,7 +111,9 @@ def _text(row: Row, key: str) -> str:
 
 
 def _choices(texts: Any) -> list[str]:
-    has_text = isinstance(texts, list) and all(isinstance(text, str) and text.strip() for text in texts)
+    has_text = isinstance(texts, list) and all(
+        isinstance(text, str) and text.strip() for text in texts
+    )
     if not has_text or len(texts) < 2:
         raise TypeError(f"choices are {texts!r:.80}, not at least two strings with text")
     return list(texts)
@@ -142,11 +152,15 @@ def find_tasks(names: str | Sequence[str]) -> list[Task]:
         if name not in TASKS:
             near = difflib.get_close_matches(name, TASKS, 1, 0.5)
             fix = f"did you mean {near[0]}?" if near else f"choose among {', '.join(TASKS)}"
-            raise ConfigError(f"unknown task {name!r}", "tasks", f"{fix} (any other task: --harness)")
+            raise ConfigError(
+                f"unknown task {name!r}", "tasks", f"{fix} (any other task: --harness)"
+            )
     return [TASKS[name] for name in names]
 
 
-def read_examples(tasks: Sequence[Task], data: Path | None, limit: int = 0) -> dict[str, list[Example]]:
+def read_examples(
+    tasks: Sequence[Task], data: Path | None, limit: int = 0
+) -> dict[str, list[Example]]:
     """The first `limit` examples of each task (0: all), by task name, in the order of the file.
 
     data: the file of a single task (.jsonl or .parquet), or a folder with a file named after each task; None: the
@@ -162,10 +176,14 @@ def read_examples(tasks: Sequence[Task], data: Path | None, limit: int = 0) -> d
         for where, row in itertools.islice(rows, limit or None):
             try:
                 example = task.parse(json.loads(row) if isinstance(row, bytes) else row)
-                "".join(map("".join, example.prompts)).encode()  # ValueError for half a surrogate pair
+                "".join(
+                    map("".join, example.prompts)
+                ).encode()  # ValueError for half a surrogate pair
             except MALFORMED as error:
                 what = f"malformed example of {task.name}: {type(error).__name__}: {error}"
-                fix = f"correct or remove it; {task.name} needs the columns of {task.hub} on the hub"
+                fix = (
+                    f"correct or remove it; {task.name} needs the columns of {task.hub} on the hub"
+                )
                 raise DataError(what, where, fix) from None
             examples[task.name].append(dataclasses.replace(example, where=where))
         if not examples[task.name]:
@@ -175,7 +193,9 @@ def read_examples(tasks: Sequence[Task], data: Path | None, limit: int = 0) -> d
 
 def _read_file(task: Task, data: Path) -> Iterator[tuple[str, Any]]:
     """(where, row or line of JSON) of every row."""
-    files = [data / f"{task.name}.jsonl", data / f"{task.name}.parquet"] if data.is_dir() else [data]
+    files = (
+        [data / f"{task.name}.jsonl", data / f"{task.name}.parquet"] if data.is_dir() else [data]
+    )
     path = next(filter(Path.is_file, files), None)
     if path is None:
         raise DataError("no such file", str(files[0]), GIVE_FILE)
@@ -197,7 +217,9 @@ def _read_hub(task: Task) -> Iterator[tuple[str, Row]]:
         from datasets import load_dataset
     except ImportError:
         fix = f'pip install "megatoken[eval]", or {GIVE_FILE}'
-        raise ConfigError(f"reading {task.hub} from the hub needs `datasets`", task.name, fix) from None
+        raise ConfigError(
+            f"reading {task.hub} from the hub needs `datasets`", task.name, fix
+        ) from None
     try:
         rows = load_dataset(task.hub, task.config, split=task.split)
     except Exception as error:  # the hub, its cache and the network raise many types

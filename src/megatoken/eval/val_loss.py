@@ -53,7 +53,11 @@ def validation_loss(
             starts = None if starts is None else F.pad(starts, pad)
         else:
             padded = targets
-        mask = {} if starts is None else {"tree_mask": separate_conversations(starts.to(device.torch_device))}
+        mask = (
+            {}
+            if starts is None
+            else {"tree_mask": separate_conversations(starts.to(device.torch_device))}
+        )
         with device.autocast():
             hidden = model(inputs.to(device.torch_device), **mask)
             weight = gather_lm_head(model.lm_head_weight)

@@ -53,7 +53,9 @@ class Heartbeat:
         if len(seconds) >= MEASURED_FIRST.get(phase, 1):
             limit = max(MIN_LIMIT_SECONDS[phase], LIMIT_FACTOR * max(seconds, default=0.0))
         line = f"{limit:.1f} {step} {phase} {done}"
-        with suppress(OSError):  # a full disk: without heartbeats a hang is not found, but training goes on
+        with suppress(
+            OSError
+        ):  # a full disk: without heartbeats a hang is not found, but training goes on
             os.pwrite(self._file, line.ljust(64).encode(), 0)  # one call: never half a line
 
     @contextmanager
@@ -107,17 +109,26 @@ class Watchdog:
         It is one that does not answer, else one outside a collective, else one with another stack than most, else the
         one at the earliest step. When all wait in collectives it may be on another machine, whose watchdog names it.
         """
-        files = {rank: file for rank in processes if (file := stacks_file(self.files[rank])).exists()}
+        files = {
+            rank: file for rank in processes if (file := stacks_file(self.files[rank])).exists()
+        }
         for rank in files:
             processes[rank].send_signal(signal.SIGQUIT)
         time.sleep(DUMP_SECONDS if files else 0)
         answers = {rank: files[rank].read_text() if rank in files else "" for rank in processes}
-        places = {rank: split_threads(stacks)[-1] for rank, stacks in answers.items()}  # the main thread is the last
+        places = {
+            rank: split_threads(stacks)[-1] for rank, stacks in answers.items()
+        }  # the main thread is the last
         count = Counter(places.values())
 
         def order(rank: int) -> tuple[bool, bool, int, int]:
             stacks = answers[rank]
-            return bool(stacks), waits_in_collective(stacks), count[places[rank]], self.read(rank)[1]
+            return (
+                bool(stacks),
+                waits_in_collective(stacks),
+                count[places[rank]],
+                self.read(rank)[1],
+            )
 
         rank = min(processes, key=order)
         what = f"rank {rank} hangs"
@@ -137,7 +148,9 @@ def stacks_file(heartbeat: Path) -> Path:
 
 def waits_in_collective(stacks: str) -> bool:
     """Whether one of the threads' innermost calls belongs to torch.distributed or to this package's distributed."""
-    return any("/distributed/" in "".join(thread.splitlines()[:3]) for thread in split_threads(stacks))
+    return any(
+        "/distributed/" in "".join(thread.splitlines()[:3]) for thread in split_threads(stacks)
+    )
 
 
 def split_threads(stacks: str) -> list[str]:

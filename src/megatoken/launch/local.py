@@ -29,13 +29,17 @@ from megatoken.system.environment import HEARTBEAT, given_environment, python_co
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # not SIGINT: Ctrl-C stays an interrupt
 FORWARDED = (*STOP_SIGNALS, "SIGINT")
 # `megatoken`, for its arguments
-COMMAND = python_command("sys.argv[0] = 'megatoken'; from megatoken.__main__ import main; sys.exit(main())")
+COMMAND = python_command(
+    "sys.argv[0] = 'megatoken'; from megatoken.__main__ import main; sys.exit(main())"
+)
 RESTARTS = 3  # in a row without progress
 GRACE_SECONDS = 10.0  # for the others after one has failed, and again after SIGTERM
 LOST_SECONDS = 2.0  # for the others after one was killed
 DRAIN_SECONDS = 1.0  # to read the rest of a rank's messages
 END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
-SAME_REQUEST_SECONDS = 0.5  # copies of a signal, from launchers that signal a process as well as its group
+SAME_REQUEST_SECONDS = (
+    0.5  # copies of a signal, from launchers that signal a process as well as its group
+)
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # of Linux's prctl
 PARENT = os.getppid()
 
@@ -45,12 +49,16 @@ Process = subprocess.Popen[str]
 def not_ignored(names: Sequence[str]) -> list[str]:
     """The signals that this system has and this process does not ignore, as `nohup` makes it ignore SIGHUP."""
     return [
-        name for name in names if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN
+        name
+        for name in names
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN
     ]
 
 
 @contextmanager
-def handle_signals(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_signals(
+    names: Sequence[str], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
     """Context with a handler for `not_ignored(names)`; in the main thread, where Python allows handlers."""
     in_main = threading.current_thread() is threading.main_thread()
     numbers = [getattr(signal, name) for name in not_ignored(names) if in_main]
@@ -83,7 +91,10 @@ def stop_at_once(marker: Path | None = None) -> Iterator[None]:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         with suppress(OSError):
-            os.write(2, f"stopped by {name_cause(number)} before the run began; nothing to save\n".encode())
+            os.write(
+                2,
+                f"stopped by {name_cause(number)} before the run began; nothing to save\n".encode(),
+            )
         os._exit(write_stop_marker(marker))
 
     with handle_signals(STOP_SIGNALS, stop):
@@ -100,7 +111,11 @@ def write_stop_marker(marker: Path | None) -> ExitCode:
 
 def at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
     """A call by which a process asks for a signal when the one that started it dies, however it does; Linux only."""
-    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, number) if sys.platform == "linux" else None
+    return (
+        partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, number)
+        if sys.platform == "linux"
+        else None
+    )
 
 
 def name_cause(number: int) -> str:
@@ -113,7 +128,9 @@ def name_cause(number: int) -> str:
     return signal.Signals(number).name
 
 
-def launch(command: Sequence[str], nproc: int, restarts: int = 0, machine: DistEnv | None = None) -> int:
+def launch(
+    command: Sequence[str], nproc: int, restarts: int = 0, machine: DistEnv | None = None
+) -> int:
     """Run `command` in `nproc` processes; return 0, or the exit code of the first that failed.
 
     Signals are forwarded to all processes; a second SIGTERM or SIGINT kills them. When a process was killed, hangs
@@ -153,7 +170,9 @@ def launch(command: Sequence[str], nproc: int, restarts: int = 0, machine: DistE
             processes.clear()
     what += f", and {restarts} restarts brought no progress" if failures > restarts > 0 else ""
     fix = "if memory ran out, set machine.micro_batch to a smaller number"
-    _print(f"error: {PeerError(what, where, f'{fix}; the same command goes on from the newest checkpoint')}\n")
+    _print(
+        f"error: {PeerError(what, where, f'{fix}; the same command goes on from the newest checkpoint')}\n"
+    )
     return ExitCode.PEER
 
 
@@ -168,7 +187,11 @@ class LaunchResult:
 
 
 def run_ranks(
-    command: Sequence[str], nproc: int, machine: DistEnv, processes: dict[int, Process], forwarded: Sequence[int]
+    command: Sequence[str],
+    nproc: int,
+    machine: DistEnv,
+    processes: dict[int, Process],
+    forwarded: Sequence[int],
 ) -> LaunchResult:
     """Start the ranks of a machine, adding them to `processes`, relay what they print, and wait for all.
 
@@ -179,7 +202,10 @@ def run_ranks(
     # torchrun kills this process when it waits for a rank for too long: no rank may be left then.
     on_start = at_parent_death(signal.SIGTERM if machine.world_size == 1 else signal.SIGKILL)
     errors: list[list[str]] = [[] for _ in range(nproc)]
-    with tempfile.TemporaryDirectory(prefix="megatoken-", ignore_cleanup_errors=True) as folder, reserve_port() as port:
+    with (
+        tempfile.TemporaryDirectory(prefix="megatoken-", ignore_cleanup_errors=True) as folder,
+        reserve_port() as port,
+    ):
         if machine.world_size == 1:
             shared = replace(shared, port=port)
         watchdog = Watchdog(Path(folder), range(first, first + nproc), world_size)
@@ -192,7 +218,9 @@ def run_ranks(
                 process = subprocess.Popen(
                     command,
                     env=environment,
-                    stderr=subprocess.PIPE if rank > first else None,  # rank 0 may draw on the terminal
+                    stderr=subprocess.PIPE
+                    if rank > first
+                    else None,  # rank 0 may draw on the terminal
                     text=True,
                     errors="replace",
                     preexec_fn=on_start,
@@ -211,7 +239,9 @@ def run_ranks(
         finally:
             for process in processes.values():
                 process.kill()
-        return LaunchResult(code=code, lost=lost, step=max(watchdog.read(rank)[1] for rank in processes))
+        return LaunchResult(
+            code=code, lost=lost, step=max(watchdog.read(rank)[1] for rank in processes)
+        )
 
 
 def relay(process: Process, errors: list[str]) -> None:
@@ -257,7 +287,9 @@ def wait_for_all(processes: Mapping[int, Process], watchdog: Watchdog) -> tuple[
         if failed and not terminated and (first < 0 or codes[first] == ExitCode.PEER):
             first = failed[0][1]
             code = codes[first] or 0
-            deadline = min(deadline, time.monotonic() + (GRACE_SECONDS if code > 0 else LOST_SECONDS))
+            deadline = min(
+                deadline, time.monotonic() + (GRACE_SECONDS if code > 0 else LOST_SECONDS)
+            )
             if code < 0:
                 lost = f"rank {first} was killed by {signal.Signals(-code).name}{watchdog.describe(first)}"
         running = {rank: processes[rank] for rank, code in codes.items() if code is None}

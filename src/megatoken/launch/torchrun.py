@@ -25,7 +25,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run torchrun; return 0, the code in the marker file, that of the process that failed, or 128 + a signal."""
     prepare_torchrun()
     script = list(arguments).index("-m") + 2
-    options = ["--signals_to_handle", ",".join(not_ignored(FORWARDED)), "--shutdown-timeout", str(SAVE_SECONDS)]
+    options = [
+        "--signals_to_handle",
+        ",".join(not_ignored(FORWARDED)),
+        "--shutdown-timeout",
+        str(SAVE_SECONDS),
+    ]
     with stop_at_once(), tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
         marker, code = Path(folder) / "ending", 0
         try:
@@ -36,7 +41,10 @@ def main(arguments: Sequence[str]) -> int:
         except ChildFailedError as error:
             code = error.get_first_failure()[1].exitcode
             if code < 0:  # others have said why they failed
-                print(f"error: the launcher was killed by {signal.Signals(-code).name}", file=sys.stderr)
+                print(
+                    f"error: the launcher was killed by {signal.Signals(-code).name}",
+                    file=sys.stderr,
+                )
                 code = 128 - code
         except SignalException as error:
             print(f"torchrun was stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)

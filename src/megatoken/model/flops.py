@@ -19,20 +19,30 @@ def count_parameters(config: ModelConfig) -> int:
     others += (1 + config.embedding_norm) * _count_norm_parameters(config, d)
     others += 2 * config.n_layer if config.residual_scales else 0
     others += d + 1 if config.value_head else 0
-    return _count_embeddings(config, config.vocab_size) + config.n_layer * count_block_parameters(config) + others
+    return (
+        _count_embeddings(config, config.vocab_size)
+        + config.n_layer * count_block_parameters(config)
+        + others
+    )
 
 
 def count_block_parameters(config: ModelConfig) -> int:
     """Trainable parameters of one block."""
     d, f, gates = config.d_model, config.d_ff, int(config.mlp == "swiglu")
     biases = (d + _kv_width(config)) + d + (1 + gates) * f + d if config.bias else 0
-    norms = 2 * _count_norm_parameters(config, d) + 2 * config.qk_norm * _count_norm_parameters(config, config.d_head)
+    norms = 2 * _count_norm_parameters(config, d) + 2 * config.qk_norm * _count_norm_parameters(
+        config, config.d_head
+    )
     return _block_matrices(config) + biases + norms
 
 
 def count_value_parameters(config: ModelConfig, vocab_size: int) -> int:
     """Trainable parameters of all value embeddings with so many rows, and of their gates."""
-    return len(config.value_embedding_layers) * config.kv_heads * (vocab_size * config.d_head + config.d_model)
+    return (
+        len(config.value_embedding_layers)
+        * config.kv_heads
+        * (vocab_size * config.d_head + config.d_model)
+    )
 
 
 def _count_embeddings(config: ModelConfig, vocab_size: int) -> int:
@@ -65,7 +75,10 @@ def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
     """FLOPs of forward and backward for one token at full context, by the causal or the full-attention definition."""
     T = config.seq_len
     keys = [min(window or T, T) for window in config.windows]
-    attention = sum(6 * config.d_model * w * (2 * T - w) // T if causal else 12 * config.d_model * w for w in keys)
+    attention = sum(
+        6 * config.d_model * w * (2 * T - w) // T if causal else 12 * config.d_model * w
+        for w in keys
+    )
     return 6 * count_matmul_parameters(config) + attention
 
 
@@ -76,5 +89,7 @@ def expected_initial_loss(config: ModelConfig) -> float:
 
 def count_padded_parameters(config: ModelConfig) -> int:
     """Trainable parameters in memory: the vocabulary with its padding rows."""
-    padding = _count_embeddings(config, config.padded_vocab_size) - _count_embeddings(config, config.vocab_size)
+    padding = _count_embeddings(config, config.padded_vocab_size) - _count_embeddings(
+        config, config.vocab_size
+    )
     return count_parameters(config) + padding

@@ -111,7 +111,11 @@ class Attention(nn.Module):
         super().__init__()
         self.attention_fn = ATTENTION["flash"]
         self.masked_attention_fn = masked_attention("flash")  # with a cache or a mask
-        self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of queries, keys and values
+        self.heads = [
+            config.n_head,
+            config.kv_heads,
+            config.kv_heads,
+        ]  # of queries, keys and values
         self.d_head, self.layer = config.d_head, layer
         self.window = {"window": config.windows[layer]} if config.windows[layer] else {}
         self.drop = Dropout(config.dropout, site=1)
@@ -120,7 +124,9 @@ class Attention(nn.Module):
         self.q_norm = Norm(config, config.d_head) if config.qk_norm else None
         self.k_norm = Norm(config, config.d_head) if config.qk_norm else None
         has_values, kv_heads = layer in config.value_embedding_layers, config.kv_heads
-        self.value_tokens = Embedding(config.padded_vocab_size, kv_heads * config.d_head) if has_values else None
+        self.value_tokens = (
+            Embedding(config.padded_vocab_size, kv_heads * config.d_head) if has_values else None
+        )
         self.value_gate = Linear(config.d_model, kv_heads, bias=False) if has_values else None
 
     def forward(
@@ -136,14 +142,22 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x_BTC).view(B, T, -1, self.d_head).split_with_sizes(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
-        if self.value_tokens is not None and self.value_gate is not None:  # the gates start at 2 sigmoid(0) = 1
-            v = v + (2 * self.value_gate(x_BTC).sigmoid()[..., None] * self.value_tokens(ids_BT).view_as(v)).type_as(v)
+        if (
+            self.value_tokens is not None and self.value_gate is not None
+        ):  # the gates start at 2 sigmoid(0) = 1
+            v = v + (
+                2
+                * self.value_gate(x_BTC).sigmoid()[..., None]
+                * self.value_tokens(ids_BT).view_as(v)
+            ).type_as(v)
         if cos_sin is not None:
             q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
         q, k, v = (x_BTHD.transpose(1, 2) for x_BTHD in (q, k, v))
         dropout = None if dropout_keys_B is None else partial(self.drop, dropout_keys_B)
         if cache is None and mask is None:
-            y_BHTD = self.attention_fn(q, k, v, mask=None, causal=True, dropout=dropout, **self.window)
+            y_BHTD = self.attention_fn(
+                q, k, v, mask=None, causal=True, dropout=dropout, **self.window
+            )
         else:
             if cache is not None:
                 k, v = cache.append(self.layer, k, v)
@@ -165,13 +179,19 @@ class MLP(nn.Module):
         super().__init__()
         self.gelu_approximate = "none" if config.mlp == "gelu-erf" else "tanh"
         self.is_relu2 = config.mlp == "relu2"
-        self.gate = Linear(config.d_model, config.d_ff, bias=config.bias) if config.mlp == "swiglu" else None
+        self.gate = (
+            Linear(config.d_model, config.d_ff, bias=config.bias)
+            if config.mlp == "swiglu"
+            else None
+        )
         self.up = Linear(config.d_model, config.d_ff, bias=config.bias)
         self.down = Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         gate_BTF = None if self.gate is None else self.gate(x_BTC)
-        if self.recompute_activation:  # not the projection after it: recomputing ends with what the backward reads
+        if (
+            self.recompute_activation
+        ):  # not the projection after it: recomputing ends with what the backward reads
             return checkpoint(self._project_down, self.up(x_BTC), gate_BTF, use_reentrant=False)  # type: ignore[no-any-return]
         return self._project_down(self.up(x_BTC), gate_BTF)
 
@@ -220,21 +240,33 @@ class GPT(nn.Module):
     recompute_blocks = False
     attention_name = "flash"
 
-    def __init__(self, config: ModelConfig, vocab_size: int | None = None, seed: int | None = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, vocab_size: int | None = None, seed: int | None = 0
+    ) -> None:
         super().__init__()
         self.config = config = config.resolve(vocab_size or 0)
         if not config.vocab_size:
             fix = "set it, or pass the tokenizer's vocab_size to GPT"
             raise ConfigError("the vocabulary size is unknown", "model.vocab_size", fix)
         self.tokens = Embedding(config.padded_vocab_size, config.d_model)
-        self.positions = Embedding(config.seq_len, config.d_model) if config.pos_emb == "learned" else None
+        self.positions = (
+            Embedding(config.seq_len, config.d_model) if config.pos_emb == "learned" else None
+        )
         self.embedding_norm = Norm(config) if config.embedding_norm else None
         self.drop = Dropout(config.dropout, site=0)
-        self.residual_scales = nn.Parameter(torch.ones(config.n_layer)) if config.residual_scales else None
-        self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer)) if config.residual_scales else None
+        self.residual_scales = (
+            nn.Parameter(torch.ones(config.n_layer)) if config.residual_scales else None
+        )
+        self.embedding_scales = (
+            nn.Parameter(torch.zeros(config.n_layer)) if config.residual_scales else None
+        )
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(config)
-        self.head = None if config.tie_embeddings else Linear(config.d_model, config.padded_vocab_size, bias=False)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.d_model, config.padded_vocab_size, bias=False)
+        )
         self.value_head = Linear(config.d_model, 1) if config.value_head else None
         if seed is not None and not self.tokens.weight.is_meta:
             for name, values in init_weights(self, seed):
@@ -279,11 +311,16 @@ class GPT(nn.Module):
         for layer, (block, window) in enumerate(zip(self.blocks, self.config.windows, strict=True)):
             block_mask = window_mask if window else mask
             if self.residual_scales is not None and self.embedding_scales is not None:
-                x_BTC = self.residual_scales[layer] * x_BTC + self.embedding_scales[layer] * embedding_BTC
+                x_BTC = (
+                    self.residual_scales[layer] * x_BTC
+                    + self.embedding_scales[layer] * embedding_BTC
+                )
             # A block gets keys of its own instead of its number, so that a compiled block serves all layers.
             keys_B = None if dropout_keys_B is None else fold_in(dropout_keys_B, 1 + layer)
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
-                x_BTC = checkpoint(block, x_BTC, ids_BT, None, cos_sin, block_mask, keys_B, use_reentrant=False)
+                x_BTC = checkpoint(
+                    block, x_BTC, ids_BT, None, cos_sin, block_mask, keys_B, use_reentrant=False
+                )
             else:
                 x_BTC = block(x_BTC, ids_BT, cache, cos_sin, block_mask, keys_B)
         if cache is not None:
@@ -303,13 +340,17 @@ class GPT(nn.Module):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits (..., real vocabulary) of hidden states (..., C); padding ids have none."""
-        logits = self.norm.kernels.linear(hidden, self.lm_head_weight, None)[..., : self.config.vocab_size]
+        logits = self.norm.kernels.linear(hidden, self.lm_head_weight, None)[
+            ..., : self.config.vocab_size
+        ]
         return cap_logits(logits, self.config.logit_softcap)
 
     def values(self, hidden: Tensor) -> Tensor:
         """A number (...), fp32, for every hidden state (..., C) of a model with a value head."""
         assert self.value_head is not None
-        return (hidden.float() * self.value_head.weight[0].float()).sum(-1) + self.value_head.bias.float()
+        return (hidden.float() * self.value_head.weight[0].float()).sum(
+            -1
+        ) + self.value_head.bias.float()
 
     def logits(self, ids_BT: Tensor) -> Tensor:
         """Logits (B, T, real vocabulary) of the token after each of `ids_BT`."""
@@ -320,7 +361,11 @@ class GPT(nn.Module):
         hidden_BTC = self(inputs_BT)
         config, weight = self.config, self.lm_head_weight
         total, count = cross_entropy(
-            hidden_BTC, weight, targets_BT, vocab_size=config.vocab_size, softcap=config.logit_softcap
+            hidden_BTC,
+            weight,
+            targets_BT,
+            vocab_size=config.vocab_size,
+            softcap=config.logit_softcap,
         )
         return total / count
 
@@ -328,9 +373,13 @@ class GPT(nn.Module):
 def set_attention(model: GPT, name: str) -> None:
     """Select the implementation of attention. Raises ConfigError for a name that is not registered."""
     if name not in ATTENTION:
-        raise ConfigError(f"no attention {name!r}", "machine.attention", f"choose one of {', '.join(ATTENTION)}")
+        raise ConfigError(
+            f"no attention {name!r}", "machine.attention", f"choose one of {', '.join(ATTENTION)}"
+        )
     if model.config.window and name in WITHOUT_WINDOW:
-        raise ConfigError(f"attention {name!r} has no windows", "machine.attention", "use auto, or model.window=0")
+        raise ConfigError(
+            f"attention {name!r} has no windows", "machine.attention", "use auto, or model.window=0"
+        )
     model.attention_name = name
     for part in model.modules():
         if isinstance(part, Attention):
@@ -347,7 +396,9 @@ def set_block_kernels(model: nn.Module, name: str) -> None:
 def copy_kernels(model: GPT, source: GPT) -> None:
     """Compute with the implementations with which another model does."""
     set_attention(model, source.attention_name)
-    set_block_kernels(model, next(name for name, kernels in BLOCK.items() if kernels is source.norm.kernels))
+    set_block_kernels(
+        model, next(name for name, kernels in BLOCK.items() if kernels is source.norm.kernels)
+    )
 
 
 def set_activation_checkpointing(model: GPT, mode: str) -> None:
@@ -362,7 +413,11 @@ def get_activation_checkpointing(model: GPT) -> str:
     """The mode that `set_activation_checkpointing` was given."""
     if model.recompute_blocks:
         return "block"
-    return "gelu" if any(isinstance(part, MLP) and part.recompute_activation for part in model.modules()) else "none"
+    return (
+        "gelu"
+        if any(isinstance(part, MLP) and part.recompute_activation for part in model.modules())
+        else "none"
+    )
 
 
 def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -375,7 +430,10 @@ def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)
-    into_stream, tables = ("attention.out.weight", "mlp.down.weight"), ("tokens.weight", "head.weight")
+    into_stream, tables = (
+        ("attention.out.weight", "mlp.down.weight"),
+        ("tokens.weight", "head.weight"),
+    )
     zero = ["value_gate.weight", "value_head.weight"]
     zero += [*into_stream, "head.weight"] if model.config.zero_init else []
     for name, parameter in model.named_parameters():

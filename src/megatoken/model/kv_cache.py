@@ -19,7 +19,13 @@ class KeyValueCache:
     """
 
     def __init__(
-        self, config: ModelConfig, *, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         sizes = (config.n_layer, rows, config.kv_heads, capacity, config.d_head)
         # Zeros, because a short row's places up to the longest are read, with weight 0, which leaves no NaN out.

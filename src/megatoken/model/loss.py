@@ -34,7 +34,9 @@ def cross_entropy(
     autocast's.
     """
     device = hidden_BTC.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
+    dtype = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
+    )
     hidden_NC, targets_N = hidden_BTC.flatten(0, 1), targets_BT.flatten()
     count = (targets_N >= 0).sum()
     if device == "cpu" and 0 < count < len(targets_N):  # elsewhere the host would wait
@@ -42,17 +44,37 @@ def cross_entropy(
         hidden_NC, targets_N = hidden_NC.index_select(0, index_N), targets_N[index_N]
     with torch.autocast(device, enabled=False):
         if chunk == 0:
-            return _plain_cross_entropy(hidden_NC, lm_head_VC, targets_N, vocab_size, softcap, dtype), count
+            return _plain_cross_entropy(
+                hidden_NC, lm_head_VC, targets_N, vocab_size, softcap, dtype
+            ), count
         if dtype == torch.float16:
             # The logits' gradient underflows fp16 without the loss scale, which only the backward has: fp16 recomputes
             # each chunk's logits there.
             sums = [
-                checkpoint(_plain_cross_entropy, h_NC, lm_head_VC, t_N, vocab_size, softcap, dtype, use_reentrant=False)
-                for h_NC, t_N in zip(torch.split(hidden_NC, chunk), torch.split(targets_N, chunk), strict=True)
+                checkpoint(
+                    _plain_cross_entropy,
+                    h_NC,
+                    lm_head_VC,
+                    t_N,
+                    vocab_size,
+                    softcap,
+                    dtype,
+                    use_reentrant=False,
+                )
+                for h_NC, t_N in zip(
+                    torch.split(hidden_NC, chunk), torch.split(targets_N, chunk), strict=True
+                )
             ]
             return torch.stack(sums).sum(), count
         total: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_NC, lm_head_VC, targets_N, vocab_size, softcap, chunk, dtype, softmax_cross_entropy
+            hidden_NC,
+            lm_head_VC,
+            targets_N,
+            vocab_size,
+            softcap,
+            chunk,
+            dtype,
+            softmax_cross_entropy,
         )
         return total, count
 
@@ -73,7 +95,9 @@ def token_log_probs(
     computed.
     """
     device = hidden_BTC.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
+    dtype = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTC.dtype
+    )
     targets_N = targets_BT.flatten()
     index_N = torch.nonzero(targets_N >= 0)[:, 0]
     hidden_NC, targets = hidden_BTC.flatten(0, 1)[index_N], targets_N[index_N]
@@ -87,27 +111,44 @@ def token_log_probs(
             scores = score(hidden_NC, targets)
         else:
             pairs = zip(torch.split(hidden_NC, chunk), torch.split(targets, chunk), strict=True)
-            scores = torch.cat([checkpoint(score, h_NC, t_N, use_reentrant=False) for h_NC, t_N in pairs])
+            scores = torch.cat(
+                [checkpoint(score, h_NC, t_N, use_reentrant=False) for h_NC, t_N in pairs]
+            )
         return scores.new_zeros(targets_N.shape).index_put((index_N,), scores).view_as(targets_BT)
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     """Logits bounded by `softcap` through c tanh(x / c), in fp32 (Gemma 2, Riviere et al. 2024); 0: as they are."""
-    return 2 * softcap * torch.sigmoid(logits.float() * (2 / softcap)) - softcap if softcap else logits
+    return (
+        2 * softcap * torch.sigmoid(logits.float() * (2 / softcap)) - softcap if softcap else logits
+    )
 
 
 def _plain_cross_entropy(
-    h_NC: Tensor, w_VC: Tensor, targets_N: Tensor, vocab_size: int, softcap: float, dtype: torch.dtype
+    h_NC: Tensor,
+    w_VC: Tensor,
+    targets_N: Tensor,
+    vocab_size: int,
+    softcap: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """One matrix product, one cross-entropy: what the chunked form must equal."""
-    logits_NV = cap_logits(F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size], softcap)
+    logits_NV = cap_logits(
+        F.linear(h_NC.to(dtype), w_VC.to(dtype)).float()[:, :vocab_size], softcap
+    )
     return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=-1)
 
 
-def torch_matmul(a: Tensor, b: Tensor, out: Tensor | None = None, *, accumulate: bool = False) -> Tensor:
+def torch_matmul(
+    a: Tensor, b: Tensor, out: Tensor | None = None, *, accumulate: bool = False
+) -> Tensor:
     """The product a b, or `out` plus it; `out` may be wider."""
     if out is None or out.dtype == a.dtype:
-        return torch.addmm(out, a, b, out=out) if accumulate and out is not None else torch.mm(a, b, out=out)
+        return (
+            torch.addmm(out, a, b, out=out)
+            if accumulate and out is not None
+            else torch.mm(a, b, out=out)
+        )
     return out.add_(a @ b) if accumulate else out.copy_(a @ b)
 
 
@@ -139,13 +180,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             targets = targets_N[rows]
             logits_NV = matmul(h_low[rows], w_low.T, buffer_NV[: len(targets)])
-            total += softmax_cross_entropy(logits_NV, targets, vocab_size, softcap, overwrite=needs_grad).sum()
+            total += softmax_cross_entropy(
+                logits_NV, targets, vocab_size, softcap, overwrite=needs_grad
+            ).sum()
             if grad_h is not None:
                 # Ignored rows are zeroed in the narrow factors instead of the wide gradient.
                 counted_N1 = (targets >= 0)[:, None]
                 torch.mul(matmul(logits_NV, w_low), counted_N1, out=grad_h[rows])
                 if grad_w is None:  # summed in fp32; a single chunk's needs no sum
-                    grad_w = torch.empty_like(w_VC, dtype=torch.float32 if len(h_NC) > chunk else w_VC.dtype)
+                    grad_w = torch.empty_like(
+                        w_VC, dtype=torch.float32 if len(h_NC) > chunk else w_VC.dtype
+                    )
                 matmul(logits_NV.T, h_low[rows] * counted_N1, grad_w, accumulate=start > 0)
         if grad_h is not None and grad_w is not None:
             ctx.gradients = grad_h, grad_w.to(w_VC.dtype)

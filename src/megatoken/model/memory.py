@@ -29,17 +29,30 @@ class ActivationBytes:
 
 
 def count_activation_bytes(
-    config: ModelConfig, tokens: int, *, precision: str, checkpointing: str, loss_chunk: int, sharded: bool
+    config: ModelConfig,
+    tokens: int,
+    *,
+    precision: str,
+    checkpointing: str,
+    loss_chunk: int,
+    sharded: bool,
 ) -> ActivationBytes:
     """Bytes of a micro-batch of `tokens`.
 
     sharded: weights are gathered in low precision, so that the residual stream has it, too; else autocast casts them,
     and the stream is fp32. loss_chunk: rows of logits at once, 0 for all.
     """
-    d, head, item = config.d_model, config.padded_vocab_size * config.d_model, FP32 if precision == "fp32" else 2
+    d, head, item = (
+        config.d_model,
+        config.padded_vocab_size * config.d_model,
+        FP32 if precision == "fp32" else 2,
+    )
     residual = item if sharded else FP32
     kept_mode = "none" if checkpointing == "block" else checkpointing
-    block = _block_bytes_per_token(config, item, residual, kept_mode) + config.residual_scales * residual * d
+    block = (
+        _block_bytes_per_token(config, item, residual, kept_mode)
+        + config.residual_scales * residual * d
+    )
     kv = config.kv_heads * config.d_head  # of value embeddings: what the table gives, and the sum
     values = len(config.value_embedding_layers) * kv * (item + (item if sharded else FP32))
     kept, again = (residual * d, block) if checkpointing == "block" else (block, 0)
@@ -53,16 +66,27 @@ def count_activation_bytes(
         # of one chunk of sharded weights the product is the gradient
         gradient = item if sharded and rows == tokens else FP32 + item
         loss = max(softmax, item * logits + head * gradient) + (not sharded) * item * head
-    root = head * (1 if config.tie_embeddings else 2) + d * (config.seq_len if config.pos_emb == "learned" else 0)
+    root = head * (1 if config.tie_embeddings else 2) + d * (
+        config.seq_len if config.pos_emb == "learned" else 0
+    )
     return ActivationBytes(
-        blocks=tokens * (kept * config.n_layer + values + d * (3 * residual + item + config.embedding_norm * 2 * FP32)),
-        low_precision=0 if sharded or item == FP32 else item * config.n_layer * count_block_parameters(config),
+        blocks=tokens
+        * (
+            kept * config.n_layer
+            + values
+            + d * (3 * residual + item + config.embedding_norm * 2 * FP32)
+        ),
+        low_precision=0
+        if sharded or item == FP32
+        else item * config.n_layer * count_block_parameters(config),
         loss=max(loss, FP32 * head + tokens * max(4 * residual * d, again)),
         end=root * (item + 2 * FP32) if sharded else 2 * FP32 * head,
     )
 
 
-def _block_bytes_per_token(config: ModelConfig, item: int, residual: int, checkpointing: str) -> int:
+def _block_bytes_per_token(
+    config: ModelConfig, item: int, residual: int, checkpointing: str
+) -> int:
     d, kv = config.d_model, config.d_head * config.kv_heads
     kept = 2 * residual * d  # the input of each norm
     kept += 2 * item * d + 16  # its output, which products read; mean and scale
@@ -70,7 +94,9 @@ def _block_bytes_per_token(config: ModelConfig, item: int, residual: int, checkp
     kept += item * (d + 2 * kv)  # queries, keys, values
     kept += item * (d + kv) if config.pos_emb == "rotary" else 0  # queries and keys, rotated
     if config.qk_norm:  # normalized in fp32, and with the weight
-        kept += (d + kv) * (item + (FP32 if item == FP32 else 2 * FP32) * (config.norm == "rmsnorm"))
+        kept += (d + kv) * (
+            item + (FP32 if item == FP32 else 2 * FP32) * (config.norm == "rmsnorm")
+        )
     kept += item * d + FP32 * config.n_head  # attention's output; a sum of exponents a head
     inputs = 2 if config.mlp == "swiglu" else 1
     return kept + item * config.d_ff * (inputs if checkpointing == "gelu" else 2 * inputs)

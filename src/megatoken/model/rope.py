@@ -23,7 +23,9 @@ CosSin = tuple[Tensor, Tensor]
 
 def rope_inv_freq(config: ModelConfig, device: torch.device) -> Tensor:
     """Radians per token of every pair (P,), fp32."""
-    exponents_P = torch.arange(0, config.d_head, 2, dtype=torch.float32, device=device) / config.d_head
+    exponents_P = (
+        torch.arange(0, config.d_head, 2, dtype=torch.float32, device=device) / config.d_head
+    )
     inv_freq_P = 1.0 / torch.pow(config.rope_theta, exponents_P)
     if config.rope_factor == 1:
         return inv_freq_P

@@ -39,7 +39,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, 
     lse = q.new_empty(B, H, T, dtype=torch.float32)
     tensors = (_view(x) for x in (q, k, v, y))
     loaded_library().call(
-        "attention_forward", DTYPES[q.dtype], *tensors, lse, B, H, k.shape[1], T, k.shape[2], D, causal
+        "attention_forward",
+        DTYPES[q.dtype],
+        *tensors,
+        lse,
+        B,
+        H,
+        k.shape[1],
+        T,
+        k.shape[2],
+        D,
+        causal,
     )
     return y, lse
 
@@ -60,7 +70,11 @@ class _Attention(torch.autograd.Function):
         K = k.shape[1]
         dy = _contiguous_heads(dy)
         # Parts of one tensor, as q, k and v are of the projection's output.
-        dq, dk, dv = q.new_empty(B, T, H + 2 * K, D).transpose(1, 2).split_with_sizes([H, K, K], dim=1)
+        dq, dk, dv = (
+            q.new_empty(B, T, H + 2 * K, D).transpose(1, 2).split_with_sizes([H, K, K], dim=1)
+        )
         tensors, gradients = (_view(x) for x in (q, k, v, y, dy)), (_view(x) for x in (dq, dk, dv))
-        loaded_library().call("attention_backward", DTYPES[q.dtype], *tensors, lse, *gradients, B, H, K, T, D)
+        loaded_library().call(
+            "attention_backward", DTYPES[q.dtype], *tensors, lse, *gradients, B, H, K, T, D
+        )
         return dq, dk, dv

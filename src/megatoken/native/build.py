@@ -25,7 +25,16 @@ INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "portable": ((), ()),
 }
 # No reordering of sums is allowed to the compiler but where a loop says so (omp simd reduction).
-OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+OPTIONS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+)
 VECTORS = ("-mprefer-vector-width=512",)
 
 
@@ -35,7 +44,11 @@ def runnable_instruction_sets() -> list[str]:
     Without AMX, whose kernels have run with emulated tiles alone: `find_library("amx")` asks for them.
     """
     features = cpu_features()
-    return [name for name, (needed, _) in INSTRUCTION_SETS.items() if features.issuperset(needed) and name != "amx"]
+    return [
+        name
+        for name, (needed, _) in INSTRUCTION_SETS.items()
+        if features.issuperset(needed) and name != "amx"
+    ]
 
 
 @cache
@@ -46,7 +59,9 @@ def library_name(instruction_set: str) -> str:
     return f"libmegatoken-{instruction_set}-{digest}.so"
 
 
-def compile_library(instruction_set: str, folder: Path, extra_options: tuple[str, ...] = ()) -> Path:
+def compile_library(
+    instruction_set: str, folder: Path, extra_options: tuple[str, ...] = ()
+) -> Path:
     """Compile the kernels for one instruction set into `folder` and return the library's path.
 
     Raises FileNotFoundError without a compiler, CalledProcessError where it fails.
@@ -64,11 +79,23 @@ def compile_library(instruction_set: str, folder: Path, extra_options: tuple[str
         for source in sorted(SOURCES.glob("*.cc")):
             objects.append(str(Path(scratch) / f"{source.stem}.o"))
             subprocess.run(
-                [compiler, *OPTIONS, *options, *extra_options, "-c", str(source), "-o", objects[-1]], check=True
+                [
+                    compiler,
+                    *OPTIONS,
+                    *options,
+                    *extra_options,
+                    "-c",
+                    str(source),
+                    "-o",
+                    objects[-1],
+                ],
+                check=True,
             )
         # Linked without OpenMP's runtime: two of them in a process would keep two pools of threads.
         built = Path(scratch) / target.name
-        subprocess.run([compiler, "-shared", *extra_options, *objects, "-o", str(built)], check=True)
+        subprocess.run(
+            [compiler, "-shared", *extra_options, *objects, "-o", str(built)], check=True
+        )
         built.replace(target)  # whole, or not at all
     return target
 
@@ -77,25 +104,37 @@ def main() -> None:
     """Compile for this processor, or with --all for every instruction set, into FOLDER (default: beside this file)."""
     parser = argparse.ArgumentParser("python -m megatoken.native.build", description=main.__doc__)
     parser.add_argument("--all", action="store_true", help="for every instruction set")
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path(__file__).parent)
+    parser.add_argument(
+        "folder", metavar="FOLDER", nargs="?", type=Path, default=Path(__file__).parent
+    )
     options = parser.parse_args()
     compiler = find_compiler()
     if not compiler:
-        print("no C++ compiler: training on a CPU goes without the native kernels (install g++ to change that)")
+        print(
+            "no C++ compiler: training on a CPU goes without the native kernels (install g++ to change that)"
+        )
         return
     made = 0
     try:
         for name in INSTRUCTION_SETS if options.all else runnable_instruction_sets():
             try:
                 compile_missing(name, options.folder)
-            except subprocess.CalledProcessError:  # an old compiler, which does not know the instruction set
-                print(f"{compiler} does not compile the native kernels for {name}: see its message", flush=True)
+            except (
+                subprocess.CalledProcessError
+            ):  # an old compiler, which does not know the instruction set
+                print(
+                    f"{compiler} does not compile the native kernels for {name}: see its message",
+                    flush=True,
+                )
                 continue
             made += 1
             if not options.all:  # slower ones are not asked for
                 break
     except OSError as error:
-        parser.exit(ExitCode.STORAGE, f"error: {error.strerror} — {options.folder} — name a folder you can write\n")
+        parser.exit(
+            ExitCode.STORAGE,
+            f"error: {error.strerror} — {options.folder} — name a folder you can write\n",
+        )
     except MegatokenError as error:
         parser.exit(error.code, f"error: {error}\n")
     if not made:

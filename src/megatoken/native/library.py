@@ -22,14 +22,28 @@ class AdamWUpdate(ctypes.Structure):
 
     _fields_ = [
         (name, c_float)
-        for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "correction1", "correction2", "grad_scale")
+        for name in (
+            "lr",
+            "beta1",
+            "beta2",
+            "eps",
+            "weight_decay",
+            "correction1",
+            "correction2",
+            "grad_scale",
+        )
     ]
 
 
 class View(ctypes.Structure):
     """struct View in kernels/attention.cc: (B, heads, rows, D), strides in elements, D contiguous."""
 
-    _fields_ = (("data", c_void_p), ("batch_stride", c_int64), ("head_stride", c_int64), ("row_stride", c_int64))
+    _fields_ = (
+        ("data", c_void_p),
+        ("batch_stride", c_int64),
+        ("head_stride", c_int64),
+        ("row_stride", c_int64),
+    )
 
 
 class Matrix(ctypes.Structure):

@@ -12,7 +12,9 @@ from torch import Tensor
 from megatoken.native.library import DTYPES, loaded_library
 
 
-def norm(x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, *, rms: bool = False) -> Tensor:
+def norm(
+    x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, *, rms: bool = False
+) -> Tensor:
     """Twin: F.layer_norm over the last dimension, or F.rms_norm."""
     weight_C, bias_C = weight_C.type_as(x), None if bias_C is None else bias_C.type_as(x)
     if not torch.is_grad_enabled():
@@ -27,13 +29,17 @@ def _normalize(
     C = x.shape[-1]
     N = x.numel() // C
     y, (mean_N, scale_N) = torch.empty_like(x), x.new_empty(2, N, dtype=torch.float32)
-    loaded_library().call("norm_forward", DTYPES[x.dtype], x, weight_C, bias_C, y, mean_N, scale_N, N, C, eps, rms)
+    loaded_library().call(
+        "norm_forward", DTYPES[x.dtype], x, weight_C, bias_C, y, mean_N, scale_N, N, C, eps, rms
+    )
     return y, mean_N, scale_N
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, rms: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, rms: bool
+    ) -> Tensor:
         x = x.contiguous()
         y, mean_N, scale_N = _normalize(x, weight_C, bias_C, eps, rms)
         ctx.save_for_backward(x, weight_C, mean_N, scale_N)
@@ -50,7 +56,13 @@ class _Norm(torch.autograd.Function):
         dy = dy.contiguous()
         arguments = dy, x, mean_N, scale_N, weight_C, dx, dweight_C, dbias_C
         loaded_library().call("norm_backward", DTYPES[x.dtype], *arguments, N, C, ctx.rms)
-        return dx, dweight_C.to(x.dtype), None if dbias_C is None else dbias_C.to(x.dtype), None, None
+        return (
+            dx,
+            dweight_C.to(x.dtype),
+            None if dbias_C is None else dbias_C.to(x.dtype),
+            None,
+            None,
+        )
 
 
 def gelu(x: Tensor, *, approximate: str = "tanh") -> Tensor:
@@ -101,7 +113,9 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        loaded_library().call("swiglu_backward", DTYPES[up.dtype], dy.contiguous(), gate, up, dgate, dup, up.numel())
+        loaded_library().call(
+            "swiglu_backward", DTYPES[up.dtype], dy.contiguous(), gate, up, dgate, dup, up.numel()
+        )
         return dgate, dup
 
 
@@ -110,6 +124,14 @@ def softmax_cross_entropy(
 ) -> Tensor:
     """Twin: model.kernels.cross_entropy.softmax_cross_entropy. Rows must be contiguous."""
     loss_N = torch.empty(len(logits_NV), dtype=torch.float32)
-    arguments = logits_NV, targets_N.contiguous(), loss_N, *logits_NV.shape, vocab_size, softcap, overwrite
+    arguments = (
+        logits_NV,
+        targets_N.contiguous(),
+        loss_N,
+        *logits_NV.shape,
+        vocab_size,
+        softcap,
+        overwrite,
+    )
     loaded_library().call("cross_entropy", DTYPES[logits_NV.dtype], *arguments)
     return loss_N

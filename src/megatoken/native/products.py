@@ -70,7 +70,9 @@ def _gradients(
 
 
 def _multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    return matmul(x.reshape(-1, x.shape[-1]), weight_OI.t(), bias_N=bias_O).view(*x.shape[:-1], len(weight_OI))
+    return matmul(x.reshape(-1, x.shape[-1]), weight_OI.t(), bias_N=bias_O).view(
+        *x.shape[:-1], len(weight_OI)
+    )
 
 
 class _Linear(torch.autograd.Function):

@@ -21,7 +21,9 @@ from megatoken.system.device import Device
 from megatoken.train.state import Objective, StepConfig, TrainState
 from megatoken.train.step import fit_rows, forward_hidden
 
-KEPT_LOGITS = 1 << 24  # of a micro-batch; where there are more, the backward computes them again, chunk by chunk
+KEPT_LOGITS = (
+    1 << 24
+)  # of a micro-batch; where there are more, the backward computes them again, chunk by chunk
 
 
 def build_objective(config: ObjectiveConfig) -> Objective | None:
@@ -53,7 +55,9 @@ def _policy_sums(
     if config.name == "grpo" and "reference" not in batch.values:
         # An answer with an advantage of 0 adds 0 to the loss and to every gradient.
         rows = torch.nonzero(batch.values["advantages"].any(1))[:, 0]
-        rows = rows if len(rows) else rows.new_zeros(1)  # one at least: ranks of a split model compute together
+        rows = (
+            rows if len(rows) else rows.new_zeros(1)
+        )  # one at least: ranks of a split model compute together
         batch = batch.take(rows)
         dropout_keys_B = None if dropout_keys_B is None else dropout_keys_B[rows]
     model = state.compute_model
@@ -62,7 +66,9 @@ def _policy_sums(
         log_probs = _log_probs(model, hidden, batch, step_config, config.temperature)
         values = model.values(hidden) if config.name == "ppo" else log_probs
     given, mask = batch.values, batch.targets_BT >= 0
-    losses, clipped = clipped_loss(log_probs, given["log_probs"], given["advantages"], clip=config.clip)
+    losses, clipped = clipped_loss(
+        log_probs, given["log_probs"], given["advantages"], clip=config.clip
+    )
     sums = {"clip_share": (clipped & mask).sum()}
     if "reference" in given:
         kl = kl_k3(log_probs, given["reference"])
@@ -70,7 +76,9 @@ def _policy_sums(
         if config.name == "grpo":  # PPO's is part of the rewards
             losses = losses + config.kl * kl
     if config.name == "ppo":
-        errors = clipped_value_loss(values, given["values"], given["returns"], clip=config.value_clip)
+        errors = clipped_value_loss(
+            values, given["values"], given["returns"], clip=config.value_clip
+        )
         sums["value_loss"] = (errors * mask).sum().detach()
         losses = losses + config.value_weight * errors
     return {"loss": (losses * mask).sum(), **sums}
@@ -86,7 +94,9 @@ def _preference_sums(
 ) -> dict[str, Tensor]:
     """The loss of DPO or of a reward model over a micro-batch of pairs, both rewards, and how many are in order."""
     shape = batch.targets_BT.shape[:2]
-    keys = None if dropout_keys_B is None else dropout_keys_B.repeat_interleave(2)  # the same masks for both
+    keys = (
+        None if dropout_keys_B is None else dropout_keys_B.repeat_interleave(2)
+    )  # the same masks for both
     rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
     model = state.compute_model
     with nullcontext() if state.uses_master_weights else device.autocast():
@@ -97,10 +107,16 @@ def _preference_sums(
             scores = take_last(model.values(hidden), rows.targets_BT)
     chosen, rejected = scores.view(shape).unbind(1)
     if config.name == "dpo":
-        losses, chosen, rejected = dpo_loss(chosen, rejected, *batch.values["reference"].unbind(1), beta=config.beta)
+        losses, chosen, rejected = dpo_loss(
+            chosen, rejected, *batch.values["reference"].unbind(1), beta=config.beta
+        )
     else:
         losses = pairwise_loss(chosen, rejected)
-    sums = {"accuracy": (chosen > rejected).sum(), "reward_chosen": chosen.sum(), "reward_rejected": rejected.sum()}
+    sums = {
+        "accuracy": (chosen > rejected).sum(),
+        "reward_chosen": chosen.sum(),
+        "reward_rejected": rejected.sum(),
+    }
     return {"loss": losses.sum(), **{name: value.detach() for name, value in sums.items()}}
 
 
@@ -113,7 +129,13 @@ def take_last(values_BT: Tensor, targets_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure_answers(
-    model: GPT, step_config: StepConfig, device: Device, batch: Batch, *, temperature: float = 1.0, values: bool = False
+    model: GPT,
+    step_config: StepConfig,
+    device: Device,
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    values: bool = False,
 ) -> Tensor:
     """Log-probabilities of the rows' targets, or values, (B, T), in micro-batches, without dropout.
 
@@ -124,10 +146,16 @@ def measure_answers(
     parts = []
     try:
         row_tokens = batch.inputs_BT.shape[1]
-        for part in batch.split(fit_rows(step_config.micro_batch, len(batch), row_tokens, model.config.seq_len)):
+        for part in batch.split(
+            fit_rows(step_config.micro_batch, len(batch), row_tokens, model.config.seq_len)
+        ):
             with nullcontext() if model.tokens.weight.dtype == device.dtype else device.autocast():
                 hidden = model(part.inputs_BT)
-                score = model.values(hidden) if values else _log_probs(model, hidden, part, step_config, temperature)
+                score = (
+                    model.values(hidden)
+                    if values
+                    else _log_probs(model, hidden, part, step_config, temperature)
+                )
                 parts.append(score)
     finally:
         model.train(was_training)

@@ -98,7 +98,9 @@ def score_by_rule(
     rewards = score_answers(rule, name, rows)
     if is_own:
         return rewards
-    return [reward * (c.finish_reason == "stop") for reward, c in zip(rewards, completions, strict=True)]
+    return [
+        reward * (c.finish_reason == "stop") for reward, c in zip(rewards, completions, strict=True)
+    ]
 
 
 def build_model_score(run: RunContext, name: str) -> Score:
@@ -109,7 +111,9 @@ def build_model_score(run: RunContext, name: str) -> Score:
         raise ConfigError(f"{name} is no reward model", "objective.reward", fix)
     if not loaded.tokenizer.shares_ids(run.tokenizer):
         raise ConfigError(
-            f"{name} has another tokenizer than the run", "objective.reward", "train it from the same model"
+            f"{name} has another tokenizer than the run",
+            "objective.reward",
+            "train it from the same model",
         )
     model = loaded.model.to(run.device.torch_device)
 
@@ -118,7 +122,9 @@ def build_model_score(run: RunContext, name: str) -> Score:
             return []
         width = max(len(p.ids) + len(c.logprobs) for p, c in zip(prompts, completions, strict=True))
         rows, _ = build_rows(prompts, completions, width)
-        batch = Batch(rows.inputs_BT.to(run.device.torch_device), rows.targets_BT.to(run.device.torch_device))
+        batch = Batch(
+            rows.inputs_BT.to(run.device.torch_device), rows.targets_BT.to(run.device.torch_device)
+        )
         values = measure_answers(model, run.step_config, run.device, batch, values=True)
         rewards: list[float] = take_last(values, batch.targets_BT).tolist()
         return rewards

@@ -19,7 +19,11 @@ def group_advantages(rewards_PG: Tensor) -> Tensor:
     Exactly 0 in a group without a difference: an optimizer that divides by the gradient's size would enlarge rounding.
     """
     deviation = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    return deviation / (rewards_PG.std(1, keepdim=True) + STD_OFFSET) * has_difference(rewards_PG)[:, None]
+    return (
+        deviation
+        / (rewards_PG.std(1, keepdim=True) + STD_OFFSET)
+        * has_difference(rewards_PG)[:, None]
+    )
 
 
 def has_difference(rewards_PG: Tensor) -> Tensor:
@@ -45,7 +49,9 @@ def kl_k3(log_probs_BT: Tensor, reference_BT: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """(advantages, returns), BT each, 0 outside of the mask: generalized advantage estimation.
 
     values: of the state in which a token is chosen. The answer's last token ends the episode. The tokens of an answer
@@ -76,7 +82,9 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
     return ((values_BT - mean) * (variance + VARIANCE_OFFSET).rsqrt()).to(values_BT.dtype) * mask_BT
 
 
-def clipped_value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float) -> Tensor:
+def clipped_value_loss(
+    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float
+) -> Tensor:
     """Half the squared error of each value (BT), the larger of that of the value and of it within `clip` of the old."""
     near = torch.maximum(torch.minimum(values_BT, old_values_BT + clip), old_values_BT - clip)
     return 0.5 * torch.maximum((values_BT - returns_BT).square(), (near - returns_BT).square())

@@ -8,7 +8,12 @@ from torch import Tensor
 
 
 def dpo_loss(
-    chosen_B: Tensor, rejected_B: Tensor, reference_chosen_B: Tensor, reference_rejected_B: Tensor, *, beta: float
+    chosen_B: Tensor,
+    rejected_B: Tensor,
+    reference_chosen_B: Tensor,
+    reference_rejected_B: Tensor,
+    *,
+    beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(losses, rewards of the chosen, rewards of the rejected), B each, of the summed log-probabilities of answers.
 

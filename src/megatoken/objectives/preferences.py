@@ -34,7 +34,9 @@ class Row(NamedTuple):
 class PairBatches:
     """The batch of a number, without state: any number, any number of times."""
 
-    def __init__(self, run: RunContext, pairs: Sequence[tuple[Row, Row]], held_out: Sequence[tuple[Row, Row]]) -> None:
+    def __init__(
+        self, run: RunContext, pairs: Sequence[tuple[Row, Row]], held_out: Sequence[tuple[Row, Row]]
+    ) -> None:
         """Raises DataError where the split holds less than one batch, as `load_reference`."""
         self._run, self._pairs, self._held_out = run, pairs, held_out
         self.metrics: dict[str, float] = {}  # none beside those of the objective
@@ -72,17 +74,23 @@ class PairBatches:
             index = range(start, min(start + HELD_OUT_PAIRS, len(self._held_out)))
             if index:
                 batch = self._build(self._held_out, index, self._held_out_reference)
-                for name, value in objective.sums(state, run.step_config, run.device, batch, None).items():
+                for name, value in objective.sums(
+                    state, run.step_config, run.device, batch, None
+                ).items():
                     totals[name] = totals.get(name, 0) + value.double().cpu()
         model.train(was_training)
         parts = comm.gather({name: float(total) for name, total in totals.items()})
         names = next(part for part in parts if part)
-        return {name: sum(part.get(name, 0.0) for part in parts) / len(self._held_out) for name in names}
+        return {
+            name: sum(part.get(name, 0.0) for part in parts) / len(self._held_out) for name in names
+        }
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _build(self, pairs: Sequence[tuple[Row, Row]], index: Sequence[int], reference: Tensor | None) -> Batch:
+    def _build(
+        self, pairs: Sequence[tuple[Row, Row]], index: Sequence[int], reference: Tensor | None
+    ) -> Batch:
         device = self._run.device.torch_device
         batch = build_pairs([pairs[i] for i in index], self._run.model_config.seq_len)
         values = {} if reference is None else {"reference": reference[list(index)].to(device)}
@@ -90,12 +98,17 @@ class PairBatches:
 
     def _measure_reference(self, model: GPT) -> dict[str, Tensor]:
         """Summed log-probabilities (N, 2) of both splits' answers; each rank measures its share."""
-        return {"train": self._sum_log_probs(model, self._pairs), "val": self._sum_log_probs(model, self._held_out)}
+        return {
+            "train": self._sum_log_probs(model, self._pairs),
+            "val": self._sum_log_probs(model, self._held_out),
+        }
 
     def _sum_log_probs(self, model: GPT, pairs: Sequence[tuple[Row, Row]]) -> Tensor:
         run, dist_env = self._run, self._run.comm.dist_env
         sums = {}
-        for first in range(dist_env.rank * HELD_OUT_PAIRS, len(pairs), dist_env.world_size * HELD_OUT_PAIRS):
+        for first in range(
+            dist_env.rank * HELD_OUT_PAIRS, len(pairs), dist_env.world_size * HELD_OUT_PAIRS
+        ):
             batch = self._build(pairs, range(first, min(first + HELD_OUT_PAIRS, len(pairs))), None)
             rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
             log_probs = measure_answers(model, run.step_config, run.device, rows)
@@ -107,7 +120,10 @@ class PairBatches:
 def build_pairs(pairs: Sequence[tuple[Row, Row]], seq_len: int) -> Batch:
     """(B, 2, T) ids and targets; the targets are the tokens of the answers. A row has up to seq_len + 1 tokens."""
     shape = len(pairs), 2, max(len(row.ids) for pair in pairs for row in pair)
-    inputs, targets = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1, dtype=torch.int64)
+    inputs, targets = (
+        torch.zeros(shape, dtype=torch.int64),
+        torch.full(shape, -1, dtype=torch.int64),
+    )
     for number, pair in enumerate(pairs):
         for side, row in enumerate(pair):
             ids, trained = torch.tensor(list(row.ids)), torch.tensor(list(row.trained))

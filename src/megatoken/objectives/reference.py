@@ -44,11 +44,18 @@ def load_reference(run: RunContext, make: Callable[[GPT], dict[str, Tensor]]) ->
         start = hash_tensors(sorted(weights.items()))
         if facts.get("weights") != start:
             what = f"{TENSORS} is lost, and model.init is not the model that this run began with"
-            raise CheckpointError(what, folder, "restore the file or model.init from a copy, or choose another --out")
+            raise CheckpointError(
+                what, folder, "restore the file or model.init from a copy, or choose another --out"
+            )
         model = copy.deepcopy(model)  # with its kernels
         own = model.state_dict()  # a value head starts at 0
-        model.load_state_dict({name: weights.get(name, torch.zeros_like(own[name])) for name in own})
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in make(model).items()}
+        model.load_state_dict(
+            {name: weights.get(name, torch.zeros_like(own[name])) for name in own}
+        )
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in make(model).items()
+    }
     facts = {"weights": start, "dataset": run.dataset.fingerprint}
     run.comm.run_on_rank0(lambda: _write(folder, tensors, facts))
     return tensors
@@ -69,7 +76,11 @@ def _read(folder: Path, dataset: str) -> dict[str, Tensor] | None:
     if not path.is_file() or facts.get("dataset") != dataset:
         return None
     raw = path.read_bytes()
-    return safetensors.torch.load(raw) if xxhash.xxh3_128_hexdigest(raw) == facts.get("xxh3_128") else None
+    return (
+        safetensors.torch.load(raw)
+        if xxhash.xxh3_128_hexdigest(raw) == facts.get("xxh3_128")
+        else None
+    )
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:

@@ -58,15 +58,21 @@ class RolloutBatches:
         """score: the rewards of answers. Raises ConfigError for prompts that the context or the batch does not hold."""
         objective, self._run, self._prompts = run.config.objective, run, prompts
         self._held_out, self._stop_ids, self._score = held_out[:HELD_OUT_PROMPTS], stop_ids, score
-        check_prompts([*prompts, *self._held_out], objective.max_new_tokens, run.model_config.seq_len)
+        check_prompts(
+            [*prompts, *self._held_out], objective.max_new_tokens, run.model_config.seq_len
+        )
         own = run.config.batch_seqs // run.state.dims.dp_size
         if own % objective.group:
             what = f"{own} sequences a process are not whole groups of {objective.group} answers"
-            raise ConfigError(what, "objective.group", "set budget.batch_tokens to a multiple, or another group")
+            raise ConfigError(
+                what, "objective.group", "set budget.batch_tokens to a multiple, or another group"
+            )
         self._order = CachedOrder(ShuffledOrder(len(prompts), run.config.seed), len(prompts))
         self._reference: GPT | None = None
         if objective.kl:
-            weights = load_reference(run, lambda model: {name: w.detach() for name, w in model.named_parameters()})
+            weights = load_reference(
+                run, lambda model: {name: w.detach() for name, w in model.named_parameters()}
+            )
             self._reference = copy.deepcopy(with_whole_model(run.state, run.device).compute_model)
             self._reference.load_state_dict(weights)
         self._quiet_rollouts = 0
@@ -89,17 +95,28 @@ class RolloutBatches:
         batch_seqs, dims = run.config.batch_seqs, run.state.dims
         own = batch_seqs // dims.dp_size
         first = dims.dp_rank * own  # of this process's sequences in the rollout
-        windows = self._order.windows((number * batch_seqs + first) // objective.group, own // objective.group)
-        prompts = [self._prompts[window] for window in windows.tolist() for _ in range(objective.group)]
+        windows = self._order.windows(
+            (number * batch_seqs + first) // objective.group, own // objective.group
+        )
+        prompts = [
+            self._prompts[window] for window in windows.tolist() for _ in range(objective.group)
+        ]
         seeds = [sequence_seed(run.config.seed, number, first + row) for row in range(own)]
         model = with_whole_model(run.state, run.device).compute_model
         completions = self._answer(model, prompts, seeds)
-        rewards = torch.tensor(score_on_all(run, self._score, prompts, completions), dtype=torch.float64)
+        rewards = torch.tensor(
+            score_on_all(run, self._score, prompts, completions), dtype=torch.float64
+        )
         self._measure(rewards.view(-1, objective.group), completions)
-        widths = (len(prompt.ids) + count_tokens(each) for prompt, each in zip(prompts, completions, strict=True))
+        widths = (
+            len(prompt.ids) + count_tokens(each)
+            for prompt, each in zip(prompts, completions, strict=True)
+        )
         return self._build(model, prompts, completions, rewards, max(run.comm.gather(max(widths))))
 
-    def _answer(self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
+    def _answer(
+        self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> list[Completion]:
         run, objective = self._run, self._run.config.objective
         return answer_prompts(
             model,
@@ -112,7 +129,12 @@ class RolloutBatches:
         )
 
     def _build(
-        self, model: GPT, prompts: Sequence[Prompt], completions: Sequence[Completion], rewards: Tensor, width: int
+        self,
+        model: GPT,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        rewards: Tensor,
+        width: int,
     ) -> Batch:
         """Rows with what the objective needs of them (objectives/answer_scores.py), of the model that answered."""
         run, objective = self._run, self._run.config.objective
@@ -133,7 +155,9 @@ class RolloutBatches:
             advantages = group_advantages(rewards.view(-1, objective.group)).flatten()
             values["advantages"] = advantages.float()[:, None] * mask
         else:
-            ends = mask.cumsum(1).argmax(1)  # the first place at which all of the answer's tokens are counted
+            ends = mask.cumsum(1).argmax(
+                1
+            )  # the first place at which all of the answer's tokens are counted
             rewards_BT = torch.zeros_like(mask).scatter_(1, ends[:, None], rewards.float()[:, None])
             if "reference" in values:
                 rewards_BT -= objective.kl * (old_log_probs - values["reference"]) * mask
@@ -143,7 +167,11 @@ class RolloutBatches:
             )
             sums = run.comm.sum(moments(advantages, mask).to(run.device.widest).to(device)).cpu()
             values["advantages"] = whiten(advantages, mask, sums)
-        return Batch(batch.inputs_BT, batch.targets_BT, values={name: x.to(device) for name, x in values.items()})
+        return Batch(
+            batch.inputs_BT,
+            batch.targets_BT,
+            values={name: x.to(device) for name, x in values.items()},
+        )
 
     def _measure(self, rewards_PG: Tensor, completions: Sequence[Completion]) -> None:
         """Fill `metrics`; say once that the groups of QUIET_ROLLOUTS had no difference."""
@@ -166,9 +194,7 @@ class RolloutBatches:
             what = f"all answers to each prompt got the same reward for {steps} steps, {rewards[0, 0]:g} at last"
             fix = "nothing is learnt: start from a model that is right sometimes, or take easier prompts"
             if rewards.mean() > 0:
-                fix = (
-                    "nothing more is learnt: read some answers, whether they are what was meant, or take harder prompts"
-                )
+                fix = "nothing more is learnt: read some answers, whether they are what was meant, or take harder prompts"
             run.console.warn(f"{what}; {fix}")
             run.write("event", what="no difference in rewards", share=1.0, message=what)
 
@@ -181,12 +207,16 @@ class RolloutBatches:
         prompts = [self._held_out[number] for number in own]
         seeds = [sequence_seed(run.config.seed, -1, number) for number in own]
         poll()
-        completions = self._answer(with_whole_model(run.state, run.device).compute_model, prompts, seeds)
+        completions = self._answer(
+            with_whole_model(run.state, run.device).compute_model, prompts, seeds
+        )
         rewards = score_on_all(run, self._score, prompts, completions)
         stops = [float(each.finish_reason == "stop") for each in completions]
         lengths = [float(count_tokens(each)) for each in completions]
         parts = run.comm.gather((rewards, stops, lengths))
-        all_rewards, all_stops, all_lengths = (torch.tensor([x for part in parts for x in part[n]]) for n in range(3))
+        all_rewards, all_stops, all_lengths = (
+            torch.tensor([x for part in parts for x in part[n]]) for n in range(3)
+        )
         mean, n = all_rewards.double().mean().item(), len(all_rewards)
         spread = all_rewards.double().std().item() if n > 1 else 0.0
         return {
@@ -209,7 +239,11 @@ def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) 
         raise ConfigError("the dataset holds no prompts for training", "data.path", "prepare more")
     if longest + max_new_tokens > seq_len:
         what = f"a prompt has {longest} tokens, with {max_new_tokens} of an answer more than the context of {seq_len}"
-        raise ConfigError(what, "objective.max_new_tokens", "lower it, leave long prompts out, or raise model.seq_len")
+        raise ConfigError(
+            what,
+            "objective.max_new_tokens",
+            "lower it, leave long prompts out, or raise model.seq_len",
+        )
 
 
 def sequence_seed(seed: int, rollout: int, sequence: int) -> int:
@@ -233,7 +267,13 @@ def answer_prompts(
     """
     requests = [
         Request(
-            prompt.ids, max_new_tokens, temperature, seed=seed, stop_ids=stop_ids, logprobs=True, drawn_logprobs=True
+            prompt.ids,
+            max_new_tokens,
+            temperature,
+            seed=seed,
+            stop_ids=stop_ids,
+            logprobs=True,
+            drawn_logprobs=True,
         )
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
@@ -245,13 +285,22 @@ def count_tokens(completion: Completion) -> int:
     return len(completion.logprobs)
 
 
-def build_rows(prompts: Sequence[Prompt], completions: Sequence[Completion], width: int) -> tuple[Batch, Tensor]:
+def build_rows(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], width: int
+) -> tuple[Batch, Tensor]:
     """Rows of prompt and answer, whose sampled tokens are the targets; their log-probabilities (B, T), else 0."""
     shape = len(prompts), width
-    inputs, targets = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1, dtype=torch.int64)
+    inputs, targets = (
+        torch.zeros(shape, dtype=torch.int64),
+        torch.full(shape, -1, dtype=torch.int64),
+    )
     log_probs = torch.zeros(shape)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        ids = [*prompt.ids, *completion.ids, *([] if completion.stop_id is None else [completion.stop_id])]
+        ids = [
+            *prompt.ids,
+            *completion.ids,
+            *([] if completion.stop_id is None else [completion.stop_id]),
+        ]
         inputs[row, : len(ids)] = torch.tensor(ids)
         answer = slice(len(prompt.ids) - 1, len(ids) - 1)
         targets[row, answer] = torch.tensor(ids[len(prompt.ids) :])

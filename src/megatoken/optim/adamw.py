@@ -32,8 +32,12 @@ class AdamW(torch.optim.AdamW):
         if self._library is None:
             return None
         params = [param for group in self.param_groups for param in group["params"]]
-        gradients = [gradient for param in params if (gradient := self._gradient(param)) is not None]
-        total = sum(self._library.call("sum_of_squares", DTYPES[g.dtype], g, g.numel()) for g in gradients)
+        gradients = [
+            gradient for param in params if (gradient := self._gradient(param)) is not None
+        ]
+        total = sum(
+            self._library.call("sum_of_squares", DTYPES[g.dtype], g, g.numel()) for g in gradients
+        )
         return torch.tensor(total**0.5)
 
     @torch.no_grad()
@@ -57,7 +61,9 @@ class AdamW(torch.optim.AdamW):
                 update = AdamWUpdate(*rates, *corrections, grad_scale)
                 moments, copy = (state["exp_avg"], state["exp_avg_sq"]), self._copies.get(param)
                 dtype, n = DTYPES[gradient.dtype], param.numel()
-                self._library.call("adamw", param, *moments, gradient.contiguous(), dtype, copy, n, update)
+                self._library.call(
+                    "adamw", param, *moments, gradient.contiguous(), dtype, copy, n, update
+                )
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

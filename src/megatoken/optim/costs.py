@@ -26,7 +26,11 @@ def count_optimizer_flops(name: str, model: ModelConfig) -> int:
     if name != "muon":
         return 0
     d, f = model.d_model, model.d_ff
-    shapes = [*((rows, d) for rows in model.qkv_rows), (d, d), *[(f, d)] * (3 if model.mlp == "swiglu" else 2)]
+    shapes = [
+        *((rows, d) for rows in model.qkv_rows),
+        (d, d),
+        *[(f, d)] * (3 if model.mlp == "swiglu" else 2),
+    ]
     shapes = [*shapes * model.n_layer, *[(model.kv_heads, d)] * len(model.value_embedding_layers)]
     sizes = [(min(shape), max(shape)) for shape in shapes]
     return ORTHOGONALIZE_STEPS * sum(4 * n * n * m + 2 * n**3 for n, m in sizes)

@@ -39,7 +39,9 @@ class LRSchedule:
 
     def lr(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
-        now, after = (self.ramp.before(step), self.ramp.before(step + 1)) if self.ramp else (step, step + 1)
+        now, after = (
+            (self.ramp.before(step), self.ramp.before(step + 1)) if self.ramp else (step, step + 1)
+        )
         if now < self.warmup:
             return self.peak_lr * min(after, self.warmup) / self.warmup
         if self.decay == "constant":
@@ -49,7 +51,13 @@ class LRSchedule:
             end = begin + self.decay_length
         done = min(max((now - begin) / max(end - begin, 1), 0.0), 1.0)
         if self.decay == "multi-step":
-            left = 1.0 if now < begin else math.sqrt(self.min_lr_ratio) if done < 0.5 else self.min_lr_ratio
+            left = (
+                1.0
+                if now < begin
+                else math.sqrt(self.min_lr_ratio)
+                if done < 0.5
+                else self.min_lr_ratio
+            )
             return self.peak_lr * left
         curves = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "wsd-sqrt": 1 - math.sqrt(done)}
         left = curves.get(self.decay, 1 - done)

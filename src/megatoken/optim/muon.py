@@ -17,12 +17,18 @@ from megatoken.model.gpt import GPT
 from megatoken.optim.costs import ORTHOGONALIZE_STEPS
 from megatoken.system.torch_compat import follow_found_inf, step_inner
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the iteration's polynomial a x + b x^3 + c x^5 (Jordan et al. 2024)
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of the iteration's polynomial a x + b x^3 + c x^5 (Jordan et al. 2024)
 EPS = 1e-7  # the smallest norm to divide by
 # Numbers in one batched product: what a CPU's caches hold, and what fills a GPU and takes little of its memory.
 BATCH_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
-MatrixFn = Callable[[list[Tensor]], list[Tensor]]  # from whole matrices to as many of the same shapes
+MatrixFn = Callable[
+    [list[Tensor]], list[Tensor]
+]  # from whole matrices to as many of the same shapes
 
 
 class Matrices(Protocol):
@@ -59,10 +65,15 @@ class WholeMatrices:
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
         packed = list(self.rows.values())
         pieces = [
-            piece for tensor, rows in zip(tensors, packed, strict=True) for piece in torch.split(tensor, list(rows))
+            piece
+            for tensor, rows in zip(tensors, packed, strict=True)
+            for piece in torch.split(tensor, list(rows))
         ]
         results = iter(function(pieces))
-        return [next(results) if len(rows) == 1 else torch.cat([next(results) for _ in rows]) for rows in packed]
+        return [
+            next(results) if len(rows) == 1 else torch.cat([next(results) for _ in rows])
+            for rows in packed
+        ]
 
 
 def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
@@ -71,7 +82,9 @@ def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "head":
             packs = isinstance(model, GPT) and name.endswith("attention.qkv")
-            rows[f"{name}.weight"] = cast(GPT, model).config.qkv_rows if packs else [module.out_features]
+            rows[f"{name}.weight"] = (
+                cast(GPT, model).config.qkv_rows if packs else [module.out_features]
+            )
     return rows
 
 
@@ -83,10 +96,15 @@ def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
         batches.setdefault((rows, columns), []).append(index)
     results = list(matrices)
     for (rows, columns), indices in batches.items():
-        size = max(1, BATCH_NUMBERS.get(matrices[indices[0]].device.type, 1 << 26) // (rows * columns))
+        size = max(
+            1, BATCH_NUMBERS.get(matrices[indices[0]].device.type, 1 << 26) // (rows * columns)
+        )
         for start in range(0, len(indices), size):
             batch = indices[start : start + size]
-            wide = [matrices[index] if matrices[index].shape[0] == rows else matrices[index].mT for index in batch]
+            wide = [
+                matrices[index] if matrices[index].shape[0] == rows else matrices[index].mT
+                for index in batch
+            ]
             for index, result_RC in zip(batch, _newton_schulz(torch.stack(wide)), strict=True):
                 result = result_RC if matrices[index].shape[0] == rows else result_RC.mT
                 scale = max(1.0, result.shape[0] / result.shape[1]) ** 0.5
@@ -97,7 +115,9 @@ def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
 def _newton_schulz(x_NRC: Tensor) -> Tensor:
     """Singular values of N matrices R x C, R at most C, moved to between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
-    norm_N = torch.linalg.vector_norm(torch.linalg.vector_norm(x_NRC, dim=-1, dtype=torch.float32), dim=-1)
+    norm_N = torch.linalg.vector_norm(
+        torch.linalg.vector_norm(x_NRC, dim=-1, dtype=torch.float32), dim=-1
+    )
     x_NRC = x_NRC / norm_N.clamp(min=EPS)[:, None, None].to(x_NRC.dtype)
     for _ in range(ORTHOGONALIZE_STEPS):
         gram_NRR = x_NRC @ x_NRC.mT
@@ -145,7 +165,9 @@ class Muon(torch.optim.Optimizer):
             after = before.lerp(gradient, 1 - group["momentum"])
             updates.append(gradient.lerp(after, group["momentum"]).to(self.matrices.dtype))
             before.copy_(after if bad is None else torch.where(bad, before, after))
-        for param, update in zip(group["params"], self.matrices.map(orthogonalize, updates), strict=True):
+        for param, update in zip(
+            group["params"], self.matrices.map(orthogonalize, updates), strict=True
+        ):
             decay = group["lr"] * group["weight_decay"]
             if self.cautious_decay:
                 after = param - decay * param * (param * update >= 0)

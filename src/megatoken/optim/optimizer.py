@@ -19,7 +19,9 @@ from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import STATE_BYTES
 from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
-ParamGroup = dict[str, Any]  # params, weight_decay; lr_scale: the group's rate as a multiple of the schedule's
+ParamGroup = dict[
+    str, Any
+]  # params, weight_decay; lr_scale: the group's rate as a multiple of the schedule's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,9 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {}
 def register_optimizer(name: str, spec: OptimizerSpec) -> None:
     """Make an optimizer available as `optim.name=NAME`. Raises ConfigError for the name of a built-in one."""
     if name in BUILT_IN:
-        raise ConfigError(f"{name!r} is a built-in optimizer", "register_optimizer", "choose another name")
+        raise ConfigError(
+            f"{name!r} is a built-in optimizer", "register_optimizer", "choose another name"
+        )
     register_choice("optim.name", name)
     OPTIMIZERS[name] = spec
     size = spec.bytes_per_param
@@ -56,7 +60,9 @@ def register_optimizer(name: str, spec: OptimizerSpec) -> None:
 def find_optimizer(name: str) -> OptimizerSpec:
     """The optimizer of that name. Raises ConfigError with the known names."""
     if name not in OPTIMIZERS:
-        raise ConfigError(f"unknown optimizer {name!r}", "optim.name", f"choose one of {', '.join(OPTIMIZERS)}")
+        raise ConfigError(
+            f"unknown optimizer {name!r}", "optim.name", f"choose one of {', '.join(OPTIMIZERS)}"
+        )
     return OPTIMIZERS[name]
 
 
@@ -78,9 +84,13 @@ def build_optimizer(
     spec = find_optimizer(optim.name)
     params = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
     sizes = sizes or {name: tuple(param.shape) for name, param in params.items()}
-    if spec.whole_matrices and any(tuple(param.shape) != tuple(sizes[name]) for name, param in params.items()):
+    if spec.whole_matrices and any(
+        tuple(param.shape) != tuple(sizes[name]) for name, param in params.items()
+    ):
         what = f"{optim.name} needs whole matrices, which are sharded here"
-        raise ConfigError(what, "optim.name", "set machine.sharding=none and machine.tensor_parallel=1")
+        raise ConfigError(
+            what, "optim.name", "set machine.sharding=none and machine.tensor_parallel=1"
+        )
     hidden: list[ParamGroup] = []
     if spec.hidden_group:
         if matrices is None:
@@ -102,7 +112,10 @@ def group_parameters(
     """Two groups: matrices and embeddings are decayed, norms and biases are not (Brown et al. 2020)."""
     matrices = {name for name in params if len(sizes[name]) >= 2}
     return [
-        {"params": [params[name] for name in params if name in matrices], "weight_decay": weight_decay},
+        {
+            "params": [params[name] for name in params if name in matrices],
+            "weight_decay": weight_decay,
+        },
         {"params": [params[name] for name in params if name not in matrices], "weight_decay": 0.0},
     ]
 
@@ -137,7 +150,10 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
     # torch makes the moments in the first step; made here, they count when memory is measured before it.
     for param in params:
         moments = {key: torch.zeros_like(param) for key in ADAMW_KEYS}
-        optimizer.state[param] = {"step": torch.zeros((), device=param.device if fused else "cpu"), **moments}
+        optimizer.state[param] = {
+            "step": torch.zeros((), device=param.device if fused else "cpu"),
+            **moments,
+        }
     return optimizer
 
 
@@ -151,7 +167,9 @@ def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str
 
 
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq")
-OPTIMIZERS["adamw"] = OptimizerSpec(build=build_adamw, state_keys=ADAMW_KEYS, bytes_per_param=STATE_BYTES["adamw"])
+OPTIMIZERS["adamw"] = OptimizerSpec(
+    build=build_adamw, state_keys=ADAMW_KEYS, bytes_per_param=STATE_BYTES["adamw"]
+)
 OPTIMIZERS["muon"] = OptimizerSpec(
     build=build_muon,
     state_keys=("momentum_buffer", *ADAMW_KEYS),

@@ -62,8 +62,12 @@ class Request:
         """Raise ConfigError for settings out of range or no prompt, DataError for ids outside the vocabulary."""
         check_settings(self.max_new_tokens, self.temperature, self.top_k, self.top_p, 1)
         if not self.prompt_ids:
-            raise ConfigError("prompt holds no tokens", "sampling", "begin with the end-of-text token")
-        index = next((i for i, id in enumerate(self.prompt_ids) if not 0 <= id < config.vocab_size), None)
+            raise ConfigError(
+                "prompt holds no tokens", "sampling", "begin with the end-of-text token"
+            )
+        index = next(
+            (i for i, id in enumerate(self.prompt_ids) if not 0 <= id < config.vocab_size), None
+        )
         if index is not None:
             what = f"token id {self.prompt_ids[index]} is outside the model's vocabulary of {config.vocab_size}"
             fix = "encode it with the tokenizer the model was trained with"
@@ -98,7 +102,9 @@ class _Row:
     key: int
     request: Request
     draws: list[float]  # uniform numbers from [0, 1), one for each new token
-    seen: list[int]  # what the model is to see next: of a row that has not begun, or whose window has slid, all of it
+    seen: list[
+        int
+    ]  # what the model is to see next: of a row that has not begun, or whose window has slid, all of it
     ids: list[int] = field(default_factory=list)
 
 
@@ -109,7 +115,9 @@ class BatchDecoder:
     largest `capacity` of a request that comes (0: any).
     """
 
-    def __init__(self, model: GPT, *, rows: int, capacity: int = 0, device: Device | None = None) -> None:
+    def __init__(
+        self, model: GPT, *, rows: int, capacity: int = 0, device: Device | None = None
+    ) -> None:
         self._model, self._device, self._max_rows = model, device, rows
         self._torch_device = model.tokens.weight.device
         self._context = model.config.seq_len
@@ -121,7 +129,9 @@ class BatchDecoder:
 
     def _build_cache(self, rows: int, capacity: int) -> KeyValueCache:
         dtype = self._model.tokens.weight.dtype if self._device is None else self._device.dtype
-        return KeyValueCache(self._model.config, rows=rows, capacity=capacity, dtype=dtype, device=self._torch_device)
+        return KeyValueCache(
+            self._model.config, rows=rows, capacity=capacity, dtype=dtype, device=self._torch_device
+        )
 
     def __enter__(self) -> Self:
         self._contexts = ExitStack()
@@ -134,7 +144,10 @@ class BatchDecoder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._contexts.close()
 
@@ -172,7 +185,9 @@ class BatchDecoder:
     def step(self) -> list[Token]:
         """A new id for each sequence; those that it ends leave. Raises NumericsError when logits are not finite."""
         for row in [
-            row for row, length in zip(self._rows, self._cache.lengths, strict=True) if length == self._context
+            row
+            for row, length in zip(self._rows, self._cache.lengths, strict=True)
+            if length == self._context
         ]:
             self._leave(row)
             all_ids = [*row.request.prompt_ids, *row.ids]
@@ -186,7 +201,10 @@ class BatchDecoder:
         for length, rows in groupby(self._waiting, key=lambda row: len(row.seen)):
             prompts = [list(equal) for _, equal in groupby(rows, key=lambda row: row.seen)]
             at_once = max(1, BEGUN_TOKENS // length)
-            logits += [self._begin(prompts[first : first + at_once]) for first in range(0, len(prompts), at_once)]
+            logits += [
+                self._begin(prompts[first : first + at_once])
+                for first in range(0, len(prompts), at_once)
+            ]
         self._waiting = []
         if not logits:
             return []
@@ -209,33 +227,45 @@ class BatchDecoder:
     def _draw(self, logits_NV: Tensor) -> list[Token]:
         """An id for each row, in the order of the cache."""
         logits_NV = logits_NV.float()
-        draws_N = torch.tensor([row.draws[len(row.ids)] for row in self._rows], device=logits_NV.device)
+        draws_N = torch.tensor(
+            [row.draws[len(row.ids)] for row in self._rows], device=logits_NV.device
+        )
         ids_N = self._choose(logits_NV, draws_N)
-        for row, logit in zip(self._rows, logits_NV.gather(1, ids_N[:, None])[:, 0].tolist(), strict=True):
+        for row, logit in zip(
+            self._rows, logits_NV.gather(1, ids_N[:, None])[:, 0].tolist(), strict=True
+        ):
             if not math.isfinite(logit):
                 fix = "the weights are damaged or have diverged: use an earlier checkpoint"
                 position = f"position {len(row.request.prompt_ids) + len(row.ids)}"
                 raise NumericsError("the model's logits are not finite numbers", position, fix)
         logprobs: list[float | None] = [None] * len(self._rows)
         if any(row.request.logprobs for row in self._rows):
-            scales = [row.request.temperature if row.request.drawn_logprobs else 1.0 for row in self._rows]
+            scales = [
+                row.request.temperature if row.request.drawn_logprobs else 1.0 for row in self._rows
+            ]
             if any(scale != 1 for scale in scales):
                 logits_NV = logits_NV / torch.tensor(scales, device=logits_NV.device)[:, None]
             logprobs = logits_NV.log_softmax(-1).gather(1, ids_N[:, None])[:, 0].tolist()
         tokens = []
         for row, id, logprob in zip(self._rows, ids_N.tolist(), logprobs, strict=True):
             is_last = len(row.ids) + 1 == row.request.max_new_tokens
-            reason: FinishReason | None = "stop" if id in row.request.stop_ids else "length" if is_last else None
+            reason: FinishReason | None = (
+                "stop" if id in row.request.stop_ids else "length" if is_last else None
+            )
             tokens.append(Token(row.key, id, reason, logprob if row.request.logprobs else None))
         return tokens
 
     def _choose(self, logits_NV: Tensor, draws_N: Tensor) -> Tensor:
-        settings = [(row.request.temperature, row.request.top_k, row.request.top_p) for row in self._rows]
+        settings = [
+            (row.request.temperature, row.request.top_k, row.request.top_p) for row in self._rows
+        ]
         if len(set(settings)) == 1:
             return choose_ids(logits_NV, draws_N, *settings[0])
         ids_N = torch.empty(len(settings), dtype=torch.int64, device=logits_NV.device)
         for each in set(settings):
-            index = torch.tensor([i for i, own in enumerate(settings) if own == each], device=logits_NV.device)
+            index = torch.tensor(
+                [i for i, own in enumerate(settings) if own == each], device=logits_NV.device
+            )
             ids_N[index] = choose_ids(logits_NV[index], draws_N[index], *each)
         return ids_N
 
@@ -258,7 +288,9 @@ def generate_batch(
     if not queue:
         return []
     capacity, added = max(request.capacity for request in queue), 0
-    with BatchDecoder(model, rows=min(rows, len(queue)), capacity=capacity, device=device) as decoder:
+    with BatchDecoder(
+        model, rows=min(rows, len(queue)), capacity=capacity, device=device
+    ) as decoder:
         while added < len(queue) or decoder.rows:
             for number in range(added, min(added + decoder.free_rows, len(queue))):
                 decoder.add(number, queue[number])

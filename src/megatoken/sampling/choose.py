@@ -12,14 +12,18 @@ from torch import Tensor
 from megatoken.errors import ConfigError
 
 
-def choose_ids(logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def choose_ids(
+    logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: int, top_p: float
+) -> Tensor:
     """One id (N,) per row of logits: where its uniform draw from [0, 1) falls in the cumulative probability."""
     if temperature == 0:
         return logits_NV.argmax(-1)
     tiny = torch.finfo(logits_NV.dtype).tiny  # a smaller number would count as 0
     temperature, top_p = max(temperature, tiny), max(top_p, tiny)
     if top_p < 1 and not top_k:
-        top_k = logits_NV.shape[-1]  # the cumulative probability starts at the likeliest, so all are sorted
+        top_k = logits_NV.shape[
+            -1
+        ]  # the cumulative probability starts at the likeliest, so all are sorted
     sorted_ids_NK = None
     if top_k:
         logits_NV, sorted_ids_NK = logits_NV.topk(min(top_k, logits_NV.shape[-1]))
@@ -29,7 +33,9 @@ def choose_ids(logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: in
     cumulative_NK = cumulative_sum(probs_NK)
     # An id without probability does not raise the sum, so the first index above the draw is never one.
     thresholds_N1 = draws_N[:, None] * cumulative_NK[:, -1:]
-    indices_N1 = torch.searchsorted(cumulative_NK, thresholds_N1, right=True).clamp_(max=probs_NK.shape[-1] - 1)
+    indices_N1 = torch.searchsorted(cumulative_NK, thresholds_N1, right=True).clamp_(
+        max=probs_NK.shape[-1] - 1
+    )
     return (indices_N1 if sorted_ids_NK is None else sorted_ids_NK.gather(1, indices_N1))[:, 0]
 
 

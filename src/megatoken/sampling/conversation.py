@@ -58,7 +58,9 @@ class Conversation:
         stream, new_ids = TextStream(tokenizer, ids), list[int]()
         reason: Literal["stop", "length", "interrupted"] = "interrupted"
         try:
-            with BatchDecoder(self.model, rows=1, capacity=request.capacity, device=self.device) as decoder:
+            with BatchDecoder(
+                self.model, rows=1, capacity=request.capacity, device=self.device
+            ) as decoder:
                 decoder.add(0, request)
                 while decoder.rows:
                     for token in decoder.step():
@@ -75,7 +77,10 @@ class Conversation:
 
     def clear(self) -> None:
         """Forget all but the system's message."""
-        self.messages, self.dropped = [message for message in self.messages if message.role == "system"], 0
+        self.messages, self.dropped = (
+            [message for message in self.messages if message.role == "system"],
+            0,
+        )
 
 
 def fit_context(
@@ -88,7 +93,9 @@ def fit_context(
     """
     kept, room = list(messages), min(new_tokens, context // ANSWER_SHARE)
     first = int(kept[0].role == "system")
-    while len(ids := template.encode(kept, reply=True)[0]) + room > context + 1:  # the last new token is not read
+    while (
+        len(ids := template.encode(kept, reply=True)[0]) + room > context + 1
+    ):  # the last new token is not read
         if len(kept) <= first + 2:
             what = f"the message makes {len(ids):,} tokens of a context of {context:,}, {room:,} are for the answer"
             raise ConfigError(what, "chat", "send a shorter one")

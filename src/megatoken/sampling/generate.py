@@ -69,7 +69,9 @@ def describe_window(config: ModelConfig, prompt_tokens: int, new_tokens: int) ->
     if prompt_tokens > config.seq_len:
         return f"the prompt has {prompt_tokens:,} tokens, the model sees the last {config.seq_len:,}: its context"
     if prompt_tokens + new_tokens - 1 > config.seq_len:
-        return f"beyond the context of {config.seq_len:,} tokens the model sees the newest ones only"
+        return (
+            f"beyond the context of {config.seq_len:,} tokens the model sees the newest ones only"
+        )
     return ""
 
 
@@ -97,7 +99,14 @@ def generate_ids(
     when logits are not finite.
     """
     check_settings(max_new_tokens, temperature, top_k, top_p, num_samples)
-    request = Request(prompt_ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids)
+    request = Request(
+        prompt_ids,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=stop_ids,
+    )
     sequences: list[list[int]] = [[] for _ in range(num_samples)]
     with BatchDecoder(model, rows=num_samples, capacity=request.capacity, device=device) as decoder:
         for i in range(num_samples):
@@ -134,13 +143,18 @@ def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
         return
     if device.precision == "bf16":
         model.to(torch.bfloat16)
-        for parameter, copy in zip(model.parameters(), gather_in_large_pages(list(model.parameters())), strict=True):
+        for parameter, copy in zip(
+            model.parameters(), gather_in_large_pages(list(model.parameters())), strict=True
+        ):
             parameter.data = copy
         if find_library():
             set_block_kernels(model, "native")
             _set_native_attention(model)
         return
-    for weight in [model.lm_head_weight, *(part.weight for part in model.modules() if isinstance(part, nn.Linear))]:
+    for weight in [
+        model.lm_head_weight,
+        *(part.weight for part in model.modules() if isinstance(part, nn.Linear)),
+    ]:
         if weight.shape[0] > weight.shape[1]:
             weight.data = weight.data.t().contiguous().t()
 

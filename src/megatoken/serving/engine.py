@@ -44,7 +44,9 @@ class Job:
         tokens: list[Token] = []
         try:
             while True:
-                answer = self._answers.get_nowait() if tokens else self._answers.get(timeout=timeout)
+                answer = (
+                    self._answers.get_nowait() if tokens else self._answers.get(timeout=timeout)
+                )
                 if isinstance(answer, Exception):
                     raise answer
                 tokens.append(answer)
@@ -55,7 +57,9 @@ class Job:
 class Engine:
     """Decodes in a thread of its own inside `with`. rows: sequences at once; waiting: how many may wait."""
 
-    def __init__(self, model: GPT, device: Device | None = None, *, rows: int = 8, waiting: int = 64) -> None:
+    def __init__(
+        self, model: GPT, device: Device | None = None, *, rows: int = 8, waiting: int = 64
+    ) -> None:
         self.model, self._device = model, device
         self._max_rows, self.max_jobs = rows, rows + waiting
         self._changed = threading.Condition()
@@ -69,7 +73,10 @@ class Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """End all jobs with Stopped, and the thread."""
         with self._changed:
@@ -109,8 +116,12 @@ class Engine:
                 with BatchDecoder(self.model, rows=self._max_rows, device=self._device) as decoder:
                     for tokens in self._decode(decoder):
                         self._hand_out(tokens)
-            except Exception as error:  # of the model, or of the device: the next job finds a new decoder
-                self._end_all(error if isinstance(error, MegatokenError) else RuntimeError("decoding failed"))
+            except (
+                Exception
+            ) as error:  # of the model, or of the device: the next job finds a new decoder
+                self._end_all(
+                    error if isinstance(error, MegatokenError) else RuntimeError("decoding failed")
+                )
         self._end_all(Stopped())
 
     def _decode(self, decoder: BatchDecoder) -> Iterator[list[Token]]:

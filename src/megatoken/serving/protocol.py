@@ -21,7 +21,18 @@ from megatoken.sampling.generate import TextStream
 MAX_MESSAGES, MAX_STOPS, MAX_STOP_LENGTH = 512, 4, 200
 SHOWN_DIGITS = 24  # of a number that is out of range
 COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
-COMMON = {"model", "temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "stream", "stream_options", "n"}
+COMMON = {
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "max_tokens",
+    "stream",
+    "stream_options",
+    "n",
+}
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
 # Parameters that are taken where they ask for what is done anyway.
 AS_IT_IS: dict[str, tuple[Any, ...]] = {
@@ -41,14 +52,18 @@ AS_IT_IS: dict[str, tuple[Any, ...]] = {
 class ApiError(Exception):
     """An answer other than 200: HTTP status, a line for people, and OpenAI's type, parameter and code."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def to_json(self) -> dict[str, Any]:
         """The body of the answer."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +80,12 @@ class ServedModel:
 
     def describe(self) -> dict[str, Any]:
         """Its entry in /v1/models."""
-        about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "megatoken"}
+        about = {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "megatoken",
+        }
         return about | {"context": self.context, "chat": self.template is not None}
 
 
@@ -108,7 +128,9 @@ def parse_chat(body: dict[str, Any], model: ServedModel) -> Question:
     if rows is None:
         raise ApiError(400, "messages are missing", param="messages")
     if len(rows) > MAX_MESSAGES:
-        raise ApiError(400, f"{len(rows)} messages, at most {MAX_MESSAGES} are taken", param="messages")
+        raise ApiError(
+            400, f"{len(rows)} messages, at most {MAX_MESSAGES} are taken", param="messages"
+        )
     if (truncation := body.get("truncation")) not in (None, "auto", "disabled"):
         raise ApiError(400, "truncation is neither auto nor disabled", param="truncation")
     names = [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
@@ -136,8 +158,14 @@ def _join_parts(row: Any) -> Any:
     if not isinstance(row, dict) or not isinstance(parts := row.get("content"), list):
         return row
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(400, 'a part of the content is not {"type": "text", "text": ...}', param="messages")
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ApiError(
+                400, 'a part of the content is not {"type": "text", "text": ...}', param="messages"
+            )
     return row | {"content": "".join(part["text"] for part in parts)}
 
 
@@ -157,22 +185,44 @@ def parse_completion(body: dict[str, Any], model: ServedModel) -> Question:
         ids = prompt
         if wrong := [id for id in ids if not 0 <= id < model.tokenizer.vocab_size]:
             raise ApiError(
-                400, f"{_shorten(wrong[0])} is none of {model.tokenizer.vocab_size:,} token ids", param="prompt"
+                400,
+                f"{_shorten(wrong[0])} is none of {model.tokenizer.vocab_size:,} token ids",
+                param="prompt",
             )
     else:
-        raise ApiError(400, "the prompt is neither one text nor one list of token ids", param="prompt")
-    return _build(body, model, ids, "max_tokens", COMPLETION_TOKENS, find_stop_ids(model.tokenizer), is_chat=False)
+        raise ApiError(
+            400, "the prompt is neither one text nor one list of token ids", param="prompt"
+        )
+    return _build(
+        body,
+        model,
+        ids,
+        "max_tokens",
+        COMPLETION_TOKENS,
+        find_stop_ids(model.tokenizer),
+        is_chat=False,
+    )
 
 
 def _check_names(body: dict[str, Any], model: ServedModel, known: set[str]) -> None:
     if (name := body.get("model")) != model.name:
         what = "model is missing" if name is None else f"no model {str(name)[:80]!a} here"
-        raise ApiError(404, f"{what}: this server has {model.name!a}", param="model", code="model_not_found")
+        raise ApiError(
+            404, f"{what}: this server has {model.name!a}", param="model", code="model_not_found"
+        )
     for name, value in body.items():
-        if name in AS_IT_IS and value is not None and not any(_equals(value, each) for each in AS_IT_IS[name]):
-            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        if (
+            name in AS_IT_IS
+            and value is not None
+            and not any(_equals(value, each) for each in AS_IT_IS[name])
+        ):
+            raise ApiError(
+                400, f"{name} is not supported", param=name, code="unsupported_parameter"
+            )
         if name not in known and name not in AS_IT_IS and name not in IGNORED:
-            raise ApiError(400, f"unknown parameter {name[:80]!a}", param=name[:80], code="unknown_parameter")
+            raise ApiError(
+                400, f"unknown parameter {name[:80]!a}", param=name[:80], code="unknown_parameter"
+            )
 
 
 def _equals(value: Any, other: Any) -> bool:
@@ -193,14 +243,18 @@ def _build(
     room = model.context - len(ids)
     if room < 1:
         what = f"{len(ids):,} tokens do not fit the context of {model.context:,}"
-        raise ApiError(400, what, param="messages" if is_chat else "prompt", code="context_length_exceeded")
+        raise ApiError(
+            400, what, param="messages" if is_chat else "prompt", code="context_length_exceeded"
+        )
     default = min(default_tokens or room, room)
     max_new_tokens = _take_number(body, limit_name, int, default, 1, math.inf)
     if max_new_tokens > room:
         what = f"{limit_name} is {_shorten(max_new_tokens)}, the context of {model.context:,} has room for {room:,}"
         raise ApiError(400, what, param=limit_name, code="context_length_exceeded")
     options = _take(body, "stream_options", dict) or {}
-    if options and (options.keys() - {"include_usage", "include_obfuscation"} or not body.get("stream")):
+    if options and (
+        options.keys() - {"include_usage", "include_obfuscation"} or not body.get("stream")
+    ):
         raise ApiError(400, "stream_options is include_usage, with stream", param="stream_options")
     top_p = _take_number(body, "top_p", float, 1.0, 0.0, 1.0)
     request = Request(
@@ -226,7 +280,12 @@ def _take(body: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def _take_number(
-    body: dict[str, Any], name: str, kind: type[int] | type[float], default: float, least: float, most: float
+    body: dict[str, Any],
+    name: str,
+    kind: type[int] | type[float],
+    default: float,
+    least: float,
+    most: float,
 ) -> float:
     value = body.get(name)
     if value is None:
@@ -251,7 +310,9 @@ def _take_stops(body: dict[str, Any]) -> tuple[str, ...]:
         raise ApiError(400, f"stop is no text and no list of at most {MAX_STOPS}", param="stop")
     for stop in stops:
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
-            raise ApiError(400, f"a text of stop has 1 to {MAX_STOP_LENGTH} characters", param="stop")
+            raise ApiError(
+                400, f"a text of stop has 1 to {MAX_STOP_LENGTH} characters", param="stop"
+            )
         _check_text(stop, "stop")
     return tuple(stops)
 
@@ -293,7 +354,9 @@ class Answer:
             self.finish_reason = "stop"
             return text[: min(ends)]
         if self.finish_reason is None:
-            beginnings = (stop[:size] for stop in self._question.stops for size in range(1, len(stop)))
+            beginnings = (
+                stop[:size] for stop in self._question.stops for size in range(1, len(stop))
+            )
             held = max((len(each) for each in beginnings if text.endswith(each)), default=0)
             text, self._held = text[: len(text) - held], text[len(text) - held :]
         return text
@@ -302,15 +365,25 @@ class Answer:
     def usage(self) -> dict[str, int]:
         """Counts of tokens, with the one that ended the answer."""
         prompt = len(self._question.request.prompt_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._tokens,
+            "total_tokens": prompt + self._tokens,
+        }
 
     def build_whole(self, text: str) -> dict[str, Any]:
         """The object of an answer that is not streamed."""
-        content = {"message": {"role": "assistant", "content": text}} if self._question.is_chat else {"text": text}
+        content = (
+            {"message": {"role": "assistant", "content": text}}
+            if self._question.is_chat
+            else {"text": text}
+        )
         kind = "chat.completion" if self._question.is_chat else "text_completion"
         return self._wrap(kind, [self._choose(content, self.finish_reason)]) | {"usage": self.usage}
 
-    def build_chunk(self, text: str, *, is_first: bool = False, is_last: bool = False) -> dict[str, Any]:
+    def build_chunk(
+        self, text: str, *, is_first: bool = False, is_last: bool = False
+    ) -> dict[str, Any]:
         """An object of a stream; the first of a chat names the role, the last says why it ended."""
         kind = "chat.completion.chunk" if self._question.is_chat else "text_completion"
         delta = {"role": "assistant"} if is_first else {}
@@ -327,4 +400,10 @@ class Answer:
         return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
     def _wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model.name, "choices": choices}
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model.name,
+            "choices": choices,
+        }

@@ -26,12 +26,23 @@ from typing import Any
 
 from megatoken.errors import MegatokenError
 from megatoken.serving.engine import Engine, Job, QueueFull, Stopped
-from megatoken.serving.protocol import Answer, ApiError, Question, ServedModel, parse_chat, parse_completion, parse_json
+from megatoken.serving.protocol import (
+    Answer,
+    ApiError,
+    Question,
+    ServedModel,
+    parse_chat,
+    parse_completion,
+    parse_json,
+)
 
 MAX_BODY_BYTES = 4 << 20
 IDLE_SECONDS = 60.0  # that a connection may send or take nothing
 POLL_SECONDS = 0.25  # between looks at a connection whose request waits
-LINGER_SECONDS, LINGER_BYTES = 5.0, 256 << 20  # that the rest of a refused request is read and dropped
+LINGER_SECONDS, LINGER_BYTES = (
+    5.0,
+    256 << 20,
+)  # that the rest of a refused request is read and dropped
 MORE_CONNECTIONS = 64  # than requests that are decoded and wait
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PAGE = Path(__file__).parent / "page.html"
@@ -56,7 +67,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, engine: Engine, model: ServedModel, host: str, port: int, api_key: str = "") -> None:
+    def __init__(
+        self, engine: Engine, model: ServedModel, host: str, port: int, api_key: str = ""
+    ) -> None:
         self.engine, self.model, self.api_key = engine, model, api_key.encode()
         self.is_stopping = False
         self._changed = threading.Condition()
@@ -162,7 +175,9 @@ class Handler(BaseHTTPRequestHandler):
                 dropped += len(block)
 
     def do_GET(self) -> None:
-        self._answer({"/": self._send_page, "/health": self._send_health, "/v1/models": self._send_models})
+        self._answer(
+            {"/": self._send_page, "/health": self._send_health, "/v1/models": self._send_models}
+        )
 
     def do_POST(self) -> None:
         self._answer({"/v1/chat/completions": self._chat, "/v1/completions": self._complete})
@@ -178,7 +193,9 @@ class Handler(BaseHTTPRequestHandler):
             if path not in paths and path.removeprefix("/v1/models/") == self.server.model.name:
                 path = "/v1/models"
             if path not in paths:
-                raise ApiError(404, f"nothing is here for {self.command}: see /v1/models, /v1/chat/completions")
+                raise ApiError(
+                    404, f"nothing is here for {self.command}: see /v1/models, /v1/chat/completions"
+                )
             if path.startswith("/v1/"):
                 self._check_key()
             paths[path]()
@@ -201,13 +218,19 @@ class Handler(BaseHTTPRequestHandler):
             raise ApiError(403, "pages of other sites may not ask here", code="foreign_origin")
 
     def _check_key(self) -> None:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+        given = (
+            self.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+        )
         if self.server.api_key and not hmac.compare_digest(given, self.server.api_key):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _read_body(self) -> dict[str, Any]:
         lengths = self.headers.get_all("Content-Length", [])
-        if len(lengths) != 1 or not re.fullmatch(r"[0-9]{1,12}", lengths[0]) or "Transfer-Encoding" in self.headers:
+        if (
+            len(lengths) != 1
+            or not re.fullmatch(r"[0-9]{1,12}", lengths[0])
+            or "Transfer-Encoding" in self.headers
+        ):
             raise ApiError(411, "the request has no Content-Length")
         if int(lengths[0]) > MAX_BODY_BYTES:
             raise ApiError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
@@ -225,7 +248,9 @@ class Handler(BaseHTTPRequestHandler):
         self._has_begun = True
         self.send_response(status)
         headers |= {"Content-Type": content_type, "Content-Length": str(len(body))}
-        for name, value in (HEADERS | {name.replace("_", "-"): value for name, value in headers.items()}).items():
+        for name, value in (
+            HEADERS | {name.replace("_", "-"): value for name, value in headers.items()}
+        ).items():
             self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
@@ -253,20 +278,37 @@ class Handler(BaseHTTPRequestHandler):
         """For what http.server finds wrong, in the same form."""
         self.close_connection, self._has_begun = True, False
         self.request_version = "HTTP/1.0"  # what it is may be unknown
-        self._send_error(ApiError(code, f"{HTTPStatus(code).phrase.lower()}: not a request that is answered here"))
+        self._send_error(
+            ApiError(
+                code, f"{HTTPStatus(code).phrase.lower()}: not a request that is answered here"
+            )
+        )
 
     def _send_page(self) -> None:
-        self._send(200, self.server.page, "text/html; charset=utf-8", Content_Security_Policy=self.server.policy)
+        self._send(
+            200,
+            self.server.page,
+            "text/html; charset=utf-8",
+            Content_Security_Policy=self.server.policy,
+        )
 
     def _send_health(self) -> None:
         running, waiting = self.server.engine.counts
         self._send_json(
-            {"status": "stopping" if self.server.is_stopping else "ok", "running": running, "waiting": waiting}
+            {
+                "status": "stopping" if self.server.is_stopping else "ok",
+                "running": running,
+                "waiting": waiting,
+            }
         )
 
     def _send_models(self) -> None:
         entry = self.server.model.describe()
-        self._send_json({"object": "list", "data": [entry]} if self.path.partition("?")[0] == "/v1/models" else entry)
+        self._send_json(
+            {"object": "list", "data": [entry]}
+            if self.path.partition("?")[0] == "/v1/models"
+            else entry
+        )
 
     def _chat(self) -> None:
         self._decode(parse_chat(self._read_body(), self.server.model))
@@ -281,14 +323,18 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 job = self.server.engine.submit(question.request)
             except QueueFull:
-                raise ApiError(429, "too many requests wait: try again later", code="queue_full") from None
+                raise ApiError(
+                    429, "too many requests wait: try again later", code="queue_full"
+                ) from None
             try:
                 answer = Answer(question, self.server.model)
                 if question.is_streamed:
                     self._stream(answer, question, job)
                 else:
                     text = "".join(self._read_answer(answer, job))
-                    self._send_json(answer.build_whole(text), Dropped_Messages=str(question.dropped))
+                    self._send_json(
+                        answer.build_whole(text), Dropped_Messages=str(question.dropped)
+                    )
             finally:
                 job.cancel()
 
@@ -307,7 +353,10 @@ class Handler(BaseHTTPRequestHandler):
         """Server-sent events: an object each, then [DONE]."""
         self._has_begun = True
         self.send_response(200)
-        about = {"Content-Type": "text/event-stream; charset=utf-8", "Dropped-Messages": str(question.dropped)}
+        about = {
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Dropped-Messages": str(question.dropped),
+        }
         for name, value in (HEADERS | about).items():
             self.send_header(name, value)
         if self.request_version == "HTTP/1.0":
@@ -343,7 +392,11 @@ def build_policy(page: str) -> str:
     allowed = []
     for tag in ("script", "style"):
         texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        digests = (
+            base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts
+        )
         allowed.append(" ".join([f"{tag}-src", *(f"'sha256-{digest}'" for digest in digests)]))
-    rest = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    rest = (
+        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
     return f"{rest}; frame-ancestors 'none'; {'; '.join(allowed)}"

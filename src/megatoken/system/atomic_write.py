@@ -22,8 +22,12 @@ from megatoken.errors import ConfigError, StorageError
 
 BLOCK_BYTES = 1 << 20  # read, then hashed: in the second-level cache of most CPUs
 SYNC_BYTES, SYNC_AND_WAIT = 64 << 20, 7  # Linux's sync_file_range: wait before, write, wait after
-LARGEST_BYTES = 8 << 20  # of files that are read as a whole; parsed JSON takes up to 20 times its size
-NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|(s3|gs|gcs|az|abfss?|hdfs|https?):")  # a Path has lost a slash
+LARGEST_BYTES = (
+    8 << 20
+)  # of files that are read as a whole; parsed JSON takes up to 20 times its size
+NO_PATH = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]+:/|(s3|gs|gcs|az|abfss?|hdfs|https?):"
+)  # a Path has lost a slash
 # What content of other types, sizes or depth than expected raises where it is used. A file may hold anything.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -32,7 +36,9 @@ def local_path(text: str | Path) -> Path:
     """A path on this machine, ~/ at its start the home folder. Raises ConfigError for an address such as s3://bucket/run,
     and for what is no path."""
     if NO_PATH.match(str(text)):
-        raise ConfigError(f"not a path on this machine: {text}", "", "mount it, or copy it to a local folder")
+        raise ConfigError(
+            f"not a path on this machine: {text}", "", "mount it, or copy it to a local folder"
+        )
     if "\0" in str(text):
         raise ConfigError(f"a path holds a NUL: {text!s:.200}", "", "write it without")
     if not str(text):
@@ -101,7 +107,9 @@ def sync_file(path: Path, on_progress: Callable[[int], object] | None = None) ->
 
     on_progress: called with the number of bytes after each SYNC_BYTES (Linux).
     """
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs writable files only
+    descriptor = os.open(
+        path, os.O_RDWR if os.name == "nt" else os.O_RDONLY
+    )  # Windows syncs writable files only
     try:
         if on_progress is not None and sys.platform == "linux":
             for start in range(0, os.fstat(descriptor).st_size, SYNC_BYTES):
@@ -154,7 +162,9 @@ def storage_errors(
         number = error_number(error)
         if not isinstance(error, OSError) and number is None:
             raise
-        what += f": {getattr(error, 'strerror', None) or (os.strerror(number) if number else error)}"
+        what += (
+            f": {getattr(error, 'strerror', None) or (os.strerror(number) if number else error)}"
+        )
         if needed_bytes:
             what += f", {needed_bytes:,} bytes needed"
         with suppress(OSError):

@@ -31,9 +31,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILE_PAYS_STEPS = 500  # a shorter run would mostly wait for the compiler
 PEAKS = "peaks.json"  # in the cache
 MEASURED = "matrix products measured here"
-PEAK_SIZES = {"cpu": (512, 1024, 2048, 4096), "mps": (1024, 2048, 4096, 8192), "cuda": (2048, 4096, 8192, 16384)}
+PEAK_SIZES = {
+    "cpu": (512, 1024, 2048, 4096),
+    "mps": (1024, 2048, 4096, 8192),
+    "cuda": (2048, 4096, 8192, 16384),
+}
 PROBE_SIZE, PROBE_CALLS = 1024, 6
-PEAK_SECONDS, AGAIN_SECONDS = 3.0, 1.0  # longest that measuring a peak may take, the first time and later
+PEAK_SECONDS, AGAIN_SECONDS = (
+    3.0,
+    1.0,
+)  # longest that measuring a peak may take, the first time and later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +100,9 @@ class Device:
             torch.mps.synchronize()
 
 
-def open_device(machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1) -> Device:
+def open_device(
+    machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1
+) -> Device:
     """Choose the device; set torch's threads, CUDA device, TF32 and deterministic mode for this whole process.
 
     Processes of one machine share its cores. Raises ConfigError as `choose_device`.
@@ -102,12 +111,16 @@ def open_device(machine: MachineConfig, *, local_rank: int = 0, local_world_size
     torch.set_num_threads(machine.threads or max(1, cpu_count() // local_world_size))
     if device.type == "cuda":
         torch.cuda.set_device(device.torch_device)
-    torch.set_float32_matmul_precision("high" if _uses_tf32(device.torch_device, machine) else "highest")
+    torch.set_float32_matmul_precision(
+        "high" if _uses_tf32(device.torch_device, machine) else "highest"
+    )
     torch.use_deterministic_algorithms(machine.deterministic)
     return device
 
 
-def choose_device(machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1) -> Device:
+def choose_device(
+    machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1
+) -> Device:
     """Choose device and precision; nothing in the process changes. Each of several processes has a CUDA device.
 
     peak_flops is the data sheet's, 0 for a device that is not in the table. Raises ConfigError when the device is
@@ -122,11 +135,17 @@ def choose_device(machine: MachineConfig, *, local_rank: int = 0, local_world_si
     tf32 = rates.get("tf32") if precision == "fp32" and _uses_tf32(device, machine) else None
     peak = tf32 or rates.get(precision, 0.0)
     source = "data sheet" if peak else "unknown"
-    return Device(torch_device=device, name=name, precision=precision, peak_flops=peak, peak_source=source)
+    return Device(
+        torch_device=device, name=name, precision=precision, peak_flops=peak, peak_source=source
+    )
 
 
 def _uses_tf32(device: torch.device, machine: MachineConfig) -> bool:
-    return device.type == "cuda" and machine.tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        device.type == "cuda"
+        and machine.tf32
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def with_peak(device: Device) -> Device:
@@ -137,7 +156,11 @@ def with_peak(device: Device) -> Device:
     if device.peak_flops:
         return device
     seconds = AGAIN_SECONDS if _peak_key(device) in cache_get(PEAKS) else PEAK_SECONDS
-    return replace(device, peak_flops=cache_peak(device, measure_peak(device, seconds=seconds)), peak_source=MEASURED)
+    return replace(
+        device,
+        peak_flops=cache_peak(device, measure_peak(device, seconds=seconds)),
+        peak_source=MEASURED,
+    )
 
 
 def cache_peak(device: Device, flops: float) -> float:
@@ -162,13 +185,19 @@ def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable
     """
     out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
     calls: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right, out=out)}
-    if left.device.type == "cpu" and left.dtype == torch.float32 and torch.get_num_threads() >= cpu_count():
+    if (
+        left.device.type == "cpu"
+        and left.dtype == torch.float32
+        and torch.get_num_threads() >= cpu_count()
+    ):
         a, b, c = left.numpy(), right.numpy(), out.numpy()
         calls["numpy"] = lambda: np.matmul(a, b, out=c)
     return calls
 
 
-def measure_peak(device: Device, sizes: tuple[int, ...] = (), seconds: float = PEAK_SECONDS) -> float:
+def measure_peak(
+    device: Device, sizes: tuple[int, ...] = (), seconds: float = PEAK_SECONDS
+) -> float:
     """FLOP/s of the fastest square product in the device's precision, over sizes and libraries.
 
     A product that would end after `seconds` or does not fit in memory is not started.
@@ -179,7 +208,9 @@ def measure_peak(device: Device, sizes: tuple[int, ...] = (), seconds: float = P
             flops = 2.0 * size**3
             # Random numbers, since chips clock higher on constants; a generator of their own keeps a run's draws.
             generator = torch.Generator(device.torch_device).manual_seed(0)
-            square = torch.randn(size, size, dtype=device.dtype, device=device.torch_device, generator=generator)
+            square = torch.randn(
+                size, size, dtype=device.dtype, device=device.torch_device, generator=generator
+            )
             for call in [*product_calls(square, square).values()] * 5:
                 if best and time.perf_counter() + flops / best > deadline:
                     return best
@@ -206,14 +237,20 @@ def memory_errors(where: str, fix: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        text = " ".join(str(error).split()).partition(" Including")[0]  # without advice about the allocator
-        what = text.partition("DefaultCPUAllocator: ")[2] or text.removeprefix("CUDA out of memory. ")
+        text = " ".join(str(error).split()).partition(" Including")[
+            0
+        ]  # without advice about the allocator
+        what = text.partition("DefaultCPUAllocator: ")[2] or text.removeprefix(
+            "CUDA out of memory. "
+        )
         raise ConfigError(f"out of memory: {what}", where, fix) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has ended; torch has no class of its own for a CPU's."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
+        error
+    )
 
 
 def _find_device(requested: str) -> torch.device:
@@ -222,17 +259,28 @@ def _find_device(requested: str) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     if not re.fullmatch(DEVICE_WORDS, requested):
-        raise ConfigError(f"unknown device '{requested}'", "device", "use auto, cpu, cuda, cuda:N or mps")
+        raise ConfigError(
+            f"unknown device '{requested}'", "device", "use auto, cpu, cuda, cuda:N or mps"
+        )
     device = torch.device(requested)
-    present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 1)
+    present = {
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }.get(device.type, 1)
     if present <= (device.index or 0):
         fix = "set machine.device=auto or cpu, or install a torch build and a driver for it"
-        raise ConfigError(f"no {device.type.upper()} device for '{requested}': {present} found", "machine.device", fix)
+        raise ConfigError(
+            f"no {device.type.upper()} device for '{requested}': {present} found",
+            "machine.device",
+            fix,
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def fast_precision(
-    device_type: str, capability: tuple[int, int] = (0, 0), cpu_features: frozenset[str] = frozenset()
+    device_type: str,
+    capability: tuple[int, int] = (0, 0),
+    cpu_features: frozenset[str] = frozenset(),
 ) -> str:
     """The precision that a device is fast in.
 
@@ -248,14 +296,20 @@ def _choose_precision(device: torch.device, precision: str) -> str:
     if precision == "auto" and (preferred := preferred_precision()):
         if preferred not in DTYPES:
             what = f"unknown precision {preferred!r}"
-            raise ConfigError(what, "MEGATOKEN_PRECISION", f"set it to one of {', '.join(DTYPES)}, or unset it")
+            raise ConfigError(
+                what, "MEGATOKEN_PRECISION", f"set it to one of {', '.join(DTYPES)}, or unset it"
+            )
         precision = preferred
     if precision == "fp16" and device.type == "cpu":
-        raise ConfigError("fp16 is not trained on a CPU", "machine.precision", "use auto, bf16 or fp32")
+        raise ConfigError(
+            "fp16 is not trained on a CPU", "machine.precision", "use auto, bf16 or fp32"
+        )
     if precision != "auto":
         return precision
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    features: dict[str, Any] = (
+        getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    )
     there = allowed_features(name for name, has in features.items() if has is True)
     return fast_precision(device.type, capability, there)
 
@@ -268,7 +322,10 @@ def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> t
     if machine.compile == "graphs" and device.type != "cuda":
         return "off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)"
     if machine.compile != "off" and device.type == "cpu" and not find_compiler():
-        return "off", "no C++ compiler found: the model runs uncompiled (install g++ to change that)"
+        return (
+            "off",
+            "no C++ compiler found: the model runs uncompiled (install g++ to change that)",
+        )
     return machine.compile, ""
 
 

@@ -78,9 +78,14 @@ def cache_put(file: str, entry: dict[str, Any]) -> None:
 
 def cpu_count() -> int:
     """Processors this process may use: those of its affinity, and no more than its cgroups grant (Linux)."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     version_2 = (text.split() for (text,) in _read_cgroups("cpu", "cpu.max"))
-    for quota, period in (*version_2, *_read_cgroups("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")):
+    for quota, period in (
+        *version_2,
+        *_read_cgroups("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    ):
         if quota.strip() not in ("max", "-1"):
             count = min(count, max(1, int(quota) // int(period)))
     return count
@@ -96,7 +101,9 @@ def _read_cgroups(controller: str, *files: str) -> Iterator[list[str]]:
         _, controllers, name = line.split(":", 2)
         if controller in controllers.split(",") or not controllers:
             top = CGROUPS / (controllers and controller)
-            own = top / name.lstrip("/")  # in a container perhaps the host's name, of which only `top` can be read
+            own = top / name.lstrip(
+                "/"
+            )  # in a container perhaps the host's name, of which only `top` can be read
             for folder in (own, *own.parents[: len(own.parts) - len(top.parts)]):
                 with contextlib.suppress(OSError):
                     yield [(folder / file).read_text() for file in files]
@@ -104,11 +111,15 @@ def _read_cgroups(controller: str, *files: str) -> Iterator[list[str]]:
 
 def find_processor_name() -> str:
     """The processor's name: "AMD EPYC 7763 64-Core Processor", "Apple M2 Pro"."""
-    if platform.system() == "Darwin" and (name := _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])):
+    if platform.system() == "Darwin" and (
+        name := _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])
+    ):
         return name
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+            return next(
+                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -116,7 +127,9 @@ def find_processor_name() -> str:
 def peak_resident_bytes() -> int:
     """Peak resident memory of this process; 0 if unknown (Windows)."""
     with contextlib.suppress(OSError):  # ru_maxrss begins with the memory of the parent
-        if peak := re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+        if peak := re.search(
+            r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+        ):
             return int(peak[1]) * 1024
     try:
         import resource  # absent on Windows
@@ -141,14 +154,23 @@ def free_memory_bytes() -> int:
     """Memory available to new processes without swapping, and within the limits of the cgroups; 0 if unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+            free = next(
+                int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return 0
-    version_1 = _read_cgroups("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-    for limit, used, stat in (*_read_cgroups("memory", "memory.max", "memory.current", "memory.stat"), *version_1):
+    version_1 = _read_cgroups(
+        "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"
+    )
+    for limit, used, stat in (
+        *_read_cgroups("memory", "memory.max", "memory.current", "memory.stat"),
+        *version_1,
+    ):
         if limit.strip() != "max":
             counts = dict(line.split() for line in stat.splitlines())
-            droppable = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))  # the page cache's
+            droppable = int(
+                counts.get("total_inactive_file", counts.get("inactive_file", 0))
+            )  # the page cache's
             free = min(free, max(1, int(limit) - int(used) + droppable))
     return free
 
@@ -163,7 +185,11 @@ def cpu_features() -> frozenset[str]:
     """The processor's features as Linux names them (avx2, avx512_bf16, amx_bf16, ...); empty where they are unknown."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            flags = next(line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
+            flags = next(
+                line.split(":", 1)[1].split()
+                for line in lines
+                if line.startswith(("flags", "Features"))
+            )
     except (OSError, StopIteration):
         return frozenset()
     return allowed_features(flags)
@@ -177,7 +203,9 @@ def allowed_features(features: Iterable[str]) -> frozenset[str]:
     limit = os.environ.get(INSTRUCTION_SET, "")
     if limit and limit not in LACKING:
         raise ConfigError(
-            f"unknown instruction set {limit!r}", INSTRUCTION_SET, f"set it to one of {', '.join(LACKING)}"
+            f"unknown instruction set {limit!r}",
+            INSTRUCTION_SET,
+            f"set it to one of {', '.join(LACKING)}",
         )
     return frozenset(each for each in features if not (limit and each.startswith(LACKING[limit])))
 
@@ -193,7 +221,11 @@ def find_commit() -> str:
 def _first_line(command: list[str]) -> str:
     """The first line of a command's output; empty if it is missing, fails or hangs."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.partition("\n")[0].strip()
+        return (
+            subprocess.run(command, capture_output=True, text=True, timeout=5)
+            .stdout.partition("\n")[0]
+            .strip()
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -201,7 +233,12 @@ def _first_line(command: list[str]) -> str:
 def python_command(program: str) -> list[str]:
     """A command that runs `program` with this package importable and the current folder, whose files may have any name,
     not (-P)."""
-    return [sys.executable, "-P", "-c", f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); {program}"]
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); {program}",
+    ]
 
 
 OMP_SPINS = 5000
@@ -241,7 +278,9 @@ def keep_freed_memory() -> bool:
     clear and map every new page.
     """
     libc = _glibc()
-    return libc is not None and bool(libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    return libc is not None and bool(
+        libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    )
 
 
 def return_freed_memory() -> None:

@@ -36,7 +36,9 @@ class Gpu:
 
     @property
     def price_source(self) -> str:
-        return "llm.c's account of 2024" if self.name == "A100-40GB" else "RunPod's list of March 2026"
+        return (
+            "llm.c's account of 2024" if self.name == "A100-40GB" else "RunPod's list of March 2026"
+        )
 
     def compute_precision(self, precision: str) -> str:
         """What products in fp32, tf32, bf16 or fp16 are computed in: fp32 where the card lacks the precision."""
@@ -99,7 +101,17 @@ GPUS = {
         watts=float(watts),
         price=price,
     )
-    for name, (driver, architecture, gib, memory, multiprocessors, link, network, watts, price) in _ROWS.items()
+    for name, (
+        driver,
+        architecture,
+        gib,
+        memory,
+        multiprocessors,
+        link,
+        network,
+        watts,
+        price,
+    ) in _ROWS.items()
 }
 
 
@@ -108,7 +120,11 @@ def _simplify(name: str) -> str:
 
 
 _BY_WORD = {_simplify(word): gpu for gpu in GPUS.values() for word in (gpu.name, gpu.driver)}
-_BY_WORD |= {"a100": GPUS["A100-80GB"], "v100": GPUS["V100-32GB"], "a100pcie": GPUS["A100-PCIe-80GB"]}
+_BY_WORD |= {
+    "a100": GPUS["A100-80GB"],
+    "v100": GPUS["V100-32GB"],
+    "a100pcie": GPUS["A100-PCIe-80GB"],
+}
 _BY_WORD |= {"h10080": GPUS["H100"], "h200141": GPUS["H200"]}
 
 
@@ -123,7 +139,9 @@ def find_gpu(name: str, where: str = "--gpus") -> Gpu:
         return gpu
     near = difflib.get_close_matches(_simplify(name), _BY_WORD, n=4, cutoff=0.5)
     names = ", ".join(dict.fromkeys(_BY_WORD[word].name for word in near)) or ", ".join(GPUS)
-    raise ConfigError(f"unknown GPU '{name}'", where, f"nearest: {names}" if near else f"known: {names}")
+    raise ConfigError(
+        f"unknown GPU '{name}'", where, f"nearest: {names}" if near else f"known: {names}"
+    )
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
@@ -131,5 +149,7 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
     match = re.fullmatch(r"\s*([-+\d.]+)\s*[x*]\s*(\S.*)", text)
     count, name = match.groups() if match else ("1", text)
     if not count.isdecimal() or not 1 <= int(count) <= MOST_GPUS:
-        raise ConfigError(f"{count} GPUs", "--gpus", f"give a whole number from 1 to {MOST_GPUS:,}: 8xH100")
+        raise ConfigError(
+            f"{count} GPUs", "--gpus", f"give a whole number from 1 to {MOST_GPUS:,}: 8xH100"
+        )
     return int(count), find_gpu(name)

@@ -23,6 +23,9 @@ def gather_in_large_pages(tensors: Sequence[Tensor]) -> list[Tensor]:
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
     return [
-        whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        whole[start : start + tensor.nbytes]
+        .view(tensor.dtype)
+        .view(tensor.shape)
+        .copy_(tensor.detach())
         for start, tensor in zip(starts, tensors, strict=True)
     ]

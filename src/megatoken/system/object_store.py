@@ -19,7 +19,14 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import NO_PATH, local_path
 
 RETRY_SECONDS = (1.0, 5.0)  # before a call that failed is made again
-LIBRARIES = {"s3": "megatoken[s3]", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+LIBRARIES = {
+    "s3": "megatoken[s3]",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
 THREADS = 8  # files that are read or written at once
 READ_BYTES = 16 << 20  # at once, to hash an object
 # Another try would end alike; botocore's errors have no class that is known without it.
@@ -27,7 +34,13 @@ FINAL_ERRORS = {
     *("PermissionError", "NotADirectoryError", "FileExistsError"),
     *("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"),
 }
-STAMPS = ("ETag", "etag", "mtime", "LastModified", "created")  # of what the libraries say about a file
+STAMPS = (
+    "ETag",
+    "etag",
+    "mtime",
+    "LastModified",
+    "created",
+)  # of what the libraries say about a file
 FIX = "check the address, the credentials and the network"
 
 T = TypeVar("T")
@@ -62,7 +75,9 @@ def run_folder(text: str | Path) -> Path:
 
 
 def run_parallel(
-    calls: Sequence[Callable[[], object]], on_wait: Callable[[], None] | None = None, seconds: float | None = None
+    calls: Sequence[Callable[[], object]],
+    on_wait: Callable[[], None] | None = None,
+    seconds: float | None = None,
 ) -> None:
     """Make calls on THREADS threads; on_wait: called every `seconds` meanwhile.
 
@@ -106,7 +121,11 @@ class ObjectStore:
         if not is_address(address) and NO_PATH.match(address):
             raise ConfigError(f"not an address: {address}", "", "write it as s3://bucket/folder")
         self.address = address.rstrip("/")
-        local = {"auto_mkdir": True} if not is_address(address) or address.startswith(("file:", "local:")) else {}
+        local = (
+            {"auto_mkdir": True}
+            if not is_address(address) or address.startswith(("file:", "local:"))
+            else {}
+        )
         try:
             # Not one that was made before, with the credentials of then.
             options = {"use_listings_cache": False, "skip_instance_cache": True, **local}
@@ -116,7 +135,9 @@ class ObjectStore:
             fix = f"pip install '{library}'" if library else "install the library that fsspec names"
             raise ConfigError(f"{error}", address, fix) from error
         except ValueError as error:
-            raise ConfigError(f"not an address: {error}", address, "write it as s3://bucket/folder") from error
+            raise ConfigError(
+                f"not an address: {error}", address, "write it as s3://bucket/folder"
+            ) from error
         self._root = root.rstrip("/")
 
     def at(self, name: str) -> str:
@@ -129,9 +150,14 @@ class ObjectStore:
             found = self._call("list", folder, self._fs.find, self._path(folder), detail=True)
         except MissingObjectError:
             return {}
-        stamps = {name: [str(info[key]) for key in STAMPS if info.get(key)] for name, info in found.items()}
+        stamps = {
+            name: [str(info[key]) for key in STAMPS if info.get(key)]
+            for name, info in found.items()
+        }
         return {
-            name.removeprefix(self._root).lstrip("/"): ObjectInfo(int(info["size"]), "".join(stamps[name][:1]))
+            name.removeprefix(self._root).lstrip("/"): ObjectInfo(
+                int(info["size"]), "".join(stamps[name][:1])
+            )
             for name, info in found.items()
         }
 
@@ -144,7 +170,9 @@ class ObjectStore:
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """The content of a file, or its bytes [start, end). Raises MissingObjectError."""
-        return bytes(self._call("read", name, self._fs.cat_file, self._path(name), start=start, end=end))
+        return bytes(
+            self._call("read", name, self._fs.cat_file, self._path(name), start=start, end=end)
+        )
 
     def download(self, name: str, path: Path) -> None:
         """Copy a file to `path`. Raises MissingObjectError."""
@@ -171,7 +199,9 @@ class ObjectStore:
                 return
             self._call("write", name, self._fs.put_file, str(path), self._path(name))
         if not self._has(name, path.stat().st_size, xxh3_128):
-            raise StorageError("another content is read back than was written", self.at(name), "check the store")
+            raise StorageError(
+                "another content is read back than was written", self.at(name), "check the store"
+            )
 
     def remove(self, name: str) -> None:
         """Remove a file or everything below a folder, if there is any."""
@@ -193,6 +223,8 @@ class ObjectStore:
             except Exception as error:  # each library has its own
                 if pause is None or type(error).__name__ in FINAL_ERRORS:
                     reason = str(error) or type(error).__name__
-                    raise StorageError(f"cannot {verb}: {reason:.300}", self.at(name), FIX) from error
+                    raise StorageError(
+                        f"cannot {verb}: {reason:.300}", self.at(name), FIX
+                    ) from error
             time.sleep(pause)
         raise AssertionError("not reached")

@@ -56,6 +56,12 @@ _WORKSTATION = {
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     **{name: _row(fp32, fp16=fp16) for name, (fp32, fp16) in _BEFORE_AMPERE.items()},
     **{name: _row(fp32, tf32, half, half) for name, (fp32, tf32, half) in _DATA_CENTER.items()},
-    **{f"NVIDIA GeForce RTX {model}": _row(fp32, fp32, 2 * fp32, 2 * fp32) for model, fp32 in _GEFORCE.items()},
-    **{f"NVIDIA RTX {model}": _row(fp32, 2 * fp32, 4 * fp32, 4 * fp32) for model, fp32 in _WORKSTATION.items()},
+    **{
+        f"NVIDIA GeForce RTX {model}": _row(fp32, fp32, 2 * fp32, 2 * fp32)
+        for model, fp32 in _GEFORCE.items()
+    },
+    **{
+        f"NVIDIA RTX {model}": _row(fp32, 2 * fp32, 4 * fp32, 4 * fp32)
+        for model, fp32 in _WORKSTATION.items()
+    },
 }

@@ -94,9 +94,12 @@ def time_calls(
 
     rounds = min(repeats, max(fewest, int(longest / round_seconds))) - min(map(len, first.values()))
     repeated = {name: partial(repeat, name) for name in calls}
-    timings = time_interleaved(repeated, repeats=rounds, warmup=0, before=before, synchronize=synchronize)
+    timings = time_interleaved(
+        repeated, repeats=rounds, warmup=0, before=before, synchronize=synchronize
+    )
     return {
-        name: Timing((*first[name], *(s / counts[name] for s in timing.seconds))) for name, timing in timings.items()
+        name: Timing((*first[name], *(s / counts[name] for s in timing.seconds)))
+        for name, timing in timings.items()
     }
 
 

@@ -25,7 +25,9 @@ DRY_RUN_NAMES = {
     "TorchDispatchMode": "torch.utils._python_dispatch",
     "tree_leaves": "torch.utils._pytree",
 }
-READ_BY_HOST = torch.ops.aten._local_scalar_dense.default  # optimizers read their step, update_on_host the loss
+READ_BY_HOST = (
+    torch.ops.aten._local_scalar_dense.default
+)  # optimizers read their step, update_on_host the loss
 TESTED = "install torch 2.13, which megatoken is tested with"
 
 
@@ -67,7 +69,9 @@ def step_inner(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -
     inner.step()
 
 
-def fused_adamw_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor | None) -> None:
+def fused_adamw_step(
+    optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor | None
+) -> None:
     """Step a fused AdamW: gradients are divided by `grad_scale`; nothing changes where `found_inf` is 1.
 
     The two are the attributes that torch's GradScaler sets on an optimizer that says it supports them. Raises
@@ -81,7 +85,9 @@ def fused_adamw_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_s
     optimizer.step()
 
 
-def scaler_found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def scaler_found_inf(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     """The flags of `scaler.unscale_`, one a device: above 0 where a gradient is not finite. May be changed in place."""
     return list(scaler._found_inf_per_device(optimizer).values())
 

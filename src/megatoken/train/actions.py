@@ -34,7 +34,12 @@ from megatoken.train.state import gather_model
 RULE = "\n" + "-" * 40 + "\n"  # between samples
 DEFAULT_QUESTION = "Hello."  # of samples where sample.prompt is empty
 BEST = "best"  # the link to the best checkpoint
-LAST_SAVE_RETRY_SECONDS = (5.0, 15.0, 60.0, 120.0)  # before the last save, which failed, is tried again
+LAST_SAVE_RETRY_SECONDS = (
+    5.0,
+    15.0,
+    60.0,
+    120.0,
+)  # before the last save, which failed, is tried again
 
 
 @dataclass(slots=True)
@@ -79,8 +84,15 @@ def list_actions(run: RunContext, saver: "CheckpointSaver") -> list[Action]:
     return [
         Action(steps(config.save.every), saver.try_save, at_start=False, at_end=False),
         Action(steps(config.evaluate.every), validate_and_save),
-        Action(steps(config.evaluate.tasks_every) if run.tasks else 0, partial(score_tasks, run, poll)),
-        Action(sample_every, partial(sample, run), at_start=config.sample.at_start, at_end=sample_every > 0),
+        Action(
+            steps(config.evaluate.tasks_every) if run.tasks else 0, partial(score_tasks, run, poll)
+        ),
+        Action(
+            sample_every,
+            partial(sample, run),
+            at_start=config.sample.at_start,
+            at_end=sample_every > 0,
+        ),
     ]
 
 
@@ -99,7 +111,10 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
         measured = run.validation(poll)
         run.val_losses[state.step] = measured["loss"]
         run.write("val", **measured)
-        values = [f"{SHOWN_FIRST.get(name, name).replace('_', ' ')} {value:.4g}" for name, value in measured.items()]
+        values = [
+            f"{SHOWN_FIRST.get(name, name).replace('_', ' ')} {value:.4g}"
+            for name, value in measured.items()
+        ]
         run.console.print(f"step {state.step}: held out: {', '.join(values)}")
         return
     found = {part.name: _measure_loss(run, part.dataset, poll) for part in parts}
@@ -108,24 +123,42 @@ def validate(run: RunContext, poll: Callable[[], None]) -> None:
     else:
         total = sum(part.share for part in parts)
         row = {
-            key: sum(part.share / total * found[part.name][key] for part in parts) for key in ("loss", "bits_per_byte")
+            key: sum(part.share / total * found[part.name][key] for part in parts)
+            for key in ("loss", "bits_per_byte")
         }
-        row |= {"target_tokens": sum(each["target_tokens"] for each in found.values()), "sources": found}
+        row |= {
+            "target_tokens": sum(each["target_tokens"] for each in found.values()),
+            "sources": found,
+        }
     run.val_losses[state.step] = row["loss"]
     run.write("val", **row)
-    each = "".join(f", {name} {values['loss']:.4f}" for name, values in found.items()) if len(parts) > 1 else ""
-    bits = f", {row['bits_per_byte']:.4f} bits per byte" if math.isfinite(row["bits_per_byte"]) else ""
+    each = (
+        "".join(f", {name} {values['loss']:.4f}" for name, values in found.items())
+        if len(parts) > 1
+        else ""
+    )
+    bits = (
+        f", {row['bits_per_byte']:.4f} bits per byte" if math.isfinite(row["bits_per_byte"]) else ""
+    )
     n_targets = f"{row['target_tokens']:,}"
-    run.console.print(f"step {state.step}: validation loss {row['loss']:.4f}{bits} over {n_targets} tokens{each}")
+    run.console.print(
+        f"step {state.step}: validation loss {row['loss']:.4f}{bits} over {n_targets} tokens{each}"
+    )
 
 
 def _measure_loss(run: RunContext, dataset: Dataset, poll: Callable[[], None]) -> dict[str, Any]:
     """loss (nats), target_tokens and bits_per_byte of a held-out split, over at most `evaluate.tokens`."""
-    state, limit_tokens, documents = run.state, run.config.evaluate.tokens, run.loader.document_start
+    state, limit_tokens, documents = (
+        run.state,
+        run.config.evaluate.tokens,
+        run.loader.document_start,
+    )
     if run.loader.has_marks:
         windows: Any = evaluation_rows(open_rows(dataset, "val"), limit_tokens=limit_tokens)
     else:
-        windows = evaluation_windows(dataset.val, seq_len=run.loader.seq_len, limit_tokens=limit_tokens)
+        windows = evaluation_windows(
+            dataset.val, seq_len=run.loader.seq_len, limit_tokens=limit_tokens
+        )
     # Each forward has the same windows for any number of ranks, which take turns; every rank takes as many.
     size, dims = run.step_config.micro_batch, state.dims
     starts = range(dims.dp_rank * size, len(windows) + dims.dp_rank * size, dims.dp_size * size)
@@ -156,7 +189,11 @@ def score_tasks(run: RunContext, poll: Callable[[], None]) -> None:
     A tensor-parallel model is gathered on rank 0, which scores alone: `poll` is then called between tasks only.
     """
     state = run.state
-    tasks = {task: examples for task, examples in run.tasks.items() if (task, state.step) not in run.logged}
+    tasks = {
+        task: examples
+        for task, examples in run.tasks.items()
+        if (task, state.step) not in run.logged
+    }
     if not tasks:
         return
     run.begin("tasks")
@@ -207,7 +244,9 @@ def sample(run: RunContext) -> None:
     except (RuntimeError, MemoryError) as error:  # a sample must not end a run
         if not is_out_of_memory(error):
             raise
-        run.console.warn("no sample: out of memory — sample — lower sample.num_samples or sample.tokens")
+        run.console.warn(
+            "no sample: out of memory — sample — lower sample.num_samples or sample.tokens"
+        )
         return
     texts = [redact(before) + run.tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
     file = run.out / "samples" / f"step-{step:08d}.txt"
@@ -242,12 +281,20 @@ class CheckpointSaver:
 
     def _begin(self, step: int) -> None:
         run = self._run
-        meta: dict[str, Any] = {"dataset": run.dataset.fingerprint, "tokenizer": run.tokenizer.fingerprint}
-        meta |= {"skipped_batches": [*run.state.skipped_batches], "recent_steps": list(run.state.recent.values)}
+        meta: dict[str, Any] = {
+            "dataset": run.dataset.fingerprint,
+            "tokenizer": run.tokenizer.fingerprint,
+        }
+        meta |= {
+            "skipped_batches": [*run.state.skipped_batches],
+            "recent_steps": list(run.state.recent.values),
+        }
         meta["elapsed_seconds"] = run.log.elapsed_seconds
         run.log.sync()  # a checkpoint counts on the rows before it
         config, tokenizer = run.out / CONFIG, run.out / TOKENIZER
-        self._pending = AsyncSave(run.out / CHECKPOINTS, run.state, config=config, tokenizer=tokenizer, meta=meta)
+        self._pending = AsyncSave(
+            run.out / CHECKPOINTS, run.state, config=config, tokenizer=tokenizer, meta=meta
+        )
         run.logged.add(("save", step))
 
     def commit_pending(self) -> None:
@@ -266,8 +313,14 @@ class CheckpointSaver:
             raise
         seconds, stall_seconds = pending.writing_seconds, pending.stall_seconds
         run.preemption.observe(save_seconds=seconds + stall_seconds)
-        values: dict[str, Any] = {"checkpoint": folder.name, "seconds": seconds, "stall_seconds": stall_seconds}
-        run.write("save", step=pending.step, elapsed_seconds=pending.meta["elapsed_seconds"], **values)
+        values: dict[str, Any] = {
+            "checkpoint": folder.name,
+            "seconds": seconds,
+            "stall_seconds": stall_seconds,
+        }
+        run.write(
+            "save", step=pending.step, elapsed_seconds=pending.meta["elapsed_seconds"], **values
+        )
         run.verified[folder] = pending.files
         self._link_best()
         self.mirror.start()
@@ -290,7 +343,13 @@ class CheckpointSaver:
         if run.is_main:
             try:
                 root, keep = run.out / CHECKPOINTS, [self.find_best(), self.mirror.step]
-                prune(root, keep_last=save.keep_last, keep_every=self._keep_every, keep=keep, verified=run.verified)
+                prune(
+                    root,
+                    keep_last=save.keep_last,
+                    keep_every=self._keep_every,
+                    keep=keep,
+                    verified=run.verified,
+                )
             except MegatokenError as error:
                 run.write("event", what="old checkpoints not removed", message=str(error))
 
@@ -310,7 +369,11 @@ class CheckpointSaver:
             new.symlink_to(step_folder(Path(CHECKPOINTS), step))
             new.replace(link)
         except (OSError, NotImplementedError) as error:  # a disk without links
-            run.write("event", what="no link to the best checkpoint", message=f"{error}: it is step {step}")
+            run.write(
+                "event",
+                what="no link to the best checkpoint",
+                message=f"{error}: it is step {step}",
+            )
 
     def save_last(self) -> None:
         """Save and commit this step, after which the run ends: a failure may be mended in LAST_SAVE_RETRY_SECONDS.
@@ -324,7 +387,9 @@ class CheckpointSaver:
             except StorageError as error:
                 if pause is None:
                     raise
-                self._run.console.warn(f"checkpoint not saved: {error} (tried again in {pause:g} s)")
+                self._run.console.warn(
+                    f"checkpoint not saved: {error} (tried again in {pause:g} s)"
+                )
                 time.sleep(pause)
 
     def try_save(self) -> None:

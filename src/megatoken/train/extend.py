@@ -38,7 +38,9 @@ def extend_budget(run: RunContext, resolved: ResolvedConfig, length: Duration) -
         fix = "leave --extend out: a new run is as long as its budget"
         raise ConfigError("no run to extend: it has no checkpoint", run.out, fix)
     if newest < old.total_steps:
-        run.console.print(f"not extended: step {newest:,} of {old.total_steps:,} is not the end; going on to there")
+        run.console.print(
+            f"not extended: step {newest:,} of {old.total_steps:,} is not the end; going on to there"
+        )
         return resolved
     total, budget = old.total_steps + old.steps(length), resolved.config.budget
     if budget.steps:
@@ -46,11 +48,16 @@ def extend_budget(run: RunContext, resolved: ResolvedConfig, length: Duration) -
     elif budget.tokens:
         key, budget = "budget.tokens", replace(budget, tokens=old.tokens_before(total))
     else:
-        key, budget = "budget.epochs", replace(budget, epochs=old.tokens_before(total) / old.epoch_tokens)
+        key, budget = (
+            "budget.epochs",
+            replace(budget, epochs=old.tokens_before(total) / old.epoch_tokens),
+        )
     config = replace(resolved.config, budget=budget)
     run.changes += list_changes(run.config, config) if run.is_main else []
     run.config = config
-    run.step_config = build_step_config(config, epoch_tokens=old.epoch_tokens, device_type=run.device.type)
+    run.step_config = build_step_config(
+        config, epoch_tokens=old.epoch_tokens, device_type=run.device.type
+    )
     return replace(resolved, config=config, origins=resolved.origins | {key: f"--extend {length}"})
 
 
@@ -71,18 +78,30 @@ def set_aside_decay(run: RunContext) -> None:
     if not later:
         return
     name = f"finished-step-{later[-1]:08d}"
-    aside = next(path for n in range(1, 1000) if not (path := run.out / (name if n == 1 else f"{name}-{n}")).exists())
+    aside = next(
+        path
+        for n in range(1, 1000)
+        if not (path := run.out / (name if n == 1 else f"{name}-{n}")).exists()
+    )
     allow_rewind(run.out)
     with storage_errors(run.out):
         (aside / CHECKPOINTS).mkdir(parents=True)
         for file in (METRICS, RUN_CONFIG):
             if (run.out / file).is_file():
                 shutil.copyfile(run.out / file, aside / file)
-        for step in reversed(later):  # a process that is killed here leaves the run at an earlier step of the decay
+        for step in reversed(
+            later
+        ):  # a process that is killed here leaves the run at an earlier step of the decay
             step_folder(root, step).rename(step_folder(aside / CHECKPOINTS, step))
     message = f"step {before[-1]:,}, before the decay, goes on; the run as it ended is {aside}"
     run.console.print(f"extended {message}")
-    run.log.write("event", before[-1], run.step_config.tokens_before(before[-1]), what="set aside", message=message)
+    run.log.write(
+        "event",
+        before[-1],
+        run.step_config.tokens_before(before[-1]),
+        what="set aside",
+        message=message,
+    )
 
 
 def _is_whole(run: RunContext, step: int) -> bool:
@@ -95,16 +114,29 @@ def _is_whole(run: RunContext, step: int) -> bool:
 
 def previous_steps(run: RunContext) -> StepConfig | None:
     """The lengths and the schedule before this start's changes of budget or schedule; None where there are none."""
-    old = {change.key: parse_value(FIELDS[change.key], change.old) for change in run.changes if is_schedule(change.key)}
+    old = {
+        change.key: parse_value(FIELDS[change.key], change.old)
+        for change in run.changes
+        if is_schedule(change.key)
+    }
     if not old:
         return None
     config = build_config(flatten(run.config) | old)
-    return build_step_config(config, epoch_tokens=run.step_config.epoch_tokens, device_type=run.device.type)
+    return build_step_config(
+        config, epoch_tokens=run.step_config.epoch_tokens, device_type=run.device.type
+    )
 
 
 def is_schedule(key: str) -> bool:
     """Whether a setting decides the learning rate of a step."""
-    return key in (*BUDGET_KEYS, "optim.lr", "optim.schedule", "optim.warmup", "optim.decay", "optim.min_lr_ratio")
+    return key in (
+        *BUDGET_KEYS,
+        "optim.lr",
+        "optim.schedule",
+        "optim.warmup",
+        "optim.decay",
+        "optim.min_lr_ratio",
+    )
 
 
 def record_schedule(run: RunContext) -> None:
@@ -115,7 +147,11 @@ def record_schedule(run: RunContext) -> None:
     before = old.schedule.lr(step - 1)
     message = describe_rates(new.schedule, step, new.total_steps, before)
     run.console.print(f"schedule {message}")
-    facts: dict[str, Any] = {"old_total_steps": old.total_steps, "total_steps": new.total_steps, "lr_before": before}
+    facts: dict[str, Any] = {
+        "old_total_steps": old.total_steps,
+        "total_steps": new.total_steps,
+        "lr_before": before,
+    }
     facts |= {"lr_after": new.schedule.lr(step), "lr_end": new.schedule.lr(new.total_steps - 1)}
     run.write("event", what="schedule changed", message=message, **facts)
 
@@ -124,10 +160,14 @@ def describe_rates(schedule: LRSchedule, step: int, total_steps: int, before: fl
     """What the learning rate does from `step` to the end. before: that of the step before."""
     after, end = schedule.lr(step), schedule.lr(total_steps - 1)
     turn = bisect_left(range(total_steps), True, lo=step, key=lambda s: schedule.lr(s) < after)
-    jump = "stays" if abs(after - before) <= 0.01 * before else "rises" if after > before else "falls"
+    jump = (
+        "stays" if abs(after - before) <= 0.01 * before else "rises" if after > before else "falls"
+    )
     words = f"{schedule.decay}: the learning rate {jump} at step {step:,}"
     words += f", {after:.2e}" if jump == "stays" else f" from {before:.2e} to {after:.2e}"
     words += f", holds until step {min(turn, total_steps):,}" if turn > step + 1 else ""
     return words + (
-        f", ends at {end:.2e} at step {total_steps:,}" if end < after else f"; the end is step {total_steps:,}"
+        f", ends at {end:.2e} at step {total_steps:,}"
+        if end < after
+        else f"; the end is step {total_steps:,}"
     )

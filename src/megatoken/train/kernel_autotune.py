@@ -32,7 +32,11 @@ CACHE_FILE = "choices.json"
 # How much faster than the plain implementation: on a CPU less than this is within the noise of a busy machine.
 MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
 BLOCK_MARGIN = 1.0  # of a block most is attention, which is timed alone, so that little is much
-TRIAL: Any = {"repeats": 50, "longest": 0.5, "fewest": 3}  # per operation: at most 50 rounds, in half a second, or 3
+TRIAL: Any = {
+    "repeats": 50,
+    "longest": 0.5,
+    "fewest": 3,
+}  # per operation: at most 50 rounds, in half a second, or 3
 MAX_TRIAL_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
 
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
@@ -68,13 +72,20 @@ class KernelChoice:
     def explain(self) -> list[tuple[str, str]]:
         """(operation, chosen implementation and all timings) for the user."""
         chosen = asdict(self.kernels) | {"mixed": "masters" if self.master_weights else "autocast"}
-        times = {op: ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in s.items()) for op, s in self.seconds.items()}
+        times = {
+            op: ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in s.items())
+            for op, s in self.seconds.items()
+        }
         library = [("library", f"native kernels for {self.library}")] if self.library else []
         return [(op, f"{chosen[op]} ({text})") for op, text in times.items()] + library
 
     def to_json(self) -> dict[str, Any]:
         """As machine.json keeps it."""
-        choice = {"kernels": asdict(self.kernels), "masters": self.master_weights, "seconds": self.seconds}
+        choice = {
+            "kernels": asdict(self.kernels),
+            "masters": self.master_weights,
+            "seconds": self.seconds,
+        }
         return choice | {"library": self.library}
 
     @classmethod
@@ -82,7 +93,12 @@ class KernelChoice:
         """The choice that `to_json` described."""
         kernels = Kernels.from_json(values["kernels"])
         library = values.get("library", "")  # older ones lack it
-        return cls(kernels=kernels, master_weights=values["masters"], seconds=values["seconds"], library=library)
+        return cls(
+            kernels=kernels,
+            master_weights=values["masters"],
+            seconds=values["seconds"],
+            library=library,
+        )
 
 
 def autotune(
@@ -123,10 +139,16 @@ def autotune(
             return_freed_memory()
     chosen = {name: forms[0] for name, forms in options.items()}
     margins = {"block": BLOCK_MARGIN}
-    chosen |= {name: pick(forms, margins.get(name, MARGIN[device.type])) for name, forms in seconds.items()}
+    chosen |= {
+        name: pick(forms, margins.get(name, MARGIN[device.type])) for name, forms in seconds.items()
+    }
     # Native products take low-precision weights, which autocast would have to make at every use.
-    master_weights = chosen.pop("mixed") == "masters" or (chosen["block"] == "native" and device.precision == "bf16")
-    return with_library(KernelChoice(kernels=Kernels(**chosen), master_weights=master_weights, seconds=seconds))
+    master_weights = chosen.pop("mixed") == "masters" or (
+        chosen["block"] == "native" and device.precision == "bf16"
+    )
+    return with_library(
+        KernelChoice(kernels=Kernels(**chosen), master_weights=master_weights, seconds=seconds)
+    )
 
 
 def with_library(choice: KernelChoice) -> KernelChoice:
@@ -150,7 +172,12 @@ def list_requests(machine: MachineConfig) -> dict[str, Any]:
     """What the config asks for, per operation; the names are those of machine.json."""
     mixed = {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto")
     adamw = machine.adamw if machine.adamw in ("auto", "native") else "torch"
-    forms = {"block": machine.gemm_backend, "attention": machine.attention, "mixed": mixed, "fused": machine.fused}
+    forms = {
+        "block": machine.gemm_backend,
+        "attention": machine.attention,
+        "mixed": mixed,
+        "fused": machine.fused,
+    }
     return forms | {"adamw": adamw, "threads": machine.threads}
 
 
@@ -164,16 +191,25 @@ def list_options(
     """
     options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
-    if device.type == "cpu" and machine.compile in ("auto", "off"):  # the compiler has its own kernels
+    if device.type == "cpu" and machine.compile in (
+        "auto",
+        "off",
+    ):  # the compiler has its own kernels
         native = ["native"] if find_library() else []
         if not dropout:  # native attention is as fast as blocks of torch's products, or faster, and keeps no weights
             options["attention"] += native if native and not has_windows else ["blocked"]
-        if native and device.precision == "fp32":  # torch's products in fp32 can be at the processor's limit
+        if (
+            native and device.precision == "fp32"
+        ):  # torch's products in fp32 can be at the processor's limit
             options["block"] += ["torch+native", "native"]
         elif machine.master_weights != "off":
             options["block"] += native
-        options["loss"] = {"auto": ["torch", *native], "off": ["torch"], "on": native or ["torch"]}[machine.fused]
-        options["adamw"] = native or ["torch"]  # not timed: of the bytes that torch moves it moves a part
+        options["loss"] = {"auto": ["torch", *native], "off": ["torch"], "on": native or ["torch"]}[
+            machine.fused
+        ]
+        options["adamw"] = native or [
+            "torch"
+        ]  # not timed: of the bytes that torch moves it moves a part
     if device.type == "cuda" and device.precision != "fp32" and not dropout and not has_windows:
         options["attention"] += CUDA_ONLY
     # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
@@ -181,7 +217,11 @@ def list_options(
         options["loss"] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
     if machine.deterministic:
         options = {name: forms[:1] for name, forms in options.items()}
-    requests = {name: form for name, form in list_requests(machine).items() if name in options and form != "auto"}
+    requests = {
+        name: form
+        for name, form in list_requests(machine).items()
+        if name in options and form != "auto"
+    }
     if device.precision == "fp32":
         requests["mixed"] = "autocast"  # a copy in low precision would be in fp32, too
     return options | {name: [form] for name, form in requests.items()}
@@ -196,7 +236,9 @@ def pick(seconds: Mapping[str, float], margin: float) -> str:
 
 def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
     """Raise ConfigError when a CUDA backend cannot compute these heads here."""
-    heads = torch.zeros(1, config.n_head, 16, config.d_head, dtype=device.dtype, device=device.torch_device)
+    heads = torch.zeros(
+        1, config.n_head, 16, config.d_head, dtype=device.dtype, device=device.torch_device
+    )
     q, k = heads, heads[:, : config.kv_heads]
     compute = partial(ATTENTION[form], q, k, k, mask=None, causal=True, dropout=None)
     if device.type != "cuda" or not _works(compute):
@@ -225,16 +267,23 @@ def _time_options(
     Weights are timed in a whole block, attention and the loss alone. An implementation that fails is left out.
     """
     B, T, C = seqs, config.seq_len, config.d_model
-    block = GPT(replace(config, n_layer=1, vocab_size=1, dropout=0.0)).blocks[0].to(device.torch_device)
+    block = (
+        GPT(replace(config, n_layer=1, vocab_size=1, dropout=0.0)).blocks[0].to(device.torch_device)
+    )
     low_block = copy.deepcopy(block).to(device.dtype)
-    forward, forward_low = (torch.compile(each) if compiled else each for each in (block, low_block))
+    forward, forward_low = (
+        torch.compile(each) if compiled else each for each in (block, low_block)
+    )
 
     def make(*shape: int, dtype: torch.dtype = device.dtype) -> Tensor:
         values = torch.linspace(-2, 2, math.prod(shape), dtype=dtype, device=device.torch_device)
         return values.view(shape).requires_grad_()
 
     x_BTC, low_x_BTC = make(B, T, C, dtype=torch.float32), make(B, T, C)
-    q, k, v = (make(B, T, heads, config.d_head).transpose(1, 2) for heads in (config.n_head, *2 * [config.kv_heads]))
+    q, k, v = (
+        make(B, T, heads, config.d_head).transpose(1, 2)
+        for heads in (config.n_head, *2 * [config.kv_heads])
+    )
     rope = rotary_cos_sin(config, torch.arange(T, device=device.torch_device))
     window = {"window": config.window} if config.window else {}
     ids_BT = torch.zeros(B, T, dtype=torch.int64, device=device.torch_device)
@@ -252,11 +301,15 @@ def _time_options(
         return forward_low(low_x_BTC, ids_BT, None, rope, None)  # type: ignore[no-any-return]
 
     def run_loss(form: str) -> None:
-        logits_NV = torch.zeros(rows, config.padded_vocab_size, dtype=device.dtype, device=device.torch_device)
+        logits_NV = torch.zeros(
+            rows, config.padded_vocab_size, dtype=device.dtype, device=device.torch_device
+        )
         LOSS[form](logits_NV, targets_N, config.vocab_size, config.logit_softcap, overwrite=True)
 
     trials: dict[str, Callable[[str], Tensor | None]] = {
-        "attention": lambda form: ATTENTION[form](q, k, v, mask=None, causal=True, dropout=None, **window),
+        "attention": lambda form: ATTENTION[form](
+            q, k, v, mask=None, causal=True, dropout=None, **window
+        ),
         "block": run_block,
         "loss": run_loss,
         "mixed": run_mixed,
@@ -283,7 +336,9 @@ def _time_options(
 def _works(call: Callable[[], object]) -> bool:
     """Whether an implementation runs here: a backend may lack this head size, a compiler this card."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch explains at length why a backend declined
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # torch explains at length why a backend declined
             call()
     except Exception as error:
         if is_out_of_memory(error):

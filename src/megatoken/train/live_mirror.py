@@ -30,7 +30,9 @@ def fetch_from_mirror(run: RunContext) -> bool:
         run.console.warn(f"save.mirror cannot be read, going on with the checkpoints here: {error}")
         return False
     if folder is not None:
-        run.console.print(f"fetched {folder.name} from {mirror} in {format_duration(time.monotonic() - start)}")
+        run.console.print(
+            f"fetched {folder.name} from {mirror} in {format_duration(time.monotonic() - start)}"
+        )
     return folder is not None
 
 
@@ -56,7 +58,9 @@ class Mirror:
         self._uploads: MirrorUploads | None = None
         if run.is_main and save.mirror:
             keep_every = run.step_config.steps(save.keep_every)
-            self._uploads = MirrorUploads(run.out, save.mirror, keep_last=save.keep_last, keep_every=keep_every)
+            self._uploads = MirrorUploads(
+                run.out, save.mirror, keep_last=save.keep_last, keep_every=keep_every
+            )
 
     @property
     def step(self) -> int | None:
@@ -68,7 +72,9 @@ class Mirror:
         run = self._run
         if self._uploads:
             try:
-                self._uploads.start(run.best_of(run.val_losses) if run.config.save.keep_best else None)
+                self._uploads.start(
+                    run.best_of(run.val_losses) if run.config.save.keep_best else None
+                )
             except (OSError, StorageError) as error:  # no memory for another process, or no folder
                 run.console.warn(f"not copied to save.mirror: {error}")
 
@@ -82,7 +88,10 @@ class Mirror:
             run.write("event", what="not mirrored", message=answer["error"])
             return False
         if answer["uploaded"]:
-            size, duration = format_quantity(answer["bytes"], "B"), format_duration(answer["seconds"])
+            size, duration = (
+                format_quantity(answer["bytes"], "B"),
+                format_duration(answer["seconds"]),
+            )
             message = f"{', '.join(answer['uploaded'])} copied to {run.config.save.mirror}: {size} in {duration}"
             run.write("event", what="mirrored", message=message, **answer)
         return True

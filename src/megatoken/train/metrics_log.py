@@ -46,8 +46,15 @@ class MetricsLogger:
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that a full or failing disk did not take
         self._lock = lock
-        self._status: dict[str, Any] = {"state": "running", "phase": "setup", "exit_code": None, "step": 0}
-        self._status |= dict.fromkeys(("total_steps", "loss", "tokens_per_second", "eta_seconds")) | {"message": ""}
+        self._status: dict[str, Any] = {
+            "state": "running",
+            "phase": "setup",
+            "exit_code": None,
+            "step": 0,
+        }
+        self._status |= dict.fromkeys(
+            ("total_steps", "loss", "tokens_per_second", "eta_seconds")
+        ) | {"message": ""}
         self._status_time = -STATUS_SECONDS
         self._file: FileIO | None = None
         self._elapsed_seconds = 0.0  # until the clock was started
@@ -70,7 +77,9 @@ class MetricsLogger:
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": _now()}
             replace_file(folder / OWNER, json.dumps(owner) + "\n")
             log._file = FileIO(folder / METRICS, "ab")
-            os.truncate(folder / METRICS, (folder / METRICS).read_bytes().rfind(b"\n") + 1)  # a half-written row
+            os.truncate(
+                folder / METRICS, (folder / METRICS).read_bytes().rfind(b"\n") + 1
+            )  # a half-written row
         except Timeout:
             raise _locked_error(folder) from None
         except (OSError, NotImplementedError) as error:
@@ -83,14 +92,18 @@ class MetricsLogger:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with contextlib.suppress(OSError):
-            if kind and self._file and not os.fstat(self._file.fileno()).st_size:  # a start that failed
+            if (
+                kind and self._file and not os.fstat(self._file.fileno()).st_size
+            ):  # a start that failed
                 (self.folder / METRICS).unlink()
         self.close()
 
     @property
     def elapsed_seconds(self) -> float:
         """The time of training behind the current weights: since the run's first step, over all of its starts."""
-        return self._elapsed_seconds + (0.0 if self._clock_start is None else time.monotonic() - self._clock_start)
+        return self._elapsed_seconds + (
+            0.0 if self._clock_start is None else time.monotonic() - self._clock_start
+        )
 
     def start_clock(self) -> None:
         """Count the time from now on."""
@@ -110,7 +123,11 @@ class MetricsLogger:
                 row = parse_row(line)
                 if row is not None and (row["kind"] == "event" or row["step"] <= step):
                     kept.append(line)
-                    times += [] if row["kind"] == "event" else [_read_seconds(row.get("elapsed_seconds"))]
+                    times += (
+                        []
+                        if row["kind"] == "event"
+                        else [_read_seconds(row.get("elapsed_seconds"))]
+                    )
             if self._file and len(kept) < len(lines):
                 replace_file(path, b"".join(kept), durable=True)
                 self._file.close()
@@ -173,7 +190,12 @@ class MetricsLogger:
         self._status_time = time.monotonic()
         if self._file is None:
             return
-        facts = {**self._status, "pid": os.getpid(), "host": socket.gethostname(), "updated": _now()}
+        facts = {
+            **self._status,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "updated": _now(),
+        }
         try:
             text = json.dumps(_to_json(redact_values(facts)), indent=1) + "\n"
             replace_file(self.folder / STATUS, text, durable=facts["state"] != "running")
@@ -198,7 +220,9 @@ class MetricsLogger:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def read_metrics(run: Path | str, warn: Callable[[str], None] = warnings.warn) -> list[dict[str, Any]]:
+def read_metrics(
+    run: Path | str, warn: Callable[[str], None] = warnings.warn
+) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl, in the order written; a half-written last line is left out.
 
     "nan", "inf" and "-inf" of train, val and eval rows become floats again. warn: called with one line where others are
@@ -220,7 +244,9 @@ def read_metrics(run: Path | str, warn: Callable[[str], None] = warnings.warn) -
             skipped.append(number)
             continue
         if row["kind"] in ("train", "val", "eval"):
-            row = {key: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in row.items()}
+            row = {
+                key: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in row.items()
+            }
         rows.append(row)
     if skipped:
         others = f" and {len(skipped) - 1:,} more" if skipped[1:] else ""
@@ -280,12 +306,19 @@ def _locked_error(folder: Path) -> StorageError:
             if owner["host"] != socket.gethostname() or Path(f"/proc/{owner['pid']}").exists():
                 break
         time.sleep(0.02)
-    return StorageError(f"another run is using this folder: {who}", folder, "wait for it, or end it first")
+    return StorageError(
+        f"another run is using this folder: {who}", folder, "wait for it, or end it first"
+    )
 
 
 def _unusable_error(folder: Path, error: OSError | NotImplementedError) -> StorageError:
-    reason, where = getattr(error, "strerror", None) or error, getattr(error, "filename", None) or folder
-    return StorageError(f"the run folder cannot be used: {reason}", where, "name a folder you can write")
+    reason, where = (
+        getattr(error, "strerror", None) or error,
+        getattr(error, "filename", None) or folder,
+    )
+    return StorageError(
+        f"the run folder cannot be used: {reason}", where, "name a folder you can write"
+    )
 
 
 def _now() -> str:

@@ -23,7 +23,12 @@ from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError, MegatokenError
 from megatoken.model.dropout import sequence_keys
-from megatoken.model.gpt import GPT, get_activation_checkpointing, set_activation_checkpointing, set_attention
+from megatoken.model.gpt import (
+    GPT,
+    get_activation_checkpointing,
+    set_activation_checkpointing,
+    set_attention,
+)
 from megatoken.system.device import Device, is_out_of_memory
 from megatoken.system.environment import cache_get, cache_put, return_freed_memory
 from megatoken.system.timing import time_once
@@ -43,7 +48,11 @@ GRADIENT_TOLERANCE = 1e-2  # between norms of the same gradient by one compiled 
 
 
 def find_rates(
-    state: TrainState, step_config: StepConfig, machine: MachineConfig, device: Device, batch_seqs: int
+    state: TrainState,
+    step_config: StepConfig,
+    machine: MachineConfig,
+    device: Device,
+    batch_seqs: int,
 ) -> tuple[dict[int, float], bool]:
     """`tune_micro_batch`, on a CPU by one process once for each width of models; whether it was measured before.
 
@@ -54,8 +63,14 @@ def find_rates(
         return tune_micro_batch(state, step_config, device, batch_seqs), False
     key = f"{describe_step(state.model.config, machine, device)}; {batch_seqs} sequences"
     kept = cache_get(RATES).get(key)
-    sizes = [str(size) for size in candidate_sizes(batch_seqs, state.model.config.seq_len, device.type)]
-    if isinstance(kept, dict) and kept and all(isinstance(kept.get(size), float) for size in sizes[: len(kept)]):
+    sizes = [
+        str(size) for size in candidate_sizes(batch_seqs, state.model.config.seq_len, device.type)
+    ]
+    if (
+        isinstance(kept, dict)
+        and kept
+        and all(isinstance(kept.get(size), float) for size in sizes[: len(kept)])
+    ):
         return {int(size): kept[size] for size in sizes[: len(kept)]}, True
     rates = tune_micro_batch(state, step_config, device, batch_seqs)
     if len(rates) > 1:
@@ -69,10 +84,14 @@ def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) ->
     threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
     others = f"dropout {model.dropout}, recomputed {machine.activation_checkpointing}, chunks {machine.loss_chunk}"
     others += f", deterministic {machine.deterministic}, {list_requests(machine)}"
-    return f"{device.name}, {threads}{device.precision}, torch {torch.__version__}; {shape}, {others}"
+    return (
+        f"{device.name}, {threads}{device.precision}, torch {torch.__version__}; {shape}, {others}"
+    )
 
 
-def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int) -> dict[int, float]:
+def tune_micro_batch(
+    state: TrainState, step_config: StepConfig, device: Device, batch_seqs: int
+) -> dict[int, float]:
     """Tokens/s by micro-batch size; 0 where there is only one candidate. All processes measure together.
 
     Sizes grow until memory ends, on a split model until it would, or two in a row were no faster. One that is less than
@@ -108,7 +127,9 @@ def tune_micro_batch(state: TrainState, step_config: StepConfig, device: Device,
     return rates
 
 
-def _time_on_all(state: TrainState, step_config: StepConfig, device: Device, rows: int) -> tuple[float, float]:
+def _time_on_all(
+    state: TrainState, step_config: StepConfig, device: Device, rows: int
+) -> tuple[float, float]:
     """(seconds of `rows` sequences, bytes that one of a micro-batch needed), the same seconds on all processes; 0
     seconds where one of them has no memory for it.
     """
@@ -117,11 +138,15 @@ def _time_on_all(state: TrainState, step_config: StepConfig, device: Device, row
         with _without_replicas(state):
             seconds, needed = _time_forward_backward(state, step_config, device, rows)
     except (RuntimeError, MemoryError) as error:
-        if not state.dims.is_unsharded or not is_out_of_memory(error):  # other ranks of a split model see this one end
+        if not state.dims.is_unsharded or not is_out_of_memory(
+            error
+        ):  # other ranks of a split model see this one end
             raise
     _free_gradients(state, device)
     fits = not state.comm.any(not seconds)
-    return state.comm.broadcast_from_rank0(seconds if fits else 0.0), needed / step_config.micro_batch
+    return state.comm.broadcast_from_rank0(
+        seconds if fits else 0.0
+    ), needed / step_config.micro_batch
 
 
 @contextmanager
@@ -138,17 +163,25 @@ def _without_replicas(state: TrainState) -> Iterator[None]:
 
 def _free_bytes(device: Device) -> float:
     """Memory that a GPU could still allocate; infinite elsewhere, where sizes are small."""
-    return torch.cuda.mem_get_info(device.torch_device)[0] if device.type == "cuda" else float("inf")
+    return (
+        torch.cuda.mem_get_info(device.torch_device)[0] if device.type == "cuda" else float("inf")
+    )
 
 
-def _time_forward_backward(state: TrainState, step_config: StepConfig, device: Device, rows: int) -> tuple[float, int]:
+def _time_forward_backward(
+    state: TrainState, step_config: StepConfig, device: Device, rows: int
+) -> tuple[float, int]:
     """Seconds of `rows` sequences, the best of `REPEATS`, and the bytes that they needed on a GPU beside what is there.
 
     rows: two micro-batches where a step has several: the second meets the gradients that the first has left.
     """
     config = state.model.config
     # Many different ids, as in text, without drawing from the random state.
-    ids = torch.arange(rows * config.seq_len, device=device.torch_device).remainder(config.vocab_size).view(rows, -1)
+    ids = (
+        torch.arange(rows * config.seq_len, device=device.torch_device)
+        .remainder(config.vocab_size)
+        .view(rows, -1)
+    )
 
     def run_once() -> None:
         forward_backward(state, step_config, device, Batch(ids, ids))
@@ -180,7 +213,9 @@ def candidate_sizes(batch_seqs: int, seq_len: int, device_type: str) -> list[int
     return sizes
 
 
-def compile_forward(state: TrainState, step_config: StepConfig, device: Device, mode: str = "on") -> str:
+def compile_forward(
+    state: TrainState, step_config: StepConfig, device: Device, mode: str = "on"
+) -> str:
     """Compile the compute model and run it; on failure leave it uncompiled on all processes and return the reason.
 
     mode: `on` the whole model, `blocks` one by one (they share what is compiled for the first), `graphs` the model into
@@ -218,7 +253,9 @@ def compile_forward(state: TrainState, step_config: StepConfig, device: Device, 
     return reason
 
 
-def _compile_whole(state: TrainState, step_config: StepConfig, device: Device, ids: Tensor, mode: str) -> None:
+def _compile_whole(
+    state: TrainState, step_config: StepConfig, device: Device, ids: Tensor, mode: str
+) -> None:
     """Compile a model that is not split, and run it. Raises what the compiler raises."""
     if mode != "graphs":
         if mode == "blocks":
@@ -229,24 +266,32 @@ def _compile_whole(state: TrainState, step_config: StepConfig, device: Device, i
         return
     state.cuda_graphs = True
     state.forward = torch.compile(state.compute_model, mode="reduce-overhead")
-    ids = torch.cat([ids, ids])  # two micro-batches: the gradients of the first lie in the memory of the graphs
+    ids = torch.cat(
+        [ids, ids]
+    )  # two micro-batches: the gradients of the first lie in the memory of the graphs
     norms = []
     for _ in range(3):  # compile, record, replay
         forward_backward(state, step_config, device, Batch(ids, ids))
         norms.append(float(state.sharded.global_grad_norm(state.comm)))
         state.optimizer.zero_grad(set_to_none=True)
     if not all(math.isclose(norm, norms[0], rel_tol=GRADIENT_TOLERANCE) for norm in norms):
-        raise RuntimeError(f"CUDA graphs change the gradient: its norm was {', '.join(f'{n:.4g}' for n in norms)}")
+        raise RuntimeError(
+            f"CUDA graphs change the gradient: its norm was {', '.join(f'{n:.4g}' for n in norms)}"
+        )
 
 
 def _try_small_model(model: GPT, device: Device, ids: Tensor) -> None:
     """Compile and run one block like those of a split model, on this process alone. Raises what the compiler raises."""
-    small = GPT(replace(model.config, n_layer=1, vocab_size=1), seed=None).to(device.torch_device, device.dtype)
+    small = GPT(replace(model.config, n_layer=1, vocab_size=1), seed=None).to(
+        device.torch_device, device.dtype
+    )
     set_attention(small, model.attention_name)
     set_activation_checkpointing(small, get_activation_checkpointing(model))
     _compile_blocks(small)
     with device.autocast():
-        keys = sequence_keys(0, 0, 0, len(ids), device.torch_device)  # leaves the random state alone
+        keys = sequence_keys(
+            0, 0, 0, len(ids), device.torch_device
+        )  # leaves the random state alone
         small(ids, dropout_keys_B=keys).sum().backward()
 
 

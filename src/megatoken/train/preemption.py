@@ -32,7 +32,9 @@ class PreemptionHandler:
         """The limit runs from here, by the monotonic clock; None: no limit. steps: after so many the loop can stop."""
         self._steps = steps
         self._limit = time_limit_seconds or 0.0
-        self._deadline = math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
+        self._deadline = (
+            math.inf if time_limit_seconds is None else time.monotonic() + time_limit_seconds
+        )
         self._reason = ""
         self._signal = 0  # the first
         self._repeated = RepeatedSignal()
@@ -58,7 +60,10 @@ class PreemptionHandler:
         """`stop_requested` when the next thing to do, beside a step, took `seconds` the last time."""
         if self._signal and not self._reason:
             return name_cause(self._signal)  # asked each time: a launcher that dies takes a moment
-        if not self._reason and time.monotonic() + self.reserve_seconds + _MARGIN * seconds >= self._deadline:
+        if (
+            not self._reason
+            and time.monotonic() + self.reserve_seconds + _MARGIN * seconds >= self._deadline
+        ):
             self._reason = f"time limit {format_duration(self._limit)}"
         return self._reason
 
@@ -77,7 +82,9 @@ class PreemptionHandler:
         save = expected if self._save_seconds is None else self._save_seconds
         return _MARGIN * (self._steps * max(self._step_seconds, default=0.0) + save)
 
-    def observe(self, step_seconds: float | None = None, *, save_seconds: float | None = None) -> None:
+    def observe(
+        self, step_seconds: float | None = None, *, save_seconds: float | None = None
+    ) -> None:
         """Record how long a step and a save took."""
         if step_seconds is not None:
             self._step_seconds.append(step_seconds)

@@ -45,7 +45,9 @@ class Recovery:
         max_loss, max_grad_norm = self.state.recent.limits()
         is_spike = step.loss > max_loss or step.grad_norm > max_grad_norm
         if is_spike and not self.in_spike:
-            self.report(step, "spike", f"at most {max_loss:.4g} and {max_grad_norm:.4g} were expected")
+            self.report(
+                step, "spike", f"at most {max_loss:.4g} and {max_grad_norm:.4g} were expected"
+            )
         self.in_spike = is_spike
         self.state.recent.values.append((step.loss, step.grad_norm))
 
@@ -66,7 +68,9 @@ class Recovery:
         self.in_a_row.append(batch)
         if len(self.in_a_row) >= self.run.config.optim.max_skips:
             where = f"step {bad.step}, batches {', '.join(map(str, self.in_a_row))}"
-            self.rewind(bad_step_error(bad.step, bad.loss, bad.grad_norm, where), last_bad_batch=batch)
+            self.rewind(
+                bad_step_error(bad.step, bad.loss, bad.grad_norm, where), last_bad_batch=batch
+            )
 
     def report(self, step: StepMetrics, what: str, message: str) -> None:
         """Write an event about a step and its batch, and a warning."""
@@ -90,7 +94,13 @@ class Recovery:
         divergence = compare_replicas(tensors, part, state.comm)
         if divergence is not None:
             ranks, names = divergence.ranks, divergence.tensors
-            run.write("event", what="replicas differ", ranks=ranks, tensors=names, message=divergence.message)
+            run.write(
+                "event",
+                what="replicas differ",
+                ranks=ranks,
+                tensors=names,
+                message=divergence.message,
+            )
             run.console.warn(f"step {state.step}: {divergence.message}")
             self.rewind(NumericsError(divergence.message, f"step {state.step}", REPLICA_FIX))
         return divergence is not None

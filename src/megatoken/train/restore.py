@@ -34,12 +34,16 @@ def restore(run: RunContext) -> bool:
             break
     else:
         if steps:
-            raise CheckpointError("no checkpoint of this run is whole", root, "choose another --out")
+            raise CheckpointError(
+                "no checkpoint of this run is whole", root, "choose another --out"
+            )
     run.logged, run.val_losses = run.comm.run_on_rank0(lambda: _rewind_log(run, elapsed_seconds))
     return bool(steps)
 
 
-def _rewind_log(run: RunContext, elapsed_seconds: float) -> tuple[set[tuple[str, int]], dict[int, float]]:
+def _rewind_log(
+    run: RunContext, elapsed_seconds: float
+) -> tuple[set[tuple[str, int]], dict[int, float]]:
     """Drop the rows after the run's step; (kind or task, step) and the validation losses of those that are left."""
     run.log.rewind(run.state.step, elapsed_seconds)
     rows = read_metrics(run.out)
@@ -75,7 +79,10 @@ def _load_on_all(run: RunContext, folder: Path) -> CheckpointManifest | None:
         values = {"what": "damaged checkpoint", "checkpoint": folder.name, "message": message}
         run.log.write("event", 0, 0, elapsed_seconds=run.log.elapsed_seconds, **values)
         return None
-    return replace(manifest, files={name: entry for files, _ in reversed(reports) for name, entry in files.items()})
+    return replace(
+        manifest,
+        files={name: entry for files, _ in reversed(reports) for name, entry in files.items()},
+    )
 
 
 def _load(run: RunContext, folder: Path) -> tuple[CheckpointManifest, Mapping[str, FileEntry]]:
@@ -87,7 +94,9 @@ def _load(run: RunContext, folder: Path) -> tuple[CheckpointManifest, Mapping[st
     run.state.refresh_low_precision_copy()
     run.state.skipped_batches = list(manifest.meta.get("skipped_batches", []))
     run.state.recent.load(manifest.meta.get("recent_steps", []))
-    return manifest, {name: entry for name, entry in manifest.files.items() if entry.mtime_ns >= 0} | verified
+    return manifest, {
+        name: entry for name, entry in manifest.files.items() if entry.mtime_ns >= 0
+    } | verified
 
 
 def _check_dataset(run: RunContext, manifest: CheckpointManifest) -> None:
@@ -99,7 +108,9 @@ def _check_dataset(run: RunContext, manifest: CheckpointManifest) -> None:
     if not (same_ids and run.allow_changes):
         what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"
         fix = "point data.path at the dataset the run began with, or choose another --out"
-        fix += ", or go on with this one by --allow-changes" if same_ids else ": its tokens are others"
+        fix += (
+            ", or go on with this one by --allow-changes" if same_ids else ": its tokens are others"
+        )
         raise DataError(what, str(dataset), fix)
     change = Change("dataset", trained_on, dataset.fingerprint, "guarded")
     run.changes += [change] if change not in run.changes else []

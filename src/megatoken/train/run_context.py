@@ -67,7 +67,9 @@ class RunContext:
     tasks: dict[str, list[EncodedExample]] = field(init=False)
     loader: DataLoader = field(init=False)
     batches: BatchSource = field(init=False)
-    validation: Callable[[Callable[[], None]], dict[str, Any]] | None = None  # where it is not that of text
+    validation: Callable[[Callable[[], None]], dict[str, Any]] | None = (
+        None  # where it is not that of text
+    )
     log: MetricsLogger = field(init=False)
     preemption: PreemptionHandler = field(init=False)
     state: TrainState = field(init=False)
@@ -79,7 +81,9 @@ class RunContext:
 
     def best_of(self, steps: Iterable[int]) -> int | None:
         """The one of these steps with the lowest validation loss, the first of equal ones; None where none has any."""
-        measured = [step for step in sorted(steps) if math.isfinite(self.val_losses.get(step, math.nan))]
+        measured = [
+            step for step in sorted(steps) if math.isfinite(self.val_losses.get(step, math.nan))
+        ]
         return min(measured, key=self.val_losses.__getitem__, default=None)
 
     @property
@@ -94,7 +98,9 @@ class RunContext:
         """Whether no step is left, or the run stops early."""
         return self.state.step >= self.step_config.total_steps or self.is_out_of_patience
 
-    def write(self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any) -> None:
+    def write(
+        self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any
+    ) -> None:
         """Add a row at `step` (None: the current one) to the metrics log and pass it to the callbacks.
 
         to_file: False for train rows between those that are logged.

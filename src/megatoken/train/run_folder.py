@@ -25,13 +25,23 @@ def check_folder(
     Raises ConfigError if it holds something else, or a change is fatal, or guarded and not allowed. A run has a
     provenance.json or a checkpoint of ours. What a start leaves that failed before them counts as nothing.
     """
-    with storage_errors(out, what="the run folder cannot be used", fix="name a folder you can write"):
-        checkpoints = [step_folder(out / CHECKPOINTS, step) for step in list_steps(out / CHECKPOINTS)]
-        is_run = "megatoken" in read_object(out / PROVENANCE) or any((c / MANIFEST).is_file() for c in checkpoints)
+    with storage_errors(
+        out, what="the run folder cannot be used", fix="name a folder you can write"
+    ):
+        checkpoints = [
+            step_folder(out / CHECKPOINTS, step) for step in list_steps(out / CHECKPOINTS)
+        ]
+        is_run = "megatoken" in read_object(out / PROVENANCE) or any(
+            (c / MANIFEST).is_file() for c in checkpoints
+        )
         names = {path.name for path in out.iterdir()} if out.is_dir() else set()
         nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
         if not nearest.is_dir():
-            raise StorageError("the run folder cannot be used: not a folder", nearest, "name a folder you can write")
+            raise StorageError(
+                "the run folder cannot be used: not a folder",
+                nearest,
+                "name a folder you can write",
+            )
         if METRICS in names and not (out / METRICS).stat().st_size:
             names.remove(METRICS)
     if not is_run and not all(name.startswith((LOCK, OWNER, f".{PROVENANCE}")) for name in names):
@@ -39,7 +49,9 @@ def check_folder(
         raise ConfigError(what, out.absolute(), "choose a new folder with --out")
     for folder in reversed(checkpoints):
         with suppress(DamagedError):
-            verify(folder, hashes=lambda name: name == CONFIG)  # a copy of the run's, which may be edited or lost
+            verify(
+                folder, hashes=lambda name: name == CONFIG
+            )  # a copy of the run's, which may be edited or lost
             changes = list_changes(resolve(str(folder / CONFIG)).config, config)
             fatal = [change.key for change in changes if change.resume == "fatal"]
             refused = ["fatal"] if allow_changes else ["fatal", "guarded"]

@@ -18,7 +18,13 @@ from megatoken.checkpoint.commit import count_needed_bytes, list_steps, list_sur
 from megatoken.config.load import ResolvedConfig, render
 from megatoken.config.model_config import describe_heads
 from megatoken.console import format_count, format_quantity
-from megatoken.data.chat_dataset import OBJECTIVE_DATA, ROW_OBJECTIVES, Marks, open_rows, require_data_for
+from megatoken.data.chat_dataset import (
+    OBJECTIVE_DATA,
+    ROW_OBJECTIVES,
+    Marks,
+    open_rows,
+    require_data_for,
+)
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import count_rows, load_mixture
 from megatoken.distributed.parallel_dims import (
@@ -68,7 +74,9 @@ def open_data(run: RunContext) -> None:
     """
     config, env = run.config, run.comm.dist_env
     external_tokenizer, report = config.data.tokenizer, run.console.print
-    run.dataset = load_mixture(config.data.path, external_tokenizer=external_tokenizer, report=report)
+    run.dataset = load_mixture(
+        config.data.path, external_tokenizer=external_tokenizer, report=report
+    )
     vocab_size, seq_len = run.tokenizer.vocab_size, config.model.seq_len
     marks = open_marks(run)
     if 0 < config.model.vocab_size < vocab_size:
@@ -87,10 +95,18 @@ def open_data(run: RunContext) -> None:
     check_dims(dims, config.model)  # tensor-parallel neighbours read the same batches
     order, parts = config.data.order, run.dataset.parts
     if order == "sequential" and len(parts) > 1:
-        raise ConfigError("a mixture is shuffled", "data.order", "set data.order=shuffled, or one dataset in data.path")
+        raise ConfigError(
+            "a mixture is shuffled",
+            "data.order",
+            "set data.order=shuffled, or one dataset in data.path",
+        )
     if config.objective.name in ROW_OBJECTIVES:
-        epoch_tokens = count_rows(run.dataset, config.objective.name) * config.objective.answers * seq_len
-        run.step_config = build_step_config(config, epoch_tokens=epoch_tokens, device_type=run.device.type)
+        epoch_tokens = (
+            count_rows(run.dataset, config.objective.name) * config.objective.answers * seq_len
+        )
+        run.step_config = build_step_config(
+            config, epoch_tokens=epoch_tokens, device_type=run.device.type
+        )
         return
     run.loader = DataLoader(
         run.dataset.train,
@@ -103,10 +119,14 @@ def open_data(run: RunContext) -> None:
         order=order,
         sources=[(len(part.dataset.train), part.share) for part in parts],
         marks=marks,
-        document_start=find_document_start(run) if config.data.document_mask and marks is None else None,
+        document_start=find_document_start(run)
+        if config.data.document_mask and marks is None
+        else None,
     )
     epoch_tokens = run.loader.n_windows * seq_len
-    run.step_config = build_step_config(config, epoch_tokens=epoch_tokens, device_type=run.device.type)
+    run.step_config = build_step_config(
+        config, epoch_tokens=epoch_tokens, device_type=run.device.type
+    )
 
 
 def open_marks(run: RunContext) -> Marks | None:
@@ -118,7 +138,9 @@ def open_marks(run: RunContext) -> Marks | None:
     kind = OBJECTIVE_DATA[objective]
     for part in run.dataset.parts:
         require_data_for(objective, part.dataset)
-        rows_of = part.dataset.manifest.source.get("seq_len", seq_len) if kind != "text" else seq_len
+        rows_of = (
+            part.dataset.manifest.source.get("seq_len", seq_len) if kind != "text" else seq_len
+        )
         if rows_of != seq_len:
             what = f"its rows are for a context of {rows_of:,} tokens, model.seq_len is {seq_len:,}"
             fix = f"prepare it again with --context {seq_len}, or set model.seq_len={rows_of}"
@@ -133,7 +155,10 @@ def find_document_start(run: RunContext) -> int:
 
     Shards of other programs do not record their documents, and may separate them by another id.
     """
-    id, sizes = run.tokenizer.eot, [part.dataset.manifest.documents.get("train", 0) for part in run.dataset.parts]
+    id, sizes = (
+        run.tokenizer.eot,
+        [part.dataset.manifest.documents.get("train", 0) for part in run.dataset.parts],
+    )
     what = "" if max(sizes) != 1 or 0 in sizes else "the training split is one document"
     if 0 in sizes:
         count = min(len(run.dataset.train), SCANNED_TOKENS)
@@ -157,12 +182,16 @@ def check_space(run: RunContext) -> None:
     surplus = list_surplus(saved, keep_last=save.keep_last, keep_every=steps.steps(save.keep_every))
     kept = save.keep_last + save.keep_best + bool(save.mirror)
     missing = min(n_saves, max(0, kept + 1 - min(len(saved), kept) - len(surplus)))
-    needed = missing * count_needed_bytes(count_saved_bytes(run.config.optim.name, run.model_config))
+    needed = missing * count_needed_bytes(
+        count_saved_bytes(run.config.optim.name, run.model_config)
+    )
     free = shutil.disk_usage(run.out).free
     if free < needed:
         what = f"no room for checkpoints, {missing} more needed at once: {format_quantity(needed, 'B')}"
         what += f", {format_quantity(free, 'B')} are free"
-        raise StorageError(what, run.out, "free some space, lower save.keep_last or choose another --out")
+        raise StorageError(
+            what, run.out, "free some space, lower save.keep_last or choose another --out"
+        )
 
 
 def check_memory(run: RunContext, dims: ParallelDims, memory_bytes: int) -> None:
@@ -174,7 +203,9 @@ def check_memory(run: RunContext, dims: ParallelDims, memory_bytes: int) -> None
         what = f"weights, gradients and moments of {format_quantity(n_params)} parameters need "
         what += f"{format_quantity(needed, 'B')} in each process, which has {format_quantity(memory_bytes, 'B')}"
         raise ConfigError(
-            what, "model", "choose a smaller model.preset, n_layer or d_model, or split it: docs/scaling-up.md"
+            what,
+            "model",
+            "choose a smaller model.preset, n_layer or d_model, or split it: docs/scaling-up.md",
         )
 
 
@@ -186,7 +217,9 @@ def apply_dims(run: RunContext, dims: ParallelDims) -> None:
         if getattr(asked, name) == "on" != getattr(machine, name):
             run.console.warn(f"machine.{name}=on is left out: the model is split ({dims})")
     if asked.sharding not in ("auto", dims.sharding):
-        run.console.warn(f"machine.sharding={asked.sharding} is left out: one data-parallel process shards nothing")
+        run.console.warn(
+            f"machine.sharding={asked.sharding} is left out: one data-parallel process shards nothing"
+        )
     if machine.deterministic and not dims.is_unsharded:
         what = "machine.deterministic: gradients of a split model are added in an order that changes with the ranks"
         run.console.warn(f"{what}; machine.sharding=none and tensor_parallel=1 keep it")
@@ -201,12 +234,24 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
     sizes = f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model}, context {model.seq_len}"
     counts = f"{count_parameters(model):,} parameters, {count_matmul_parameters(model):,} in matrix products"
     splits = f"{len(dataset.train):,} train and {dataset.n_val:,} held-out tokens"
-    size = f"{steps.ramp.start:,} to {steps.batch_tokens:,}" if steps.ramp else f"{steps.batch_tokens:,}"
+    size = (
+        f"{steps.ramp.start:,} to {steps.batch_tokens:,}"
+        if steps.ramp
+        else f"{steps.batch_tokens:,}"
+    )
     length = f"{format_count(steps.total_steps, 'step')} of {size} tokens = {format_quantity(tokens)} tokens"
-    peak = f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})" if device.peak_flops else ""
-    is_rows = run.config.objective.name in ROW_OBJECTIVES  # shorter than contexts, and more is computed than a step
+    peak = (
+        f"peak {format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})"
+        if device.peak_flops
+        else ""
+    )
+    is_rows = (
+        run.config.objective.name in ROW_OBJECTIVES
+    )  # shorter than contexts, and more is computed than a step
     total = f", {format_quantity(flops * tokens, 'FLOP')} in all"
-    first_loss = f"expected at first: ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"
+    first_loss = (
+        f"expected at first: ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"
+    )
     rows = [
         ("run", f"{name} in {run.out}"),
         ("model", f"{sizes}: {counts}"),
@@ -214,19 +259,33 @@ def print_summary(run: RunContext, name: str, dims: ParallelDims) -> None:
         ("budget", f"{length} = {_format_epochs(tokens / steps.epoch_tokens)} epochs"),
         *(("", row) for row in _describe_parts(run, tokens)),
         ("work", f"{flops:,} FLOPs a token (full attention)" + ("" if is_rows else total)),
-        ("machine", ", ".join(filter(None, (str(device.torch_device), device.name, device.precision, peak)))),
+        (
+            "machine",
+            ", ".join(
+                filter(None, (str(device.torch_device), device.name, device.precision, peak))
+            ),
+        ),
         ("layout", "" if dims == ParallelDims() else str(dims)),
         ("loss", "" if run.config.model.init else first_loss),
     ]
     run.console.table([row for row in rows if row[1]])
     schedule, unit = steps.schedule, "tokens" if steps.ramp else "steps"
-    for key, n_units in (("optim.warmup", schedule.warmup), ("optim.decay", schedule.decay_length or 0)):
+    for key, n_units in (
+        ("optim.warmup", schedule.warmup),
+        ("optim.decay", schedule.decay_length or 0),
+    ):
         if n_units > schedule.total:
-            run.console.warn(f"{key} is {n_units:,} {unit}, longer than the run of {schedule.total:,}")
+            run.console.warn(
+                f"{key} is {n_units:,} {unit}, longer than the run of {schedule.total:,}"
+            )
     unused = model.vocab_size - tokenizer.vocab_size
-    if unused >= model.vocab_multiple and not run.config.model.init:  # fewer may pad the vocabulary of another program
+    if (
+        unused >= model.vocab_multiple and not run.config.model.init
+    ):  # fewer may pad the vocabulary of another program
         what = f"{unused:,} of the model's {model.vocab_size:,} ids stand for no text of this tokenizer"
-        run.console.warn(f"{what}; model.vocab_size=0 takes the tokenizer's {tokenizer.vocab_size:,}")
+        run.console.warn(
+            f"{what}; model.vocab_size=0 takes the tokenizer's {tokenizer.vocab_size:,}"
+        )
     if not dataset.n_val:
         run.console.warn("the dataset has no validation split: no held-out loss will be measured")
 
@@ -237,7 +296,9 @@ def _describe_parts(run: RunContext, tokens: int) -> list[str]:
     if len(parts) == 1:
         return []
     whole = [(len(part.dataset.train) - 1) // seq_len * seq_len for part in parts]
-    epochs = [_format_epochs(tokens * part.share / size) for part, size in zip(parts, whole, strict=True)]
+    epochs = [
+        _format_epochs(tokens * part.share / size) for part, size in zip(parts, whole, strict=True)
+    ]
     return [
         f"{part.name}: {part.share:.1%} of the batches, {passes} epochs of {size:,} tokens"
         for part, size, passes in zip(parts, whole, epochs, strict=True)
@@ -253,7 +314,14 @@ def record_changes(run: RunContext) -> None:
     for change in run.changes:
         run.console.print(f"changed  {change}")
         message = str(change)
-        run.write("event", what="setting changed", key=change.key, old=change.old, new=change.new, message=message)
+        run.write(
+            "event",
+            what="setting changed",
+            key=change.key,
+            old=change.old,
+            new=change.new,
+            message=message,
+        )
 
 
 def is_finished(run: RunContext) -> bool:
@@ -267,12 +335,24 @@ def write_provenance(run: RunContext, resolved: ResolvedConfig) -> None:
     Raises StorageError when the disk is full or failing.
     """
     facts: dict[str, Any] = {"megatoken": __version__, "commit": find_commit()}
-    facts |= {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    facts |= {"system": platform.platform(), "device": run.device.name, "precision": run.device.precision}
+    facts |= {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+    facts |= {
+        "system": platform.platform(),
+        "device": run.device.name,
+        "precision": run.device.precision,
+    }
     facts |= {"processes": run.comm.dist_env.world_size, "peak_flops": run.device.peak_flops}
     facts |= {"peak_source": run.device.peak_source, "command": [redact(word) for word in sys.argv]}
     with storage_errors(run.out):
         replace_file(run.out / PROVENANCE, json.dumps(facts, indent=1) + "\n", durable=True)
-        replace_file(run.out / CONFIG, redact(render(resolved.config, resolved.origins)), durable=True)
+        replace_file(
+            run.out / CONFIG, redact(render(resolved.config, resolved.origins)), durable=True
+        )
         run.tokenizer.save(run.out / TOKENIZER)  # also over that of a start that failed
-    run.log.status(state="running", step=run.state.step, total_steps=run.step_config.total_steps, message="")
+    run.log.status(
+        state="running", step=run.state.step, total_steps=run.step_config.total_steps, message=""
+    )

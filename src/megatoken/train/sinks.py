@@ -32,7 +32,11 @@ class SinkProcesses:
                 with (run / f"sync-{name}.log").open("wb") as output:
                     # A session of its own: Ctrl-C and a closed terminal are for the run.
                     self._processes[name] = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
                     )
             except OSError as error:
                 console.warn(f"{name} gets no rows: {error.strerror}")
@@ -44,6 +48,8 @@ class SinkProcesses:
                 process.wait(LAST_ROWS_SECONDS)
             if process.returncode:
                 fix = f"megatoken sync {self._run} --to {name} sends the rest"
-                self._console.warn(f"{name} failed, see sync-{name}.log; the run has lost nothing: {fix}")
+                self._console.warn(
+                    f"{name} failed, see sync-{name}.log; the run has lost nothing: {fix}"
+                )
             elif process.returncode is None:
                 self._console.print(f"{name} is still receiving rows, in the background")

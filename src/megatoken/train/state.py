@@ -72,8 +72,12 @@ class TrainState:
     grad_reducer: GradBucketReducer | None = None  # where several replicas train
     objective: Objective | None = None
     cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
-    cuda_graphs: bool = False  # `forward` replays CUDA graphs, whose results the next replay overwrites
-    compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off, where no other process is compared
+    cuda_graphs: bool = (
+        False  # `forward` replays CUDA graphs, whose results the next replay overwrites
+    )
+    compute_timer: PhaseTimer = field(
+        default_factory=PhaseTimer
+    )  # off, where no other process is compared
     step: int = 0
     skipped_batches: list[int] = field(default_factory=list)
     recent: RecentSteps = field(default_factory=RecentSteps)
@@ -102,8 +106,14 @@ class TrainState:
     @property
     def skips_bad_on_device(self) -> bool:
         """Whether the optimizer can skip an update by a flag on the device, without the host reading it."""
-        can_skip = isinstance(self.optimizer, torch.optim.AdamW | Muon) and supports_found_inf(self.optimizer)
-        return can_skip and not self.scaler.is_enabled() and self.found_bad.device.type in ("cpu", "cuda")
+        can_skip = isinstance(self.optimizer, torch.optim.AdamW | Muon) and supports_found_inf(
+            self.optimizer
+        )
+        return (
+            can_skip
+            and not self.scaler.is_enabled()
+            and self.found_bad.device.type in ("cpu", "cuda")
+        )
 
     def enable_master_weights(self, dtype: torch.dtype) -> None:
         """Run forward and backward through a copy of the model in `dtype`; the optimizer updates the fp32 weights."""
@@ -126,7 +136,11 @@ class TrainState:
 
     def global_grad_norm(self) -> Tensor:
         """The L2 norm of the full gradient, the same on every process."""
-        norm = self.optimizer.grad_norm() if isinstance(self.optimizer, AdamW) and self.dims.is_unsharded else None
+        norm = (
+            self.optimizer.grad_norm()
+            if isinstance(self.optimizer, AdamW) and self.dims.is_unsharded
+            else None
+        )
         return self.sharded.global_grad_norm(self.comm) if norm is None else norm
 
     def refresh_low_precision_copy(self) -> None:
@@ -139,7 +153,9 @@ class TrainState:
         """Reduce gradients over the processes of `comm`; call it after everything that replaces `compute_model`."""
         self.comm = comm
         if self.dims.dp_replicate > 1 and self.dims.dp_shard == 1:
-            self.grad_reducer = GradBucketReducer(self._grad_pairs(), comm, group=self.sharded.replica_group)
+            self.grad_reducer = GradBucketReducer(
+                self._grad_pairs(), comm, group=self.sharded.replica_group
+            )
 
     def collect_gradients(self) -> None:
         """Add the gradients of the compute model to those of the local fp32 parameters, and clear them."""
@@ -147,7 +163,9 @@ class TrainState:
             collect_gradient(trained, local)
 
     def _grad_pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return [(self.sharded.trained[name], local) for name, local in self.sharded.local_params.items()]
+        return [
+            (self.sharded.trained[name], local) for name, local in self.sharded.local_params.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +195,14 @@ class StepConfig:
 
     def steps(self, length: Duration) -> int:
         """A duration of this run in steps, of full batches."""
-        batch_tokens, epoch_tokens, total_steps = self.batch_tokens, self.epoch_tokens, self.total_steps
-        return length.steps(batch_tokens=batch_tokens, epoch_tokens=epoch_tokens, total_steps=total_steps)
+        batch_tokens, epoch_tokens, total_steps = (
+            self.batch_tokens,
+            self.epoch_tokens,
+            self.total_steps,
+        )
+        return length.steps(
+            batch_tokens=batch_tokens, epoch_tokens=epoch_tokens, total_steps=total_steps
+        )
 
     def tokens_before(self, batch: int) -> int:
         """Tokens in the batches before this one; batches are counted from 0."""
@@ -198,14 +222,18 @@ def build_state(
     """
     model.train()
     checkpointing = config.machine.activation_checkpointing
-    sharded = parallelize(model, dims or ParallelDims(), device, activation_checkpointing=checkpointing)
+    sharded = parallelize(
+        model, dims or ParallelDims(), device, activation_checkpointing=checkpointing
+    )
     if optimizer is None:
         optimizer = build_optimizer(
             sharded.local_params,
             config.optim,
             sizes=sharded.full_shapes,
             implementation=config.machine.adamw,
-            matrices=open_matrices(model, sharded, device) if find_optimizer(config.optim.name).hidden_group else None,
+            matrices=open_matrices(model, sharded, device)
+            if find_optimizer(config.optim.name).hidden_group
+            else None,
         )
     else:
         adopt_optimizer(optimizer, config.optim.lr)
@@ -220,7 +248,9 @@ def build_state(
     )
 
 
-def gather_model(state: TrainState, dtype: torch.dtype = torch.float32, *, on_all: bool = False) -> GPT | None:
+def gather_model(
+    state: TrainState, dtype: torch.dtype = torch.float32, *, on_all: bool = False
+) -> GPT | None:
     """The whole model on rank 0, or on all ranks; None elsewhere. All must call it where the model is split.
 
     dtype: of the weights of a split model, whose copy has to fit beside its shards.
@@ -255,7 +285,11 @@ def build_step_config(
 ) -> StepConfig:
     """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the training split."""
     total_steps = config.total_steps(epoch_tokens)
-    lengths = {"batch_tokens": config.budget.batch_tokens, "epoch_tokens": epoch_tokens, "total_steps": total_steps}
+    lengths = {
+        "batch_tokens": config.budget.batch_tokens,
+        "epoch_tokens": epoch_tokens,
+        "total_steps": total_steps,
+    }
     optim, loss_chunk = config.optim, config.machine.loss_chunk
     return StepConfig(
         seed=config.seed,
@@ -272,7 +306,9 @@ def build_step_config(
     )
 
 
-def _build_schedule(config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int) -> LRSchedule:
+def _build_schedule(
+    config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int
+) -> LRSchedule:
     optim, ramp = config.optim, config.budget.ramp
     if ramp is None:
         total, sizes = total_steps, {"total_steps": total_steps}
@@ -288,7 +324,9 @@ def _build_schedule(config: Config, *, batch_tokens: int, epoch_tokens: int, tot
         decay=optim.schedule,
         peak_lr=optim.lr,
         min_lr_ratio=optim.min_lr_ratio,
-        warmup=ramp.before(round(warmup.value)) if ramp and warmup.unit == "steps" else measure(warmup),
+        warmup=ramp.before(round(warmup.value))
+        if ramp and warmup.unit == "steps"
+        else measure(warmup),
         decay_length=None if decay is None else measure(decay),
         total=total,
         ramp=ramp,

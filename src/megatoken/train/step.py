@@ -32,7 +32,9 @@ from megatoken.system.torch_compat import fused_adamw_step, scaler_found_inf
 from megatoken.train.state import StepConfig, TrainState
 
 MIN_LOSS_SCALE = 2.0**-10  # fp16 gradients that overflow below it are not finite at any scale
-FINITE_FIX = "lower optim.lr, lengthen optim.warmup, set optim.grad_clip; instead of fp16 use bf16 or fp32"
+FINITE_FIX = (
+    "lower optim.lr, lengthen optim.warmup, set optim.grad_clip; instead of fp16 use bf16 or fp32"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,9 @@ class PendingStep:
     names: tuple[str, ...] = ()
 
 
-def train_step(state: TrainState, step_config: StepConfig, device: Device, batch: Batch) -> StepMetrics:
+def train_step(
+    state: TrainState, step_config: StepConfig, device: Device, batch: Batch
+) -> StepMetrics:
     """Train on this process's share of one global batch, advance `state.step` and wait for the numbers.
 
     Under fp16 a step whose gradients overflow is skipped and the loss scale lowered (`overflowed`). Raises
@@ -76,7 +80,9 @@ def train_step(state: TrainState, step_config: StepConfig, device: Device, batch
     return metrics
 
 
-def train_step_async(state: TrainState, step_config: StepConfig, device: Device, batch: Batch) -> PendingStep:
+def train_step_async(
+    state: TrainState, step_config: StepConfig, device: Device, batch: Batch
+) -> PendingStep:
     """`train_step` without waiting for the device, where the optimizer can skip bad updates by itself."""
     lr = step_config.schedule.lr(state.step)
     set_lr(state.optimizer, lr)
@@ -92,15 +98,21 @@ def train_step_async(state: TrainState, step_config: StepConfig, device: Device,
         state.refresh_low_precision_copy()
     state.step += 1
     numbers = torch.stack([loss, grad_norm, state.found_bad.float(), *means.values()])
-    return PendingStep(step=state.step, lr=lr, overflowed=overflowed, numbers=numbers, names=tuple(means))
+    return PendingStep(
+        step=state.step, lr=lr, overflowed=overflowed, numbers=numbers, names=tuple(means)
+    )
 
 
-def forward_backward(state: TrainState, step_config: StepConfig, device: Device, batch: Batch) -> Tensor:
+def forward_backward(
+    state: TrainState, step_config: StepConfig, device: Device, batch: Batch
+) -> Tensor:
     """`compute_gradients`; the loss alone."""
     return compute_gradients(state, step_config, device, batch)["loss"]
 
 
-def compute_gradients(state: TrainState, step_config: StepConfig, device: Device, batch: Batch) -> dict[str, Tensor]:
+def compute_gradients(
+    state: TrainState, step_config: StepConfig, device: Device, batch: Batch
+) -> dict[str, Tensor]:
     """Add the gradient of the global batch's mean loss (times the fp16 loss scale) to every parameter; return the loss,
     and the means of what else the objective measures.
 
@@ -109,7 +121,9 @@ def compute_gradients(state: TrainState, step_config: StepConfig, device: Device
     in an order that 1, 2, 4, ... processes share.
     """
     comm, dims, size = state.comm, state.dims, count_rows(state, step_config, batch)
-    if state.cuda_graphs:  # not at every micro-batch: gradients of those before lie in the memory of the graphs
+    if (
+        state.cuda_graphs
+    ):  # not at every micro-batch: gradients of those before lie in the memory of the graphs
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     n_targets = comm.sum(count_targets(state, batch))
     # In double precision where the device has it, so that neither order nor ranks show after rounding to fp32.
@@ -121,14 +135,18 @@ def compute_gradients(state: TrainState, step_config: StepConfig, device: Device
     else:
         reducer = state.grad_reducer
     # Gradients of a single micro-batch need no sum, so that no copy of them is made for the optimizer.
-    keep_in_copies = state.updates_copies and len(micro_batches) == 1 and pairwise is None and reducer is None
+    keep_in_copies = (
+        state.updates_copies and len(micro_batches) == 1 and pairwise is None and reducer is None
+    )
     with state.compute_timer:
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             dropout_keys = None
             if state.model.config.dropout:
                 first = dims.dp_rank * len(batch) + index * size  # in the global batch
-                dropout_keys = sequence_keys(step_config.seed, state.step, first, len(micro_batch), device.torch_device)
+                dropout_keys = sequence_keys(
+                    step_config.seed, state.step, first, len(micro_batch), device.torch_device
+                )
             state.sharded.set_grad_sync(state.model, last=is_last)
             sums = measure_sums(state, step_config, device, micro_batch, dropout_keys)
             if reducer is not None and is_last:
@@ -179,7 +197,11 @@ def count_targets(state: TrainState, batch: Batch) -> Tensor:
 
 
 def measure_sums(
-    state: TrainState, step_config: StepConfig, device: Device, batch: Batch, dropout_keys_B: Tensor | None
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    batch: Batch,
+    dropout_keys_B: Tensor | None,
 ) -> dict[str, Tensor]:
     """The summed loss of one micro-batch, and what else the objective measures."""
     if state.objective is not None:
@@ -196,10 +218,16 @@ def forward_hidden(state: TrainState, batch: Batch, dropout_keys_B: Tensor | Non
 
 
 def forward_loss(
-    state: TrainState, step_config: StepConfig, device: Device, batch: Batch, dropout_keys_B: Tensor | None
+    state: TrainState,
+    step_config: StepConfig,
+    device: Device,
+    batch: Batch,
+    dropout_keys_B: Tensor | None,
 ) -> Tensor:
     """The summed cross-entropy (nats) of one micro-batch's targets, through the compute model."""
-    with nullcontext() if state.uses_master_weights else device.autocast():  # a low-precision copy needs no autocast
+    with (
+        nullcontext() if state.uses_master_weights else device.autocast()
+    ):  # a low-precision copy needs no autocast
         hidden = forward_hidden(state, batch, dropout_keys_B)
         loss_sum, _ = cross_entropy(
             hidden,
@@ -231,7 +259,9 @@ def is_bad(state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: 
     return bad
 
 
-def clip_and_update(state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: Tensor) -> bool:
+def clip_and_update(
+    state: TrainState, step_config: StepConfig, loss: Tensor, grad_norm: Tensor
+) -> bool:
     """Clip the gradients and update the weights unless this or an earlier step is bad.
 
     Return whether the fp16 scaler left out the update.
@@ -263,7 +293,9 @@ def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bo
     scaler.update()
     overflowed = scaler.is_enabled() and not math.isfinite(grad_norm)
     if overflowed and scaler.get_scale() < MIN_LOSS_SCALE:
-        raise NumericsError("fp16 gradients overflow at any loss scale", f"step {state.step + 1}", FINITE_FIX)
+        raise NumericsError(
+            "fp16 gradients overflow at any loss scale", f"step {state.step + 1}", FINITE_FIX
+        )
     return overflowed
 
 
@@ -278,7 +310,11 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
     for step, (loss, grad_norm, bad, *others) in zip(pending, rows, strict=True):
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": step.lr}
         values = dict(zip(step.names, others, strict=True))
-        metrics.append(StepMetrics(step=step.step, **numbers, overflowed=step.overflowed, bad=bool(bad), values=values))
+        metrics.append(
+            StepMetrics(
+                step=step.step, **numbers, overflowed=step.overflowed, bad=bool(bad), values=values
+            )
+        )
         if bad:
             state.step = step.step - 1
             state.found_bad.zero_()
@@ -291,5 +327,11 @@ def bad_step_error(step: int, loss: float, grad_norm: float, where: str = "") ->
     where = where or f"step {step}"
     if grad_norm == 0:
         fix = "check that weights are neither frozen nor all 0; machine.compile=off leaves the compiler out"
-        return NumericsError(f"loss {loss:g}, but no gradient reached the weights: its norm is 0", where, fix)
-    return NumericsError(f"loss {loss:g}, gradient norm {grad_norm:g}", where, f"the update was left out; {FINITE_FIX}")
+        return NumericsError(
+            f"loss {loss:g}, but no gradient reached the weights: its norm is 0", where, fix
+        )
+    return NumericsError(
+        f"loss {loss:g}, gradient norm {grad_norm:g}",
+        where,
+        f"the update was left out; {FINITE_FIX}",
+    )

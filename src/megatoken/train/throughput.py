@@ -49,7 +49,9 @@ class ThroughputMeter:
         self.total_tokens += tokens
         # An exponential mean for the remaining time: one slow step must not make the estimate jump.
         full = self.step_config.batch_tokens / rate
-        self.smooth_seconds = full if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * full
+        self.smooth_seconds = (
+            full if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * full
+        )
         self.start()
         peak = self.device.peak_flops * self.world_size if self.is_dense else 0.0
         mfu, mfu_causal = (

@@ -15,7 +15,10 @@ IMPORTED = ("llama",)
 
 
 MARKED = "chat_template_training.jinja"
-MARKS = ("{% generation %}", "{% endgeneration %}")  # of transformers' assistant masks; plain jinja2 refuses them
+MARKS = (
+    "{% generation %}",
+    "{% endgeneration %}",
+)  # of transformers' assistant masks; plain jinja2 refuses them
 
 
 def drop_marks(template: ChatTemplate) -> str:
@@ -30,7 +33,10 @@ def describe_chat(template: ChatTemplate, model_type: str) -> dict[str, str]:
     """The contents of Modelfile, README.md and MARKED, the template with marks. model_type: that of config.json."""
     stops = [template.tokenizer.decode([id]) for id in template.stop_ids]
     is_imported = model_type in IMPORTED
-    lines = ["FROM ." if is_imported else f"FROM ./{GGUF}", f'TEMPLATE """{_GO_TEMPLATES[template.name]}"""']
+    lines = [
+        "FROM ." if is_imported else f"FROM ./{GGUF}",
+        f'TEMPLATE """{_GO_TEMPLATES[template.name]}"""',
+    ]
     modelfile = "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in stops)]) + "\n"
     convert = "" if is_imported else f"python llama.cpp/convert_hf_to_gguf.py . --outfile {GGUF}\n"
     ends = " and ".join(f"`{stop}`" for stop in stops)

@@ -20,7 +20,8 @@ from megatoken.model.gpt import GPT, INIT_STD
 TOLERANCE = 2e-5  # of the largest logit: fp32 products in another order
 CHECK_SEQS, CHECK_TOKENS = 2, 64
 CHECK_CHAT = tuple(
-    Message(role, f"{role}: ja, 3 tokens — or\nfour.") for role in ("system", "user", "assistant", "user")
+    Message(role, f"{role}: ja, 3 tokens — or\nfour.")
+    for role in ("system", "user", "assistant", "user")
 )
 CHECK_TEXT = "Two tokenizers\nmust agree, même là où il y a 3 accents — and spaces.  "
 
@@ -37,15 +38,28 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
     if family.model_type == "gpt2":  # it always has biases
         with torch.device("meta"):
             biased = GPT(replace(model.config, bias=True))
-        params = {name: params.get(name, torch.zeros(param.shape)) for name, param in biased.named_parameters()}
+        params = {
+            name: params.get(name, torch.zeros(param.shape))
+            for name, param in biased.named_parameters()
+        }
     views = family.view_params(params, model.config)
-    tensors = {name: view.to(torch_dtype).clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+    tensors = {
+        name: view.to(torch_dtype).clone(memory_format=torch.contiguous_format)
+        for name, view in views.items()
+    }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    bos = next(iter(tokenizer.bos_ids), tokenizer.eot)  # end-of-text separates documents: it begins and ends them
+    bos = next(
+        iter(tokenizer.bos_ids), tokenizer.eot
+    )  # end-of-text separates documents: it begins and ends them
     template = template_of(tokenizer)
     ends = find_stop_ids(tokenizer)
-    special_ids: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": list(ends) if len(ends) > 1 else ends[0]}
-    special_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.decode([tokenizer.eot]))
+    special_ids: dict[str, Any] = {
+        "bos_token_id": bos,
+        "eos_token_id": list(ends) if len(ends) > 1 else ends[0],
+    }
+    special_tokens = dict.fromkeys(
+        ("bos_token", "eos_token", "unk_token"), tokenizer.decode([tokenizer.eot])
+    )
     special_tokens["bos_token"] = tokenizer.decode([bos])
     if template:
         special_tokens["eos_token"] = tokenizer.decode(template.stop_ids[:1])
@@ -71,11 +85,15 @@ def write_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> None
         "special_tokens_map.json": special_tokens,
     }
     for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / name).write_text(
+            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     for name, text in describe_chat(template, family.model_type).items() if template else ():
         (folder / name).write_text(text, encoding="utf-8")
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes it readable by the owner only
+    shutil.copymode(
+        folder / CONFIG, folder / WEIGHTS
+    )  # safetensors makes it readable by the owner only
 
 
 def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | None:
@@ -91,11 +109,18 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
         return None
     logging.disable_progress_bar()
     try:
-        exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        exported = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        ).eval()
         hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:  # its words for files and architectures that it does not take
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # its words for files and architectures that it does not take
         what = f"transformers {__version__} cannot load what was written: {' '.join(str(error).split()):.200}"
-        raise CheckpointError(what, str(folder), "nothing is kept: update transformers and export again") from error
+        raise CheckpointError(
+            what, str(folder), "nothing is kept: update transformers and export again"
+        ) from error
     shape = (CHECK_SEQS, min(model.config.seq_len, CHECK_TOKENS))
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -111,7 +136,11 @@ def compare_logits(folder: Path, model: GPT, tokenizer: Tokenizer) -> float | No
         raise CheckpointError("transformers tokenizes a text differently", str(folder), fix)
     if template := template_of(tokenizer):
         rows = [{"role": message.role, "content": message.content} for message in CHECK_CHAT]
-        found_ids = hf_tokenizer.apply_chat_template(rows, add_generation_prompt=True, return_dict=False)
+        found_ids = hf_tokenizer.apply_chat_template(
+            rows, add_generation_prompt=True, return_dict=False
+        )
         if found_ids != template.encode(CHECK_CHAT, reply=True)[0]:
-            raise CheckpointError("transformers writes a conversation differently", str(folder), fix)
+            raise CheckpointError(
+                "transformers writes a conversation differently", str(folder), fix
+            )
     return difference

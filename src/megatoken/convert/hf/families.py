@@ -13,7 +13,12 @@ from megatoken.config.schema import FIELDS
 from megatoken.errors import CheckpointError, ConfigError
 
 Json = Mapping[str, Any]
-ACTIVATIONS: dict[str, Any] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu-erf", "silu": "swiglu"}
+ACTIVATIONS: dict[str, Any] = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu": "gelu-erf",
+    "silu": "swiglu",
+}
 LARGEST_SIZE = 10**15  # of any number in a config.json
 LLAMA3_SCALING = {
     "rope_factor": "factor",
@@ -65,14 +70,22 @@ class Family:
 
     def read_config(self, config: Json, where: str) -> ModelConfig:
         """The architecture in a config.json. Raises CheckpointError naming `where` for unsupported values."""
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # in transformers 5, and before
-        rope = {"rope_type": rope.get("type"), **rope} if isinstance(rope, dict) else {"rope_type": rope}
+        rope = (
+            config.get("rope_parameters") or config.get("rope_scaling") or {}
+        )  # in transformers 5, and before
+        rope = (
+            {"rope_type": rope.get("type"), **rope}
+            if isinstance(rope, dict)
+            else {"rope_type": rope}
+        )
         given = {key: allowed[0] for key, allowed in self.choices.items()} | dict(self.defaults)
         given |= {key: value for key, value in {**config, **rope}.items() if value is not None}
         for key, allowed in self.choices.items():
             if given[key] not in allowed:
                 fix = f"supported: {' or '.join(map(str, allowed))}"
-                raise CheckpointError(f"{key} is {given[key]!r:.80}, which is not supported", where, fix)
+                raise CheckpointError(
+                    f"{key} is {given[key]!r:.80}, which is not supported", where, fix
+                )
         scaling = LLAMA3_SCALING if given.get("rope_type") == "llama3" else {}
         switches = {**self.switches, "mlp": ACTIVATIONS[given[self.activation]]}
         built = build_config(given, {**self.fields, **scaling}, where, switches)
@@ -88,7 +101,9 @@ class Family:
         return {**values, self.activation: activation, **self.write(config)}
 
 
-def build_config(given: Json, names: Mapping[str, str], where: str, switches: Mapping[str, Any]) -> ModelConfig:
+def build_config(
+    given: Json, names: Mapping[str, str], where: str, switches: Mapping[str, Any]
+) -> ModelConfig:
     """An architecture from another program's values. names: our field to the key of `given`.
 
     Raises CheckpointError naming `where` and the key of a value that is missing or out of range.
@@ -101,11 +116,15 @@ def build_config(given: Json, names: Mapping[str, str], where: str, switches: Ma
         try:
             values[field] = parse_value(FIELDS[f"model.{field}"], str(value))
         except ValueError as error:
-            raise CheckpointError(f"{key} is {value!r:.80}: {error!s:.200}", where, "restore the file") from None
+            raise CheckpointError(
+                f"{key} is {value!r:.80}: {error!s:.200}", where, "restore the file"
+            ) from None
     config = ModelConfig(**values)
     for _, what, _ in validate_model(config):
         raise CheckpointError(what, where, "restore the file")
-    return replace(config.resolve(0), n_kv_head=0 if config.kv_heads == config.n_head else config.n_kv_head)
+    return replace(
+        config.resolve(0), n_kv_head=0 if config.kv_heads == config.n_head else config.n_kv_head
+    )
 
 
 def find_family(config: Json, where: str) -> Family:
@@ -124,12 +143,24 @@ def choose_family(config: ModelConfig) -> Family:
             return LLAMA
         if switched_on == ["qk_norm"] and not config.bias:
             return QWEN3
-    is_gpt2 = (config.norm, config.pos_emb, config.kv_heads) == ("layernorm", "learned", config.n_head)
+    is_gpt2 = (config.norm, config.pos_emb, config.kv_heads) == (
+        "layernorm",
+        "learned",
+        config.n_head,
+    )
     if is_gpt2 and config.mlp in ("gelu", "gelu-erf") and not switched_on:
         return GPT2
-    switches = [config.norm, f"{config.pos_emb} positions", config.mlp, *switched_on, *["biases"] * config.bias]
+    switches = [
+        config.norm,
+        f"{config.pos_emb} positions",
+        config.mlp,
+        *switched_on,
+        *["biases"] * config.bias,
+    ]
     what = f"no model of transformers has {', '.join(switches)} and {config.kv_heads} key/value heads together"
-    raise ConfigError(what, "--to hf", "switches of GPT-2, LLaMA and Qwen3 (modern-hf presets) can be exported")
+    raise ConfigError(
+        what, "--to hf", "switches of GPT-2, LLaMA and Qwen3 (modern-hf presets) can be exported"
+    )
 
 
 def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
@@ -190,46 +221,48 @@ GPT2 = Family(
     },
     write=_write_gpt2,
 )
-LLAMA = Family(  # its rotary pairs are channels i and i + d_head / 2, as ours, so rows keep their order
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    modules={
-        "model.embed_tokens": "tokens",
-        "model.layers.{}.input_layernorm": "blocks.{}.norm1",
-        "model.layers.{}.self_attn.q_proj": "blocks.{}.attention.qkv/q",
-        "model.layers.{}.self_attn.k_proj": "blocks.{}.attention.qkv/k",
-        "model.layers.{}.self_attn.v_proj": "blocks.{}.attention.qkv/v",
-        "model.layers.{}.self_attn.o_proj": "blocks.{}.attention.out",
-        "model.layers.{}.post_attention_layernorm": "blocks.{}.norm2",
-        "model.layers.{}.mlp.gate_proj": "blocks.{}.mlp.gate",
-        "model.layers.{}.mlp.up_proj": "blocks.{}.mlp.up",
-        "model.layers.{}.mlp.down_proj": "blocks.{}.mlp.down",
-        "model.norm": "norm",
-        "lm_head": "head",
-    },
-    prefix="model.",
-    buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-    switches={"norm": "rmsnorm", "pos_emb": "rotary"},
-    fields={
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_kv_head": "num_key_value_heads",
-        "d_model": "hidden_size",
-        "d_ff": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "seq_len": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "rope_theta": "rope_theta",
-        "bias": "attention_bias",
-        "tie_embeddings": "tie_word_embeddings",
-    },
-    defaults={
-        **{"num_key_value_heads": 0, "rms_norm_eps": 1e-6, "rope_theta": 10000.0},
-        **{"attention_bias": False, "tie_word_embeddings": False},
-    },
-    activation="hidden_act",
-    choices={"hidden_act": ("silu",), "rope_type": ("default", "llama3")},
-    write=_write_llama,
+LLAMA = (
+    Family(  # its rotary pairs are channels i and i + d_head / 2, as ours, so rows keep their order
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        modules={
+            "model.embed_tokens": "tokens",
+            "model.layers.{}.input_layernorm": "blocks.{}.norm1",
+            "model.layers.{}.self_attn.q_proj": "blocks.{}.attention.qkv/q",
+            "model.layers.{}.self_attn.k_proj": "blocks.{}.attention.qkv/k",
+            "model.layers.{}.self_attn.v_proj": "blocks.{}.attention.qkv/v",
+            "model.layers.{}.self_attn.o_proj": "blocks.{}.attention.out",
+            "model.layers.{}.post_attention_layernorm": "blocks.{}.norm2",
+            "model.layers.{}.mlp.gate_proj": "blocks.{}.mlp.gate",
+            "model.layers.{}.mlp.up_proj": "blocks.{}.mlp.up",
+            "model.layers.{}.mlp.down_proj": "blocks.{}.mlp.down",
+            "model.norm": "norm",
+            "lm_head": "head",
+        },
+        prefix="model.",
+        buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+        switches={"norm": "rmsnorm", "pos_emb": "rotary"},
+        fields={
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_kv_head": "num_key_value_heads",
+            "d_model": "hidden_size",
+            "d_ff": "intermediate_size",
+            "vocab_size": "vocab_size",
+            "seq_len": "max_position_embeddings",
+            "norm_eps": "rms_norm_eps",
+            "rope_theta": "rope_theta",
+            "bias": "attention_bias",
+            "tie_embeddings": "tie_word_embeddings",
+        },
+        defaults={
+            **{"num_key_value_heads": 0, "rms_norm_eps": 1e-6, "rope_theta": 10000.0},
+            **{"attention_bias": False, "tie_word_embeddings": False},
+        },
+        activation="hidden_act",
+        choices={"hidden_act": ("silu",), "rope_type": ("default", "llama3")},
+        write=_write_llama,
+    )
 )
 QWEN3 = replace(
     LLAMA,

@@ -54,7 +54,9 @@ def read_family(folder: Path) -> tuple[Family, ModelConfig]:
         family = find_family(config, where)
     except FileNotFoundError:
         what = f"no model here: neither checkpoints of a run nor a {CONFIG}"
-        raise CheckpointError(what, str(folder), "name a run folder, or one written by save_pretrained") from None
+        raise CheckpointError(
+            what, str(folder), "name a run folder, or one written by save_pretrained"
+        ) from None
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"cannot read {CONFIG}: {error}", where, SAVE_PRETRAINED) from None
     return family, family.read_config(config, where)
@@ -70,13 +72,21 @@ def find_folder(name_or_folder: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name_or_folder, allow_patterns=patterns, cache_dir=huggingface_cache()))
-    except Exception as error:  # the network and the hub raise many types; or huggingface_hub is not installed
+        return Path(
+            snapshot_download(
+                name_or_folder, allow_patterns=patterns, cache_dir=huggingface_cache()
+            )
+        )
+    except (
+        Exception
+    ) as error:  # the network and the hub raise many types; or huggingface_hub is not installed
         reason = re.split(r"\.? An error|\. |\n", str(error))[0].removeprefix("Got: ")
         what = f"no such folder here, and no download from the hub: {reason}"
         fix = "check the name, or the connection (pip install megatoken[hf])"
         if "/" not in name_or_folder and name_or_folder not in PUBLISHED:
-            what = f"neither a folder here nor a model that is known by this name; the hub: {reason}"
+            what = (
+                f"neither a folder here nor a model that is known by this name; the hub: {reason}"
+            )
             fix = f"{suggest_model(name_or_folder)} others are OWNER/NAME on the hub"
         raise CheckpointError(what, name_or_folder, fix) from error
 
@@ -89,7 +99,9 @@ def _refuse_data(folder: Path) -> None:
         fix = f"train one on it: megatoken train RECIPE {shlex.quote(f'data.path={folder}')}"
         raise CheckpointError("a dataset, not a model", str(folder), fix)
     if runs := list_runs(folder):
-        raise CheckpointError("a folder of runs, not a model", str(folder), f"name one: {', '.join(runs[:5])}")
+        raise CheckpointError(
+            "a folder of runs, not a model", str(folder), f"name one: {', '.join(runs[:5])}"
+        )
     suffixes = {path.suffix for path in folder.iterdir()}
     if suffixes.intersection(IN_FOLDERS) and not suffixes & {".json", ".safetensors"}:
         fix = f"train one on it: megatoken quickstart --data {shlex.quote(str(folder))}"
@@ -100,7 +112,9 @@ def suggest_model(name: str) -> str:
     """The folder here or in runs/, or the published model, that is most like a name; what is published."""
     known = {each: each for each in PUBLISHED} | {recipe: hub for hub, recipe in PUBLISHED.items()}
     folders = [folder for folder in (Path(), Path("runs")) if folder.is_dir()]
-    known |= {path.name: str(path) for folder in folders for path in folder.iterdir() if path.is_dir()}
+    known |= {
+        path.name: str(path) for folder in folders for path in folder.iterdir() if path.is_dir()
+    }
     near = known.get(nearest(name.lower(), known))
     return f"did you mean {near}?" if near else f"known: {', '.join(PUBLISHED)};"
 
@@ -116,12 +130,20 @@ def refuse_missing_path(name: str) -> None:
     if (
         is_address(name)
         or path.exists()
-        or (HUB_NAME.fullmatch(name) and parent.name != "runs" and not (parent.name and parent.is_dir()))
+        or (
+            HUB_NAME.fullmatch(name)
+            and parent.name != "runs"
+            and not (parent.name and parent.is_dir())
+        )
     ):
         return
-    near = nearest(path.name, sorted(other.name for other in parent.iterdir()) if parent.is_dir() else [])
+    near = nearest(
+        path.name, sorted(other.name for other in parent.iterdir()) if parent.is_dir() else []
+    )
     known = "a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
-    raise CheckpointError("no such folder", name, f"did you mean {parent / near}?" if near else f"give {known}")
+    raise CheckpointError(
+        "no such folder", name, f"did you mean {parent / near}?" if near else f"give {known}"
+    )
 
 
 def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -141,9 +163,13 @@ def open_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
             fix = "convert it where you trust it: model.save_pretrained(folder, safe_serialization=True)"
             raise CheckpointError(what, str(folder), fix) from None
         if not (folder / WEIGHTS).is_file():
-            raise CheckpointError(f"folder holds no {WEIGHTS}, nor {INDEX}", str(folder), SAVE_PRETRAINED) from None
+            raise CheckpointError(
+                f"folder holds no {WEIGHTS}, nor {INDEX}", str(folder), SAVE_PRETRAINED
+            ) from None
     except (OSError, *MALFORMED) as error:
-        raise CheckpointError(f"cannot read the index: {error}", str(folder / INDEX), AGAIN) from None
+        raise CheckpointError(
+            f"cannot read the index: {error}", str(folder / INDEX), AGAIN
+        ) from None
     for path, wanted in names.items():
         try:
             file: Any = safe_open(path, framework="pt")

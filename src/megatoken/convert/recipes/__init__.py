@@ -13,4 +13,8 @@ def translate(options: Namespace) -> Translation:
     """The recipe of --llmc, --nanogpt or --composer. Raises ConfigError naming what cannot be honoured."""
     if options.llmc is not None:
         return translate_llmc(options.llmc, options.nproc)
-    return translate_composer(Path(options.composer)) if options.nanogpt is None else translate_nanogpt(options.nanogpt)
+    return (
+        translate_composer(Path(options.composer))
+        if options.nanogpt is None
+        else translate_nanogpt(options.nanogpt)
+    )

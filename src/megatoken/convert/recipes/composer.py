@@ -18,13 +18,30 @@ from megatoken.convert.recipes.translation import Row, Translation, format_value
 from megatoken.errors import ConfigError
 
 MODELS = ("gpt2", "mosaic_gpt", "mpt_causal_lm")
-PRECISIONS = {"fp32": "fp32", "amp": "fp16", "fp16": "fp16", "bf16": "bf16", "amp_fp16": "fp16", "amp_bf16": "bf16"}
+PRECISIONS = {
+    "fp32": "fp32",
+    "amp": "fp16",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "amp_fp16": "fp16",
+    "amp_bf16": "bf16",
+}
 OPTIMIZERS = {  # Composer's and torch's defaults
-    "decoupled_adamw": {"lr": 1e-3, "betas.0": 0.9, "betas.1": 0.95, "eps": 1e-8, "weight_decay": 1e-5},
+    "decoupled_adamw": {
+        "lr": 1e-3,
+        "betas.0": 0.9,
+        "betas.1": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 1e-5,
+    },
     "adamw": {"lr": 1e-3, "betas.0": 0.9, "betas.1": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
 }
 EXAMPLE = "optimizer: {name: decoupled_adamw, lr: 6e-4} or scheduler: {name: cosine_with_warmup, t_warmup: 100ba}"
-CLIPPING = ("grad_clip_norm", "algorithms.gradient_clipping.clipping_threshold", "deepspeed.gradient_clipping")
+CLIPPING = (
+    "grad_clip_norm",
+    "algorithms.gradient_clipping.clipping_threshold",
+    "deepspeed.gradient_clipping",
+)
 BUDGETS = {"ba": "budget.steps", "ep": "budget.epochs", "tok": "budget.tokens"}
 # The same thing under one name: a section that contains one other section, and a list with one entry.
 RENAMED = (
@@ -68,7 +85,9 @@ TABLE: dict[str, Row] = {
     "model.vocab_size": Row(int, "model.vocab_size"),
     "model.n_inner": Row(int, "model.d_ff"),
     "model.expansion_ratio model.mlp_ratio": Row(float),
-    "model.attn_pdrop model.resid_pdrop model.embd_pdrop model.emb_pdrop": Row(float, "model.dropout"),
+    "model.attn_pdrop model.resid_pdrop model.embd_pdrop model.emb_pdrop": Row(
+        float, "model.dropout"
+    ),
     "model.no_bias": Row(bool, "model.bias", {True: False, False: True}),
     "model.activation_function": Row(str, convert=only("gelu_new", "gelu_pytorch_tanh")),
     "model.layer_norm_epsilon": Row(float, convert=only(1e-5)),
@@ -99,7 +118,14 @@ TABLE: dict[str, Row] = {
     "save_num_checkpoints_to_keep": Row(int),
     "load_path": Row(str, convert=only()),
 }
-REQUIRED = ("model.n_layer", "model.n_head", "model.n_embd", "model.n_positions", "train_batch_size", "max_duration")
+REQUIRED = (
+    "model.n_layer",
+    "model.n_head",
+    "model.n_embd",
+    "model.n_positions",
+    "train_batch_size",
+    "max_duration",
+)
 # How it is run, shown and stored, and what transformers writes into every configuration.
 IGNORED = """
     logger* callbacks.*_monitor* callbacks.checkpoint* callbacks.hf_checkpoint* callbacks.runtime_estimator*
@@ -126,7 +152,9 @@ def translate_composer(path: Path) -> Translation:
     given = _read(path)
     _add_defaults(given, path)
     settings = [
-        setting for setting in given.values() if setting.text or setting.key.startswith(("algorithms.", "callbacks."))
+        setting
+        for setting in given.values()
+        if setting.text or setting.key.startswith(("algorithms.", "callbacks."))
     ]
     translation = Translation("Composer", TABLE, settings, IGNORED)
     get, where, assign = translation.get, translation.where, translation.set
@@ -148,7 +176,9 @@ def translate_composer(path: Path) -> Translation:
         assign("save.keep_last", keep, where("save_num_checkpoints_to_keep"))
         translation.assignments.pop("save.keep_every", None)
     if "warmup" in get("scheduler.name"):
-        translation.notes.append("the first step is taken at lr/warm-up instead of 0: the ramp comes one step earlier")
+        translation.notes.append(
+            "the first step is taken at lr/warm-up instead of 0: the ramp comes one step earlier"
+        )
     translation.notes.append("its data is a stream of its own: prepare yours and set data.path")
     translation.notes += _describe_streams(given)
     return translation
@@ -156,7 +186,10 @@ def translate_composer(path: Path) -> Translation:
 
 def _describe_streams(given: Mapping[str, Assignment]) -> list[str]:
     """A note with the data.path that mixes the file's streams. Raises ConfigError for other shares."""
-    found = {key: re.fullmatch(r"train_(?:loader|dataset)\.(?:.+\.)?streams\.([^.]+)\.(\w+)", key) for key in given}
+    found = {
+        key: re.fullmatch(r"train_(?:loader|dataset)\.(?:.+\.)?streams\.([^.]+)\.(\w+)", key)
+        for key in given
+    }
     streams = {match[1]: "1" for match in found.values() if match}
     for key, match in found.items():
         if match and match[2] in ("repeat", "choose"):
@@ -180,7 +213,9 @@ def _add_defaults(given: dict[str, Assignment], path: Path) -> None:
         keys = [key for key in given if key.startswith(f"{section}.")]
         if not keys:
             raise ConfigError(f"no {section}", str(path), f"write one as in {EXAMPLE}")
-        if f"{section}.name" not in keys:  # Composer has {adamw: {lr: 1}}, llm-foundry {name: adamw, lr: 1}
+        if (
+            f"{section}.name" not in keys
+        ):  # Composer has {adamw: {lr: 1}}, llm-foundry {name: adamw, lr: 1}
             name = keys[0].split(".")[1]
             add(f"{section}.name", name, given[keys[0]].where)
             for old in (given.pop(key) for key in keys):
@@ -202,11 +237,17 @@ def _translate_decay(translation: Translation) -> None:
     if get("optimizer.name") == "decoupled_adamw":
         decay, lr = get("optimizer.weight_decay"), get("optimizer.lr")
         if not lr:
-            raise ConfigError("a decay beside a rate of 0 has no equal here", where("optimizer.lr"), "give it a rate")
+            raise ConfigError(
+                "a decay beside a rate of 0 has no equal here",
+                where("optimizer.lr"),
+                "give it a rate",
+            )
         translation.set("optim.weight_decay", decay / lr, where("optimizer.weight_decay"))
         note = "decoupled_adamw multiplies by 1 - wd x lr(t)/lr, AdamW by 1 - wd x lr(t): here wd ="
         translation.notes.append(f"{note} {format_value(decay)} / {format_value(lr)}")
-    translation.notes.append("norms and biases are not decayed here, Composer decays every parameter")
+    translation.notes.append(
+        "norms and biases are not decayed here, Composer decays every parameter"
+    )
 
 
 def _translate_budget(translation: Translation, given: Mapping[str, Assignment]) -> None:
@@ -216,7 +257,11 @@ def _translate_budget(translation: Translation, given: Mapping[str, Assignment])
     translation.set("budget.batch_tokens", get("train_batch_size") * seq_len, batch_origin)
     unit = next(unit for unit in BUDGETS if length.endswith(unit))
     number = float(length.removesuffix(unit))
-    cuts = [given[key] for key in given if re.match(r"train_(dataset|loader)\..*(samples|num_tokens|epoch_size)$", key)]
+    cuts = [
+        given[key]
+        for key in given
+        if re.match(r"train_(dataset|loader)\..*(samples|num_tokens|epoch_size)$", key)
+    ]
     if unit == "ep" and cuts:  # an epoch of a dataset that is cut to so many sequences or tokens
         cut = cuts[0]
         if len(cuts) > 1 or not re.fullmatch(r"\d{1,18}", cut.text):
@@ -237,7 +282,9 @@ def _read(path: Path) -> dict[str, Assignment]:
     texts = {leaf.key: leaf.text for leaf in leaves}
 
     def look_up(match: re.Match[str]) -> str:
-        return texts.get(match[1], texts.get(f"variables.{match[1]}", match[0]))[: LONGEST_VALUE + 1]
+        return texts.get(match[1], texts.get(f"variables.{match[1]}", match[0]))[
+            : LONGEST_VALUE + 1
+        ]
 
     given: dict[str, Assignment] = {}
     for leaf in leaves:
@@ -245,24 +292,34 @@ def _read(path: Path) -> dict[str, Assignment]:
         for pattern, name in RENAMED:
             key = re.sub(pattern, name, key)
         if key in given:
-            raise ConfigError(f"{key} is given twice", leaf.where, f"first given at {given[key].where}")
+            raise ConfigError(
+                f"{key} is given twice", leaf.where, f"first given at {given[key].where}"
+            )
         for _ in range(4):  # a value may name one that names another
             if "${" in text and len(text) <= LONGEST_VALUE:
                 text = re.sub(r"\$\{([\w.]+)\}", look_up, text)
                 if len(text) > LONGEST_VALUE:
-                    what = f"{key} is over {LONGEST_VALUE:,} characters long with what its ${{}} name"
+                    what = (
+                        f"{key} is over {LONGEST_VALUE:,} characters long with what its ${{}} name"
+                    )
                     raise ConfigError(what, leaf.where, "write it out")
         if "${" in text:
-            raise ConfigError(f"{text:.{LONGEST_VALUE}} is not given in the file", leaf.where, "write it out")
+            raise ConfigError(
+                f"{text:.{LONGEST_VALUE}} is not given in the file", leaf.where, "write it out"
+            )
         given[key] = Assignment(key, text, leaf.where)
     return given
 
 
 def _list_leaves(node: yaml.Node, path: Path, key: str) -> Iterator[Assignment]:
     if isinstance(node, yaml.ScalarNode) or not node.value:
-        yield Assignment(key, "" if node.tag == NULL else node.value or "", f"{path}:{node.start_mark.line + 1}")
+        yield Assignment(
+            key, "" if node.tag == NULL else node.value or "", f"{path}:{node.start_mark.line + 1}"
+        )
         return
     is_section = isinstance(node, yaml.MappingNode)
-    entries = [(name.value, value) for name, value in node.value] if is_section else enumerate(node.value)
+    entries = (
+        [(name.value, value) for name, value in node.value] if is_section else enumerate(node.value)
+    )
     for name, value in entries:
         yield from _list_leaves(value, path, f"{key}.{name}" if key else str(name))

@@ -17,7 +17,9 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "ws
 def keep_outliers(z_score: float) -> None:
     """Raise ValueError, whose text is the fix, for a limit above which steps are skipped."""
     if z_score:
-        raise ValueError("leave it out; optim.spike=skip behind the command skips spikes by a rule of its own")
+        raise ValueError(
+            "leave it out; optim.spike=skip behind the command skips spikes by a rule of its own"
+        )
 
 
 FLAGS: dict[str, Row] = {
@@ -42,13 +44,19 @@ FLAGS: dict[str, Row] = {
     "-v": Row(20, "evaluate.every", STEPS),  # steps between validations
     "-m": Row(20),  # batches of a validation, -1: all
     "-s": Row(20, "sample.every", STEPS),  # steps between samples
-    "-g": Row(64, "sample.tokens", lambda n: max(n - 1, 1)),  # length of a sample, whose first is <|endoftext|>
+    "-g": Row(
+        64, "sample.tokens", lambda n: max(n - 1, 1)
+    ),  # length of a sample, whose first is <|endoftext|>
     "-h": Row(0),  # HellaSwag
     "-a": Row(0, "data.order", {0: "shuffled", 1: "one-batch"}),  # overfit one batch
     "-f": Row(1, "machine.tf32", bool),  # TF32
     "-w": Row(1, convert=only(1)),  # fp32 master weights, which are always kept here
-    "-z": Row(int, "machine.sharding", dict(enumerate(("none", "zero1", "zero2", "zero3")))),  # ZeRO stage
-    "-r": Row(1, "machine.activation_checkpointing", {0: "none", 1: "gelu", 2: "gelu"}),  # recompute GELU, 2: norms too
+    "-z": Row(
+        int, "machine.sharding", dict(enumerate(("none", "zero1", "zero2", "zero3")))
+    ),  # ZeRO stage
+    "-r": Row(
+        1, "machine.activation_checkpointing", {0: "none", 1: "gelu", 2: "gelu"}
+    ),  # recompute GELU, 2: norms too
     "-pn": Row(1),  # processes
 }
 FIXED = {
@@ -58,7 +66,12 @@ FIXED = {
 IGNORED = "-y -ge -lg -pr -pg -pm -pi -ps -pp -pf"  # resume, fusion, how ranks meet
 PUBLISHED = {
     **{"d12": "gpt2-124m", "d24": "gpt2-355m", "d36": "gpt2-774m", "d48": "gpt2-1558m"},
-    **{"gpt3:c768": "gpt3-125m", "gpt3:c1024": "gpt3-350m", "gpt3:c1536": "gpt3-760m", "gpt3:c2048": "gpt3-1.3b"},
+    **{
+        "gpt3:c768": "gpt3-125m",
+        "gpt3:c1024": "gpt3-350m",
+        "gpt3:c1536": "gpt3-760m",
+        "gpt3:c2048": "gpt3-1.3b",
+    },
     **{"gpt3:c2560": "gpt3-2.7b", "gpt3:c4096": "gpt3-6.7b", "gpt3:c12288": "gpt3-175b"},
 }
 OTHERS = {  # layers, heads, width
@@ -92,7 +105,11 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
     batch_tokens = per_forward if get("-d") == -1 else get("-d")
     if batch_tokens % per_forward:
         what = f"{batch_tokens} tokens a step are not a multiple of {per_forward}: -b x -t x {processes} processes"
-        raise ConfigError(what, where("-d", "-b", "-t"), f"set -d {max(batch_tokens // per_forward, 1) * per_forward}")
+        raise ConfigError(
+            what,
+            where("-d", "-b", "-t"),
+            f"set -d {max(batch_tokens // per_forward, 1) * per_forward}",
+        )
     assign("budget.batch_tokens", batch_tokens, where("-d"))
     if get("-x") == -1:
         assign("budget.epochs", 1, where("-x"))
@@ -101,7 +118,11 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
     if get("-m") == -1:
         assign("evaluate.tokens", "1T", where("-m"))
     else:
-        assign("evaluate.tokens", get("-m") * per_forward, f"{where('-m')}: x -b x -t x {processes} processes")
+        assign(
+            "evaluate.tokens",
+            get("-m") * per_forward,
+            f"{where('-m')}: x -b x -t x {processes} processes",
+        )
     if get("-h"):
         assign("evaluate.tasks", "hellaswag", where("-h"))
         assign("evaluate.tasks_every", STEPS(get("-v")), where("-v"))
@@ -109,7 +130,9 @@ def translate_llmc(command: str, processes: int = 1) -> Translation:
         assign("save.keep_last", get("-nk"), where("-nk"))
         assign("save.keep_every", STEPS(get("-nm")), where("-nm"))
     if get("-r") == 2:
-        translation.notes.append("norms are not recomputed in the backward, only GELU is: more memory, same numbers")
+        translation.notes.append(
+            "norms are not recomputed in the backward, only GELU is: more memory, same numbers"
+        )
     return translation
 
 
@@ -118,7 +141,9 @@ def _read_command(command: str) -> tuple[list[Assignment], int]:
     words, launcher = split_words(command, "--llmc"), ""
     if any(Path(word).name == "train_gpt2.py" for word in words):
         fix = "give the words of train_gpt2cu, or train gpt2-124m, the recipe of both"
-        raise ConfigError("these are words of llm.c's train_gpt2.py, whose names are others", "--llmc", fix)
+        raise ConfigError(
+            "these are words of llm.c's train_gpt2.py, whose names are others", "--llmc", fix
+        )
     if program := [place for place, word in enumerate(words) if Path(word).name in PROGRAMS]:
         launcher, words = " ".join(words[: program[0]]), words[program[0] + 1 :]
     if len(words) % 2:
@@ -126,7 +151,10 @@ def _read_command(command: str) -> tuple[list[Assignment], int]:
     count = re.search(r"-np? (\d+)", launcher)
     if count and len(count[1]) > 6:
         raise ConfigError(f"{count[0]:.40} is no number of processes", "--llmc", "correct it")
-    flags = [Assignment(*pair, f"llm.c {' '.join(pair):.80}") for pair in zip(words[::2], words[1::2], strict=True)]
+    flags = [
+        Assignment(*pair, f"llm.c {' '.join(pair):.80}")
+        for pair in zip(words[::2], words[1::2], strict=True)
+    ]
     return flags, int(count[1]) if count else 0
 
 
@@ -151,12 +179,18 @@ def _translate_model(translation: Translation) -> None:
         what = f"sequences of {length} tokens for a model of {context} positions"
         raise ConfigError(what, translation.where("-t"), f"set -t {context} or less")
     if length < context:
-        translation.notes.append(f"positions from {length} on, which llm.c keeps and never trains, do not exist here")
+        translation.notes.append(
+            f"positions from {length} on, which llm.c keeps and never trains, do not exist here"
+        )
 
 
 def _translate_data(translation: Translation) -> None:
     """One folder, or one pattern, with both splits: `val` in a shard's name marks validation here."""
-    train, val, where = Path(translation.get("-i")), Path(translation.get("-j")), translation.where("-i", "-j")
+    train, val, where = (
+        Path(translation.get("-i")),
+        Path(translation.get("-j")),
+        translation.where("-i", "-j"),
+    )
     path = train.parent
     if val.parent != path:
         fix = f"link the validation shards into {path}"
@@ -164,11 +198,15 @@ def _translate_data(translation: Translation) -> None:
     if "val" in train.name or "val" not in val.name:
         what = f"the names {train.name} and {val.name} do not show their splits"
         raise ConfigError(what, where, "name validation shards with `val` in it, and no others")
-    if not (path / MANIFEST_NAME).exists():  # llm.c's own shards: exactly the files that the two patterns name
+    if not (
+        path / MANIFEST_NAME
+    ).exists():  # llm.c's own shards: exactly the files that the two patterns name
         path /= f"{commonprefix([train.name, val.name])}*.bin"  # noqa: RUF071
         for file in sorted(path.parent.glob(path.name)):
             if not fnmatch(file.name, train.name) and not fnmatch(file.name, val.name):
                 fix = "give the shards of a run a folder of their own"
                 raise ConfigError(f"{path} would match {file.name}, too", where, fix)
     translation.set("data.path", path, where)
-    translation.notes.append("data comes in another order: a shuffle of all windows instead of one within shards")
+    translation.notes.append(
+        "data comes in another order: a shuffle of all windows instead of one within shards"
+    )

@@ -16,7 +16,9 @@ from megatoken.errors import ConfigError
 def refuse_eval(value: bool) -> None:
     """Raise ValueError, whose text is the fix, for an evaluation in place of training."""
     if value:
-        raise ValueError("evaluate a model: megatoken eval openai-community/gpt2 --data data/openwebtext")
+        raise ValueError(
+            "evaluate a model: megatoken eval openai-community/gpt2 --data data/openwebtext"
+        )
 
 
 TABLE: dict[str, Row] = {
@@ -47,7 +49,9 @@ TABLE: dict[str, Row] = {
     "lr_decay_iters": Row(600000),
     "min_lr": Row(6e-5),
     "device": Row(str, "machine.device"),
-    "dtype": Row(str, "machine.precision", {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}),
+    "dtype": Row(
+        str, "machine.precision", {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    ),
     "compile": Row(bool, "machine.compile", {True: "on", False: "off"}),
 }
 FIXED = {
@@ -101,21 +105,29 @@ def translate_nanogpt(command: str) -> Translation:
     elif (decay := get("lr_decay_iters") - (warmup := get("warmup_iters"))) < 1:
         what = f"the rate decays until iteration {warmup + decay}, within the warm-up of {warmup}"
         longest = get("max_iters")
-        fix = f"add --lr_decay_iters={longest}" if longest > warmup else f"add --warmup_iters={(warmup + decay) // 10}"
+        fix = (
+            f"add --lr_decay_iters={longest}"
+            if longest > warmup
+            else f"add --warmup_iters={(warmup + decay) // 10}"
+        )
         raise ConfigError(what, where("lr_decay_iters", "warmup_iters"), fix)
     elif not get("learning_rate"):
         raise ConfigError("a rate of 0 trains nothing", where("learning_rate"), "give it a rate")
     else:
         ratio = round(get("min_lr") / get("learning_rate"), 12)
         assign("optim.min_lr_ratio", ratio, where("min_lr", "learning_rate"))
-        if get("lr_decay_iters") != get("max_iters"):  # after which the rate stays, or which the run does not reach
+        if get("lr_decay_iters") != get(
+            "max_iters"
+        ):  # after which the rate stays, or which the run does not reach
             assign("optim.decay", f"{decay}steps", where("lr_decay_iters", "warmup_iters"))
     tokens, origin = get("batch_size") * get("block_size"), where("batch_size", "block_size")
     steps_origin = f"{where('gradient_accumulation_steps')}, {origin}"
     assign("budget.batch_tokens", get("gradient_accumulation_steps") * tokens, steps_origin)
     assign("evaluate.tokens", get("eval_iters") * tokens, f"{where('eval_iters')}, {origin}")
     if not get("always_save_checkpoint"):
-        translation.notes.append("the newest checkpoint is kept, whether or not its validation loss is the best so far")
+        translation.notes.append(
+            "the newest checkpoint is kept, whether or not its validation loss is the best so far"
+        )
     return translation
 
 
@@ -132,7 +144,9 @@ def _read(word: str) -> Iterator[Assignment]:
             text = file.read(LARGEST_BYTES).decode()
         body = ast.parse(text).body
     except OSError as error:
-        raise ConfigError(f"cannot read it: {error.strerror}", word, "give nanoGPT's config file") from None
+        raise ConfigError(
+            f"cannot read it: {error.strerror}", word, "give nanoGPT's config file"
+        ) from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f"{word}:{getattr(error, 'lineno', None) or 1}"
         raise ConfigError(f"not Python: {error}", where, "give nanoGPT's config file") from None
@@ -141,7 +155,9 @@ def _read(word: str) -> Iterator[Assignment]:
         match node:
             case ast.Assign(targets=[ast.Name(name)], value=value):
                 try:
-                    yield Assignment(name, "" if name in IGNORED.split() else str(_evaluate(value)), where)
+                    yield Assignment(
+                        name, "" if name in IGNORED.split() else str(_evaluate(value)), where
+                    )
                 except (ValueError, TypeError, OverflowError, RecursionError):
                     source = text.splitlines()[node.lineno - 1].strip()
                     what = f"{source:.200} would have to be computed by running the file"
@@ -149,7 +165,11 @@ def _read(word: str) -> Iterator[Assignment]:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
                 pass
             case _:
-                raise ConfigError("not an assignment", where, "a config file is read, never run: write name = value")
+                raise ConfigError(
+                    "not an assignment",
+                    where,
+                    "a config file is read, never run: write name = value",
+                )
 
 
 def _evaluate(node: ast.expr) -> Any:

@@ -77,7 +77,11 @@ class Translation:
                 value = _parse(setting, rows[key].default)
                 if key in seen and value != self.get(key):
                     what = f"{setting.key} is {value}, {seen[key]} is {self.get(key)} at {self.where(key)}"
-                    raise ConfigError(f"{what}: here they are one setting", setting.where, "give them the same value")
+                    raise ConfigError(
+                        f"{what}: here they are one setting",
+                        setting.where,
+                        "give them the same value",
+                    )
                 seen[key] = setting.key
                 self._values[key] = value, setting.where
             elif any(fnmatchcase(setting.key, pattern) for pattern in ignored.split()):
@@ -103,7 +107,9 @@ class Translation:
             for field in row.fields.split():
                 self.set(field, converted, where)
         if left_out:
-            self.notes.append(f"left out (data, hardware, display or storage): {', '.join(dict.fromkeys(left_out))}")
+            self.notes.append(
+                f"left out (data, hardware, display or storage): {', '.join(dict.fromkeys(left_out))}"
+            )
 
     def get(self, key: str) -> Any:
         """The value given, or the program's default, or None where it has none."""
@@ -130,7 +136,9 @@ def _parse(setting: Assignment, default: Any) -> Any:
     try:
         if kind is bool:
             return {"true": True, "false": False}[setting.text.lower()]
-        if kind is int and re.fullmatch(r"[-+]?\d{1,18}", setting.text):  # floats are exact up to 2**53 only
+        if kind is int and re.fullmatch(
+            r"[-+]?\d{1,18}", setting.text
+        ):  # floats are exact up to 2**53 only
             return int(setting.text)
         number = float(setting.text)
         if not math.isfinite(number) or kind(number) != number:

@@ -22,7 +22,9 @@ from megatoken.errors import ConfigError
 from megatoken.native.attention import attention as compiled_attention
 
 Mask = Tensor | None
-Dropout = Callable[[Tensor], Tensor] | None  # of the weights (B, H, T, S): some of them 0, the others larger
+Dropout = (
+    Callable[[Tensor], Tensor] | None
+)  # of the weights (B, H, T, S): some of them 0, the others larger
 
 
 class AttentionFn(Protocol):
@@ -36,7 +38,16 @@ class AttentionFn(Protocol):
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, /, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        /,
+        *,
+        mask: Mask,
+        causal: bool,
+        dropout: Dropout,
+        window: int = 0,
     ) -> Tensor: ...
 
 
@@ -53,7 +64,14 @@ def causal_mask(T: int, window: int, device: torch.device) -> Tensor:
 
 
 def explicit_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    mask: Mask,
+    causal: bool,
+    dropout: Dropout,
+    window: int = 0,
 ) -> Tensor:
     """The formula, all T x S scores at once."""
     H, T, D = q_BHTD.shape[-3:]
@@ -68,7 +86,14 @@ def explicit_attention(
 
 
 def flash_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    mask: Mask,
+    causal: bool,
+    dropout: Dropout,
+    window: int = 0,
 ) -> Tensor:
     """torch's scaled_dot_product_attention: on CUDA whichever backend it prefers.
 
@@ -76,27 +101,40 @@ def flash_attention(
     saves no work.
     """
     if dropout is not None:
-        return explicit_attention(q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=dropout, window=window)
+        return explicit_attention(
+            q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=dropout, window=window
+        )
     B, H, T, D = q_BHTD.shape
     if window:
         mask, causal = causal_mask(T, window, q_BHTD.device), False
     K = k_BKSD.shape[1]
     if T == 1 and K != H:  # the queries that share a key are rows of one query: no copies of keys
         rows_BKGD = q_BHTD.reshape(B, K, H // K, D)
-        return F.scaled_dot_product_attention(rows_BKGD, k_BKSD, v_BKSD, attn_mask=mask).reshape(B, H, 1, D)
+        return F.scaled_dot_product_attention(rows_BKGD, k_BKSD, v_BKSD, attn_mask=mask).reshape(
+            B, H, 1, D
+        )
     return F.scaled_dot_product_attention(
         q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal and T > 1, enable_gqa=K != H
     )
 
 
-def backend_attention(backend: SDPBackend, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
+def backend_attention(
+    backend: SDPBackend, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any
+) -> Tensor:
     """torch's kernel by one backend and no other: RuntimeError where that one cannot."""
     with sdpa_kernel(backend):
         return flash_attention(q_BHTD, k_BKSD, v_BKSD, **options)
 
 
 def blocked_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    mask: Mask,
+    causal: bool,
+    dropout: Dropout,
+    window: int = 0,
 ) -> Tensor:
     """A block of queries at a time against the keys they see: half the products of the square, fewer with a window.
 
@@ -105,7 +143,9 @@ def blocked_attention(
     assert causal
     assert mask is None
     if dropout is not None:
-        return explicit_attention(q_BHTD, k_BKSD, v_BKSD, mask=None, causal=True, dropout=dropout, window=window)
+        return explicit_attention(
+            q_BHTD, k_BKSD, v_BKSD, mask=None, causal=True, dropout=dropout, window=window
+        )
     H, T = q_BHTD.shape[1:3]
     k_BHTD, v_BHTD = repeat_kv(k_BKSD, H), repeat_kv(v_BKSD, H)
     y: Tensor = _Blocked.apply(q_BHTD, k_BHTD, v_BHTD, window or T)  # type: ignore[no-untyped-call]
@@ -113,13 +153,22 @@ def blocked_attention(
 
 
 def native_attention(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, mask: Mask, causal: bool, dropout: Dropout, window: int = 0
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    mask: Mask,
+    causal: bool,
+    dropout: Dropout,
+    window: int = 0,
 ) -> Tensor:
     """By our kernels for CPUs; with a mask by torch's, with dropout by the formula. It has no windows."""
     assert not window
     if dropout is not None:
         return explicit_attention(q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=dropout)
-    decodes = not causal and q_BHTD.dtype == torch.bfloat16 and not torch.is_grad_enabled()  # in fp32 torch is faster
+    decodes = (
+        not causal and q_BHTD.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+    )  # in fp32 torch is faster
     if mask is not None or not (causal or decodes):
         return flash_attention(q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=None)
     return compiled_attention(q_BHTD, k_BKSD, v_BKSD, causal=causal)
@@ -146,8 +195,12 @@ class _Blocked(torch.autograd.Function):
             first = max(0, begin + 1 - window)
             scores_NQS = torch.bmm(q[:, begin:end], k[:, first:end].transpose(1, 2))
             scores_NQS[:, :, begin - first :].add_(causal_QQ[:size, :size])
-            if (far := end - first - window) > 0:  # keys that are too far from some queries of the block
-                far_QS = torch.full((size, far), -torch.inf, dtype=q.dtype, device=q.device).tril(far - size)
+            if (
+                far := end - first - window
+            ) > 0:  # keys that are too far from some queries of the block
+                far_QS = torch.full((size, far), -torch.inf, dtype=q.dtype, device=q.device).tril(
+                    far - size
+                )
                 scores_NQS[:, :, :far].add_(far_QS)
             torch.softmax(scores_NQS, -1, out=scores_NQS)
             y_BHTD[:, :, begin:end] = torch.bmm(scores_NQS, v[:, first:end]).view(B, H, size, D)
@@ -187,7 +240,10 @@ ATTENTION: dict[str, AttentionFn] = {
 }
 BUILT_IN = frozenset(ATTENTION)
 CUDA_ONLY = ("cudnn", "fa2")
-CAUSAL_ONLY = {"blocked", *CUDA_ONLY}  # flash, the same formula, computes their calls with a mask or a cache
+CAUSAL_ONLY = {
+    "blocked",
+    *CUDA_ONLY,
+}  # flash, the same formula, computes their calls with a mask or a cache
 WITHOUT_MASK: set[str] = set()  # registered names that sampling and scoring cannot compute with
 WITHOUT_WINDOW: set[str] = {"native", *CUDA_ONLY}  # names that cannot compute layers with a window
 
@@ -200,15 +256,21 @@ def register_attention(name: str, fn: AttentionFn, *, supports_mask: bool = True
     another attention would give other values.
     """
     if name in BUILT_IN:
-        raise ConfigError(f"{name!r} is a built-in attention", "register_attention", "choose another name")
+        raise ConfigError(
+            f"{name!r} is a built-in attention", "register_attention", "choose another name"
+        )
     parameters = inspect.signature(fn).parameters
     if "dropout_p" in parameters:
         fix = "take dropout=None or a function that drops weights (docs/hacking.md)"
-        raise ConfigError(f"attention {name!r} takes dropout_p, a probability", "register_attention", fix)
+        raise ConfigError(
+            f"attention {name!r} takes dropout_p, a probability", "register_attention", fix
+        )
     register_choice("machine.attention", name)
     ATTENTION[name] = fn
     (WITHOUT_MASK.discard if supports_mask else WITHOUT_MASK.add)(name)
-    takes_window = any(each.name == "window" or each.kind == each.VAR_KEYWORD for each in parameters.values())
+    takes_window = any(
+        each.name == "window" or each.kind == each.VAR_KEYWORD for each in parameters.values()
+    )
     (WITHOUT_WINDOW.discard if takes_window else WITHOUT_WINDOW.add)(name)
 
 
@@ -221,4 +283,6 @@ def masked_attention(name: str) -> AttentionFn:
 
 def _refuse_mask(name: str, *_: Tensor, **__: object) -> Tensor:
     what = f"attention {name!r} supports neither a mask nor a cache"
-    raise ConfigError(what, "sampling or scoring", "support both and register it with supports_mask=True")
+    raise ConfigError(
+        what, "sampling or scoring", "support both and register it with supports_mask=True"
+    )

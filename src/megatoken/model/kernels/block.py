@@ -43,7 +43,13 @@ def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 BLOCK = {
     "torch": BlockKernels(linear=F.linear, norm=torch_norm, gelu=F.gelu, swiglu=torch_swiglu),
-    "torch+native": BlockKernels(linear=F.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu),
-    "native": BlockKernels(linear=native_linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu),
-    "int8": BlockKernels(linear=int8.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu),
+    "torch+native": BlockKernels(
+        linear=F.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
+    ),
+    "native": BlockKernels(
+        linear=native_linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
+    ),
+    "int8": BlockKernels(
+        linear=int8.linear, norm=native.norm, gelu=native.gelu, swiglu=native.swiglu
+    ),
 }

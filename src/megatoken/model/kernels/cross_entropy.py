@@ -40,7 +40,13 @@ class CrossEntropyFn(Protocol):
     overwritten by their gradient."""
 
     def __call__(
-        self, logits_NV: Tensor, targets_N: Tensor, vocab_size: int, softcap: float, *, overwrite: bool
+        self,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        vocab_size: int,
+        softcap: float,
+        *,
+        overwrite: bool,
     ) -> Tensor: ...
 
 
@@ -64,7 +70,9 @@ def softmax_cross_entropy(
         grad_NV = log_p_NV.exp_()
         grad_NV.scatter_add_(1, target_N1, torch.full_like(target_N1, -1, dtype=torch.float32))
         if softcap:
-            torch.ops.aten.sigmoid_backward.grad_input(grad_NV, sigmoid_NV, grad_input=grad_NV).mul_(4)
+            torch.ops.aten.sigmoid_backward.grad_input(
+                grad_NV, sigmoid_NV, grad_input=grad_NV
+            ).mul_(4)
         if grad_NV.dtype != logits_NV.dtype:
             logits_NV.copy_(grad_NV)
     return loss_N
@@ -88,7 +96,14 @@ def _cap(x, SOFTCAP: tl.constexpr):
 
 @jit
 def _cross_entropy(
-    logits, targets, loss, vocab_size, V, OVERWRITE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    loss,
+    vocab_size,
+    V,
+    OVERWRITE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * V
@@ -96,12 +111,16 @@ def _cross_entropy(
     target = tl.load(targets + row)
     counted = target >= 0
     known = counted & (target < vocab_size)  # padding has no probability
-    score = tl.load(logits + tl.where(known, target, 0), mask=known, other=float("-inf")).to(tl.float32)
+    score = tl.load(logits + tl.where(known, target, 0), mask=known, other=float("-inf")).to(
+        tl.float32
+    )
     if SOFTCAP:
         score = tl.where(known, _cap(score, SOFTCAP), float("-inf"))
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
-    for first in range(0, vocab_size, BLOCK):  # sum of exp(x - top), rescaled whenever the maximum rises
+    for first in range(
+        0, vocab_size, BLOCK
+    ):  # sum of exp(x - top), rescaled whenever the maximum rises
         at = first + columns
         x = tl.load(logits + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
         if SOFTCAP:
