@@ -54,7 +54,7 @@ def main() -> None:
         inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         step_config = replace(step_config, batch_tokens=model_config.seq_len)
         micro = seconds_of(
-            lambda: forward_backward(adamw, step_config, device, Batch(inputs, targets))
+            lambda: forward_backward(adamw, step_config, device, Batch(inputs, targets))  # noqa: B023
         )
         gradients = {
             param: param.grad.clone()
