@@ -469,7 +469,8 @@ def list_changes(old: Config, new: Config) -> list[Change]:
     before, after = flatten(old), flatten(new)
     after["model.init"] = after["model.init"] or before["model.init"]
     default, given = ModelConfig().architecture(), new.model.architecture()
-    if new.model.init and all(given[name] == default[name] for name in given if name != "seq_len"):
+    free = ("seq_len", "value_head")
+    if new.model.init and all(given[name] == default[name] for name in given if name not in free):
         sizes = [
             f"model.{name}" for name in given if given[name] == default[name]
         ]  # still to be taken from model.init
