@@ -17,7 +17,7 @@ import pytest
 
 import megatoken
 from megatoken.native.build import INSTRUCTION_SETS, library_name
-from megatoken.system.environment import find_compiler
+from megatoken.system.machine import find_compiler
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "megatoken"

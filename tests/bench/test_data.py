@@ -11,7 +11,7 @@ from megatoken.data.dataset import load_dataset, verify_dataset
 from megatoken.data.prepare import prepare
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
-from megatoken.system.environment import cpu_count
+from megatoken.system.machine import cpu_count
 
 
 def test_made_text_is_always_the_same() -> None:

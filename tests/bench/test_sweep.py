@@ -25,7 +25,7 @@ from megatoken.model.kernels.attention import flash_attention
 from megatoken.model.memory import LOSS_CHUNK, count_activation_bytes
 from megatoken.native.library import find_library
 from megatoken.system.device import MEASURED, cache_peak, open_device, product_calls, with_peak
-from megatoken.system.environment import cpu_count
+from megatoken.system.machine import cpu_count
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
 
 QUIET = Console(quiet=True)

@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from megatoken.native.build import compile_library, library_name, runnable_instruction_sets
 from megatoken.native.library import Library, find_library
-from megatoken.system.environment import find_compiler
+from megatoken.system.machine import find_compiler
 
 EMULATED_AMX = "-march=cooperlake", "-DMEGATOKEN_EMULATE_AMX"  # the same source, tiles in plain C++
 FOLDER = Path(__file__).parents[2] / "build" / "native"

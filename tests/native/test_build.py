@@ -9,7 +9,8 @@ import pytest
 from megatoken.errors import ConfigError
 from megatoken.native.build import library_name, runnable_instruction_sets
 from megatoken.native.library import find_library
-from megatoken.system.environment import find_compiler, given_environment
+from megatoken.system.environment import given_environment
+from megatoken.system.machine import find_compiler
 
 needs_compiler = pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
 

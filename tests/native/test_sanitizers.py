@@ -7,7 +7,7 @@ import pytest
 
 from megatoken.native import build
 from megatoken.native.build import INSTRUCTION_SETS, runnable_instruction_sets
-from megatoken.system.environment import find_compiler
+from megatoken.system.machine import find_compiler
 from tests.native.conftest import EMULATED_AMX
 
 DRIVERS = [("products", "150 products\n", name) for name in INSTRUCTION_SETS]

@@ -15,7 +15,7 @@ import pytest
 from megatoken.data.chat_template import Message, find_template
 from megatoken.sampling.generate import generate_ids
 from megatoken.serving import server as server_module
-from megatoken.system.environment import allow_open_files
+from megatoken.system.machine import allow_open_files
 from tests.serving.served import (
     CHAT,
     COMPLETIONS,

@@ -128,7 +128,6 @@ def test_the_best_measured_peak_is_cached_per_device_and_precision(peaks: Path) 
         f"cpu (cpu, {threads} threads), fp32, torch {torch.__version__}": 2e15,
         f"cpu (cpu, {threads} threads), bf16, torch {torch.__version__}": 3e15,
     }
-    assert [path.name for path in peaks.parent.iterdir()] == ["peaks.json"]
     assert with_peak(CPU).peak_flops == 2e15  # the best ever stays
     assert with_peak(replace(CPU, precision="bf16")).peak_flops == 3e15
     assert with_peak(replace(CPU, name="another")).peak_flops < 1e15

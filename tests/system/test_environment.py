@@ -4,19 +4,21 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-from megatoken.system import environment
-from megatoken.system.environment import (
-    cache_get,
-    cache_put,
+from megatoken.system import machine
+from megatoken.system.machine import (
     cpu_count,
     find_processor_name,
     free_memory_bytes,
     peak_resident_bytes,
 )
+from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.peak_flops import PEAK_FLOPS
 
 
@@ -84,43 +86,46 @@ def test_processor_name_comes_from_cpuinfo() -> None:
     assert find_processor_name() in models or not models
 
 
-def test_processor_name_of_a_mac_comes_from_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = []
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, stdout="Apple M2 Pro\n")
-
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(environment.subprocess, "run", run)
-    assert find_processor_name() == "Apple M2 Pro"
-    assert commands == [["sysctl", "-n", "machdep.cpu.brand_string"]]
-
-
-def test_a_mac_without_sysctl_has_a_processor_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(command: list[str], **_: object) -> None:
-        raise FileNotFoundError(command[0])
+@pytest.mark.parametrize("name", ["Apple M2 Pro", None])
+def test_a_mac_asks_sysctl_for_its_processor(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], on_line: Callable[[str], None], timeout: float) -> int:
+        assert command[0] == "sysctl"
+        if name is None:
+            raise FileNotFoundError(command[0])
+        on_line(f"{name}\n")
+        return 0
 
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(environment.subprocess, "run", fail)
-    assert find_processor_name()
+    monkeypatch.setattr(machine, "run_child", run)
+    assert find_processor_name() == (name or platform.processor() or platform.machine())
 
 
-def test_cache_entries_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def save_measurements(names: str) -> None:
+    for name in names:
+        save_measurement("x.json", name, ord(name))
+
+
+def test_processes_merge_their_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGATOKEN_CACHE", str(tmp_path / "cache"))
-    assert cache_get("x.json") == {}
-    cache_put("x.json", {"a": 1})
-    cache_put("x.json", {"b": 2})
-    assert cache_get("x.json") == {"a": 1, "b": 2}
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["x.json"]
+    assert read_measurements("x.json") == {}
+    names = ["abcdefghij", "klmnopqrst"]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        list(pool.map(save_measurements, names))
+    assert read_measurements("x.json") == {name: ord(name) for name in "".join(names)}
     (tmp_path / "cache" / "x.json").write_text("[1")
-    assert cache_get("x.json") == {}
+    assert read_measurements("x.json") == {}
     monkeypatch.setenv("MEGATOKEN_CACHE", "/dev/null/no")
-    cache_put("x.json", {"a": 1})  # not writable: no error
+    save_measurement("x.json", "a", 1)  # not writable: no error
 
 
 def run_prepared(program: str, **variables: str) -> list[str]:
-    code = f"from megatoken.system.environment import *; import os; prepare_process(); {program}"
+    modules = ("environment", "malloc")
+    imports = "".join(f"from megatoken.system.{name} import *; " for name in modules)
+    code = f"import os; {imports}prepare_process(); {program}"
     variables |= {"PATH": "/usr/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables
@@ -192,8 +197,8 @@ def test_limits_of_cgroups_hold(
         (tmp_path / name).write_text(content)
     (tmp_path / "names").write_text(names)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(environment, "CGROUPS", tmp_path)
-    monkeypatch.setattr(environment, "CGROUP_NAMES", tmp_path / "names")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP_NAMES", tmp_path / "names")
     limited = len(files) > 2
     assert cpu_count() == (2 if limited else 64)
     assert free_memory_bytes() == 6_000_000 if limited else free_memory_bytes() > 6_000_000
@@ -201,9 +206,7 @@ def test_limits_of_cgroups_hold(
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
 def test_the_peak_of_a_process_is_not_its_parents() -> None:
-    code = (
-        "from megatoken.system.environment import peak_resident_bytes; print(peak_resident_bytes())"
-    )
+    code = "from megatoken.system.machine import peak_resident_bytes; print(peak_resident_bytes())"
     held = bytearray(b"x") * (400 << 20)
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, check=True

@@ -16,7 +16,7 @@ from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
 from megatoken.native.library import find_library
 from megatoken.system import device
 from megatoken.system.device import Device, misses_triton
-from megatoken.system.environment import cache_get
+from megatoken.system.measurement_cache import read_measurements
 from megatoken.train import kernel_autotune as autotune_module
 from megatoken.train.kernel_autotune import CACHE_FILE, autotune, list_options, pick
 from megatoken.train.step import forward_backward, train_step
@@ -156,7 +156,7 @@ def test_timings_are_cached_per_model_family() -> None:
         )
         assert set(choice.seconds) == {"attention", "mixed"}
         assert all(len(forms) == 2 for forms in choice.seconds.values())
-    assert len(cache_get(CACHE_FILE)) == 2
+    assert len(read_measurements(CACHE_FILE)) == 2
 
 
 def test_trials_with_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +190,9 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     first = autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
     assert set(first.seconds["attention"]) == {"flash"}
     assert first.kernels.attention == "flash"
-    kept = cache_get(CACHE_FILE)
+    kept = read_measurements(CACHE_FILE)
     assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0) == first
-    assert cache_get(CACHE_FILE) == kept
+    assert read_measurements(CACHE_FILE) == kept
 
 
 def test_timings_are_measured_once_and_explained() -> None:
@@ -200,9 +200,9 @@ def test_timings_are_measured_once_and_explained() -> None:
     assert set(first.seconds["attention"]) == {"flash", "blocked"}
     assert all(seconds > 0 for forms in first.seconds.values() for seconds in forms.values())
     assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0) == first
-    assert len(cache_get(CACHE_FILE)) == 1
+    assert len(read_measurements(CACHE_FILE)) == 1
     autotune(replace(TINY_GPT, d_model=64), MachineConfig(), CPU, micro_batch=2, dropout=0.0)
-    assert len(cache_get(CACHE_FILE)) == 2
+    assert len(read_measurements(CACHE_FILE)) == 2
     output = dict(first.explain())["attention"]
     assert output.startswith(first.kernels.attention)
     assert "flash" in output
@@ -233,7 +233,7 @@ def test_timings_of_another_library_are_measured_again(monkeypatch: pytest.Monke
             TINY_GPT, MachineConfig(adamw="native"), CPU, micro_batch=2, dropout=0.0
         )
         assert ("library", f"native kernels for {name}") in names[name].explain()
-    assert len(cache_get(CACHE_FILE)) == 2
+    assert len(read_measurements(CACHE_FILE)) == 2
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}'])

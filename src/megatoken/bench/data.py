@@ -31,7 +31,7 @@ from megatoken.data.shard_format import (
 from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ConfigError, NumericsError
-from megatoken.system.environment import cpu_count
+from megatoken.system.machine import cpu_count
 from megatoken.system.timing import time_interleaved
 
 # seq_len, batch_tokens: GPT-2's half a million tokens a step, and what a small model takes.

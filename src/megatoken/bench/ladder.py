@@ -28,7 +28,7 @@ from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.plots import save_figure
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.device import Device, open_device, with_peak
-from megatoken.system.environment import cpu_count, find_compiler
+from megatoken.system.machine import cpu_count, find_compiler
 from megatoken.system.timing import Timing
 
 BATCH_TOKENS = {"cpu": 1024, "mps": 4096, "cuda": 65536}

@@ -27,7 +27,7 @@ from megatoken.errors import DataError, MegatokenError
 from megatoken.plots import load_pyplot
 from megatoken.redact import redact
 from megatoken.system.atomic_write import storage_errors
-from megatoken.system.environment import cpu_count, find_commit
+from megatoken.system.machine import cpu_count, find_commit
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "transformers", "triton")
 FIGURE = ("median", "low", "high", "repeats")

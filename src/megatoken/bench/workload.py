@@ -23,7 +23,7 @@ from megatoken.model.flops import flops_per_token
 from megatoken.model.gpt import GPT
 from megatoken.model.memory import FP32, LOSS_CHUNK
 from megatoken.system.device import Device, open_device
-from megatoken.system.environment import free_memory_bytes
+from megatoken.system.machine import free_memory_bytes
 from megatoken.system.timing import Timing
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config

@@ -40,7 +40,7 @@ from megatoken.data.shard_format import (
 )
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import DataError, MegatokenError
-from megatoken.system.environment import allow_open_files
+from megatoken.system.machine import allow_open_files
 
 _PERMISSIONS = "check the path and its permissions"
 # (vocabulary size, id between documents) of the tokenizers whose shards are published; llm.c's LLaMA-3 writer puts

@@ -25,7 +25,8 @@ from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import GPT
 from megatoken.optim.costs import count_saved_bytes
 from megatoken.system.device import Device, open_device, with_peak
-from megatoken.system.environment import cache_get, cache_put, peak_resident_bytes
+from megatoken.system.machine import peak_resident_bytes
+from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.timing import time_once
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
 from megatoken.train.micro_batch import describe_step, find_rates, pick_micro_batch
@@ -97,7 +98,7 @@ def find_calibration(
     config: Config, model: ModelConfig, device: Device, micro_batch: int
 ) -> Calibration | None:
     """The kept one for a model's width on this device; None if there is none for that micro-batch."""
-    kept: Any = cache_get(CALIBRATIONS).get(calibration_key(config, model, device))
+    kept: Any = read_measurements(CALIBRATIONS).get(calibration_key(config, model, device))
     names = {field.name for field in fields(Calibration)}  # earlier versions had fewer
     if not isinstance(kept, dict) or kept.get("micro_batch") != micro_batch or kept.keys() != names:
         return None
@@ -113,7 +114,7 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
     while time.perf_counter() - start < seconds or timer.rounds < FEWEST_ROUNDS:
         timer.take_turns()
     calibration = timer.result(base_bytes)
-    cache_put(CALIBRATIONS, {calibration_key(config, model, device): asdict(calibration)})
+    save_measurement(CALIBRATIONS, calibration_key(config, model, device), asdict(calibration))
     return device, calibration
 
 

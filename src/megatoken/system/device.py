@@ -13,17 +13,16 @@ import torch
 
 from megatoken.config.schema import DEVICE_WORDS, MachineConfig
 from megatoken.errors import ConfigError
-from megatoken.system.environment import (
+from megatoken.system.environment import preferred_precision
+from megatoken.system.machine import (
     allowed_features,
-    cache_get,
-    cache_put,
     cpu_count,
     find_compiler,
     find_processor_name,
     free_memory_bytes,
     peak_resident_bytes,
-    preferred_precision,
 )
+from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.peak_flops import PEAK_FLOPS
 from megatoken.system.timing import time_once
 
@@ -155,7 +154,7 @@ def with_peak(device: Device) -> Device:
     """
     if device.peak_flops:
         return device
-    seconds = AGAIN_SECONDS if _peak_key(device) in cache_get(PEAKS) else PEAK_SECONDS
+    seconds = AGAIN_SECONDS if _peak_key(device) in read_measurements(PEAKS) else PEAK_SECONDS
     return replace(
         device,
         peak_flops=cache_peak(device, measure_peak(device, seconds=seconds)),
@@ -166,8 +165,8 @@ def with_peak(device: Device) -> Device:
 def cache_peak(device: Device, flops: float) -> float:
     """Cache a measured peak if it beats the cached one; return the better."""
     key = _peak_key(device)
-    best: float = max(flops, cache_get(PEAKS).get(key, 0.0))
-    cache_put(PEAKS, {key: best})
+    best: float = max(flops, read_measurements(PEAKS).get(key, 0.0))
+    save_measurement(PEAKS, key, best)
     return best
 
 

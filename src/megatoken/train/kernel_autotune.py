@@ -24,7 +24,8 @@ from megatoken.model.memory import LOSS_CHUNK
 from megatoken.model.rope import rotary_cos_sin
 from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.device import Device, is_out_of_memory, misses_triton
-from megatoken.system.environment import cache_get, cache_put, return_freed_memory
+from megatoken.system.malloc import return_freed_memory
+from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.timing import time_calls
 from megatoken.train.state import TrainState
 
@@ -132,10 +133,10 @@ def autotune(
             f"torch {torch.__version__}; {replace(config, n_layer=1)}; {seqs} sequences, dropout {dropout}, "
             f"{'compiled' if compiled else 'eager'}; {open_options}; {library and library.name}"
         )
-        seconds = cache_get(CACHE_FILE).get(circumstances, {})
+        seconds = read_measurements(CACHE_FILE).get(circumstances, {})
         if not seconds:
             seconds = _time_in_memory(config, device, seqs, open_options, compiled)
-            cache_put(CACHE_FILE, {circumstances: seconds})
+            save_measurement(CACHE_FILE, circumstances, seconds)
             return_freed_memory()
     chosen = {name: forms[0] for name, forms in options.items()}
     margins = {"block": BLOCK_MARGIN}

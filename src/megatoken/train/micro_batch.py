@@ -30,7 +30,8 @@ from megatoken.model.gpt import (
     set_attention,
 )
 from megatoken.system.device import Device, is_out_of_memory
-from megatoken.system.environment import cache_get, cache_put, return_freed_memory
+from megatoken.system.malloc import return_freed_memory
+from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.timing import time_once
 from megatoken.system.torch_compat import uncompile
 from megatoken.train.kernel_autotune import list_requests
@@ -62,7 +63,7 @@ def find_rates(
     if device.type != "cpu" or not state.comm.is_single_process:
         return tune_micro_batch(state, step_config, device, batch_seqs), False
     key = f"{describe_step(state.model.config, machine, device)}; {batch_seqs} sequences"
-    kept = cache_get(RATES).get(key)
+    kept = read_measurements(RATES).get(key)
     sizes = [
         str(size) for size in candidate_sizes(batch_seqs, state.model.config.seq_len, device.type)
     ]
@@ -74,7 +75,7 @@ def find_rates(
         return {int(size): kept[size] for size in sizes[: len(kept)]}, True
     rates = tune_micro_batch(state, step_config, device, batch_seqs)
     if len(rates) > 1:
-        cache_put(RATES, {key: rates})
+        save_measurement(RATES, key, rates)
     return rates, False
 
 

@@ -46,7 +46,7 @@ from megatoken.model.flops import (
 from megatoken.optim.costs import count_optimizer_bytes, count_saved_bytes
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.system.environment import find_commit
+from megatoken.system.machine import find_commit
 from megatoken.train.metrics_log import STATUS, MetricsLogger
 from megatoken.train.run_context import RunContext
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER

@@ -1,0 +1,78 @@
+"""Lock a folder, so that one process at a time writes to it."""
+
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatoken.errors import StorageError
+from megatoken.system.atomic_write import MALFORMED, read_json, replace_file, storage_errors
+
+LOCK = ".lock"
+OWNER = ".owner.json"
+OWNER_SECONDS = 1.0  # for a new owner to write its name
+WAIT_SECONDS = 10.0
+
+
+class LockedError(StorageError):
+    """Another process holds the lock."""
+
+
+@contextmanager
+def lock_folder(
+    folder: Path, what: str, *, on_wait: Callable[[], object] | None = None
+) -> Iterator[None]:
+    """Create a folder and hold its lock. Raises LockedError with the owner's pid, or StorageError.
+
+    The kernel releases the lock of a process that dies.
+
+    what: the user of the folder, for messages: "run", "sweep".
+    on_wait: called every WAIT_SECONDS until the lock is free, instead of raising LockedError.
+    """
+    from filelock import FileLock, Timeout  # slow to import for commands that only read
+
+    lock = FileLock(folder / LOCK, timeout=WAIT_SECONDS if on_wait else 0, thread_local=False)
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        while not lock.is_locked:
+            try:
+                lock.acquire()
+            except Timeout:
+                if on_wait is None:
+                    raise _locked_error(folder, what) from None
+                on_wait()
+            except NotImplementedError:  # some network file systems
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)) from None
+    try:
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": format_now()}
+        with storage_errors(folder):
+            replace_file(folder / OWNER, json.dumps(owner) + "\n")
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / OWNER).unlink()
+        lock.release()
+
+
+def format_now() -> str:
+    """Return the local date, time and UTC offset: 2026-07-01T09:30:00+0200."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _locked_error(folder: Path, what: str) -> LockedError:
+    """Return the error that names the owner, which may still have to replace a dead one's name."""
+    owner_text = "it has just started"
+    deadline = time.monotonic() + OWNER_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(OSError, *MALFORMED):
+            owner = read_json(folder / OWNER)
+            owner_text = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
+            if owner["host"] != socket.gethostname() or Path(f"/proc/{owner['pid']}").exists():
+                break
+        time.sleep(0.02)
+    fix = "wait for it or use another folder"
+    return LockedError(f"another {what} is using this folder: {owner_text}", folder, fix)

@@ -1,0 +1,162 @@
+"""Describe this machine: processor, cores, memory, compiler; and the commit of this package."""
+
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from megatoken.system.environment import max_instruction_set, preferred_compiler
+from megatoken.system.process import run_child
+
+CPU_INFO = Path("/proc/cpuinfo")
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_NAMES = Path("/proc/self/cgroup")
+# Prefixes of the features in /proc/cpuinfo that MEGATOKEN_INSTRUCTION_SET disables.
+DISABLED_FEATURES = {
+    "": (),
+    "avx512_bf16": ("amx",),
+    "avx512": ("amx", "avx512_bf16"),
+    "avx2": ("amx", "avx512"),
+    "portable": ("amx", "avx512", "avx2", "fma"),
+}
+COMMAND_SECONDS = 5.0
+
+
+def cpu_count() -> int:
+    """Return the number of cores this process may use, by its affinity and cgroups (Linux)."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    quotas = [text.split() for (text,) in _read_cgroups("cpu", "cpu.max")]
+    quotas += _read_cgroups("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    for quota, period in quotas:
+        if quota.strip() not in ("max", "-1"):
+            count = min(count, max(1, int(quota) // int(period)))
+    return count
+
+
+def _read_cgroups(controller: str, *files: str) -> Iterator[list[str]]:
+    """Yield the contents of `files` in each cgroup that limits this process, of version 1 or 2."""
+    try:
+        lines = CGROUP_NAMES.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controller not in controllers.split(",") and controllers:
+            continue
+        top = CGROUPS / controller if controllers else CGROUPS
+        # In a container this may be the host's name; then only `top` can be read.
+        folder = top / name.lstrip("/")
+        for ancestor in (folder, *folder.parents[: len(folder.parts) - len(top.parts)]):
+            with suppress(OSError):
+                yield [(ancestor / file).read_text() for file in files]
+
+
+def find_processor_name() -> str:
+    """Return the processor's name: "AMD EPYC 7763 64-Core Processor", "Apple M2 Pro"."""
+    if platform.system() == "Darwin":
+        name = _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])
+    else:
+        name = _read_cpu_info("model name")
+    return name or platform.processor() or platform.machine()
+
+
+def cpu_features() -> frozenset[str]:
+    """Return the features that Linux reports (avx2, avx512_bf16, ...); empty if unknown."""
+    return allowed_features(_read_cpu_info("flags", "Features").split())
+
+
+def allowed_features(features: Iterable[str]) -> frozenset[str]:
+    """Return the features without those that MEGATOKEN_INSTRUCTION_SET disables.
+
+    torch's libraries have their own switches.
+    """
+    disabled = DISABLED_FEATURES[max_instruction_set()]
+    return frozenset(name for name in features if not name.startswith(disabled))
+
+
+def _read_cpu_info(*keys: str) -> str:
+    """Return the first value of one of the keys in /proc/cpuinfo; empty if there is none."""
+    with suppress(OSError), CPU_INFO.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith(keys):
+                return line.split(":", 1)[1].strip()
+    return ""
+
+
+def peak_resident_bytes() -> int:
+    """Return the peak resident memory of this process; 0 if unknown (Windows)."""
+    with suppress(OSError):  # ru_maxrss includes the parent's memory at the fork
+        status = Path("/proc/self/status").read_text()
+        if peak := re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE):
+            return int(peak[1]) * 1024
+    try:
+        import resource  # absent on Windows
+    except ImportError:
+        return 0
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if platform.system() == "Darwin" else kilobytes * 1024
+
+
+def free_memory_bytes() -> int:
+    """Return the memory available without swapping, within all cgroup limits; 0 if unknown."""
+    try:
+        available = re.search(r"^MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        return 0
+    if available is None:
+        return 0
+    free = int(available[1]) * 1024
+    limits = [
+        *_read_cgroups("memory", "memory.max", "memory.current", "memory.stat"),
+        *_read_cgroups("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+    ]
+    for limit, used, stat in limits:
+        if limit.strip() != "max":
+            counts = dict(line.split() for line in stat.splitlines())
+            page_cache = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+            free = min(free, max(1, int(limit) - int(used) + page_cache))
+    return free
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the limit of open files to `count` more than the usual, as far as the system permits."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # absent on Windows
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = count + 512 if hard == resource.RLIM_INFINITY else min(count + 512, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def find_compiler() -> str:
+    """Return the path of the C++ compiler that torch.compile calls on a CPU; empty if none."""
+    for name in (preferred_compiler(), "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    return ""
+
+
+def find_commit() -> str:
+    """Return the commit of a source checkout; empty for an installed package."""
+    package = Path(__file__).parents[1]
+    if not (package.parents[1] / ".git").exists():
+        return ""
+    return _first_line(["git", "-C", str(package), "describe", "--always", "--dirty"])
+
+
+def _first_line(command: list[str]) -> str:
+    """Return the first line a command prints; empty if it is missing, fails or hangs."""
+    lines: list[str] = []
+    try:
+        exit_code = run_child(command, on_line=lines.append, timeout=COMMAND_SECONDS)
+    except OSError:
+        return ""
+    return lines[0].strip() if lines and exit_code == 0 else ""

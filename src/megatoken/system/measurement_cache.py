@@ -1,0 +1,26 @@
+"""Cache measurements of this machine: one JSON object per file, with an entry per measurement."""
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from megatoken.errors import StorageError
+from megatoken.system.atomic_write import read_object, replace_file
+from megatoken.system.environment import megatoken_cache
+from megatoken.system.file_lock import lock_folder
+
+
+def read_measurements(file: str) -> dict[str, Any]:
+    """Return the entries of a file; empty if it is missing or damaged."""
+    with suppress(RuntimeError):  # a user without a home
+        return read_object(megatoken_cache() / file)
+    return {}
+
+
+def save_measurement(file: str, key: str, value: object) -> None:
+    """Add or replace an entry. Ignore errors: the measurement is repeated next time."""
+    with suppress(OSError, RuntimeError, StorageError):
+        folder = megatoken_cache()
+        with lock_folder(folder, "measurement", on_wait=lambda: None):
+            entries = {**read_measurements(file), key: value}
+            replace_file(folder / file, json.dumps(entries, indent=1) + "\n")
