@@ -309,7 +309,7 @@ def test_missing_owner_file_is_no_obstacle(tmp_path: Path) -> None:
 def test_unusable_folders_are_storage_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(MegatokenError, match="the run folder cannot be used: ") as caught:
+        with pytest.raises(MegatokenError) as caught:
             MetricsLogger.open(folder)
         assert caught.value.code == ExitCode.STORAGE
         assert str(tmp_path / "file") in str(caught.value)
@@ -340,9 +340,7 @@ def test_read_only_disk_is_a_storage_error(tmp_path: Path) -> None:
     ):
         pytest.skip("may not mount a read-only disk here")
     try:
-        with pytest.raises(
-            MegatokenError, match="the run folder cannot be used: Read-only file system"
-        ) as caught:
+        with pytest.raises(MegatokenError, match="Read-only file system") as caught:
             MetricsLogger.open(tmp_path / "run")
         assert caught.value.code == ExitCode.STORAGE
         with pytest.raises(MegatokenError, match="Read-only file system"):

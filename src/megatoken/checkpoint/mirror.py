@@ -10,7 +10,6 @@ An upload runs in a process of its own, at low priority: it shares no interprete
 import json
 import os
 import signal
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,13 +38,15 @@ from megatoken.checkpoint.manifest import (
     parse_manifest,
     verify,
 )
-from megatoken.data.remote import cache_folder, only_one
+from megatoken.data.remote import cache_folder
 from megatoken.errors import CheckpointError, ConfigError, MegatokenError
-from megatoken.launch.local import FORWARDED, at_parent_death
+from megatoken.launch.local import FORWARDED
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.environment import python_command
+from megatoken.system.file_lock import lock_folder
 from megatoken.system.object_store import MissingObjectError, ObjectInfo, ObjectStore, run_parallel
+from megatoken.system.process import NULL, Child, at_parent_death
 
 CHECKPOINTS = "checkpoints"
 PROVENANCE = "provenance.json"
@@ -306,7 +307,7 @@ def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
     store = ObjectStore(run if named else address)
     steps = [step for step in list_mirrored(store) if not named or step == int(named[1])]
     root = cache_folder("models", store.address, b"") / CHECKPOINTS
-    with storage_errors(root), only_one(root.parent):
+    with storage_errors(root), lock_folder(root.parent, "download", on_wait=lambda: None):
         folder = fetch_newest(store, steps, root, warn)
         if folder is None:
             what = "no checkpoint there is whole" if steps else "holds no checkpoint"
@@ -327,7 +328,8 @@ class MirrorUploads:
             *words,
         ]
         self._root = run / CHECKPOINTS
-        self._process: subprocess.Popen[str] | None = None
+        self._child: Child | None = None
+        self._lines: list[str] = []
         self._waiting = False
         self._best: int | None = None
         self.step: int | None = None  # being uploaded, so it has to stay
@@ -337,13 +339,17 @@ class MirrorUploads:
 
         best: another checkpoint to copy and keep.
         """
-        self._waiting, self._best = self._process is not None, best
-        if self._process is None and (steps := list_steps(self._root)):
+        self._waiting = self._child is not None
+        self._best = best
+        steps = list_steps(self._root)
+        if self._child is None and steps:
             self.step = steps[-1]
-            null, pipe = subprocess.DEVNULL, subprocess.PIPE
-            command = [*self._command, "" if best is None else str(best)]
-            self._process = subprocess.Popen(
-                command, stdin=null, stdout=pipe, stderr=null, text=True
+            self._lines = []
+            self._child = Child(
+                [*self._command, "" if best is None else str(best)],
+                stdout=self._lines.append,
+                stderr=NULL,
+                death_signal=None,  # set by `main`: here it would fork a large process
             )
 
     def poll(self, *, wait: bool = False) -> dict[str, Any] | None:
@@ -351,18 +357,19 @@ class MirrorUploads:
 
         wait: for the end of the one that goes on.
         """
-        process = self._process
-        if process is None or (process.poll() is None and not wait):
+        if self._child is None:
             return None
-        line, _ = process.communicate()
-        self._process = self.step = None
+        exit_code = self._child.wait(None if wait else 0)
+        if exit_code is None:
+            return None
+        lines = self._lines
+        self._child = None
+        self.step = None
         if self._waiting:
             self.start(self._best)
-        return (
-            dict(json.loads(line))
-            if line
-            else {"error": f"the upload ended with code {process.returncode}"}
-        )
+        if not lines:
+            return {"error": f"the upload ended with code {exit_code}"}
+        return dict(json.loads(lines[-1]))
 
 
 def main(words: Sequence[str]) -> None:

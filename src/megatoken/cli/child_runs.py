@@ -1,37 +1,16 @@
 """`megatoken train` in processes of a command that needs many runs: `sweep` and `race`. They end with it, saved."""
 
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from filelock import FileLock, Timeout
-
-from megatoken.errors import StorageError
-from megatoken.launch.local import COMMAND, at_parent_death
+from megatoken.launch.local import COMMAND
 from megatoken.system.atomic_write import storage_errors
+from megatoken.system.process import Child
 
 POLL_SECONDS = 0.5
-
-
-@contextmanager
-def hold_folder(folder: Path, command: str) -> Iterator[None]:
-    """Make the folder of a command's runs and keep others out. Raises StorageError when one is in it."""
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        what = f"another {command} is using this folder"
-        raise StorageError(what, str(folder), "wait for it, or name another --out") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -53,22 +32,22 @@ def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -
 
     should_stop: called twice a second, and once after the end; the run is asked to save and stop when it says so.
     """
+    log = find_log(folder)
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        output = find_log(folder).open("ab")
-    command = [*COMMAND, "train", "--out", str(folder), *words]
+        # Detached: a Ctrl-C here becomes one SIGTERM there.
+        child = Child(
+            [*COMMAND, "train", "--out", str(folder), *words], stdout=log, stderr=log, detached=True
+        )
     asked = False
-    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-    # It ends with this process, or the next start would meet it in its folder; Ctrl-C reaches it from here alone.
-    how |= {"preexec_fn": at_parent_death(signal.SIGTERM), "process_group": 0}
-    with output, subprocess.Popen(command, **how) as process:
-        while process.returncode is None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(POLL_SECONDS)
-            if should_stop() and process.returncode is None and not asked:
-                asked = True  # a second SIGTERM would end it before it has saved
-                process.terminate()
-    return process.returncode
+    while True:
+        exit_code = child.wait(POLL_SECONDS)
+        must_stop = should_stop()
+        if exit_code is not None:
+            return exit_code
+        if must_stop and not asked:
+            asked = True  # a second SIGTERM would end it before it has saved
+            child.send(signal.SIGTERM)
 
 
 def find_error(folder: Path) -> str:

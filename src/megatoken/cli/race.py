@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.commit import list_steps
-from megatoken.cli.child_runs import find_log, hold_folder, stop_on_signal, train
+from megatoken.cli.child_runs import find_log, stop_on_signal, train
 from megatoken.cli.race_report import report
 from megatoken.cli.runs import read_config
 from megatoken.config.fields import parse_time, parse_value
@@ -27,6 +27,7 @@ from megatoken.console import Console, format_count
 from megatoken.data.mixture import Mixture, load_mixture
 from megatoken.errors import ConfigError, DataError, ExitCode, error_from_code
 from megatoken.system.atomic_write import read_object
+from megatoken.system.file_lock import lock_folder
 from megatoken.train.metrics_log import STATUS, find_last_rows
 from megatoken.train.run_folder import CHECKPOINTS
 
@@ -116,7 +117,7 @@ def race(options: Namespace) -> tuple[int, dict[str, Any]]:
     rounds = list_rounds(contenders, options, turn_seconds)
     every = [run for runs in rounds for run in runs]
     stopping = threading.Event()
-    with hold_folder(options.out, "race"):
+    with lock_folder(options.out, "race"):
         for run in every:
             check_unchanged(run)
         with stop_on_signal(stopping):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.bench.report import save_picture, show_rows
-from megatoken.cli.child_runs import find_error, find_log, hold_folder, stop_on_signal, train
+from megatoken.cli.child_runs import find_error, find_log, stop_on_signal, train
 from megatoken.config.load import render, resolve
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
@@ -28,7 +28,8 @@ from megatoken.errors import ConfigError, DataError, ExitCode
 from megatoken.plots import save_figure
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.system.environment import cpu_count
+from megatoken.system.file_lock import lock_folder
+from megatoken.system.machine import cpu_count
 from megatoken.train.metrics_log import METRICS, STATUS, parse_row
 
 JOURNAL, BEST, PICTURE, FOLDER = "journal.log", "best.yaml", "sweep.png", "trial-"
@@ -300,7 +301,7 @@ def sweep(options: Namespace) -> tuple[int, dict[str, Any]]:
     check_data(options.recipe, ranges, fixed, options.console)
     out: Path = options.out or Path("sweeps") / Path(options.recipe).stem
     options.out = out
-    with hold_folder(out, "sweep"):
+    with lock_folder(out, "sweep"):
         study = _open_study(optuna, options, ranges, fixed)
         search = Sweep(options, study, ranges, fixed)
         search.run()

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock, Timeout
-
 from megatoken.cli.runs import read_config, read_run
 from megatoken.config.load import format_value
 from megatoken.config.schema import SINKS, flatten, split_sinks
 from megatoken.errors import ConfigError, MegatokenError, StorageError
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
+from megatoken.system.file_lock import LockedError, lock_folder
 from megatoken.train.metrics_log import METRICS, parse_row
 
 POLL_SECONDS = 1.0
@@ -179,7 +178,7 @@ def send(run: Path, name: str, *, follow: bool) -> int:
     """Send a sink the rows it lacks; follow: until the run has ended. Returns how many; none beside another sync."""
     count = 0
     try:
-        with FileLock(run / "sync" / f"{name}.lock", timeout=0):
+        with lock_folder(run / "sync" / name, "sync"):
             state = read_object(run / "sync" / f"{name}.json")
             sent = {
                 str(kind): step
@@ -201,7 +200,7 @@ def send(run: Path, name: str, *, follow: bool) -> int:
                         count += 1
             finally:
                 sink.close()
-    except Timeout:
+    except LockedError:
         pass
     except ImportError:
         raise ConfigError(f"{name} is not installed", fix=f"pip install {name}") from None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import filelock
 import numpy as np
 
 from megatoken.data.corpus_reader import ReadPosition, read_chunks, sample_texts
@@ -42,9 +41,9 @@ from megatoken.system.atomic_write import (
     replace_file,
     storage_errors,
 )
-from megatoken.system.environment import cpu_count
+from megatoken.system.file_lock import LOCK, lock_folder
+from megatoken.system.machine import cpu_count
 
-LOCK_NAME = ".lock"
 SAMPLE_BYTES = 64 << 20  # of the corpus train a BPE
 MAX_SHARD_TOKENS = 2**31 - 1  # llm.c keeps the count in an int32
 WORKER_BYTES = 4 << 20  # of input make another process worth its start
@@ -146,7 +145,7 @@ def prepare(
             yield text
             sampled += len(text)
 
-    leftover = any((out / name).exists() for name in (PROGRESS_NAME, LOCK_NAME))
+    leftover = any((out / name).exists() for name in (PROGRESS_NAME, LOCK))
     if not leftover and (finished := find_finished(out, recipe, corpus)):
         return summarize(
             finished, started, corpus, unchanged=True
@@ -344,27 +343,18 @@ def _check_settings(
 @contextmanager
 def hold_lock(out: Path) -> Iterator[None]:
     """Hold the folder's lock, which the kernel releases when a process dies; its file is removed at the end."""
-    path = out / LOCK_NAME
-    lock = filelock.FileLock(path, timeout=0)
-    with storage_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except filelock.Timeout as error:
-            fix = "wait for it to finish or choose another --out"
-            raise StorageError("another preparation is writing to this folder", out, fix) from error
-    try:
+    with lock_folder(out, "preparation"):
         with storage_errors(out):
             for leftover in (
                 *out.glob(".*.tmp"),
                 *out.glob("tokenizer/.*.tmp"),
             ):  # of atomic writes that were killed
                 leftover.unlink()
-        yield
-    finally:
-        with suppress(OSError):  # the file alone locks nothing
-            path.unlink()
-        lock.release()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the file alone locks nothing
+                (out / LOCK).unlink()
 
 
 def find_finished(out: Path, recipe: dict[str, Any], corpus: Source) -> Manifest | None:

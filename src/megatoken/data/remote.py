@@ -7,15 +7,13 @@ is another folder. One process of a machine fetches, the others wait for it.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-import filelock
 import numpy as np
 import xxhash
 
@@ -42,6 +40,7 @@ from megatoken.system.atomic_write import (
     sync_file,
 )
 from megatoken.system.environment import megatoken_cache
+from megatoken.system.file_lock import lock_folder
 from megatoken.system.object_store import (
     MissingObjectError,
     ObjectStore,
@@ -95,7 +94,10 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
         there = sum(size for name, size in remote.files.items() if _size(folder / name) == size)
         return f"{format_quantity(there, 'B')} of {format_quantity(sum(remote.files.values()), 'B')} fetched"
 
-    with storage_errors(folder), only_one(folder, lambda: report(describe())):
+    with (
+        storage_errors(folder),
+        lock_folder(folder, "download", on_wait=lambda: report(describe())),
+    ):
         missing = [name for name, size in remote.files.items() if _size(folder / name) != size]
         if missing or not (folder / remote.mark).exists():
             needed, free = (
@@ -290,21 +292,3 @@ def _damaged(remote: RemoteDataset, name: str, damage: str) -> DataError:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
-
-
-@contextmanager
-def only_one(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Create a folder of the cache and hold its lock; on_wait: called while another process holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / ".lock", timeout=REPORT_SECONDS)
-    while True:
-        try:
-            lock.acquire()
-            break
-        except filelock.Timeout:
-            if on_wait:
-                on_wait()
-    try:
-        yield
-    finally:
-        lock.release()

@@ -17,31 +17,26 @@ import warnings
 from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from megatoken.config.load import list_runs
 from megatoken.errors import DataError, StorageError
 from megatoken.redact import redact_values
-from megatoken.system.atomic_write import MALFORMED, read_json, replace_file
-
-if TYPE_CHECKING:
-    from filelock import FileLock
+from megatoken.system.atomic_write import replace_file
+from megatoken.system.file_lock import format_now, lock_folder
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
 LONGEST_TAIL = 1 << 23  # bytes of a log that are searched for its last rows: some 30,000 rows
 STATUS_SECONDS = 1.0  # between updates of the status by the steps
 KINDS = ("train", "val", "eval", "sample", "save", "event")
-LOCK = ".lock"
-OWNER = ".owner.json"
-OWNER_SECONDS = 1.0  # for the one who holds the lock to write who it is
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLogger:
     """One run folder, held by this process until `close`. Not thread-safe."""
 
-    def __init__(self, folder: Path, lock: "FileLock | None" = None) -> None:
+    def __init__(self, folder: Path, lock: contextlib.ExitStack | None = None) -> None:
         """Use `open`. Without a lock it writes nothing, for processes other than rank 0."""
         self.folder = folder
         self.lost_rows = 0  # rows and status updates that a full or failing disk did not take
@@ -67,23 +62,16 @@ class MetricsLogger:
         Raises StorageError when another process holds the folder (naming its pid, host and start time) or when the
         folder cannot be written. The kernel frees the lock of a process however it dies.
         """
-        from filelock import FileLock, Timeout  # which commands that only read metrics do without
-
-        lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
+        lock = contextlib.ExitStack()
         log = cls(folder, lock)
+        lock.enter_context(lock_folder(folder, "run"))
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": _now()}
-            replace_file(folder / OWNER, json.dumps(owner) + "\n")
             log._file = FileIO(folder / METRICS, "ab")
             os.truncate(
                 folder / METRICS, (folder / METRICS).read_bytes().rfind(b"\n") + 1
             )  # a half-written row
-        except Timeout:
-            raise _locked_error(folder) from None
-        except (OSError, NotImplementedError) as error:
-            lock.release()
+        except OSError as error:
+            lock.close()
             raise _unusable_error(folder, error) from error
         return log
 
@@ -194,7 +182,7 @@ class MetricsLogger:
             **self._status,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "updated": _now(),
+            "updated": format_now(),
         }
         try:
             text = json.dumps(_to_json(redact_values(facts)), indent=1) + "\n"
@@ -208,9 +196,7 @@ class MetricsLogger:
             return
         self._file.close()
         self._file = None
-        with contextlib.suppress(OSError):
-            (self.folder / OWNER).unlink()
-        self._lock.release()
+        self._lock.close()
 
     def _count_lost(self, name: str, error: OSError) -> None:
         self.lost_rows += 1
@@ -296,22 +282,7 @@ def _to_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _locked_error(folder: Path) -> StorageError:
-    """The error for a folder that another run holds. That run may need a moment to write its name over an older one."""
-    who, deadline = "it has just started", time.monotonic() + OWNER_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, *MALFORMED):
-            owner = read_json(folder / OWNER)
-            who = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
-            if owner["host"] != socket.gethostname() or Path(f"/proc/{owner['pid']}").exists():
-                break
-        time.sleep(0.02)
-    return StorageError(
-        f"another run is using this folder: {who}", folder, "wait for it, or end it first"
-    )
-
-
-def _unusable_error(folder: Path, error: OSError | NotImplementedError) -> StorageError:
+def _unusable_error(folder: Path, error: OSError) -> StorageError:
     reason, where = (
         getattr(error, "strerror", None) or error,
         getattr(error, "filename", None) or folder,
@@ -319,7 +290,3 @@ def _unusable_error(folder: Path, error: OSError | NotImplementedError) -> Stora
     return StorageError(
         f"the run folder cannot be used: {reason}", where, "name a folder you can write"
     )
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -10,7 +10,8 @@ from megatoken.config.load import Change, list_changes, resolve
 from megatoken.config.schema import Config
 from megatoken.errors import ConfigError, StorageError
 from megatoken.system.atomic_write import read_object, storage_errors
-from megatoken.train.metrics_log import LOCK, METRICS, OWNER
+from megatoken.system.file_lock import LOCK, OWNER
+from megatoken.train.metrics_log import METRICS
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"
