@@ -19,6 +19,7 @@ SOURCE = Path(megatoken.__file__).parent
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
 TOP = ("__init__.py", "__main__.py")  # above all layers
 LONGEST_FUNCTION = 160
+MOVING = {"data/encode_workers.py", "bench/runner.py", "bench/llmc.py"}
 READ_ENVIRONMENT = {"system/environment.py", "distributed/env.py", "redact.py"}
 # Imports inside functions: optional extras and modules that a platform may lack, anywhere; ...
 OPTIONAL = {
@@ -42,7 +43,7 @@ STARTERS |= {
     "distributed/tensor_parallel.py",
     "estimate/calibrate.py",
 }
-STARTERS |= {"train/metrics_log.py"}  # whose lock is for the one who writes
+STARTERS |= {"system/file_lock.py"}  # readers take no lock
 HEAVY = {"torch", "numpy", "tokenizers", "rich", "yaml", "safetensors", "xxhash", "filelock"}
 # Quick to start, and testable without torch: the package, the commit protocol, the data order, the command line.
 WITHOUT_TORCH = (
@@ -243,6 +244,13 @@ def test_only_named_modules_read_the_environment() -> None:
     check(
         [file for file in FILES.keys() - READ_ENVIRONMENT if reads.search(FILES[file].read_text())]
     )
+
+
+def test_processes_are_started_and_folders_locked_in_one_place() -> None:
+    for words, owner in (("subprocess", "system/process.py"), ("filelock", "system/file_lock.py")):
+        imports = re.compile(rf"^\s*(import|from) {words}", re.MULTILINE)
+        others = FILES.keys() - {owner, *MOVING}
+        check([file for file in others if imports.search(FILES[file].read_text())])
 
 
 def test_processes_are_started_without_the_current_folder() -> None:

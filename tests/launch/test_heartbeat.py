@@ -115,12 +115,10 @@ def test_a_rank_that_hangs_is_named_and_the_ranks_start_again(
     """A stopped rank is not woken for its stack: the others would go on, and be killed while they train."""
     code, lines = run(RANK, tmp_path, fault)
     assert code == ExitCode.DONE
-    assert [
-        re.sub(r"for \d+ s", "for some s", line) for line in lines if line.startswith("warning")
-    ] == [
-        "warning: rank 1 hangs, silent for some s in phase 'step' after step 5 — 2 ranks — starting again from the "
-        "newest checkpoint (restart 1 of 2 without progress)"
-    ]
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    assert re.match(
+        r"warning: rank 1 hangs, silent for \d+ s in phase 'step' after step 5 ", warning
+    )
     stacks = "\n".join(lines).split("rank 1:")
     assert len(stacks) == 2
     assert "in wait" in stacks[0]
@@ -137,10 +135,7 @@ def test_a_crash_at_the_same_step_every_time_ends(tmp_path: Path) -> None:
     code, lines = run(RANK, tmp_path, "SIGSEGV")
     assert code == ExitCode.PEER
     where = "rank 1 was killed by SIGSEGV in phase 'step' after step 5"
-    assert [line.split(" — ")[0] for line in lines] == [
-        *[f"warning: {where}"] * 2,
-        f"error: {where}, and 2 restarts brought no progress",
-    ]
+    assert [line.partition(where)[0] for line in lines] == ["warning: ", "warning: ", "error: "]
 
 
 @pytest.mark.fault(12)
@@ -275,7 +270,7 @@ def test_a_collective_that_others_do_not_join_is_named(
             self.stack = f'Current thread 0x{rank} (most recent call first):\n{TORCH}  File "a.py" in {ranks[rank]}\n'
             self.file.touch()
 
-        def send_signal(self, number: int) -> None:
+        def send(self, number: int) -> None:
             assert number == signal.SIGQUIT
             self.file.write_text(self.stack)
 

@@ -159,9 +159,7 @@ def test_a_lost_rank_of_one_machine_is_named_and_not_started_again(
     }
     assert {name: variables[name] for name in expected} == expected
     error = capfd.readouterr().err
-    assert error.startswith(
-        "error: rank 3 was killed by SIGABRT — 4 ranks — if memory ran out, set machine.micro_batch"
-    )
+    assert error.startswith("error: rank 3 was killed by SIGABRT ")
     assert error.count("\n") == 1
 
 

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatoken.launch.local import at_parent_death
 from megatoken.system.atomic_write import read_object
+from megatoken.system.process import at_parent_death
 from megatoken.train.metrics_log import read_metrics
 from tests.soak.quickstart_race import prepare_corpus, run
 from tests.soak.tiny_job import kill_group, wait_for

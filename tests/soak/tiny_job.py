@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatoken.checkpoint.commit import list_steps
-from megatoken.launch.local import at_parent_death
+from megatoken.system.process import at_parent_death
 from tests.processes import group_members
 
 RECIPE = """\

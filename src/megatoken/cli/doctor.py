@@ -3,7 +3,6 @@
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +15,9 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.device import choose_device, misses_triton
-from megatoken.system.environment import (
-    cpu_count,
-    find_compiler,
-    free_memory_bytes,
-    given_environment,
-    python_command,
-)
+from megatoken.system.environment import python_command
+from megatoken.system.machine import cpu_count, find_compiler, free_memory_bytes
+from megatoken.system.process import run_child
 
 MEET_SECONDS = 90.0  # for two processes to start on a busy machine, to join and to sum
 MIN_DISK = 5e9  # bytes: less does not hold a GPT-2 124M run
@@ -140,19 +135,18 @@ def check_tokenizer(_: Path) -> Result:
 
 def check_collective(_: Path) -> Result:
     command = [*python_command(LAUNCH), *python_command(PROGRAM)]
+    lines: list[str] = []
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=MEET_SECONDS, env=given_environment()
-        )
-    except subprocess.TimeoutExpired:
+        exit_code = run_child(command, on_line=lines.append, timeout=MEET_SECONDS)
+    except TimeoutError:
         return (
             "bad",
             f"two processes did not meet in {MEET_SECONDS:.0f} s",
             "check that the machine is not overloaded",
         )
-    if done.returncode:
+    if exit_code:
         remedy = "check that this host's name resolves and no firewall blocks loopback, or set GLOO_SOCKET_IFNAME=lo"
-        return "bad", done.stderr.strip().rpartition("\n")[2], remedy
+        return "bad", "".join(lines[-1:]).strip(), remedy
     nccl = "; NCCL is available" if torch.distributed.is_nccl_available() else ""
     return "good", f"two processes joined by gloo and summed{nccl}", ""
 

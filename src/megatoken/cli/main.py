@@ -52,14 +52,7 @@ from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.parallel_dims import ParallelDims, check_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.eval.tasks import find_tasks
-from megatoken.launch.local import (
-    COMMAND,
-    RESTARTS,
-    at_parent_death,
-    launch,
-    stop_at_once,
-    write_stop_marker,
-)
+from megatoken.launch.local import COMMAND, RESTARTS, launch, stop_at_once, write_stop_marker
 from megatoken.launch.scripts import GPU, TIME, Job, check_batch, check_job, name_job, write_script
 from megatoken.model import flops
 from megatoken.optim.costs import count_saved_bytes
@@ -67,6 +60,7 @@ from megatoken.redact import RedactedStream, redact, redact_values
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.environment import heartbeat_file, prepare_process
 from megatoken.system.object_store import is_address
+from megatoken.system.process import at_parent_death
 from megatoken.train.metrics_log import METRICS
 from megatoken.train.run_folder import BUDGET_KEYS, check_folder
 

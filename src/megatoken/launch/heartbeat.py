@@ -8,7 +8,6 @@ import faulthandler
 import os
 import re
 import signal
-import subprocess
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatoken.system.environment import heartbeat_file
+from megatoken.system.process import Child
 
 # Seconds without a heartbeat that every phase may take. A storage may stall; a save that writes has heartbeats.
 MIN_LIMIT_SECONDS = defaultdict(lambda: 300.0, step=8.0)
@@ -103,7 +103,7 @@ class Watchdog:
         """How long ago the last heartbeat of a rank came."""
         return self._clock - self._seen[rank][1]
 
-    def find_hung(self, processes: Mapping[int, "subprocess.Popen[str]"]) -> tuple[str, str]:
+    def find_hung(self, processes: Mapping[int, Child]) -> tuple[str, str]:
         """What is said about the rank that the others wait for, and the stacks of all, of the processes by rank.
 
         It is one that does not answer, else one outside a collective, else one with another stack than most, else the
@@ -113,7 +113,7 @@ class Watchdog:
             rank: file for rank in processes if (file := stacks_file(self.files[rank])).exists()
         }
         for rank in files:
-            processes[rank].send_signal(signal.SIGQUIT)
+            processes[rank].send(signal.SIGQUIT)
         time.sleep(DUMP_SECONDS if files else 0)
         answers = {rank: files[rank].read_text() if rank in files else "" for rank in processes}
         places = {

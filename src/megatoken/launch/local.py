@@ -1,53 +1,47 @@
-"""Starts a command several times on this machine, each process with its rank in the environment; handles signals.
+"""Start the ranks of one machine, watch them, restart them after a crash or a hang, and forward signals.
 
-Used by `--nproc` and `Trainer(nproc=...)`, alone or once on each of several machines (torchrun, srun): it finds ranks
-that hang, returns the run's own exit code and prints an error shared by all ranks once.
+Used by `--nproc` and `Trainer(nproc=...)`, on one machine or once on each of several (torchrun, srun).
 """
 
 import ctypes
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import FrameType
 
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode, PeerError
 from megatoken.launch.heartbeat import Watchdog
-from megatoken.system.environment import HEARTBEAT, given_environment, python_command
+from megatoken.system.environment import HEARTBEAT, python_command
+from megatoken.system.process import Child
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # not SIGINT: Ctrl-C stays an interrupt
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # Ctrl-C stays an interrupt
 FORWARDED = (*STOP_SIGNALS, "SIGINT")
-# `megatoken`, for its arguments
+# The `megatoken` command; its arguments follow.
 COMMAND = python_command(
     "sys.argv[0] = 'megatoken'; from megatoken.__main__ import main; sys.exit(main())"
 )
 RESTARTS = 3  # in a row without progress
-GRACE_SECONDS = 10.0  # for the others after one has failed, and again after SIGTERM
-LOST_SECONDS = 2.0  # for the others after one was killed
-DRAIN_SECONDS = 1.0  # to read the rest of a rank's messages
+GRACE_SECONDS = 10.0  # for the other ranks after one has failed, and again after SIGTERM
+LOST_SECONDS = 2.0  # for the other ranks after one was killed
+POLL_SECONDS = 0.05
 END_WHEN_REPEATED = ("SIGTERM", "SIGINT")
-SAME_REQUEST_SECONDS = (
-    0.5  # copies of a signal, from launchers that signal a process as well as its group
-)
-PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # of Linux's prctl
+COPY_SECONDS = 0.5  # some launchers signal a process and its group; both signals are one request
+PR_GET_PDEATHSIG = 2  # Linux's prctl
 PARENT = os.getppid()
-
-Process = subprocess.Popen[str]
 
 
 def not_ignored(names: Sequence[str]) -> list[str]:
-    """The signals that this system has and this process does not ignore, as `nohup` makes it ignore SIGHUP."""
+    """Return the signals that exist here and that this process does not ignore (nohup: SIGHUP)."""
     return [
         name
         for name in names
@@ -59,9 +53,9 @@ def not_ignored(names: Sequence[str]) -> list[str]:
 def handle_signals(
     names: Sequence[str], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Context with a handler for `not_ignored(names)`; in the main thread, where Python allows handlers."""
-    in_main = threading.current_thread() is threading.main_thread()
-    numbers = [getattr(signal, name) for name in not_ignored(names) if in_main]
+    """Handle `not_ignored(names)` inside the context. No effect outside the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name) for name in not_ignored(names)] if is_main else []
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -71,30 +65,29 @@ def handle_signals(
 
 
 class RepeatedSignal:
-    """Tells a second SIGTERM or SIGINT, which ends a process at once, from copies of the first."""
+    """Distinguish a second SIGTERM or SIGINT, which ends a process at once, from a copy of the first."""
 
     def __init__(self) -> None:
         self._first_at: float | None = None
 
     def is_repeated(self, number: int) -> bool:
-        """Note a signal; return whether it is a second one."""
+        """Record a signal and return whether it is a second request."""
         if signal.Signals(number).name not in END_WHEN_REPEATED:
             return False
         now = time.monotonic()
-        self._first_at = now if self._first_at is None else self._first_at
-        return now - self._first_at >= SAME_REQUEST_SECONDS
+        if self._first_at is None:
+            self._first_at = now
+        return now - self._first_at >= COPY_SECONDS
 
 
 @contextmanager
 def stop_at_once(marker: Path | None = None) -> Iterator[None]:
-    """Until train/preemption.py handles these signals, end the process as stopped: there is nothing to save yet."""
+    """End the process as stopped at a signal: before train/preemption.py takes over, there is nothing to save."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
+        text = f"stopped by {name_cause(number)} before the run began; nothing to save\n"
         with suppress(OSError):
-            os.write(
-                2,
-                f"stopped by {name_cause(number)} before the run began; nothing to save\n".encode(),
-            )
+            os.write(2, text.encode())
         os._exit(write_stop_marker(marker))
 
     with handle_signals(STOP_SIGNALS, stop):
@@ -102,28 +95,19 @@ def stop_at_once(marker: Path | None = None) -> Iterator[None]:
 
 
 def write_stop_marker(marker: Path | None) -> ExitCode:
-    """Exit code of a stop; with a marker file the code is written there and 0 returned, or torchrun would restart."""
+    """Return the exit code of a stop. With a marker file write it there and return 0, or torchrun would restart."""
     if marker is None:
         return ExitCode.STOPPED
     marker.write_text(str(int(ExitCode.STOPPED)))
     return ExitCode.DONE
 
 
-def at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
-    """A call by which a process asks for a signal when the one that started it dies, however it does; Linux only."""
-    return (
-        partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, number)
-        if sys.platform == "linux"
-        else None
-    )
-
-
 def name_cause(number: int) -> str:
-    """The name of a signal that this process has received, or that its launcher died, if that sent it."""
+    """Return the name of a received signal, or "the death of its launcher" if Linux sent it for that."""
     if sys.platform == "linux" and os.getppid() != PARENT:
-        asked = ctypes.c_int()
-        ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(asked))
-        if asked.value == number:
+        death_signal = ctypes.c_int()
+        ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(death_signal))
+        if death_signal.value == number:
             return "the death of its launcher"
     return signal.Signals(number).name
 
@@ -131,55 +115,59 @@ def name_cause(number: int) -> str:
 def launch(
     command: Sequence[str], nproc: int, restarts: int = 0, machine: DistEnv | None = None
 ) -> int:
-    """Run `command` in `nproc` processes; return 0, or the exit code of the first that failed.
+    """Run `command` in `nproc` processes. Return 0, or the exit code of the first that failed.
 
-    Signals are forwarded to all processes; a second SIGTERM or SIGINT kills them. When a process was killed, hangs
-    (heartbeat.py) or lost another, all are ended and started again, at most `restarts` times without progress in
-    between. When this process is killed, the others get SIGTERM, stop and save (Linux).
+    Signals are forwarded to all processes; a second SIGTERM or SIGINT kills them. When a process is
+    killed, hangs or loses a peer, all are ended and restarted, at most `restarts` times in a row
+    without progress. If this process is killed, they get SIGTERM, save and stop (Linux).
 
-    machine: the rank of this process where several machines run one each. Then a lost process ends the others of the
-    machine with code 7, for torchrun or Slurm to start all machines again.
+    machine: the rank of this process among several machines. A lost process then ends the others of
+    its machine with code 7, and torchrun or Slurm restarts all machines.
     """
     machine = machine or DistEnv()
     if machine.world_size > 1:
         restarts = 0
-    processes: dict[int, Process] = {}
-    forwarded: list[int] = []
-    furthest, failures, repeated = -1, 0, RepeatedSignal()
     where = f"{nproc * machine.world_size} ranks"
+    children: dict[int, Child] = {}
+    forwarded: list[int] = []
+    repeated = RepeatedSignal()
 
     def forward(number: int, _frame: FrameType | None) -> None:
         forwarded.append(signal.SIGKILL if repeated.is_repeated(number) else number)
-        for process in list(processes.values()):
-            process.send_signal(forwarded[-1])
+        for child in list(children.values()):
+            child.send(forwarded[-1])
 
+    furthest_step = -1
+    failures = 0
     with handle_signals(FORWARDED, forward):
         while True:
-            result = run_ranks(command, nproc, machine, processes, forwarded)
+            result = run_ranks(command, nproc, machine, children, forwarded)
             if not result.lost and not (restarts and result.code == ExitCode.PEER):
                 return result.code
             if -result.code in forwarded:
-                return ExitCode.STOPPED if -result.code != signal.SIGINT else 128 + signal.SIGINT
+                return 128 + signal.SIGINT if -result.code == signal.SIGINT else ExitCode.STOPPED
             what = result.lost or "a rank lost another"
-            failures = 1 if result.step > furthest else failures + 1
-            furthest = max(furthest, result.step)
+            failures = 1 if result.step > furthest_step else failures + 1
+            furthest_step = max(furthest_step, result.step)
             if failures > restarts or forwarded:
                 break
-            fix = f"starting again from the newest checkpoint (restart {failures} of {restarts} without progress)"
+            fix = f"restarting from the newest checkpoint ({failures} of {restarts})"
             _print(f"warning: {PeerError(what, where, fix)}\n")
-            processes.clear()
-    what += f", and {restarts} restarts brought no progress" if failures > restarts > 0 else ""
-    fix = "if memory ran out, set machine.micro_batch to a smaller number"
-    _print(
-        f"error: {PeerError(what, where, f'{fix}; the same command goes on from the newest checkpoint')}\n"
-    )
+            children.clear()
+    if failures > restarts > 0:
+        what += f", and {restarts} restarts made no progress"
+    fix = "rerun the command to resume; if memory ran out, lower machine.micro_batch"
+    _print(f"error: {PeerError(what, where, fix)}\n")
     return ExitCode.PEER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """How processes ended. code: negative for a signal. lost: what happened to a rank that a restart may mend, else "".
-    step: how far they came."""
+    """How the ranks ended.
+
+    code: exit code, negative for a signal. lost: how a rank was lost if a restart may help, else "".
+    step: the last step of any rank.
+    """
 
     code: int
     lost: str
@@ -190,132 +178,127 @@ def run_ranks(
     command: Sequence[str],
     nproc: int,
     machine: DistEnv,
-    processes: dict[int, Process],
+    children: dict[int, Child],
     forwarded: Sequence[int],
 ) -> LaunchResult:
-    """Start the ranks of a machine, adding them to `processes`, relay what they print, and wait for all.
+    """Start the ranks of a machine, adding them to `children`, relay their errors, and wait for all.
 
-    forwarded: signals that came while a rank was not there yet.
+    forwarded: signals received before all ranks were started.
     """
-    world_size, first = nproc * machine.world_size, nproc * machine.rank
-    shared = replace(machine, world_size=world_size, local_world_size=nproc)
-    # torchrun kills this process when it waits for a rank for too long: no rank may be left then.
-    on_start = at_parent_death(signal.SIGTERM if machine.world_size == 1 else signal.SIGKILL)
-    errors: list[list[str]] = [[] for _ in range(nproc)]
+    world_size = nproc * machine.world_size
+    first_rank = nproc * machine.rank
+    # torchrun kills this process when its ranks do not stop in time: then none may survive.
+    death_signal = signal.SIGTERM if machine.world_size == 1 else signal.SIGKILL
+    errors: dict[int, list[str]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="megatoken-", ignore_cleanup_errors=True) as folder,
         reserve_port() as port,
     ):
+        shared = replace(machine, world_size=world_size, local_world_size=nproc)
         if machine.world_size == 1:
             shared = replace(shared, port=port)
-        watchdog = Watchdog(Path(folder), range(first, first + nproc), world_size)
+        watchdog = Watchdog(Path(folder), range(first_rank, first_rank + nproc), world_size)
         try:
-            for rank in watchdog.files:
-                dist_env = replace(shared, rank=rank, local_rank=rank - first)
-                environment = given_environment() | dist_env.variables()
+            for rank, heartbeat in watchdog.files.items():
+                variables = replace(shared, rank=rank, local_rank=rank - first_rank).variables()
                 if hasattr(signal, "SIGQUIT"):  # not on Windows
-                    environment[HEARTBEAT] = str(watchdog.files[rank])
-                process = subprocess.Popen(
+                    variables[HEARTBEAT] = str(heartbeat)
+                errors[rank] = []
+                children[rank] = Child(
                     command,
-                    env=environment,
-                    stderr=subprocess.PIPE
-                    if rank > first
-                    else None,  # rank 0 may draw on the terminal
-                    text=True,
-                    errors="replace",
-                    preexec_fn=on_start,
+                    # The first rank may draw on the terminal.
+                    stderr=None if rank == first_rank else partial(relay_line, errors[rank]),
+                    env=variables,
+                    death_signal=death_signal,
                 )
-                processes[rank] = process
-            for number, process in product(set(forwarded), processes.values()):
-                process.send_signal(number)
-            pairs = zip(processes.values(), errors, strict=True)
-            relays = [threading.Thread(target=relay, args=pair, daemon=True) for pair in pairs]
-            for thread in relays:
-                thread.start()
-            code, lost = wait_for_all(processes, watchdog)
-            for thread in relays:
-                thread.join(DRAIN_SECONDS)
-            print_errors([process.returncode for process in processes.values()], errors)
+            for number in set(forwarded):
+                for child in children.values():
+                    child.send(number)
+            code, lost = wait_for_all(children, watchdog)
+            codes = {rank: child.wait() or 0 for rank, child in children.items()}
+            print_errors(codes, errors)
         finally:
-            for process in processes.values():
-                process.kill()
-        return LaunchResult(
-            code=code, lost=lost, step=max(watchdog.read(rank)[1] for rank in processes)
-        )
+            for child in children.values():
+                child.send(signal.SIGKILL)
+        last_step = max(watchdog.read(rank)[1] for rank in children)
+        return LaunchResult(code=code, lost=lost, step=last_step)
 
 
-def relay(process: Process, errors: list[str]) -> None:
-    """Copy the stderr of a rank line by line; its errors are kept for `print_errors`."""
-    with process.stderr or nullcontext(()) as lines:
-        for line in lines:
-            if "error: " in line[:20]:
-                errors.append(line)
-            else:
-                _print(line)
+def relay_line(errors: list[str], line: str) -> None:
+    """Print a line of a rank's stderr, or collect it in `errors` for `print_errors`."""
+    if "error: " in line[:20]:
+        errors.append(line)
+    else:
+        _print(line)
 
 
-def print_errors(codes: Sequence[int], errors: Sequence[Sequence[str]]) -> None:
-    """Print the errors of ranks other than 0, one for each exit code that rank 0 did not end with.
+def print_errors(codes: Mapping[int, int], errors: Mapping[int, Sequence[str]]) -> None:
+    """Print the collected errors once per exit code, except the first rank's, which printed its own.
 
-    'Peer lost' errors are hidden when another rank reported the cause.
+    'Peer lost' errors are hidden if another rank reported the cause.
     """
-    has_cause = any(0 < code != ExitCode.PEER for code in codes)
-    printed = {codes[0], ExitCode.PEER} if has_cause else {codes[0]}
-    for code, lines in zip(codes, errors, strict=True):
+    printed = {next(iter(codes.values()))}
+    if any(0 < code != ExitCode.PEER for code in codes.values()):
+        printed.add(ExitCode.PEER)
+    for rank, code in codes.items():
         if code not in printed:
-            _print("".join(lines))
+            _print("".join(errors[rank]))
             printed.add(code)
 
 
 def _print(text: str) -> None:
-    """Write to stderr, which may be a terminal that has been closed."""
+    """Write to stderr, which may be a closed terminal."""
     with suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)
 
 
-def wait_for_all(processes: Mapping[int, Process], watchdog: Watchdog) -> tuple[int, str]:
-    """Wait for all processes, and end them when one has failed or hangs.
+def wait_for_all(children: Mapping[int, Child], watchdog: Watchdog) -> tuple[int, str]:
+    """Wait for all ranks, and end the rest when one fails or all hang.
 
-    After a failure the others get GRACE_SECONDS, and again after SIGTERM. Without a rank that was killed or hangs they
-    can save nothing, and get SIGKILL. Returns the first exit code other than 0, a lost peer's only if there is no other
-    (negative: the signal), and what happened to a lost rank.
+    After a failure the others get GRACE_SECONDS to exit, and again after SIGTERM. If a rank was
+    killed or hangs they cannot save, and get SIGKILL. Return the first nonzero exit code (a lost
+    peer's only if there is no other; negative: the signal), and how a rank was lost.
     """
-    deadline, first, terminated, lost = float("inf"), -1, False, ""
+    deadline = float("inf")
+    first_failed: int | None = None
+    terminated = False
+    lost = ""
     while True:
-        codes = {rank: process.poll() for rank, process in processes.items()}
+        codes = {rank: child.poll() for rank, child in children.items()}
+        running = {rank: children[rank] for rank, code in codes.items() if code is None}
         failed = sorted((code == ExitCode.PEER, rank) for rank, code in codes.items() if code)
-        if failed and not terminated and (first < 0 or codes[first] == ExitCode.PEER):
-            first = failed[0][1]
-            code = codes[first] or 0
-            deadline = min(
-                deadline, time.monotonic() + (GRACE_SECONDS if code > 0 else LOST_SECONDS)
-            )
-            if code < 0:
-                lost = f"rank {first} was killed by {signal.Signals(-code).name}{watchdog.describe(first)}"
-        running = {rank: processes[rank] for rank, code in codes.items() if code is None}
+        can_change = first_failed is None or codes[first_failed] == ExitCode.PEER
+        if failed and not terminated and can_change:
+            first_failed = failed[0][1]
+            was_killed = (codes[first_failed] or 0) < 0
+            seconds = LOST_SECONDS if was_killed else GRACE_SECONDS
+            deadline = min(deadline, time.monotonic() + seconds)
+            if was_killed:
+                name = signal.Signals(-(codes[first_failed] or 0)).name
+                lost = f"rank {first_failed} was killed by {name}{watchdog.describe(first_failed)}"
         if not running:
             break
-        hangs = watchdog.all_silent(running) and first < 0
+        hangs = watchdog.all_silent(running) and first_failed is None
         if hangs or time.monotonic() > deadline:
-            if not terminated and (hangs or codes[first] == ExitCode.PEER):
+            is_peer_failure = first_failed is not None and codes[first_failed] == ExitCode.PEER
+            if not terminated and (hangs or is_peer_failure):
                 lost, stacks = watchdog.find_hung(running)
                 _print(stacks)
             can_save = not lost and not terminated
-            for process in running.values():
-                # A process that waits inside a library for a lost rank reacts to SIGKILL only.
-                (process.terminate if can_save else process.kill)()
+            for child in running.values():
+                # A rank that waits inside a library for a lost peer reacts to SIGKILL only.
+                child.send(signal.SIGTERM if can_save else signal.SIGKILL)
             terminated = True
             deadline = time.monotonic() + GRACE_SECONDS
-        time.sleep(0.05)
-    if first >= 0:
-        return codes[first] or 0, lost
+        time.sleep(POLL_SECONDS)
+    if first_failed is not None:
+        return codes[first_failed] or 0, lost
     return (ExitCode.PEER if lost else ExitCode.DONE), lost
 
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """Context with a TCP port that no other process is assigned meanwhile. A socket with SO_REUSEADDR, such as that of
-    torch's TCPStore, can listen on it."""
+    """Reserve a TCP port. A socket with SO_REUSEADDR, such as TCPStore's, can listen on it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -323,6 +306,6 @@ def reserve_port() -> Iterator[int]:
 
 
 def find_free_port() -> int:
-    """A TCP port that is free now."""
+    """Return a TCP port that is free now."""
     with reserve_port() as port:
         return port

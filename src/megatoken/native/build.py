@@ -6,13 +6,14 @@ and takes its threads from the OpenMP runtime that torch has loaded.
 
 import argparse
 import hashlib
-import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from megatoken.errors import ExitCode, MegatokenError
-from megatoken.system.environment import cpu_features, find_compiler
+from megatoken.system.machine import cpu_features, find_compiler
+from megatoken.system.process import run_child
 
 SOURCES = Path(__file__).parent / "kernels"
 # Fastest first: name, the processor's features that it needs (as /proc/cpuinfo names them), the compiler's options.
@@ -36,6 +37,10 @@ OPTIONS = (
     "-Wextra",
 )
 VECTORS = ("-mprefer-vector-width=512",)
+
+
+class CompilerError(Exception):
+    """The compiler failed; it has printed why."""
 
 
 def runnable_instruction_sets() -> list[str]:
@@ -64,7 +69,7 @@ def compile_library(
 ) -> Path:
     """Compile the kernels for one instruction set into `folder` and return the library's path.
 
-    Raises FileNotFoundError without a compiler, CalledProcessError where it fails.
+    Raises FileNotFoundError without a compiler, CompilerError if it fails.
     """
     compiler = find_compiler()
     if not compiler:
@@ -78,26 +83,19 @@ def compile_library(
         objects = []
         for source in sorted(SOURCES.glob("*.cc")):
             objects.append(str(Path(scratch) / f"{source.stem}.o"))
-            subprocess.run(
-                [
-                    compiler,
-                    *OPTIONS,
-                    *options,
-                    *extra_options,
-                    "-c",
-                    str(source),
-                    "-o",
-                    objects[-1],
-                ],
-                check=True,
+            _compile(
+                [compiler, *OPTIONS, *options, *extra_options, "-c", str(source), "-o", objects[-1]]
             )
         # Linked without OpenMP's runtime: two of them in a process would keep two pools of threads.
         built = Path(scratch) / target.name
-        subprocess.run(
-            [compiler, "-shared", *extra_options, *objects, "-o", str(built)], check=True
-        )
+        _compile([compiler, "-shared", *extra_options, *objects, "-o", str(built)])
         built.replace(target)  # whole, or not at all
     return target
+
+
+def _compile(command: Sequence[str]) -> None:
+    if run_child(command):
+        raise CompilerError(command[0])
 
 
 def main() -> None:
@@ -119,9 +117,7 @@ def main() -> None:
         for name in INSTRUCTION_SETS if options.all else runnable_instruction_sets():
             try:
                 compile_missing(name, options.folder)
-            except (
-                subprocess.CalledProcessError
-            ):  # an old compiler, which does not know the instruction set
+            except CompilerError:  # an old compiler does not know the instruction set
                 print(
                     f"{compiler} does not compile the native kernels for {name}: see its message",
                     flush=True,

@@ -1,7 +1,5 @@
 """Starts the process that sends a run's rows to other programs (cli/sync.py). A sink can never stop a run."""
 
-import subprocess
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +7,7 @@ from megatoken.config.schema import split_sinks
 from megatoken.console import Console
 from megatoken.errors import ConfigError
 from megatoken.launch.local import COMMAND
+from megatoken.system.process import Child
 
 LAST_ROWS_SECONDS = 20.0  # that the end of a run waits for its sinks
 
@@ -25,31 +24,25 @@ class SinkProcesses:
 
     def __init__(self, names: str, run: Path, console: Console) -> None:
         self._console, self._run = console, run
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Child] = {}
         for name in split_sinks(names):
             command = [*COMMAND, "sync", str(run), "--to", name, "--follow"]
             try:
-                with (run / f"sync-{name}.log").open("wb") as output:
-                    # A session of its own: Ctrl-C and a closed terminal are for the run.
-                    self._processes[name] = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
+                log = run / f"sync-{name}.log"
+                self._processes[name] = Child(
+                    command, stdout=log, stderr=log, death_signal=None, detached=True
+                )
             except OSError as error:
                 console.warn(f"{name} gets no rows: {error.strerror}")
 
     def finish(self) -> None:
         """Wait a while for the last rows, once the status says that the run has ended; say how to send the rest."""
         for name, process in self._processes.items():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(LAST_ROWS_SECONDS)
-            if process.returncode:
+            exit_code = process.wait(LAST_ROWS_SECONDS)
+            if exit_code:
                 fix = f"megatoken sync {self._run} --to {name} sends the rest"
                 self._console.warn(
                     f"{name} failed, see sync-{name}.log; the run has lost nothing: {fix}"
                 )
-            elif process.returncode is None:
+            elif exit_code is None:
                 self._console.print(f"{name} is still receiving rows, in the background")
