@@ -27,27 +27,11 @@ def test_number_and_name(text: str, count: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0xA100", "0 GPUs — --gpus — give a whole number from 1 to 100,000: 8xH100"),
-        ("-1xH100", "-1 GPUs"),
-        ("1.5xH100", "1.5 GPUs"),
-        ("999999xH100", "999999 GPUs"),
-        ("8A100", "unknown GPU '8A100' — --gpus — nearest: A100-80GB"),
-        ("8x", "unknown GPU '8x'"),
-        ("RTX4090x2", "unknown GPU 'RTX4090x2' — --gpus — nearest: RTX-4090"),
-        ("MI250X8", "unknown GPU 'MI250X8' — --gpus — nearest: MI250X"),
-        ("", "unknown GPU ''"),
-        ("8xA10000", "unknown GPU 'A10000' — --gpus — nearest: A100-80GB, A100-40GB"),
-        ("h1000", "unknown GPU 'h1000' — --gpus — nearest: H100"),
-        ("quux", "unknown GPU 'quux' — --gpus — known: GTX-1080Ti, P100, "),
-    ],
+    "text", ["0xA100", "-1xH100", "1.5xH100", "999999xH100", "8A100", "", "quux"]
 )
-def test_what_is_none_gets_one_line(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
         parse_gpus(text)
-    assert str(raised.value).startswith(message)
-    assert "\n" not in str(raised.value)
 
 
 def test_every_gpu_has_a_peak_and_less_memory_than_its_label() -> None:

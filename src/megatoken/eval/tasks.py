@@ -4,7 +4,6 @@ Prompts are those of the YAML files and functions of lm_eval/tasks 0.4.13: a cho
 """
 
 import dataclasses
-import difflib
 import itertools
 import json
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatoken.errors import ConfigError, DataError
+from megatoken.suggest import suggest
 from megatoken.system.atomic_write import MALFORMED
 
 Row = Mapping[str, Any]
@@ -150,8 +150,8 @@ def find_tasks(names: str | Sequence[str]) -> list[Task]:
     names = [name for name in dict.fromkeys(map(str.strip, names)) if name]
     for name in names or [""]:
         if name not in TASKS:
-            near = difflib.get_close_matches(name, TASKS, 1, 0.5)
-            fix = f"did you mean {near[0]}?" if near else f"choose among {', '.join(TASKS)}"
+            near = suggest(name, TASKS)
+            fix = f"did you mean {near}?" if near else f"choose among {', '.join(TASKS)}"
             raise ConfigError(
                 f"unknown task {name!r}", "tasks", f"{fix} (any other task: --harness)"
             )

@@ -3,11 +3,11 @@
 Peak FLOP/s stand in peak_flops.py, under the name that the driver reports.
 """
 
-import difflib
 import re
 from dataclasses import dataclass
 
 from megatoken.errors import ConfigError
+from megatoken.suggest import suggest
 from megatoken.system.peak_flops import PEAK_FLOPS
 
 MOST_GPUS = 100_000
@@ -137,11 +137,9 @@ def find_gpu(name: str, where: str = "--gpus") -> Gpu:
     """The GPU that a name means, in the driver's words or in short. Raises ConfigError with the nearest names."""
     if (gpu := _BY_WORD.get(_simplify(name))) is not None:
         return gpu
-    near = difflib.get_close_matches(_simplify(name), _BY_WORD, n=4, cutoff=0.5)
-    names = ", ".join(dict.fromkeys(_BY_WORD[word].name for word in near)) or ", ".join(GPUS)
-    raise ConfigError(
-        f"unknown GPU '{name}'", where, f"nearest: {names}" if near else f"known: {names}"
-    )
+    near = suggest(_simplify(name), _BY_WORD)
+    fix = f"did you mean {_BY_WORD[near].name}?" if near else f"choose among {', '.join(GPUS)}"
+    raise ConfigError(f"unknown GPU '{name}'", where, fix)
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
