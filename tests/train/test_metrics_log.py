@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatoken.errors import ExitCode, MegatokenError
-from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.system.atomic_write import replace_file
+from megatoken.train.metrics_log import LogPosition, MetricsLogger, read_metrics, read_new_rows
 
 HOLD = """
 import sys, time
@@ -347,3 +348,20 @@ def test_read_only_disk_is_a_storage_error(tmp_path: Path) -> None:
             MetricsLogger.open(tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_reader_continues_where_it_stopped(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    rows = [{"kind": "train", "step": step, "tokens": step} for step in range(5)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    log.write_text(lines[0] + lines[1] + lines[2][:9])
+    new, position = read_new_rows(tmp_path, LogPosition())
+    assert new == rows[:2]
+    assert read_new_rows(tmp_path, position) == ([], position)
+    log.write_text("".join(lines[:4]))
+    new, position = read_new_rows(tmp_path, position)
+    assert new == rows[2:4]
+    replace_file(log, "".join(lines[3:]))  # by a resume
+    new, replaced = read_new_rows(tmp_path, position)
+    assert new == rows[3:]
+    assert replaced.inode != position.inode

@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
@@ -255,6 +256,29 @@ def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any]]
             if tail >= size or len(found) == len(kinds):
                 break
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """A place in a run's metrics.jsonl. inode: of the file, which a resume may replace."""
+
+    inode: int = 0
+    offset: int = 0
+
+
+def read_new_rows(run: Path, position: LogPosition) -> tuple[list[dict[str, Any]], LogPosition]:
+    """Return the complete rows after a position, and the position after them. Raises OSError.
+
+    After a resume has replaced the file, return all of its rows; the new position has another inode.
+    """
+    with (run / METRICS).open("rb") as file:
+        inode = os.fstat(file.fileno()).st_ino
+        start = position.offset if inode == position.inode else 0
+        file.seek(start)
+        complete = file.read().rpartition(b"\n")[0]
+    end = start + len(complete) + 1 if complete else start
+    rows = [row for line in complete.splitlines() if (row := parse_row(line)) is not None]
+    return rows, LogPosition(inode, end)
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
