@@ -21,13 +21,13 @@ from megatoken.config.fields import list_fields, parse_value
 from megatoken.config.model_config import ModelConfig, validate_model
 from megatoken.errors import CheckpointError
 from megatoken.system.atomic_write import BLOCK_BYTES, MALFORMED, hash_file, read_small_file
+from megatoken.system.sealed_json import parse_sealed, seal
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 STEP = re.compile(
     r"step-([0-9]{8}|[1-9][0-9]{8,})"
 )  # always with fullmatch: step-10.bak is no checkpoint
-_SEAL = b',\n "xxh3": "'
 _SAVED_NAMES = {
     "pos_emb": "positions",
     "tie_embeddings": "tied",
@@ -143,16 +143,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> CheckpointManifest:
     """The manifest in the bytes of the file at `path`, of a folder of that name. Raises as `verify`."""
-    body, _, ending = raw.rpartition(_SEAL)
-    expected = ending.removesuffix(b'"\n}\n').decode("ascii", "backslashreplace")
-    if len(expected) != 32:
-        raise damaged(path, "it does not end with its own hash")
-    if raw != _seal(body):
-        raise damaged(
-            path, f"its xxh3-128 is {xxhash.xxh3_128_hexdigest(body)}, expected {expected}"
-        )
     try:
-        content = json.loads(raw)
+        content = parse_sealed(raw)
         if content["format"] != FORMAT:
             what = (
                 f"checkpoint has format {content['format']}, this megatoken reads format {FORMAT}"
@@ -181,11 +173,8 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
         for name, entry in manifest.files.items()
     }
     content = {"format": FORMAT, "step": manifest.step, "meta": dict(manifest.meta), "files": files}
-    return _seal(json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}").encode())
-
-
-def _seal(body: bytes) -> bytes:
-    return body + _SEAL + f'{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
+    body = json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}")
+    return seal(body.encode(), bits=128, indent=" ")
 
 
 def encode_model_config(config: ModelConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import xxhash
 
 from megatoken.errors import DataError
 from megatoken.system.atomic_write import MALFORMED, read_small_file, replace_file
+from megatoken.system.sealed_json import parse_sealed, seal
 
 HEADER_BYTES = 1024
 BLOCK_BYTES = 1 << 18  # unit of hashing; blocks are counted over token bytes, after the header
@@ -33,7 +34,6 @@ LARGEST_MANIFEST = 1 << 28  # bytes: of 2e12 tokens
 MAGICS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 SPLITS = ("train", "val")
 
-_SEAL = b',\n"xxh3": "'
 _FINGERPRINT = slice(32, 64)
 RESTORE = "restore it from a copy or prepare the dataset again"
 
@@ -136,7 +136,7 @@ def read_header(raw: bytes, where: str) -> Header:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` atomically and durably, the hash of its content last. Raises OSError as the disk does."""
-    replace_file(folder / MANIFEST_NAME, _seal(_encode_manifest(manifest)), durable=True)
+    replace_file(folder / MANIFEST_NAME, seal(_encode_manifest(manifest), bits=64), durable=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -157,21 +157,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 def parse_manifest(data: bytes, where: str | Path) -> Manifest:
     """The manifest in the bytes of a `manifest.json`; raises as `read_manifest`."""
-    body, seal, ending = data.rpartition(_SEAL)
-    if not seal:
-        raise DataError(
-            "manifest is truncated or not ours: it does not end in its hash", where, RESTORE
-        )
-    if data != _seal(body):
-        expected = ending.partition(b'"')[0].decode("ascii", "backslashreplace")
-        raise DataError(
-            f"manifest is damaged: hash {hash_block(body)}, expected {expected}", where, RESTORE
-        )
-    return _decode_manifest(body, where)
-
-
-def _seal(body: bytes) -> bytes:
-    return body + _SEAL + hash_block(body).encode() + b'"\n}\n'
+    try:
+        content = parse_sealed(data)
+    except ValueError as error:
+        raise DataError(f"manifest is damaged or not ours: {error}", where, RESTORE) from error
+    return _decode_manifest(content, where)
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
@@ -194,9 +184,8 @@ def _encode_manifest(manifest: Manifest) -> bytes:
     ).encode("ascii")
 
 
-def _decode_manifest(body: bytes, where: str | Path) -> Manifest:
+def _decode_manifest(content: Any, where: str | Path) -> Manifest:
     try:
-        content = json.loads(body + b"}")
         version = content["version"]
         if content["format"] != "megatoken dataset" or version != FORMAT_VERSION:
             what = f"manifest of version {version!r}; this program reads version {FORMAT_VERSION}"
