@@ -39,7 +39,6 @@ check: $(VENV)/.dev
 	$(BIN)ruff format --check .
 	$(BIN)ruff check .
 	$(BIN)mypy
-	$(BIN)python -m tests.records
 
 # The pages of docs/ as a site: build/site/index.html.
 docs: $(VENV)/.dev
