@@ -1,7 +1,7 @@
 """Build the pages of docs/ as a site: `make docs` writes build/site, which opens without a server or a network.
 
-All pages are copied into one folder, with README, CONTRIBUTING, LOG and records; the command reference is made from the
-parser, the Python reference from docstrings.
+Copies all pages into one folder, with README, CONTRIBUTING, CHANGELOG, SECURITY and records. The
+command reference comes from the parser, the Python reference from docstrings.
 """
 
 import re
@@ -10,18 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import generate
+
 from megatoken import _MODULES
-from megatoken.cli.arguments import build_parser
-from megatoken.cli.completion import list_subparsers
-from megatoken.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
 SOURCE = BUILD / "site-source"
-PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "LOG.md")
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
 
 def main() -> int:
+    generate.main()
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE, ignore=shutil.ignore_patterns("*.py"))
     shutil.copytree(ROOT / "records", SOURCE / "records")
@@ -30,7 +30,7 @@ def main() -> int:
         (SOURCE / name).write_text(rewrite_links((ROOT / name).read_text(), "docs/"))
     for page in (ROOT / "docs").glob("*.md"):
         (SOURCE / page.name).write_text(rewrite_links(page.read_text(), "../"))
-    (SOURCE / "commands.md").write_text(list_commands())
+    (SOURCE / "commands.md").write_text(generate.list_commands(with_options=True))
     (SOURCE / "reference.md").write_text(list_api())
     return subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT
@@ -38,27 +38,21 @@ def main() -> int:
 
 
 def rewrite_links(text: str, prefix: str) -> str:
-    """Links without the prefix, so that all pages stand in one folder; those to code and examples as plain text."""
+    """Remove the prefix from links, and turn links to code, examples and tests into plain text."""
     text = re.sub(r"\]\(" + re.escape(prefix), "](", text)
     return re.sub(
-        r"\[([^\]]*)\]\((?:\.\./)?(?:src|tests|examples|records\)|LICENSE)[^)]*\)?", r"\1", text
+        r"\[([^\]]*)\]\((?:\.\./)?(?:src|tests|examples|benchmarks|experiments|records\)|LICENSE)[^)]*\)?",
+        r"\1",
+        text,
     )
 
 
-def list_commands() -> str:
-    """The help of every command."""
-    parts = ["# Commands\n", f"```\n{build_parser(COMMANDS).format_help()}```\n"]
-    for _, parser in list_subparsers(build_parser(COMMANDS)):
-        parts.append(f"## {parser.prog}\n\n```\n{parser.format_help()}```\n")
-    return "\n".join(parts)
-
-
 def list_api() -> str:
-    """A page that mkdocstrings fills with the docstrings of the public names, each under the name that is imported."""
-    own = {"load_run": "load_pretrained"}  # names that differ in their modules
+    """Return a page that mkdocstrings fills with the docstrings of the public names."""
+    names_in_module = {"load_run": "load_pretrained"}
     options = "    options:\n      heading: megatoken.{0}\n      toc_label: {0}\n"
     names = [
-        f"::: megatoken.{module}.{own.get(name, name)}\n{options.format(name)}"
+        f"::: megatoken.{module}.{names_in_module.get(name, name)}\n{options.format(name)}"
         for name, module in _MODULES.items()
     ]
     return (

@@ -13,7 +13,7 @@ LINE = 64  # bytes from a multiple of which each tensor begins
 def gather_in_large_pages(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous copies of CPU tensors, one after another in large pages; the tensors themselves where there are none.
 
-    What is read once a token comes about twice as fast (LOG.md).
+    What is read once a token comes about twice as fast.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE") or not tensors:
         return list(tensors)
