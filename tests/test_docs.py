@@ -1,4 +1,4 @@
-"""The Python of docs/ and of the notebooks under examples/ runs as printed; the commands of all pages parse."""
+"""Documentation: Python blocks and notebooks run, commands parse, links lead somewhere."""
 
 import json
 import os
@@ -19,27 +19,31 @@ from megatoken.errors import ConfigError
 from tests.ranks import start_process
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "megatoken"
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PLACEHOLDERS = {"ENGINE": "slurm", "LENGTH": "100steps", "N": "2", "NAME": "gemm", "W": "2"}
 TEXT = (
     "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n\n"
     * 200
 )
 
 
-def snippets(page: Path) -> str:
-    """The Python blocks of a page as one program; those marked `no-run` are left out."""
-    return "\n".join(
-        re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    )
+def read_python(page: Path) -> str:
+    """Return the Python blocks of a page as one program, without those marked `no-run`."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S))
 
 
-def cells(notebook: Path) -> str:
-    """The code cells of a notebook as one program."""
-    cells = json.loads(notebook.read_text())["cells"]
+def read_notebook(path: Path) -> str:
+    """Return the code cells of a notebook as one program."""
+    cells = json.loads(path.read_text())["cells"]
     return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
 def run(program: str, folder: Path) -> str:
-    """What the program prints, run in a process of its own in `folder`."""
+    """Run a program in a process of its own in `folder` and return its output."""
     (folder / "text.txt").write_text(TEXT)
     process = start_process(run_program, program, folder)
     process.join(280)
@@ -65,58 +69,14 @@ def run_program(program: str, folder: Path) -> None:
 
 
 def test_python_page(tmp_path: Path) -> None:
-    output = run(snippets(ROOT / "docs" / "python.md"), tmp_path)
+    output = run(read_python(ROOT / "docs" / "python.md"), tmp_path)
     assert "20 " in output  # the summary's steps
     assert (tmp_path / "run-sgd" / "metrics.jsonl").is_file()
 
 
 def test_hacking_page(tmp_path: Path) -> None:
-    program = snippets(ROOT / "docs" / "hacking.md")
-    check = "\nassert config.optim.name == 'signum'\nprint('ok')\n"
-    assert run(program + check, tmp_path).splitlines()[-1] == "ok"
-
-
-def commands(page: Path) -> list[list[str]]:
-    """The `megatoken` commands of a page as words, from its blocks and backticks; without abbreviated ones."""
-    text = page.read_text()
-    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-    lines = re.findall(r"^(?:\$ )?(megatoken .*(?:\n {4}.*)*)", blocks, re.MULTILINE)
-    found = []
-    for line in [*lines, *re.findall(r"`(megatoken [^`]+)`", text)]:
-        words = shlex.split(line, comments=True)
-        words = list(takewhile(lambda word: word not in (">", "|", "&", "&&", "2>&1"), words))[1:]
-        if words[0] in COMMANDS and len(words) > 1 and not re.search(r"\.\.\.|\[", line):
-            found.append(words)
-    return found
-
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-STANDS_FOR = {"N": "2", "ENGINE": "slurm", "LENGTH": "100steps", "W": "2", "NAME": "gemm"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_commands_of_a_page_parse(page: Path) -> None:
-    """In a sentence a command may leave out what it is about."""
-    for words in commands(page):
-        if "optim.lrr=1e-3" in words or "--help" in words:  # the example of a mistake
-            continue
-        try:
-            parse([STANDS_FOR.get(word, word) for word in words], COMMANDS)
-        except ConfigError as error:
-            if "arguments are required" not in str(error):
-                raise
-
-
-def test_pages_name_files_that_exist() -> None:
-    package = ROOT / "src" / "megatoken"
-    for page in ("hacking.md", "architecture.md"):
-        named = re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / page).read_text())
-        missing = [
-            name for name in named if not (package / name).is_file() and not (ROOT / name).is_file()
-        ]
-        assert missing == [], page
+    program = read_python(ROOT / "docs" / "hacking.md") + "\nprint(config.optim.name)\n"
+    assert run(program, tmp_path).splitlines()[-1] == "signum"
 
 
 @pytest.mark.parametrize(
@@ -124,53 +84,67 @@ def test_pages_name_files_that_exist() -> None:
 )
 def test_notebook(notebook: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run(cells(notebook), tmp_path)
+    run(read_notebook(notebook), tmp_path)
+
+
+def read_commands(page: Path) -> list[list[str]]:
+    """Return the arguments of the `megatoken` commands of a page, without abbreviated ones."""
+    text = page.read_text()
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```$", text, re.M | re.S))
+    lines = re.findall(r"^megatoken .*(?:\n {4}.*)*", blocks, re.M)
+    lines += [line.replace("\n", " ") for line in re.findall(r"`(megatoken [^`]+)`", text)]
+    commands = []
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        words = list(takewhile(lambda word: word not in (">", "|", "&&"), words))
+        if words[0] in COMMANDS and len(words) > 1 and "..." not in line:
+            commands.append(words)
+    return commands
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_commands_parse(page: Path) -> None:
+    """A command in a sentence may leave out required arguments."""
+    for words in read_commands(page):
+        if "--help" in words:
+            continue
+        try:
+            parse([PLACEHOLDERS.get(word, word) for word in words], COMMANDS)
+        except ConfigError as error:
+            if "arguments are required" not in str(error):
+                raise
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = page.read_text()
+    broken = []
+    for link in re.findall(r"\]\((?!http)([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.M):
+        name, _, heading = "".join(link).partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (heading and heading not in read_anchors(target)):
+            broken.append("".join(link))
+    names = re.findall(r"`((?:\w+/)+\w+\.\w+)`", text) if page.stem == "hacking" else []
+    assert broken + [name for name in names if not (PACKAGE / name).is_file()] == []
+
+
+def read_anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub derives them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_plan_on_page_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "scaling-up.md").read_text()
+    shown = re.search(r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)", page, re.M)
+    assert shown is not None
+    assert main(shown[1].split()) == 0
+    assert capsys.readouterr().out.startswith(re.sub("^    ", "", shown[2], flags=re.M))
 
 
 def test_public_names_are_those_that_a_type_checker_sees() -> None:
-    source = (
-        (ROOT / "src" / "megatoken" / "__init__.py")
-        .read_text()
-        .split("if TYPE_CHECKING:")[1]
-        .split("_MODULES")[0]
-    )
-    imported = re.findall(r"from megatoken\.([\w.]+) import \w+ as (\w+)", source)
-    assert {name: module for module, name in imported} == megatoken._MODULES
+    source = (PACKAGE / "__init__.py").read_text()
+    typed = source.split("if TYPE_CHECKING:")[1].split("_MODULES")[0]
+    imports = re.findall(r"from megatoken\.([\w.]+) import \w+ as (\w+)", typed)
+    assert {name: module for module, name in imports} == megatoken._MODULES
     assert all(getattr(megatoken, name) is not None for name in megatoken.__all__)
-
-
-@pytest.mark.parametrize(
-    "page", [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "LOG"))]
-)
-def test_every_row_of_a_table_is_below_its_head(page: Path) -> None:
-    """Rows after an empty line are shown as text."""
-    lines = re.sub(
-        r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
-    ).splitlines()
-    heads = [
-        i
-        for i, line in enumerate(lines)
-        if line.startswith("|") and not lines[i - 1].startswith("|")
-    ]
-    assert [lines[i] for i in heads if not re.fullmatch(r"\|[-:| ]+\|", lines[i + 1])] == []
-
-
-def test_the_plan_that_a_page_shows_is_the_one_that_is_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shown = re.search(
-        r"^    \$ megatoken (plan .*)\n((?:    .*\n)+)",
-        (ROOT / "docs" / "scaling-up.md").read_text(),
-        re.M,
-    )
-    assert shown is not None
-    assert main(shown[1].split()) == 0
-    assert capsys.readouterr().out.startswith(re.sub("^    ", "", shown[2], flags=re.MULTILINE))
-
-
-def test_the_gallery_shows_every_picture_of_a_record_in_words_too() -> None:
-    shown = dict(
-        re.findall(r"!\[(.*)\]\(../records/(.*)\.png\)", (ROOT / "docs" / "gallery.md").read_text())
-    )
-    assert sorted(shown.values()) == sorted(path.stem for path in (ROOT / "records").glob("*.png"))
-    assert all(len(text.split()) > 4 for text in shown)

@@ -19,6 +19,6 @@ def marked_faults() -> set[int]:
 
 
 def test_every_fault_has_a_test() -> None:
-    rows = [int(number) for number in re.findall(r"^\| (\d+) \|", FAULTS.read_text(), re.MULTILINE)]
+    rows = [int(number) for number in re.findall(r"^(\d+)\. ", FAULTS.read_text(), re.MULTILINE)]
     assert rows == list(range(1, 57))
     assert marked_faults() == set(rows)
