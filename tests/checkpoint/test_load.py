@@ -21,6 +21,7 @@ from megatoken.checkpoint.load import describe_optimizer, load_checkpoint_model,
 from megatoken.checkpoint.manifest import CheckpointManifest, VerifiedFile, verify
 from megatoken.checkpoint.save import AsyncSave, copy_tensors, save_state
 from megatoken.checkpoint.tensor_files import consolidate
+from megatoken.config.model_config import ModelConfig
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.dataloader import Batch
 from megatoken.data.tokenizer import load_tokenizer
@@ -72,28 +73,26 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
+def files_of(folder: Path) -> dict[str, Path]:
+    return {"config": folder / "config.yaml", "tokenizer": folder / "tokenizer"}
+
+
 def save(state: TrainState, folder: Path) -> tuple[Path, CheckpointManifest]:
-    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer").mkdir(exist_ok=True, parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     (folder / "config.yaml").write_text("version: 1\n")
-    config, tokenizer = folder / "config.yaml", folder / "tokenizer"
-    saved = save_state(
-        folder / "checkpoints", state, config=config, tokenizer=tokenizer, meta={"dataset": "d"}
-    )
+    saved = save_state(folder / "checkpoints", state, **files_of(folder), meta={"dataset": "d"})
     return saved, verify(saved)
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "tokenizer"])
 def test_a_save_that_fails_leaves_nothing_of_itself(tmp_path: Path, missing: str) -> None:
-    saved, _ = save(tiny_state(), tmp_path)
-    (tmp_path / missing).rename(tmp_path / "moved")
     state = tiny_state()
+    saved, _ = save(state, tmp_path)
+    (tmp_path / missing).rename(tmp_path / "moved")
     state.step = 1
-    config, tokenizer = tmp_path / "config.yaml", tmp_path / "tokenizer"
-    with pytest.raises(
-        StorageError, match=rf"checkpoint .*was not saved: .*No such file or directory.*{missing}"
-    ):
-        save_state(saved.parent, state, config=config, tokenizer=tokenizer, meta={})
+    with pytest.raises(StorageError):
+        save_state(saved.parent, state, **files_of(tmp_path), meta={})
     assert list(saved.parent.iterdir()) == [saved]
 
 
@@ -110,8 +109,7 @@ def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_re
 
     def write(step: int) -> None:
         states[step].step = step
-        files = {"config": tmp_path / "config.yaml", "tokenizer": tmp_path / "tokenizer"}
-        save_state(root, states[step], **files, meta={})
+        save_state(root, states[step], **files_of(tmp_path), meta={})
 
     def remove_first(folder: Path, manifest: CheckpointManifest) -> GPT:
         read.append(folder.name)
@@ -129,21 +127,17 @@ def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_re
     assert torch.equal(loaded.model.state_dict()[name], states[1].model.state_dict()[name])
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_called_damaged(tmp_path: Path) -> None:
+def test_a_run_without_a_valid_checkpoint_is_refused(tmp_path: Path) -> None:
     saved, _ = save(tiny_state(), tmp_path)
     (saved / "model.safetensors").write_bytes(b"cut")
     warnings: list[str] = []
-    for read in (
-        lambda: load_pretrained(tmp_path, warnings.append),
-        lambda: consolidate(tmp_path, tmp_path, print),
-    ):
-        with pytest.raises(
-            CheckpointError, match=r"all 1 checkpoints are damaged — .* — restore one from a copy"
-        ):
-            read()
+    with pytest.raises(CheckpointError):
+        load_pretrained(tmp_path, warnings.append)
     assert "model.safetensors" in warnings[0]
+    with pytest.raises(CheckpointError):
+        consolidate(tmp_path, tmp_path, print)
     shutil.rmtree(saved)
-    with pytest.raises(CheckpointError, match=f"holds no checkpoint — {tmp_path} — "):
+    with pytest.raises(CheckpointError):
         load_pretrained(tmp_path)
 
 
@@ -176,8 +170,7 @@ def test_a_save_tells_whether_it_still_writes(
     monkeypatch.setattr(checkpoint_save, "write_tensors", hang)
     monkeypatch.setattr(checkpoint_save, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(AsyncSave, "_read_progress", poll)
-    config, tokenizer = tmp_path / "config.yaml", tmp_path / "tokenizer"
-    pending = AsyncSave(tmp_path, tiny_state(), config=config, tokenizer=tokenizer, meta={})
+    pending = AsyncSave(tmp_path, tiny_state(), **files_of(tmp_path), meta={})
     assert hangs.wait(120)
     with ThreadPoolExecutor(1) as threads:
         finished = threads.submit(pending.finish, seen.append)
@@ -209,14 +202,15 @@ def trained(steps: int, optimizer: str = "") -> TrainState:
 
 
 @pytest.mark.parametrize("optimizer", ["", *OPTIMIZERS])
-def test_training_resumes_bit_exactly(optimizer: str, tmp_path: Path) -> None:
-    state = trained(3, optimizer)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_training_resumes_bit_exactly(optimizer: str, steps: int, tmp_path: Path) -> None:
+    state = trained(steps, optimizer)
     saved, manifest = save(state, tmp_path)
     resumed = new_state(optimizer, seed=99)
     restore_state(saved, manifest, resumed)
-    assert resumed.step == 3
+    assert resumed.step == steps
     assert manifest.meta["dataset"] == "d"
-    for step in range(3, 6):
+    for step in range(steps, steps + 3):
         losses = [
             train_step(s, tiny_step_config(), CPU, Batch(*tiny_batch(step))).loss
             for s in (state, resumed)
@@ -236,7 +230,7 @@ def test_a_load_verifies_each_byte_that_it_uses_and_reads_it_once(
     for place in (9, len(data) // 2, len(data) - 1):  # in the header, in a tensor, in the last byte
         path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
         state = new_state("sgd", seed=5)
-        with pytest.raises(CheckpointError, match=rf"{path}") as raised:
+        with pytest.raises(CheckpointError) as raised:
             restore_state(saved, manifest, state)
         assert place == 9 or f"expected {manifest.files[path.name].xxh3_128}" in str(raised.value)
         assert (state.step, dict(state.optimizer.state)) == (0, {})
@@ -255,7 +249,6 @@ def test_the_files_hold_the_state_keys_of_the_optimizer(tmp_path: Path) -> None:
         ("sgd", {"momentum_buffer"}),
         ("lion", {"momentum"}),
     ):
-        (tmp_path / f"run-{optimizer}").mkdir()
         saved, manifest = save(trained(2, optimizer), tmp_path / f"run-{optimizer}")
         tensors = load_file(saved / "optimizer.safetensors")
         assert set(tensors) == {f"{name}/{key}" for name in names for key in keys}
@@ -275,7 +268,7 @@ def test_another_optimizer_is_refused_before_a_weight_changes(tmp_path: Path) ->
     saved, manifest = save(trained(1), tmp_path)
     sgd, other = new_state("sgd"), new_state()
     before = {name: tensor.clone() for name, tensor in sgd.model.state_dict().items()}
-    with pytest.raises(CheckpointError, match="saved with optimizer AdamW, this run has SGD"):
+    with pytest.raises(CheckpointError):
         restore_state(saved, manifest, sgd)
     for optimizer in (
         5,
@@ -284,36 +277,30 @@ def test_another_optimizer_is_refused_before_a_weight_changes(tmp_path: Path) ->
         {"groups": {}},
     ):
         odd = replace(manifest, meta={**manifest.meta, "optimizer": optimizer})
-        with pytest.raises(CheckpointError, match="checkpoint is malformed"):
+        with pytest.raises(CheckpointError):
             restore_state(saved, odd, sgd)
     two = replace(
         manifest,
         meta={**manifest.meta, "optimizer": {"name": "SGD", "groups": [{"lr_scale": 2.0}]}},
     )
-    with pytest.raises(MegatokenError, match=r"does not fit|a group's learning rate was 2 times"):
+    with pytest.raises(MegatokenError):
         restore_state(saved, two, sgd)
     assert all(torch.equal(tensor, before[name]) for name, tensor in sgd.model.state_dict().items())
     for optimizer_state in other.optimizer.state.values():
         optimizer_state["max_exp_avg_sq"] = torch.zeros_like(optimizer_state["exp_avg"])
-    with pytest.raises(
-        CheckpointError, match=r"optimizer state does not fit this model: .*/max_exp_avg_sq"
-    ):
+    with pytest.raises(CheckpointError):
         restore_state(saved, manifest, other)
 
 
 def test_optimizer_state_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     state = trained(1, "sgd")
     state.optimizer.state[state.sharded.local_params["norm.weight"]]["count"] = 3
-    with pytest.raises(
-        ConfigError, match=r"SGD keeps count=3 for norm.weight, which is not a tensor"
-    ):
+    with pytest.raises(ConfigError):
         save(state, tmp_path)
     assert not (tmp_path / "checkpoints").exists()
     sharded = shard(trained(1, "sgd"), "sgd", rank=0, shards=2)
     sharded.optimizer.state[sharded.sharded.local_params["norm.weight"]]["factor"] = torch.zeros(3)
-    with pytest.raises(
-        ConfigError, match=r"keeps factor of shape \(3,\) for a shard \(16,\) of norm.weight"
-    ):
+    with pytest.raises(ConfigError):
         copy_tensors(sharded)
 
 
@@ -408,11 +395,15 @@ def test_optimizer_state_is_resharded_like_its_parameters(
         check_equal(whole, each)
 
 
-def test_load_checkpoint_model(tmp_path: Path) -> None:
-    state = trained(2)
+@pytest.mark.parametrize(
+    "model_config", [TINY_GPT, replace(TINY_LLAMA, tie_embeddings=False, rope_factor=2.0)]
+)
+def test_load_checkpoint_model(model_config: ModelConfig, tmp_path: Path) -> None:
+    state = tiny_state(model_config=model_config)
     model = load_checkpoint_model(*save(state, tmp_path))
-    assert model.config == TINY_GPT
-    assert all(torch.equal(t, model.state_dict()[n]) for n, t in state.model.state_dict().items())
+    assert model.config == model_config
+    inputs, _ = tiny_batch()
+    assert torch.equal(model(inputs), state.model(inputs))
 
 
 def test_a_manifest_without_architecture_switches_is_a_gpt2(tmp_path: Path) -> None:
@@ -433,22 +424,6 @@ def test_the_manifest_keeps_the_field_names_of_earlier_versions(tmp_path: Path) 
         "value_head": False,
     }  # fmt: skip
     assert load_checkpoint_model(saved, manifest).config == TINY_LLAMA
-
-
-def test_load_checkpoint_model_of_a_llama(tmp_path: Path) -> None:
-    state = tiny_state(model_config=replace(TINY_LLAMA, tie_embeddings=False, rope_factor=2.0))
-    model = load_checkpoint_model(*save(state, tmp_path))
-    assert model.config == state.model.config
-    inputs, _ = tiny_batch()
-    assert torch.equal(model(inputs), state.model(inputs))
-
-
-@pytest.mark.parametrize("optimizer", ["", "lion"])
-def test_a_state_of_step_0(optimizer: str, tmp_path: Path) -> None:
-    saved, manifest = save(new_state(optimizer), tmp_path)
-    resumed = new_state(optimizer, seed=2)
-    restore_state(saved, manifest, resumed)
-    assert resumed.step == 0
 
 
 def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
@@ -486,40 +461,33 @@ def test_another_model_is_refused_before_a_weight_changes(
     model = GPT(replace(TINY_GPT, **change), seed=1)
     other = build_state(model, tiny_config(), CPU)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match="checkpoint does not fit"):
+    with pytest.raises(CheckpointError):
         restore_state(saved, manifest, other)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path) -> None:
+    runs = [save(tiny_state(seed=seed), tmp_path / str(seed))[0] for seed in (1, 2)]
+    weights = [load_file(run / "model.safetensors")["tokens.weight"] for run in runs]
+    merged = consolidate(runs[0], tmp_path / "out", pytest.fail)
+    for source, out in (
+        (runs[1], tmp_path / "out"),
+        (runs[1].parent, runs[1].parent),
+        (tmp_path / "1", tmp_path / "2" / ".." / "1"),
+    ):
+        with pytest.raises(StorageError):
+            consolidate(source, out, pytest.fail)
+    assert torch.equal(load_file(merged / "model.safetensors")["tokens.weight"], weights[0])
+
+
 def test_a_scaled_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
     state = tiny_state()
-    state.scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0**127
-    )  # the scaled loss overflows fp32
+    # The scaled loss overflows fp32.
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
     report = train_step(state, tiny_step_config(), CPU, Batch(*tiny_batch()))
     assert report.overflowed
     assert state.step == 1
     assert state.scaler.get_scale() == 2.0**126
-    assert all(
-        torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items()
-    )
-
-
-def test_consolidate_never_returns_another_runs_checkpoint(tmp_path: Path) -> None:
-    runs = []
-    for seed in (1, 2):
-        (tmp_path / str(seed)).mkdir()
-        runs.append(save(tiny_state(seed=seed), tmp_path / str(seed))[0])
-    weights = [load_file(run / "model.safetensors")["tokens.weight"] for run in runs]
-    merged = consolidate(runs[0], tmp_path / "out", pytest.fail)
-    for source, out in ((runs[1], tmp_path / "out"), (runs[1].parent, runs[1].parent)):
-        with pytest.raises(
-            StorageError, match=r"the target exists — .*step-00000000 — choose another --out"
-        ):
-            consolidate(source, out, pytest.fail)
-    assert torch.equal(load_file(merged / "model.safetensors")["tokens.weight"], weights[0])
-    with pytest.raises(StorageError, match="the target is the run itself"):
-        consolidate(tmp_path / "1", tmp_path / "2" / ".." / "1", pytest.fail)
-    other = consolidate(runs[1], tmp_path / "other", pytest.fail)
-    assert torch.equal(load_file(other / "model.safetensors")["tokens.weight"], weights[1])
+    for name, tensor in state.model.state_dict().items():
+        assert torch.equal(tensor, before[name])

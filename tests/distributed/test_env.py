@@ -3,7 +3,7 @@
 import pytest
 
 from megatoken.distributed.env import DistEnv, first_host, read_dist_env
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import ConfigError
 
 SLURM = {
     "SLURM_STEP_ID": "0",
@@ -82,18 +82,16 @@ def test_first_host_of_a_list(hosts: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    "variables",
     [
-        ({"RANK": "0"}, "WORLD_SIZE is not set"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "mpirun -x MASTER_ADDR=HOST"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "RANK is 'one'"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, "on this machine 0 of 4"),
+        {"RANK": "0"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"},
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"},
     ],
 )
-def test_invalid_variables_are_refused(variables: dict[str, str], message: str) -> None:
-    with pytest.raises(MegatokenError) as error:
+def test_invalid_variables_are_refused(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
         read_dist_env(variables)
-    assert message in str(error.value)
-    assert error.value.code == ExitCode.CONFIG

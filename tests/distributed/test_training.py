@@ -58,23 +58,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
+def command(shards: Path, out: Path, nproc: int, *words: str) -> list[str]:
+    start = [sys.executable, "-m", "megatoken", "train", "quickstart", "--out", str(out)]
+    return [*start, "--nproc", str(nproc), f"data.path={shards}", *FIXED, *words]
+
+
 def train(shards: Path, out: Path, nproc: int, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "megatoken",
-        "train",
-        "quickstart",
-        "--out",
-        str(out),
-        "--nproc",
-        str(nproc),
-    ]
     return subprocess.run(
-        [*command, f"data.path={shards}", *FIXED, *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
+        command(shards, out, nproc, *words), capture_output=True, text=True, timeout=240
     )
 
 
@@ -125,23 +116,7 @@ def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_p
             "sample.tokens=3",
             override,
         ]
-        stopping = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megatoken",
-                "train",
-                "quickstart",
-                "--out",
-                str(out),
-                "--nproc",
-                str(nproc),
-                f"data.path={shards}",
-                *FIXED,
-                *words,
-            ],
-            stderr=subprocess.PIPE,
-        )
+        stopping = subprocess.Popen(command(shards, out, nproc, *words), stderr=subprocess.PIPE)
         while stopping.poll() is None and not [
             s for s in list_steps(out / "checkpoints") if s >= until
         ]:
@@ -185,20 +160,8 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(
         "save.every=2",
         "machine.sharding=zero1",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "megatoken",
-        "train",
-        "quickstart",
-        "--out",
-        str(out),
-        "--nproc",
-        "2",
-    ]
-    command += ["--restarts", "0"]
     running = subprocess.Popen(
-        [*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE
+        command(shards, out, 2, "--restarts", "0", *words), stderr=subprocess.PIPE
     )
     while (
         running.poll() is None and len(list_steps(out / "checkpoints")) < 2
@@ -227,20 +190,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(shards: Path, tmp_path:
         "machine.sharding=zero1",
         "log.every=1",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "megatoken",
-        "train",
-        "quickstart",
-        "--out",
-        str(out),
-        "--nproc",
-        "2",
-    ]
-    with subprocess.Popen(
-        [*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.PIPE
-    ) as running:
+    with subprocess.Popen(command(shards, out, 2, *words), stderr=subprocess.PIPE) as running:
         wait_for_training(out, running)
         os.kill(find_rank(running.pid, 1), signal.SIGTERM)
         _, errors = running.communicate(timeout=180)
@@ -267,20 +217,7 @@ def find_rank(pid: int, rank: int) -> int:
 def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ["machine.micro_batch=2", "budget.steps=100000", "save.every=0"]
-    command = [
-        sys.executable,
-        "-m",
-        "megatoken",
-        "train",
-        "quickstart",
-        "--out",
-        str(out),
-        "--nproc",
-        "2",
-    ]
-    running = subprocess.Popen(
-        [*command, f"data.path={shards}", *FIXED, *words], stderr=subprocess.DEVNULL
-    )
+    running = subprocess.Popen(command(shards, out, 2, *words), stderr=subprocess.DEVNULL)
     wait_for_training(out, running)
     running.kill()
     running.wait()

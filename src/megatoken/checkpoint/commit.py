@@ -1,12 +1,11 @@
-"""The commit protocol: a checkpoint is a folder that exists whole and verified, or not at all. No torch.
+"""The commit protocol: a checkpoint folder exists complete and verified, or not at all. No torch.
 
-`root/step-00000010/` holds the files and a `manifest.json` (see manifest.py). Everything is written and fsynced in a
-draft, `root/.tmp-...`, which one rename publishes; a checkpoint is removed by a rename to `.tmp-...` first. A process
-killed at any moment leaves only whole checkpoints and `.tmp-...` leftovers. Several processes may write into one draft,
-each its own files; one of them opens and publishes it.
+`root/step-00000010/` holds files and a `manifest.json` (manifest.py). Everything is written and
+fsynced in a draft, `root/.tmp-...`, which one rename publishes. A checkpoint is removed by a rename
+to `.tmp-...` first. A process killed at any moment leaves only complete checkpoints and `.tmp-...`
+leftovers. Several processes may write different files of one draft; one opens and publishes it.
 """
 
-import contextlib
 import errno
 import os
 import shutil
@@ -14,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatoken.checkpoint.manifest import (
     list_files,
     verify,
 )
-from megatoken.errors import CheckpointError, StorageError
+from megatoken.errors import CheckpointError
 from megatoken.system.atomic_write import (
     error_number,
     hash_file,
@@ -37,14 +37,14 @@ from megatoken.system.atomic_write import (
 )
 
 IDENTITY = "mirror.json"  # of save.mirror: in the run folder and in the copy
-FileWriter = Callable[[Path], object]  # writes one file at the path it is given
-SLACK_BYTES = 1 << 20  # for the manifest and the other small files
-RETRY_SECONDS = (1.0, 5.0)  # before a file whose error may pass is written again
-MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
+FileWriter = Callable[[Path], object]  # writes one file at the given path
+SLACK_BYTES = 1 << 20  # for the manifest and other small files
+RETRY_SECONDS = (1.0, 5.0)  # before a file is written again after a temporary error
+TEMPORARY_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """The folder of the checkpoint of `step` once it is committed."""
+    """Return the folder of the committed checkpoint of `step`."""
     return root / f"step-{step:08d}"
 
 
@@ -56,12 +56,14 @@ def commit(
     meta: Mapping[str, Any],
     needed_bytes: int = 0,
 ) -> Path:
-    """Write the checkpoint of `step` so that it appears whole and durable, or not at all; return its folder.
+    """Write and publish the checkpoint of `step`, and return its folder.
 
-    files: name (subfolders allowed, `tokenizer/vocab.json`) -> writer of that file. meta: plain JSON, finite numbers.
-    needed_bytes: free space required beforehand. A valid checkpoint of that step is returned as it is; an invalid one
-    is replaced. Raises StorageError when the disk is full, read-only or failing: then nothing of this save remains and
-    earlier checkpoints are untouched. Raises CheckpointError when that step exists in another format.
+    A valid checkpoint of that step is returned unchanged, an invalid one is replaced. Raises
+    StorageError if the disk is full, read-only or failing; then nothing of this save remains and
+    earlier checkpoints are untouched. Raises CheckpointError if that step exists in another format.
+
+    files: writers by name, which may have folders: `tokenizer/vocab.json`.
+    meta: JSON with finite numbers. needed_bytes: free space required.
     """
     draft = open_draft(root, step, needed_bytes)
     if draft is not None:
@@ -73,29 +75,25 @@ def commit(
 
 
 def count_needed_bytes(content_bytes: int) -> int:
-    """Return the free space that a checkpoint of so many bytes needs."""
+    """Return the free space that a checkpoint with this content needs."""
     return content_bytes + SLACK_BYTES
 
 
 def open_draft(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
-    """A new folder to write the checkpoint of `step` into; None when a valid checkpoint of that step exists.
+    """Create a draft for the checkpoint of `step`. Return None if a valid one already exists.
 
-    Raises StorageError when there is no room for it or no folder can be created.
+    Raises StorageError if there is no space or the folder cannot be created.
     """
     draft = root / f".tmp-{step_folder(root, step).name}-{uuid.uuid4().hex}"
     with _save_errors(root, step, needed_bytes):
         root.mkdir(parents=True, exist_ok=True)
         sync_folder(root.parent)
-        with contextlib.suppress(DamagedError):
+        with suppress(DamagedError):
             verify(step_folder(root, step))
             sync_folder(root)  # its writer may have died before this
             return None
-        free = shutil.disk_usage(root).free
-        if needed_bytes > free:
-            what = f"no room for the checkpoint of step {step}: {needed_bytes:,} bytes needed, {free:,} free"
-            raise StorageError(
-                what, str(root), "free space, keep fewer checkpoints or use another disk"
-            )
+        if needed_bytes > shutil.disk_usage(root).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         draft.mkdir()
     return draft
 
@@ -107,10 +105,12 @@ def write_files(
     needed_bytes: int = 0,
     on_progress: Callable[[int], object] | None = None,
 ) -> dict[str, FileEntry]:
-    """Write files into a draft and make them durable; return their entries in the manifest. Raises StorageError.
+    """Write files durably into a draft and return their manifest entries. Raises StorageError.
 
-    A file whose error may pass is written again, from its beginning, after each of RETRY_SECONDS. needed_bytes: of the
-    checkpoint, for the error. on_progress: called with numbers of bytes that were hashed or made durable.
+    After a temporary error a file is written again from its beginning.
+
+    needed_bytes: of the checkpoint, for the error.
+    on_progress: called with numbers of bytes that were hashed or made durable.
     """
     entries = {}
     with _save_errors(draft.parent, step, needed_bytes):
@@ -121,23 +121,22 @@ def write_files(
                     entries[name] = _write_file(draft / name, writer, mode, on_progress)
                     break
                 except Exception as error:
-                    if pause is None or error_number(error) not in MAY_PASS:
+                    if pause is None or error_number(error) not in TEMPORARY_ERRORS:
                         raise
-                # After a failed fsync the system calls the lost pages clean: another fsync of that file would succeed.
+                # A failed fsync marks the lost pages clean: fsync of that file would now succeed.
                 (draft / name).unlink(missing_ok=True)
                 time.sleep(pause)
     return entries
 
 
 def _write_file(
-    path: Path, writer: FileWriter, mode: int, on_progress: Callable[[int], object] | None = None
+    path: Path, writer: FileWriter, mode: int, on_progress: Callable[[int], object] | None
 ) -> FileEntry:
-    """Write a file and make it durable, hashing it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer(path)
-    with contextlib.suppress(OSError):  # a disk without permissions
+    with suppress(OSError):  # a disk without permissions
         path.chmod(mode)
-    status = path.stat()  # before it is read: what changes it later, changes its time
+    status = path.stat()  # before hashing: a later change also changes the time
     with ThreadPoolExecutor(1) as threads:
         digest = threads.submit(hash_file, path, on_progress)
         sync_file(path, on_progress)
@@ -148,91 +147,89 @@ def publish(
     draft: Path, step: int, entries: Mapping[str, FileEntry], *, meta: Mapping[str, Any]
 ) -> None:
     """Make a draft with these durable files the checkpoint of `step`. Raises StorageError."""
-    root, final, replaced = draft.parent, step_folder(draft.parent, step), None
+    root = draft.parent
+    final = step_folder(root, step)
+    replaced = None
     with _save_errors(root, step, sum(entry.bytes for entry in entries.values())):
         if list_files(draft).keys() != entries.keys():
-            raise ValueError(
-                f"the writers of step {step} made other files than those named: {sorted(entries)}"
-            )
+            raise ValueError(f"files of step {step} other than those expected: {sorted(entries)}")
         (draft / MANIFEST).write_bytes(encode_manifest(CheckpointManifest(step, meta, entries)))
         sync_file(draft / MANIFEST)
         for folder in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
             sync_folder(folder)
-        if os.path.lexists(final):  # known to be invalid
+        if os.path.lexists(final):  # invalid: see open_draft
             replaced = _move_aside(final)
         draft.rename(final)
         try:
             sync_folder(root)
         except OSError:
-            final.rename(draft)  # not known to be durable, so it must not count as committed
+            final.rename(draft)  # perhaps not durable, so not committed
             raise
     if replaced is not None:
         discard(replaced)
 
 
 def discard(path: Path) -> None:
-    """Delete a draft or another leftover as far as possible; `remove_leftovers` deletes the rest."""
+    """Delete a draft or another leftover. Leave what cannot be deleted to `remove_leftovers`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             path.unlink()
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove the drafts of killed runs, and whatever else has such a name. Only while holding the run's lock."""
+    """Delete the drafts of killed runs. The caller must hold the run's lock."""
     for leftover in root.glob(".tmp-*"):
         discard(leftover)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder looks like a checkpoint, damaged or not: datasets have no config, run folders no tensors."""
+    """Return whether a folder looks like a checkpoint, also if it is damaged."""
     return (folder / "config.yaml").is_file() and any(folder.glob("*.safetensors"))
 
 
 def is_copy(folder: Path) -> bool:
-    """Whether a folder is what `save.mirror` makes, not a run folder."""
+    """Return whether a folder is a copy made by `save.mirror`, not a run folder."""
     return (folder / IDENTITY).is_file() and not (folder / "status.json").exists()
 
 
 def list_steps(root: Path) -> list[int]:
-    """Steps of committed checkpoints, ascending, unverified; none if `root` is missing. Raises StorageError."""
-    with storage_errors(
-        root, what="checkpoints cannot be listed", fix="name a folder that can be read"
-    ):
-        entries = [*os.scandir(root)] if root.exists() else []
-        names = [
-            STEP.fullmatch(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)
-        ]
-    return sorted(int(name[1]) for name in names if name)
+    """Return the steps of committed checkpoints, ascending, unverified. Raises StorageError."""
+    what = "checkpoints cannot be listed"
+    with storage_errors(root, what=what, fix="choose a folder that can be read"):
+        entries = list(os.scandir(root)) if root.exists() else []
+        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return parse_steps(folders)
+
+
+def parse_steps(names: Collection[str]) -> list[int]:
+    """Return the steps in folder names such as step-00000010, ascending; ignore other names."""
+    matches = [STEP.fullmatch(name) for name in names]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def find_checkpoint(
     source: Path, warn: Callable[[str], None], *, hashes: Callable[[str], bool] | None = None
 ) -> tuple[Path, CheckpointManifest]:
-    """`source` if it is a checkpoint, else the newest valid one of a run folder or of a folder of checkpoints.
+    """Return `source` if it is a checkpoint, else the newest valid one of a run, with its manifest.
 
-    warn: called with a line for each damaged one that is skipped. hashes: of `verify`. Raises CheckpointError if there
-    is no other.
+    Raises CheckpointError if there is none.
+
+    warn: called with a line per damaged checkpoint. hashes: as in `verify`.
     """
     if is_checkpoint(source):
         return source, verify(source, hashes=hashes)
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    found = find_newest(
+    newest = find_newest(
         root, lambda folder, error: warn(f"{error} (skipping {folder.name})"), hashes
     )
-    if found is None:
-        what, fix = (
-            "holds no checkpoint",
-            "name a run folder or one of its checkpoints; a new run has to train first",
-        )
-        if steps := list_steps(root):
-            what, fix = (
-                f"all {len(steps)} checkpoints are damaged",
-                "restore one from a copy, or train again",
-            )
-        raise CheckpointError(what, str(source), fix)
-    return found
+    if newest is not None:
+        return newest
+    if list_steps(root):
+        fix = "restore one from a copy, or train again"
+        raise CheckpointError("all checkpoints are damaged", str(source), fix)
+    raise CheckpointError("no checkpoint here", str(source), "name a run folder or a checkpoint")
 
 
 def find_newest(
@@ -240,11 +237,13 @@ def find_newest(
     on_damaged: Callable[[Path, CheckpointError], None],
     hashes: Callable[[str], bool] | None = None,
 ) -> tuple[Path, CheckpointManifest] | None:
-    """The newest checkpoint that verifies, with its manifest; None if there is none.
+    """Return the newest valid checkpoint and its manifest, or None.
 
-    on_damaged: called for each newer one that does not verify. Safe beside a writer that commits and prunes: when a
-    folder is moved away while it is read, the search starts again; a reader that loads it afterwards must be ready to
-    do the same. A checkpoint of another format is not skipped but raises CheckpointError.
+    Another process may commit and prune at the same time: if a folder disappears while it is read,
+    the search restarts. A reader that loads the checkpoint afterwards must handle the same. Raises
+    CheckpointError for a checkpoint of another format.
+
+    on_damaged: called for each newer checkpoint that is invalid.
     """
     while True:
         for step in reversed(list_steps(root)):
@@ -260,7 +259,7 @@ def find_newest(
 
 
 def list_surplus(steps: list[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Which of these steps, ascending, `prune` removes if all checkpoints are valid."""
+    """Return which of these ascending steps `prune` removes if all are valid."""
     return [step for step in steps[:-keep_last] if not keep_every or step % keep_every]
 
 
@@ -272,46 +271,45 @@ def prune(
     keep: Collection[int | None] = (),
     verified: dict[Path, Mapping[str, FileEntry]] | None = None,
 ) -> list[Path]:
-    """Remove old checkpoints after a commit; return the removed folders, oldest first.
+    """Remove old checkpoints after a commit and return their folders, oldest first.
 
-    Kept: the newest `keep_last` (at least 1) that verify, whatever is newer than those, the steps in `keep`, and every
-    step that is a multiple of keep_every (0: none). verified: checkpoints that this process has hashed, with their
-    files; those that have changed since are hashed again, and prune adds what it hashes. Raises StorageError when a
-    folder cannot be moved.
+    Keep the newest `keep_last` (at least 1) valid ones and all newer ones, the steps in `keep`, and
+    multiples of keep_every (0: none). Raises StorageError.
+
+    verified: files that this process has hashed, by checkpoint. Those that changed since are hashed
+    again; prune adds what it hashes.
     """
-    verified = {} if verified is None else verified
-    steps, keep_last, valid = list_steps(root), max(1, keep_last), 0
-    doomed: list[Path] = []
-    surplus = list_surplus(steps, keep_last=keep_last, keep_every=keep_every)
-    for step in reversed(steps if surplus else []):  # nothing to remove: nothing to hash
+    if verified is None:
+        verified = {}
+    steps = list_steps(root)
+    keep_last = max(1, keep_last)
+    if not list_surplus(steps, keep_last=keep_last, keep_every=keep_every):
+        return []
+    n_valid = 0
+    to_remove: list[Path] = []
+    for step in reversed(steps):
         folder = step_folder(root, step)
-        if valid < keep_last:
-            with contextlib.suppress(CheckpointError):
+        if n_valid < keep_last:
+            with suppress(CheckpointError):
                 verified[folder] = verify(folder, known=verified.get(folder)).files
-                valid += 1
+                n_valid += 1
         elif step not in keep and (not keep_every or step % keep_every):
-            doomed.insert(0, folder)
-    moved = []
-    with storage_errors(
-        root, what="old checkpoints cannot be removed", fix="make the folder writable"
-    ):
-        for folder in doomed:
-            moved.append(_move_aside(folder))
+            to_remove.insert(0, folder)
+    what = "old checkpoints cannot be removed"
+    with storage_errors(root, what=what, fix="make the folder writable"):
+        moved = [_move_aside(folder) for folder in to_remove]
         if moved:
-            sync_folder(root)  # the names must be gone for good before the first file goes
+            sync_folder(root)  # the old names must be gone durably before the first file is deleted
     for folder in moved:
         discard(folder)
-    return doomed
+    return to_remove
 
 
 def _move_aside(folder: Path) -> Path:
     return folder.rename(folder.with_name(f".tmp-old-{folder.name}-{uuid.uuid4().hex}"))
 
 
-def _save_errors(
-    root: Path, step: int, needed_bytes: int = 0
-) -> contextlib.AbstractContextManager[None]:
-    fix = "earlier checkpoints are intact; free or repair the disk, then start again"
-    return storage_errors(
-        root, needed_bytes, what=f"checkpoint of step {step} was not saved", fix=fix
-    )
+def _save_errors(root: Path, step: int, needed_bytes: int) -> AbstractContextManager[None]:
+    what = f"checkpoint of step {step} was not saved"
+    fix = "earlier checkpoints are intact; free or repair the disk, then rerun the command"
+    return storage_errors(root, needed_bytes, what=what, fix=fix)

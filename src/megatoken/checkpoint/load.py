@@ -1,4 +1,4 @@
-"""Restoring the training state, or the model alone, from a checkpoint, on any number of ranks."""
+"""Restore the training state, or only the model, from a checkpoint on any number of ranks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +12,7 @@ from megatoken.checkpoint.manifest import CheckpointManifest, FileEntry, decode_
 from megatoken.checkpoint.tensor_files import MODEL, OPTIMIZER, Shape, TensorReader, malformed
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.parallelize import ShardedParams
+from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT, set_attention
 from megatoken.model.kernels import ATTENTION
@@ -20,7 +21,7 @@ from megatoken.optim.muon import Muon
 
 
 class TrainingState(Protocol):
-    """What a checkpoint holds of a live run."""
+    """The parts of a live run that a checkpoint stores."""
 
     model: GPT
     sharded: ShardedParams
@@ -33,76 +34,82 @@ class TrainingState(Protocol):
 def restore_state(
     folder: Path, manifest: CheckpointManifest, state: TrainingState, share: slice = slice(None)
 ) -> dict[str, FileEntry]:
-    """Fill a state from a checkpoint, reading only the slices that this rank holds of the files outside `share`.
+    """Restore a state from a checkpoint, and return the entries of the files verified meanwhile.
 
-    share: which files of weights, and of optimizer state, are verified while they are read; their entries are returned.
-    Raises DamagedError when one does not verify: weights and optimizer state must then be filled again. Raises
-    CheckpointError with the differing names or shapes, before any weight is changed, when it was saved with another
-    model or optimizer.
+    Read only this rank's slices of the files outside `share`. Raises DamagedError if a file is
+    damaged; the state must then be restored again. Raises CheckpointError with the differing names
+    or shapes, before any weight changes, if it was saved with another model or optimizer.
+
+    share: the files of weights, and of optimizer state, that are verified while they are read.
     """
-    weights, saved = (TensorReader(folder, manifest, name) for name in (MODEL, OPTIMIZER))
-    sharded, optimizer = state.sharded, state.optimizer
+    weights = TensorReader(folder, manifest, MODEL)
+    saved = TensorReader(folder, manifest, OPTIMIZER)
+    sharded = state.sharded
     check_shapes(weights.shapes, sharded.full_shapes, folder)
-    groups = optimizer.param_groups
+    groups = state.optimizer.param_groups
     with malformed(folder):
-        group_numbers = manifest.meta.get("optimizer", {}).get("groups", [])
+        saved_groups = manifest.meta.get("optimizer", {}).get("groups", [])
         _check_optimizer(saved.shapes, manifest, state, folder)
-        for group, numbers in zip(groups, group_numbers, strict=False):
-            scales = numbers.get("lr_scale", 1.0), group.get("lr_scale", 1.0)
-            if scales[0] != scales[1]:
-                what = f"a group's learning rate was {scales[0]:g} times the schedule's, now {scales[1]:g} times"
-                raise ConfigError(
-                    what, "optimizer", "build the optimizer as before, or train in another folder"
-                )
-    on_device = {
-        param for g in groups if g.get("fused") or g.get("capturable") for param in g["params"]
-    }
+        _check_lr_scales(saved_groups, groups)
     with torch.no_grad():
         verified = weights.fill(sharded.local_params, sharded.slices, share)
-        values, slices = list_optimizer_tensors(state), {}
-        for name, shape in saved.shapes.items():
-            owner, _, key = name.partition("/")
-            if owner not in sharded.local_params:
-                continue
-            param = sharded.local_params[owner]
-            if shape == sharded.full_shapes[owner]:
-                slices[name], shape = sharded.slices[owner], tuple(param.shape)
-            if (
-                name not in values
-            ):  # created in the first step; torch keeps `step` on the CPU unless the update is not
-                device = "cpu" if key == "step" and param not in on_device else param.device
-                values[name] = torch.empty(shape, dtype=saved.dtype(name), device=device)
-        verified |= saved.fill(values, slices, share)
-        for name, tensor in values.items():
-            owner, _, key = name.partition("/")
-            optimizer.state[sharded.local_params[owner]][key] = tensor
-    for group, numbers in zip(groups, group_numbers, strict=False):
+        verified |= _restore_optimizer(saved, state, share)
+    for group, numbers in zip(groups, saved_groups, strict=False):
         group.update(numbers)
-    if manifest.meta[
-        "scaler"
-    ]:  # empty after bf16 or fp32, which have no loss scale: fp16 then begins with its first
+    scaler_state = manifest.meta["scaler"]
+    if scaler_state:  # empty after bf16 or fp32: fp16 then starts with its initial loss scale
         with malformed(folder):
-            state.scaler.load_state_dict(manifest.meta["scaler"])
+            state.scaler.load_state_dict(scaler_state)
     state.step = manifest.step
     return verified
 
 
+def _restore_optimizer(
+    saved: TensorReader, state: TrainingState, share: slice
+) -> dict[str, FileEntry]:
+    sharded = state.sharded
+    groups = state.optimizer.param_groups
+    on_device = {
+        param
+        for group in groups
+        if group.get("fused") or group.get("capturable")
+        for param in group["params"]
+    }
+    values = list_optimizer_tensors(state)
+    slices: dict[str, TensorSlice] = {}
+    for name, full_shape in saved.shapes.items():
+        owner, _, key = name.partition("/")
+        if owner not in sharded.local_params:
+            continue
+        param = sharded.local_params[owner]
+        shape = full_shape
+        if full_shape == sharded.full_shapes[owner]:
+            slices[name] = sharded.slices[owner]
+            shape = tuple(param.shape)
+        if name not in values:  # as the first step would create it
+            # torch keeps `step` on the CPU unless the update runs on the device.
+            device = "cpu" if key == "step" and param not in on_device else param.device
+            values[name] = torch.empty(shape, dtype=saved.dtype(name), device=device)
+    verified = saved.fill(values, slices, share)
+    for name, tensor in values.items():
+        owner, _, key = name.partition("/")
+        state.optimizer.state[sharded.local_params[owner]][key] = tensor
+    return verified
+
+
 def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
-    """The plain model of a verified checkpoint, on the CPU in fp32. Raises CheckpointError."""
+    """Return the plain model of a verified checkpoint, on the CPU in fp32. Raises CheckpointError."""
     model_config = decode_model_config(manifest.meta.get("shape"), folder)
     weights = TensorReader(folder, manifest, MODEL)
     with torch.device("meta"), malformed(folder):
-        # A manifest may claim any depth, and a layer takes memory: `check_shapes` refuses one that the tensors lack.
+        # A damaged manifest may claim any depth: limit the memory before shapes are compared.
         model = GPT(replace(model_config, n_layer=min(model_config.n_layer, len(weights.shapes))))
-    check_shapes(
-        weights.shapes,
-        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
-        folder,
-    )
-    model.load_state_dict(
-        {name: weights.read(name).float() for name in weights.shapes}, assign=True
-    )
-    if attention := str(manifest.meta.get("attention", "")):
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_shapes(weights.shapes, expected, folder)
+    tensors = {name: weights.read(name).float() for name in weights.shapes}
+    model.load_state_dict(tensors, assign=True)
+    attention = str(manifest.meta.get("attention", ""))
+    if attention:
         if attention not in ATTENTION:
             what = f"checkpoint was trained with attention {attention!r}, which is not registered"
             raise CheckpointError(what, str(folder), "call megatoken.register_attention first")
@@ -111,82 +118,93 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
 
 
 def check_shapes(saved: Mapping[str, Shape], expected: Mapping[str, Shape], folder: Path) -> None:
-    """Raise CheckpointError, naming the first differences, unless names and shapes are the model's."""
+    """Raise CheckpointError with the first differences unless names and shapes match the model's."""
     names = [name for name in {**expected, **saved} if saved.get(name) != expected.get(name)]
     if names:
         differences = [
             f"{name} is {saved.get(name)}, the model has {expected.get(name)}" for name in names[:3]
         ]
-        fix = "it belongs to another model: use that model's recipe, or another --out"
-        raise CheckpointError(
-            f"checkpoint does not fit: {'; '.join(differences)}", str(folder), fix
-        )
+        what = f"checkpoint does not fit the model: {'; '.join(differences)}"
+        raise CheckpointError(what, str(folder), "use that model's recipe, or another --out")
 
 
 def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
-    """The optimizer's state of the local parameters as `<parameter>/<key>`.
+    """Return the optimizer state of the local parameters as `<parameter>/<key>`.
 
-    Raises ConfigError for what cannot be saved: values that are not tensors and, where the model is sharded, tensors
-    that are neither scalars nor of their parameter's shape.
+    Raises ConfigError for values that are not tensors and, if the model is sharded, for tensors that
+    are neither scalars nor of their parameter's shape.
     """
     tensors = {}
-    optimizer, where = type(state.optimizer).__name__, "optimizer state"
     for name, param in state.sharded.local_params.items():
         for key, value in state.optimizer.state.get(param, {}).items():
+            where = f"optimizer state {name}/{key}"
             if not isinstance(value, Tensor):
-                what = f"{optimizer} keeps {key}={value!r:.40} for {name}, which is not a tensor and cannot be saved"
-                raise ConfigError(what, where, "keep it as a tensor, such as torch.tensor(0.0)")
+                raise ConfigError(f"not a tensor: {value!r:.40}", where, "keep it as a tensor")
             if value.shape not in ((), param.shape) and not state.sharded.dims.is_unsharded:
-                shapes = f"of shape {tuple(value.shape)} for a shard {tuple(param.shape)}"
-                what = f"{optimizer} keeps {key} {shapes} of {name}, which cannot be sharded"
-                raise ConfigError(
-                    what, where, "set machine.sharding=none and machine.tensor_parallel=1"
-                )
+                what = f"shape {tuple(value.shape)} of a shard {tuple(param.shape)}"
+                fix = "set machine.sharding=none and machine.tensor_parallel=1"
+                raise ConfigError(what, where, fix)
             tensors[f"{name}/{key}"] = value
     return tensors
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`meta.optimizer` of the manifest: class and numbers of the parameter groups; empty for AdamW, the default.
+    """Return `meta.optimizer` of the manifest: class and numbers of the groups; empty for AdamW.
 
-    The learning rate is left out: the schedule sets it in every step. Muon's numbers are in the config.
+    The learning rate is left out, because the schedule sets it, and so are Muon's numbers, which are
+    in the config.
     """
     if type(optimizer) in (AdamW, torch.optim.AdamW):
         return {}
-    if type(optimizer) is Muon:
-        return {"optimizer": {"name": type(optimizer).__name__, "groups": []}}
-    groups = [
-        {key: value for key, value in group.items() if type(value) in (int, float) and key != "lr"}
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    if type(optimizer) is not Muon:
+        groups = [
+            {
+                key: value
+                for key, value in group.items()
+                if type(value) in (int, float) and key != "lr"
+            }
+            for group in optimizer.param_groups
+        ]
     return {"optimizer": {"name": type(optimizer).__name__, "groups": groups}}
 
 
 def _check_optimizer(
     saved: Mapping[str, Shape], manifest: CheckpointManifest, state: TrainingState, folder: Path
 ) -> None:
-    """Raise CheckpointError unless the optimizer's class and its saved tensors, by name and shape, are this run's."""
+    """Raise CheckpointError unless the optimizer's class and the names and shapes of its state match."""
     default = {"name": "AdamW", "groups": []}
     saved_as = manifest.meta.get("optimizer", default)
     live_as = describe_optimizer(state.optimizer).get("optimizer", default)
     if (saved_as["name"], len(saved_as["groups"])) != (live_as["name"], len(live_as["groups"])):
-        what = f"checkpoint was saved with optimizer {saved_as['name']}, this run has {live_as['name']}"
+        what = f"checkpoint has optimizer {saved_as['name']}, this run {live_as['name']}"
         raise CheckpointError(what, str(folder), "use that optimizer, or another --out")
-    sharded, live = state.sharded, {}
+    sharded = state.sharded
+    live = {}
     for name, tensor in list_optimizer_tensors(state).items():
         owner = name.partition("/")[0]
         is_slice = tensor.shape == sharded.local_params[owner].shape
         live[name] = sharded.full_shapes[owner] if is_slice else tuple(tensor.shape)
-    has_state = {
-        name.partition("/")[0] for name in live
-    }  # many optimizers create their state in the first step only
-    odd = [name for name in live if saved.get(name) != live[name]]
+    # Many optimizers create a parameter's state in the first step.
+    has_state = {name.partition("/")[0] for name in live}
+    wrong = [name for name in live if saved.get(name) != live[name]]
     for name, shape in saved.items():
-        full_shape = sharded.full_shapes.get(owner := name.partition("/")[0])
+        owner = name.partition("/")[0]
+        full_shape = sharded.full_shapes.get(owner)
         fits = full_shape is not None and (shape in ((), full_shape) or sharded.dims.is_unsharded)
         if not fits or (owner in has_state and name not in live):
-            odd.append(name)
-    if odd:
-        raise CheckpointError(
-            f"optimizer state does not fit this model: {', '.join(odd[:4])}", str(folder)
-        )
+            wrong.append(name)
+    if wrong:
+        what = f"optimizer state does not fit the model: {', '.join(wrong[:4])}"
+        raise CheckpointError(what, str(folder))
+
+
+def _check_lr_scales(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    for group, numbers in zip(groups, saved_groups, strict=False):
+        saved_scale = numbers.get("lr_scale", 1.0)
+        scale = group.get("lr_scale", 1.0)
+        if saved_scale != scale:
+            what = f"a group's lr_scale was {saved_scale:g}, now {scale:g}"
+            raise ConfigError(
+                what, "optimizer", "build the optimizer as before, or use another --out"
+            )

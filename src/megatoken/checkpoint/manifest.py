@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint, and verifying a folder against it. No torch.
+"""Read, write and verify the manifest of a checkpoint. No torch.
 
-`manifest.json` holds size and xxh3-128 of every file; its last key, `xxh3`, is the hash of all bytes before it. That
-ending is the same in every format, so that a flipped bit is not mistaken for another format. xxh3 detects accidents,
-not attacks.
+`manifest.json` holds the size and xxh3-128 of every file, and is sealed with its own hash in the
+same way in every format, so that a flipped bit is not mistaken for another format.
 """
 
 import json
@@ -25,22 +24,18 @@ from megatoken.system.sealed_json import parse_sealed, seal
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-STEP = re.compile(
-    r"step-([0-9]{8}|[1-9][0-9]{8,})"
-)  # always with fullmatch: step-10.bak is no checkpoint
-_SAVED_NAMES = {
-    "pos_emb": "positions",
-    "tie_embeddings": "tied",
-}  # fields that had these names in the first version
+STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")  # use fullmatch: not step-10.bak
+# Names in `meta.shape` that differ from ModelConfig's.
+_SAVED_NAMES = {"pos_emb": "positions", "tie_embeddings": "tied"}
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is missing or not as it was written: an older one may be used, this one may be replaced."""
+    """A checkpoint is missing or damaged: an older one may be used, and this one replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file in a manifest. mtime_ns: of the file when this process hashed it; not saved."""
+    """A file in a manifest. mtime_ns: its time when this process hashed it; not saved."""
 
     bytes: int
     xxh3_128: str
@@ -49,7 +44,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """The content of a manifest; file names are relative to the folder, with `/`."""
+    """The content of a manifest. File names are relative to the folder, with `/`."""
 
     step: int
     meta: Mapping[str, Any]
@@ -57,10 +52,12 @@ class CheckpointManifest:
 
 
 class VerifiedFile:
-    """Context in which a file is read once, in order, and hashed block by block while it is in the CPU's cache."""
+    """Read a file once, in order, and hash each block while it is in the CPU's cache."""
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
-        self._path, self._entry, self._hash = path, entry, xxhash.xxh3_128()
+        self._path = path
+        self._entry = entry
+        self._hash = xxhash.xxh3_128()
         with _read_errors(path):
             self._file = path.open("rb", buffering=0)
             self._mtime_ns = os.fstat(self._file.fileno()).st_mtime_ns
@@ -73,23 +70,24 @@ class VerifiedFile:
 
     def skip_header(self) -> None:
         """Read the header of a safetensors file: its length in 8 bytes, then JSON."""
-        self.read_into(length := memoryview(bytearray(8)))
-        self.read_into(
-            memoryview(bytearray(min(int.from_bytes(length, "little"), self._entry.bytes)))
-        )
+        length = memoryview(bytearray(8))
+        self.read_into(length)
+        n_bytes = min(int.from_bytes(length, "little"), self._entry.bytes)
+        self.read_into(memoryview(bytearray(n_bytes)))
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill a buffer of bytes with the next of the file. They are verified only when `finish` returns."""
+        """Fill a buffer with the next bytes. They are verified only when `finish` returns."""
         while len(buffer):
+            block = buffer[:BLOCK_BYTES]
             with _read_errors(self._path):
-                size = self._file.readinto(block := buffer[:BLOCK_BYTES])
+                size = self._file.readinto(block)
             if not size:
-                raise damaged(self._path, f"it ends early, expected {self._entry.bytes:,} bytes")
+                raise damaged(self._path, f"it ends before {self._entry.bytes:,} bytes")
             self._hash.update(block[:size])
             buffer = buffer[size:]
 
     def finish(self) -> FileEntry:
-        """The entry of the file, whose bytes have all been read. Raises DamagedError for any other hash."""
+        """Return the entry of the file, which must have been read to its end. Raises DamagedError."""
         _check_hash(self._path, self._hash.hexdigest(), self._entry)
         return replace(self._entry, mtime_ns=self._mtime_ns)
 
@@ -100,32 +98,37 @@ def verify(
     hashes: Callable[[str], bool] | None = None,
     known: Mapping[str, FileEntry] | None = None,
 ) -> CheckpointManifest:
-    """Read every byte of a checkpoint and return its manifest; raise DamagedError naming the file.
+    """Verify a checkpoint and return its manifest. Raises DamagedError naming the file.
 
-    Checked: the manifest's own hash and format, the step in the folder's name, no file missing or extra, size and
-    xxh3-128 of each. hashes: whether to hash a file (None: all). known: files that this process has hashed before; they
-    are hashed again if their time has changed. Raises CheckpointError for a whole checkpoint of another format, which
-    must be neither skipped nor overwritten.
+    Check the manifest's hash and format, the step in the folder's name, that no file is missing or
+    extra, and the size and hash of each. Raises CheckpointError for an intact checkpoint of another
+    format, which must be neither skipped nor overwritten.
+
+    hashes: whether to hash a file (None: all).
+    known: files that this process has hashed before; they are hashed again if their time changed.
     """
     if not folder.is_dir():
-        raise DamagedError("no checkpoint here", str(folder), "name an existing folder")
+        raise DamagedError("no checkpoint here", str(folder), "choose an existing folder")
     with _read_errors(folder):
         manifest = read_manifest(folder)
-        found, files = list_files(folder), dict(manifest.files)
-        for name, status in found.items():
+        files = dict(manifest.files)
+        statuses = list_files(folder)
+        for name, status in statuses.items():
             if not stat.S_ISREG(status.st_mode):
                 raise damaged(folder / name, "it is a link or a device, not a file")
-        found.pop(MANIFEST, None)
-        for name in sorted({*found, *files}):
+        statuses.pop(MANIFEST, None)
+        for name in sorted({*statuses, *files}):
             if name not in files:
                 raise damaged(folder / name, "it is not in the manifest")
-            if name not in found:
+            if name not in statuses:
                 raise damaged(folder / name, "it is missing")
-            entry, size, mtime_ns = files[name], found[name].st_size, found[name].st_mtime_ns
+            entry = files[name]
+            size = statuses[name].st_size
             if size != entry.bytes:
                 raise damaged(folder / name, f"it has {size:,} bytes, expected {entry.bytes:,}")
-            before = (known or {}).get(name)
-            if before != entry or before.mtime_ns != mtime_ns:
+            mtime_ns = statuses[name].st_mtime_ns
+            hashed = (known or {}).get(name)
+            if hashed != entry or hashed.mtime_ns != mtime_ns:
                 if hashes is not None and not hashes(name):
                     continue
                 _check_hash(folder / name, hash_file(folder / name), entry)
@@ -134,7 +137,7 @@ def verify(
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of a folder, its own hash, format and step checked. Raises as `verify`."""
+    """Return the manifest of a folder after checking its hash, format and step. Raises as `verify`."""
     path = folder / MANIFEST
     if not path.is_file():
         raise damaged(path, "it is missing, so this was never committed")
@@ -142,17 +145,13 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> CheckpointManifest:
-    """The manifest in the bytes of the file at `path`, of a folder of that name. Raises as `verify`."""
+    """Return the manifest in the bytes of the file at `path`. Raises as `verify`."""
     try:
         content = parse_sealed(raw)
         if content["format"] != FORMAT:
-            what = (
-                f"checkpoint has format {content['format']}, this megatoken reads format {FORMAT}"
-            )
+            what = f"checkpoint has format {content['format']}, not {FORMAT}"
             folder = str(path).removesuffix(f"/{MANIFEST}")
-            raise CheckpointError(
-                what, folder, "use the megatoken that wrote it, or move the folder away"
-            )
+            raise CheckpointError(what, folder, "use the megatoken that wrote it, or move it away")
         files = {
             name: FileEntry(int(entry["bytes"]), entry["xxh3_128"])
             for name, entry in content["files"].items()
@@ -167,7 +166,7 @@ def parse_manifest(raw: bytes, path: Path | str, folder_name: str) -> Checkpoint
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """The manifest as JSON, sealed with its own hash. Raises ValueError if it holds NaN."""
+    """Return the manifest as sealed JSON. Raises ValueError if it holds NaN."""
     files = {
         name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128}
         for name, entry in manifest.files.items()
@@ -178,7 +177,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
 
 
 def encode_model_config(config: ModelConfig) -> dict[str, Any]:
-    """The architecture as `meta.shape` of the manifest."""
+    """Return the architecture as `meta.shape` of the manifest."""
     return {
         _SAVED_NAMES.get(f.name, f.name): getattr(config, f.name)
         for f in fields(config)
@@ -187,7 +186,7 @@ def encode_model_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
-    """The architecture in `meta.shape` of a manifest; missing fields are GPT-2's. Raises CheckpointError."""
+    """Return the architecture in `meta.shape`; missing fields are GPT-2's. Raises CheckpointError."""
     names = {saved: name for name, saved in _SAVED_NAMES.items()}
     try:
         config = ModelConfig(**{names.get(name, name): value for name, value in shape.items()})
@@ -200,14 +199,13 @@ def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
     except MALFORMED as error:
         problems = [str(error)]
     if problems:
-        raise CheckpointError(
-            f"manifest.json does not describe the model: {problems[0]:.200}", str(folder)
-        )
+        what = f"manifest.json does not describe a model: {problems[0]:.200}"
+        raise CheckpointError(what, str(folder))
     return config
 
 
 def list_files(folder: Path) -> dict[str, os.stat_result]:
-    """Size, times and type of all files and links below a folder, by name; no link is followed. Raises OSError."""
+    """Return the status of all files and links below a folder, by name. Raises OSError."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return {path.relative_to(folder).as_posix(): path.lstat() for path in files}
 
@@ -219,19 +217,15 @@ def _check_hash(path: Path, actual: str, entry: FileEntry) -> None:
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the system inside into a DamagedError."""
+    """Convert OSError to DamagedError."""
     try:
         yield
     except OSError as error:
-        raise damaged(
-            Path(error.filename or path), f"it cannot be read: {error.strerror}"
-        ) from error
+        where = Path(error.filename or path)
+        raise damaged(where, f"it cannot be read: {error.strerror}") from error
 
 
 def damaged(path: Path | str, reason: str) -> DamagedError:
-    """The error for a file of a checkpoint."""
-    return DamagedError(
-        f"checkpoint is damaged: {reason}",
-        str(path),
-        "an older checkpoint is used where there is one",
-    )
+    """Return the error for a file of a checkpoint."""
+    what = f"checkpoint is damaged: {reason}"
+    return DamagedError(what, str(path), "an older checkpoint is used if there is one")

@@ -1,21 +1,18 @@
-"""A copy of a run in another folder or at an address such as s3://bucket/run, by the same commit protocol. No torch.
+"""Copy a run to another folder or an address such as s3://bucket/run. No torch.
 
-`ADDRESS/checkpoints/step-00000010/` gets the files of a checkpoint, each read back after its upload, then its
-`manifest.json`: without it there is no checkpoint there, so an upload that ends at any moment leaves the older ones.
-Small files of the run lie beside. `mirror.json`, in the run folder and at the address, says whose copy it is.
-
-An upload runs in a process of its own, at low priority: it shares no interpreter lock with training and cannot end it.
+`ADDRESS/checkpoints/step-00000010/` gets the files of a checkpoint, each read back after its upload,
+then its `manifest.json`, the commit mark: an upload that ends at any moment leaves the older
+checkpoints valid. Small files of the run are next to `checkpoints/`. `mirror.json`, in the run folder
+and at the address, identifies the run.
 """
 
 import json
-import os
-import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.commit import (
@@ -24,6 +21,7 @@ from megatoken.checkpoint.commit import (
     discard,
     list_steps,
     open_draft,
+    parse_steps,
     publish,
     step_folder,
     write_files,
@@ -40,68 +38,64 @@ from megatoken.checkpoint.manifest import (
 )
 from megatoken.data.remote import cache_folder
 from megatoken.errors import CheckpointError, ConfigError, MegatokenError
-from megatoken.launch.local import FORWARDED
-from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.system.environment import python_command
 from megatoken.system.file_lock import lock_folder
 from megatoken.system.object_store import MissingObjectError, ObjectInfo, ObjectStore, run_parallel
-from megatoken.system.process import NULL, Child, at_parent_death
 
 CHECKPOINTS = "checkpoints"
 PROVENANCE = "provenance.json"
 RUN_FILES = ("config.yaml", "machine.json", "metrics.jsonl", PROVENANCE)
-NICENESS = 10
 
 
 def list_mirrored(store: ObjectStore) -> list[int]:
-    """Steps of the checkpoints with a commit mark, ascending."""
-    marks = [
-        PurePosixPath(name).parent
-        for name in store.list(CHECKPOINTS)
-        if name.endswith(f"/{MANIFEST}")
-    ]
-    return _parse_steps(
-        folder.name for folder in marks if folder.parent == PurePosixPath(CHECKPOINTS)
-    )
+    """Return the steps of checkpoints with a commit mark, ascending."""
+    return _list_marked(store.list(CHECKPOINTS))
+
+
+def _list_marked(files: Iterable[str]) -> list[int]:
+    paths = [name.split("/") for name in files]
+    return parse_steps([path[1] for path in paths if len(path) == 3 and path[2] == MANIFEST])
 
 
 def check_owner(run: Path, store: ObjectStore) -> None:
-    """Make sure that the copy at an address is of this run and not ahead of it, or begin one.
+    """Check that the copy is of this run and not ahead of it, or start one.
 
-    Raises ConfigError otherwise, StorageError when it cannot be read or written.
+    Raises ConfigError if it is not, StorageError if it cannot be read or written.
     """
-    facts, there, mirrored = read_object(run / IDENTITY), read_identity(store), list_mirrored(store)
-    own, steps = facts.get("run"), list_steps(run / CHECKPOINTS)
-    if there is None or (
-        own is None and not mirrored
-    ):  # a run that was lost before its first checkpoint
-        own = there = own or there or uuid.uuid4().hex
-        _write_identity(run, {**facts, "run": own})
-        store.write(IDENTITY, f"{json.dumps({'run': own})}\n".encode())
-    if there != own:
-        fix = "choose another save.mirror, or a new --out to go on with the run that is there"
-        raise ConfigError("save.mirror holds the copy of another run", store.address, fix)
-    if steps and mirrored and mirrored[-1] > steps[-1] and not facts.get("rewound"):
+    identity = read_object(run / IDENTITY)
+    local_id = identity.get("run")
+    remote_id = read_identity(store)
+    mirrored = list_mirrored(store)
+    # Without a local id: a run that was lost before its first checkpoint, and started again.
+    if remote_id is None or (local_id is None and not mirrored):
+        local_id = local_id or remote_id or uuid.uuid4().hex
+        remote_id = local_id
+        _write_identity(run, {**identity, "run": local_id})
+        store.write(IDENTITY, f"{json.dumps({'run': local_id})}\n".encode())
+    if remote_id != local_id:
+        fix = "choose another save.mirror, or a new --out to continue that run"
+        raise ConfigError("save.mirror holds another run", store.address, fix)
+    steps = list_steps(run / CHECKPOINTS)
+    if steps and mirrored and mirrored[-1] > steps[-1] and not identity.get("rewound"):
         what = f"save.mirror is ahead: step {mirrored[-1]:,} there, {steps[-1]:,} here"
-        raise ConfigError(
-            what, store.address, "choose a new --out to go on from there, or another save.mirror"
-        )
+        fix = "choose a new --out to continue from there, or another save.mirror"
+        raise ConfigError(what, store.address, fix)
 
 
 def allow_rewind(run: Path) -> None:
-    """Let the next upload remove the checkpoints there that are later than the newest in the run folder."""
-    if facts := read_object(run / IDENTITY):
-        _write_identity(run, {**facts, "rewound": True})
+    """Let the next upload remove checkpoints that are later than the newest local one."""
+    identity = read_object(run / IDENTITY)
+    if identity:
+        _write_identity(run, {**identity, "rewound": True})
 
 
-def _write_identity(run: Path, facts: Mapping[str, Any]) -> None:
+def _write_identity(run: Path, identity: Mapping[str, Any]) -> None:
     with storage_errors(run):
-        replace_file(run / IDENTITY, json.dumps(facts) + "\n", durable=True)
+        replace_file(run / IDENTITY, json.dumps(identity) + "\n", durable=True)
 
 
 def read_identity(store: ObjectStore) -> str | None:
-    """The number of the run whose copy this is; None where there is none."""
+    """Return the id of the run whose copy this is; None if there is none, "" if it is damaged."""
     try:
         return str(json.loads(store.read(IDENTITY))["run"])
     except MissingObjectError:
@@ -113,52 +107,56 @@ def read_identity(store: ObjectStore) -> str | None:
 def update_mirror(
     run: Path, address: str, *, keep_last: int, keep_every: int, best: int | None = None
 ) -> dict[str, Any]:
-    """Upload the newest checkpoint of a run, the `best`, those of `keep_every` that are missing there, and small files.
+    """Upload what a run's copy lacks, and remove old checkpoints there. Return a report.
 
-    Then remove older ones there as `checkpoint.commit.prune` does here. Return the uploaded names, bytes and seconds.
-    Raises MegatokenError; what was uploaded so far is used by the next call.
+    Upload the small files, the newest checkpoint, the `best` one and those of `keep_every`; prune as
+    `checkpoint.commit.prune` does locally. Raises MegatokenError; the next call continues from what
+    was uploaded.
     """
-    start, store = time.monotonic(), ObjectStore(address)
+    start = time.monotonic()
+    store = ObjectStore(address)
     check_owner(run, store)
     for name in RUN_FILES:
         if (run / name).is_file():
             store.write(name, (run / name).read_bytes())
     missing = _list_missing(run, store, keep_every, best)
-    n_bytes = sum(
-        upload_checkpoint(store, step_folder(run / CHECKPOINTS, step)) for step in missing
-    )
+    folders = [step_folder(run / CHECKPOINTS, step) for step in missing]
+    n_bytes = sum(upload_checkpoint(store, folder) for folder in folders)
     _remove_rewound(run, store)
     prune_mirror(store, keep_last=keep_last, keep_every=keep_every, best=best)
     return {
-        "uploaded": [*map(_step_name, missing)],
+        "uploaded": [folder.name for folder in folders],
         "bytes": n_bytes,
         "seconds": time.monotonic() - start,
     }
 
 
 def _list_missing(run: Path, store: ObjectStore, keep_every: int, best: int | None) -> list[int]:
-    """The checkpoints that belong in a copy and are not whole there, the newest first."""
-    steps, files = list_steps(run / CHECKPOINTS), store.list(CHECKPOINTS)
-    wanted = {
-        *steps[-1:],
-        *(step for step in steps if step == best or (keep_every and step % keep_every == 0)),
-    }
-    return [step for step in sorted(wanted, reverse=True) if not _is_complete(store, step, files)]
+    """Return the checkpoints that belong in a copy and are not complete there, newest first."""
+    steps = list_steps(run / CHECKPOINTS)
+    files = store.list(CHECKPOINTS)
+    return [
+        step
+        for step in reversed(steps)
+        if (step in (steps[-1], best) or (keep_every and step % keep_every == 0))
+        and not _is_complete(store, step, files)
+    ]
 
 
 def _remove_rewound(run: Path, store: ObjectStore) -> None:
-    """Remove the checkpoints there that are later than the newest here, where `allow_rewind` has allowed it."""
-    facts, steps = read_object(run / IDENTITY), list_steps(run / CHECKPOINTS)
-    if facts.pop("rewound", False):
-        remove_steps(
-            store, [step for step in list_mirrored(store) if step > max(steps, default=step)]
-        )
-        _write_identity(run, facts)
+    """Remove checkpoints later than the newest local one if `allow_rewind` was called."""
+    identity = read_object(run / IDENTITY)
+    if identity.pop("rewound", False):
+        newest = max(list_steps(run / CHECKPOINTS), default=None)
+        if newest is not None:
+            remove_steps(store, [step for step in list_mirrored(store) if step > newest])
+        _write_identity(run, identity)
 
 
 def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
-    """Upload a checkpoint, its manifest last; return its bytes. Raises DamagedError when it is not whole here."""
-    files, name = verify(folder).files, f"{CHECKPOINTS}/{folder.name}"
+    """Upload a checkpoint, its manifest last; return its bytes. Raises DamagedError if it is invalid."""
+    files = verify(folder).files
+    name = f"{CHECKPOINTS}/{folder.name}"
     run_parallel(
         [
             partial(store.upload, folder / file, f"{name}/{file}", entry.xxh3_128)
@@ -171,35 +169,38 @@ def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
 
 
 def read_mark(store: ObjectStore, name: str) -> CheckpointManifest:
-    """The manifest of the checkpoint `step-...` at an address. Raises DamagedError."""
+    """Return the manifest of the checkpoint `step-...` at an address. Raises DamagedError."""
     file = f"{CHECKPOINTS}/{name}/{MANIFEST}"
     try:
         manifest = parse_manifest(store.read(file), store.at(file), name)
     except MissingObjectError as error:
         raise damaged(store.at(file), "it is missing, so this was never committed") from error
-    for each in manifest.files:
-        if ".." in each.split("/") or each.startswith("/") or "\\" in each:
-            raise damaged(store.at(file), f"it names a file outside the folder: {each!r}")
+    for path in manifest.files:
+        if ".." in path.split("/") or path.startswith("/") or "\\" in path:
+            raise damaged(store.at(file), f"it names a file outside the folder: {path!r}")
     return manifest
 
 
 def prune_mirror(
     store: ObjectStore, *, keep_last: int, keep_every: int, best: int | None = None
 ) -> None:
-    """Remove old checkpoints, their marks first, and what uploads that were ended have left of older ones.
+    """Remove old checkpoints, their marks first, and older leftovers of interrupted uploads.
 
-    Kept: the newest `keep_last` (at least 1) that have all files in their sizes, whatever is newer, the `best` and each
-    multiple of keep_every (0: none). Raises StorageError.
+    Keep the newest `keep_last` (at least 1) with all files in their sizes and all newer ones, the
+    `best`, and multiples of keep_every (0: none). Raises StorageError.
     """
-    files, whole, doomed = store.list(CHECKPOINTS), 0, list[int]()
-    steps = list_mirrored(store)
+    files = store.list(CHECKPOINTS)
+    steps = _list_marked(files)
+    n_complete = 0
+    to_remove: list[int] = []
     for step in reversed(steps):
-        if whole < max(1, keep_last):
-            whole += _is_complete(store, step, files)
+        if n_complete < max(1, keep_last):
+            n_complete += _is_complete(store, step, files)
         elif step != best and (not keep_every or step % keep_every):
-            doomed.append(step)
-    unmarked = {*_parse_steps(name.split("/")[1] for name in files)} - {*steps}
-    remove_steps(store, [*doomed, *(step for step in unmarked if step < max(steps, default=0))])
+            to_remove.append(step)
+    unmarked = {*parse_steps([name.split("/")[1] for name in files])} - {*steps}
+    to_remove += [step for step in unmarked if step < max(steps, default=0)]
+    remove_steps(store, to_remove)
 
 
 def remove_steps(store: ObjectStore, steps: Iterable[int]) -> None:
@@ -210,50 +211,50 @@ def remove_steps(store: ObjectStore, steps: Iterable[int]) -> None:
 
 
 def _is_complete(store: ObjectStore, step: int, files: Mapping[str, ObjectInfo]) -> bool:
-    """Whether a checkpoint has its mark and every file in its size."""
+    """Return whether a checkpoint has its mark and every file in its size."""
     try:
         entries = read_mark(store, _step_name(step)).files
     except DamagedError:
         return False
     sizes = {_object_name(step, file): entry.bytes for file, entry in entries.items()}
-    return all(file in files and files[file].bytes == size for file, size in sizes.items())
+    return all(name in files and files[name].bytes == size for name, size in sizes.items())
 
 
 def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
-    """Read every byte of the checkpoints at an address: their number, and the first defect of each."""
-    errors, steps = list[MegatokenError](), list_mirrored(store)
+    """Read every byte at an address. Return the number of checkpoints and the first defect of each."""
+    errors: list[MegatokenError] = []
+    steps = list_mirrored(store)
     for step in steps:
         try:
             for file, entry in read_mark(store, _step_name(step)).files.items():
                 name = _object_name(step, file)
-                _check_entry(
-                    store, step, file, FileEntry(store.size(name) or 0, store.hash(name)), entry
-                )
+                stored = FileEntry(store.size(name) or 0, store.hash(name))
+                _check_entry(store.at(name), stored, entry)
         except MegatokenError as error:
             errors.append(error)
     return len(steps), errors
 
 
 def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | None:
-    """Fetch the newest whole checkpoint and the small files of a run whose folder has no checkpoint.
+    """Fetch a run's newest valid checkpoint and small files if its folder has no checkpoint.
 
-    warn: called with a line for each damaged one that is passed over. Return its folder here; None where the folder has
-    one, or none is there. Raises ConfigError as `check_owner`, CheckpointError when none there is whole, StorageError.
+    Return the checkpoint's folder; None if the run folder has one, or there is no copy. Raises
+    ConfigError as `check_owner`, CheckpointError if no checkpoint there is valid, StorageError.
+
+    warn: called with a line per damaged checkpoint.
     """
     store = ObjectStore(address)
     if list_steps(run / CHECKPOINTS):
         check_owner(run, store)
         return None
-    if not (steps := list_mirrored(store)) or read_identity(store) is None:
+    steps = list_mirrored(store)
+    if not steps or read_identity(store) is None:
         return None
-    _fetch_file(store, PROVENANCE, run)  # marks the folder as a run, should this be killed
+    _fetch_file(store, PROVENANCE, run)  # marks the folder as a run if this process is killed
     folder = fetch_newest(store, steps, run / CHECKPOINTS, warn)
     if folder is None:
-        raise CheckpointError(
-            "no checkpoint there is whole",
-            address,
-            "start without save.mirror, or with another one",
-        )
+        fix = "start without save.mirror, or with another one"
+        raise CheckpointError("all checkpoints there are damaged", address, fix)
     for name in (*RUN_FILES, IDENTITY):
         _fetch_file(store, name, run)
     return folder
@@ -262,32 +263,32 @@ def fetch_run(run: Path, address: str, warn: Callable[[str], None]) -> Path | No
 def fetch_newest(
     store: ObjectStore, steps: Sequence[int], root: Path, warn: Callable[[str], None]
 ) -> Path | None:
-    """Fetch the last of these checkpoints that is whole into the folder of checkpoints `root`; None if none is."""
+    """Fetch the newest valid one of these ascending steps into `root`; None if all are damaged."""
     for step in reversed(steps):
         try:
             return fetch_checkpoint(store, step, root)
         except DamagedError as error:
-            warn(f"{error} (passing over {_step_name(step)})")
+            warn(f"{error} (skipping {_step_name(step)})")
     return None
 
 
 def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
-    """Fetch one checkpoint, so that it appears whole and verified or not at all. Raises DamagedError, StorageError."""
-    manifest, entries = read_mark(store, _step_name(step)), dict[str, FileEntry]()
+    """Fetch and commit one checkpoint. Raises DamagedError, StorageError."""
+    manifest = read_mark(store, _step_name(step))
     needed_bytes = count_needed_bytes(sum(entry.bytes for entry in manifest.files.values()))
     draft = open_draft(root, step, needed_bytes)
     if draft is None:
         return step_folder(root, step)
+    entries: dict[str, FileEntry] = {}
 
     def fetch(file: str) -> None:
+        name = _object_name(step, file)
         try:
-            written = write_files(
-                draft, step, {file: partial(store.download, _object_name(step, file))}, needed_bytes
-            )
+            writer = {file: partial(store.download, name)}
+            entries.update(write_files(draft, step, writer, needed_bytes))
         except MissingObjectError as error:
-            raise damaged(store.at(_object_name(step, file)), "it is missing") from error
-        _check_entry(store, step, file, written[file], manifest.files[file])
-        entries.update(written)
+            raise damaged(store.at(name), "it is missing") from error
+        _check_entry(store.at(name), entries[file], manifest.files[file])
 
     try:
         run_parallel([partial(fetch, file) for file in manifest.files])
@@ -298,9 +299,9 @@ def fetch_checkpoint(store: ObjectStore, step: int, root: Path) -> Path:
 
 
 def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
-    """The folder of the cache with the newest whole checkpoint of the copy of a run, or with the one that is named.
+    """Fetch a copy's newest valid checkpoint, or the named one, into the cache; return its folder.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     run, _, last = address.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
     named = STEP.fullmatch(last)
@@ -310,7 +311,7 @@ def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
     with storage_errors(root), lock_folder(root.parent, "download", on_wait=lambda: None):
         folder = fetch_newest(store, steps, root, warn)
         if folder is None:
-            what = "no checkpoint there is whole" if steps else "holds no checkpoint"
+            what = "all checkpoints there are damaged" if steps else "no checkpoint there"
             raise CheckpointError(what, address, "name the address of a run's save.mirror")
         for other in root.iterdir():
             if other != folder:
@@ -318,93 +319,11 @@ def fetch_model(address: str, warn: Callable[[str], None]) -> Path:
     return folder
 
 
-class MirrorUploads:
-    """Uploads of one run, one at a time, each by `update_mirror` in a process of its own."""
-
-    def __init__(self, run: Path, address: str, *, keep_last: int, keep_every: int) -> None:
-        words = [str(run), address, str(keep_last), str(keep_every)]
-        self._command = [
-            *python_command("from megatoken.checkpoint.mirror import main; main(sys.argv[1:])"),
-            *words,
-        ]
-        self._root = run / CHECKPOINTS
-        self._child: Child | None = None
-        self._lines: list[str] = []
-        self._waiting = False
-        self._best: int | None = None
-        self.step: int | None = None  # being uploaded, so it has to stay
-
-    def start(self, best: int | None) -> None:
-        """Begin an upload of the newest checkpoint, now or when the one that goes on has ended; none without one.
-
-        best: another checkpoint to copy and keep.
-        """
-        self._waiting = self._child is not None
-        self._best = best
-        steps = list_steps(self._root)
-        if self._child is None and steps:
-            self.step = steps[-1]
-            self._lines = []
-            self._child = Child(
-                [*self._command, "" if best is None else str(best)],
-                stdout=self._lines.append,
-                stderr=NULL,
-                death_signal=None,  # set by `main`: here it would fork a large process
-            )
-
-    def poll(self, *, wait: bool = False) -> dict[str, Any] | None:
-        """What the upload that has ended returned, or {"error": a line}; None while there is nothing to tell.
-
-        wait: for the end of the one that goes on.
-        """
-        if self._child is None:
-            return None
-        exit_code = self._child.wait(None if wait else 0)
-        if exit_code is None:
-            return None
-        lines = self._lines
-        self._child = None
-        self.step = None
-        if self._waiting:
-            self.start(self._best)
-        if not lines:
-            return {"error": f"the upload ended with code {exit_code}"}
-        return dict(json.loads(lines[-1]))
-
-
-def main(words: Sequence[str]) -> None:
-    """The process of one upload: prints a line of JSON, and dies with the one that started it (Linux)."""
-    for (
-        name
-    ) in FORWARDED:  # a terminal or a scheduler sends these to the whole group; training decides
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if ask := at_parent_death(signal.SIGKILL):
-        ask()
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
-    run, address, keep_last, keep_every, best = words
-    try:
-        rules = {"keep_last": int(keep_last), "keep_every": int(keep_every)}
-        answer = update_mirror(Path(run), address, **rules, best=int(best) if best else None)
-    except MegatokenError as error:
-        answer = {"error": str(error)}
-    except Exception as error:
-        answer = {"error": redact(f"{type(error).__name__}: {error}")}
-    print(json.dumps(answer), flush=True)
-
-
-def _check_entry(
-    store: ObjectStore, step: int, file: str, found: FileEntry, expected: FileEntry
-) -> None:
-    if found.bytes != expected.bytes:
-        raise damaged(
-            store.at(_object_name(step, file)),
-            f"it has {found.bytes:,} bytes, expected {expected.bytes:,}",
-        )
-    if found != expected:
-        reason = f"its xxh3-128 is {found.xxh3_128}, expected {expected.xxh3_128}"
-        raise damaged(store.at(_object_name(step, file)), reason)
+def _check_entry(where: str, stored: FileEntry, expected: FileEntry) -> None:
+    if stored != expected:
+        difference = f"{stored.bytes:,} bytes of xxh3-128 {stored.xxh3_128}"
+        expectation = f"{expected.bytes:,} of {expected.xxh3_128}"
+        raise damaged(where, f"it has {difference}, expected {expectation}")
 
 
 def _fetch_file(store: ObjectStore, name: str, run: Path) -> None:
@@ -420,7 +339,3 @@ def _step_name(step: int) -> str:
 
 def _object_name(step: int, file: str) -> str:
     return f"{CHECKPOINTS}/{_step_name(step)}/{file}"
-
-
-def _parse_steps(names: Iterable[str]) -> list[int]:
-    return sorted(int(step[1]) for name in names if (step := STEP.fullmatch(name)))

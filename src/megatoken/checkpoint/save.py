@@ -1,7 +1,8 @@
-"""Saving while training goes on: each rank copies its tensors and writes them in a thread; rank 0 commits.
+"""Save checkpoints while training continues: each rank copies its tensors and writes them in a thread.
 
-Where every rank holds the whole model, rank 0 alone writes model.safetensors and optimizer.safetensors; where it is
-sharded, each rank writes its slices. Ranks communicate between steps only, never from the thread.
+If every rank holds the full model, rank 0 alone writes model.safetensors and optimizer.safetensors;
+if it is sharded, each rank writes its slices. Rank 0 commits. Ranks communicate only between steps,
+never from the thread.
 """
 
 import shutil
@@ -32,9 +33,9 @@ POLL_SECONDS = 0.5
 
 
 class AsyncSave:
-    """A checkpoint being written. All ranks create it at the same step and finish it at the same later step.
+    """A checkpoint being written. All ranks must create it, and later finish it, at the same steps.
 
-    Raises StorageError on all ranks when it cannot be started or finished: nothing of it remains then.
+    Raises StorageError on all ranks if it cannot be started or finished; then nothing of it remains.
     """
 
     def __init__(
@@ -46,30 +47,32 @@ class AsyncSave:
         tokenizer: Path,
         meta: Mapping[str, Any],
     ) -> None:
-        """config, tokenizer: the run's resolved config and tokenizer folder, copied so that a checkpoint stands alone.
+        """Copy the state, which may change afterwards, and start writing.
 
-        meta: more for the manifest. When this returns, the state may change again. Raises ConfigError for optimizer
-        state that cannot be saved.
+        Raises ConfigError for optimizer state that cannot be saved.
+
+        config, tokenizer: copied, so that a checkpoint is self-contained. meta: added to the manifest.
         """
         start = time.perf_counter()
-        self.step, self.folder, self.comm = state.step, step_folder(root, state.step), state.comm
-        model_config = encode_model_config(state.model.config)
+        self.step = state.step
+        self.folder = step_folder(root, state.step)
+        self.comm = state.comm
         self.meta = {
-            "shape": model_config,
+            "shape": encode_model_config(state.model.config),
             "scaler": state.scaler.state_dict(),
             **describe_optimizer(state.optimizer),
+            **meta,
         }
-        self.meta |= meta
         if state.model.attention_name not in BUILT_IN:  # needed to use the weights
             self.meta["attention"] = state.model.attention_name
-        self._entries: dict[str, FileEntry] = {}  # of this rank's files in the manifest
-        self.files: dict[str, FileEntry] = {}  # of all ranks, once it is committed
+        self.files: dict[str, FileEntry] = {}  # of all ranks, once committed
+        self._entries: dict[str, FileEntry] = {}  # of this rank
         self._error: MegatokenError | None = None
         self.writing_seconds = 0.0
         self._n_bytes = 0  # hashed and made durable
         files, local_bytes = copy_tensors(state)
         self._needed_bytes = count_needed_bytes(sum(self.comm.gather(local_bytes)))
-        # None: that checkpoint exists.
+        # None if the checkpoint already exists.
         self._draft = self.comm.run_on_rank0(
             lambda: open_draft(root, self.step, self._needed_bytes)
         )
@@ -100,87 +103,93 @@ class AsyncSave:
         self._n_bytes += n_bytes
 
     def _read_progress(self) -> int:
-        """Changes as long as this rank hashes or makes durable; on rank 0, as long as any rank writes."""
+        """Return a number that changes while this rank, or on rank 0 any rank, makes progress."""
         total = self._n_bytes
         if self.comm.dist_env.is_main_process and self._draft is not None:
-            for path in self._draft.rglob(
-                "*"
-            ):  # safetensors writes into a file of another name and the final size
+            # safetensors writes to a file of another name and of the final size.
+            for path in self._draft.rglob("*"):
                 with suppress(OSError):
                     status = path.stat()
                     total += status.st_size + getattr(status, "st_blocks", 0)  # not on Windows
         return total
 
     def is_written(self) -> bool:
-        """Whether every rank has written its files, so that `finish` does not wait; all ranks must call it."""
+        """Return whether every rank has written its files. All ranks must call it."""
         return not self.comm.any(self._thread.is_alive())
 
     def finish(self, on_progress: Callable[[int], object] = lambda _: None) -> Path:
-        """Wait for the files, commit the checkpoint, return its folder.
+        """Wait for the files, commit the checkpoint and return its folder.
 
-        on_progress: called on all ranks, each time with another number, as long as the files of any of them grow.
+        on_progress: called on all ranks with a new number while the files of any rank grow.
         """
         start = time.perf_counter()
-        is_writing, moves, seen = True, 0, -1
+        is_writing = True
+        n_changes = 0
+        progress = -1
         while is_writing:
             self._thread.join(POLL_SECONDS)
-            before, seen = seen, self._read_progress()
-            is_writing, moved = self.comm.any_of_each([self._thread.is_alive(), seen != before])
-            if moved:
-                on_progress(moves := moves + 1)
+            previous = progress
+            progress = self._read_progress()
+            flags = [self._thread.is_alive(), progress != previous]
+            is_writing, has_changed = self.comm.any_of_each(flags)
+            if has_changed:
+                n_changes += 1
+                on_progress(n_changes)
         reports = self.comm.gather((self._entries, self._error))
-
-        def commit(draft: Path) -> None:
-            try:
-                for error in (error for _, error in reports if error):
-                    raise error
-                self.files = {name: entry for own, _ in reports for name, entry in own.items()}
-                publish(draft, self.step, self.files, meta=self.meta)
-            finally:
-                discard(draft)
-
         if self._draft is not None:
-            self.comm.run_on_rank0(partial(commit, self._draft))
+            self.comm.run_on_rank0(partial(self._commit, self._draft, reports))
         self.stall_seconds += time.perf_counter() - start
         return self.folder
+
+    def _commit(
+        self, draft: Path, reports: list[tuple[dict[str, FileEntry], MegatokenError | None]]
+    ) -> None:
+        try:
+            for entries, error in reports:
+                if error:
+                    raise error
+                self.files |= entries
+            publish(draft, self.step, self.files, meta=self.meta)
+        finally:
+            discard(draft)
 
 
 def save_state(
     root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]
 ) -> Path:
-    """Commit the state as checkpoint `state.step` under `root` and wait for it; return its folder."""
+    """Commit the state as checkpoint `state.step` under `root`, wait for it and return its folder."""
     return AsyncSave(root, state, config=config, tokenizer=tokenizer, meta=meta).finish()
 
 
 def copy_tensors(state: TrainingState) -> tuple[dict[str, FileWriter], int]:
-    """Writers of this rank's tensor files, with copies that the next step does not change, and their bytes.
+    """Copy this rank's tensors. Return writers of its files and the number of bytes.
 
-    Of the ranks that hold the same slice, the first writes it.
+    If several ranks hold the same slice, the first writes it.
     """
-    sharded, dist_env = state.sharded, state.comm.dist_env
-    whole, is_main = sharded.dims.is_unsharded, dist_env.is_main_process
-    optimizer = list_optimizer_tensors(state)  # on every rank, so that an error is raised on all
+    sharded = state.sharded
+    dist_env = state.comm.dist_env
+    is_full = sharded.dims.is_unsharded
+    optimizer = list_optimizer_tensors(state)  # on every rank: an error is raised on all
     files: dict[str, FileWriter] = {}
-    local_bytes = 0
+    n_bytes = 0
     for kind, tensors in ((MODEL, sharded.local_params), (OPTIMIZER, optimizer)):
-        params = {name: name.partition("/")[0] for name in tensors}
-        own = [
-            name
-            for name, param in params.items()
-            if (is_main if whole else sharded.is_first_copy(param))
-        ]
-        if not own and not is_main:
+        param_of = {name: name.partition("/")[0] for name in tensors}
+        if is_full:
+            names = list(tensors) if dist_env.is_main_process else []
+        else:
+            names = [name for name in tensors if sharded.is_first_copy(param_of[name])]
+        if not names and not dist_env.is_main_process:
             continue
-        copies = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in own}
-        local_bytes += sum(tensor.nbytes for tensor in copies.values())
-        if whole:
+        copies = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
+        n_bytes += sum(tensor.nbytes for tensor in copies.values())
+        if is_full:
             files[tensor_file_name(kind)] = partial(write_tensors, tensors=copies)
         else:
-            slices = {name: sharded.slices[params[name]] for name in own}
+            slices = {name: sharded.slices[param_of[name]] for name in names}
             shapes = {
-                name: sharded.full_shapes[params[name]] if copies[name].dim() else ()
-                for name in own
+                name: sharded.full_shapes[param_of[name]] if copies[name].dim() else ()
+                for name in names
             }
             file = tensor_file_name(kind, dist_env.rank, dist_env.world_size)
             files[file] = partial(write_tensors, tensors=copies, slices=slices, shapes=shapes)
-    return files, local_bytes
+    return files, n_bytes

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint on disk, in safetensors: whole in one file, or as slices in a file per rank.
+"""Read and write the tensors of a checkpoint in safetensors: full in one file, or sliced in one per rank.
 
-A file of slices states in its header which slice of the whole each tensor is (`parts`: row and column ranges, `sizes`:
-whole shapes). Any slice of a tensor is read from whatever slices hold it, so that a checkpoint depends neither on the
-number of processes that wrote it nor on the number that read it. Nothing is unpickled.
+The header of a file of slices states the rows and columns of each (`parts`) and the full shapes
+(`sizes`). Any slice can be read from whatever slices contain it, so a checkpoint depends neither on
+the number of processes that wrote it nor on the number that read it. Nothing is unpickled.
 """
 
 import json
@@ -27,17 +27,16 @@ from megatoken.distributed.tensor_slice import TensorSlice
 from megatoken.errors import CheckpointError, StorageError
 from megatoken.system.atomic_write import MALFORMED
 
-MODEL, OPTIMIZER = "model", "optimizer"  # the two files, or sets of files
+MODEL = "model"
+OPTIMIZER = "optimizer"
+FIX = "use another checkpoint"
 Shape = tuple[int, ...]
 
 
 def tensor_file_name(name: str, rank: int = 0, world_size: int = 1) -> str:
-    """model.safetensors, or model-00003-of-00008.safetensors, counted from 0."""
-    return (
-        f"{name}.safetensors"
-        if world_size == 1
-        else f"{name}-{rank:05d}-of-{world_size:05d}.safetensors"
-    )
+    """Return model.safetensors, or model-00003-of-00008.safetensors, counted from 0."""
+    suffix = f"-{rank:05d}-of-{world_size:05d}" if world_size > 1 else ""
+    return f"{name}{suffix}.safetensors"
 
 
 def write_tensors(
@@ -46,79 +45,73 @@ def write_tensors(
     slices: Mapping[str, TensorSlice] | None = None,
     shapes: Mapping[str, Shape] | None = None,
 ) -> None:
-    """Write CPU tensors, whole or, if `slices` and the whole `shapes` are given, in slices. Raises what Rust raises."""
+    """Write full CPU tensors, or slices of tensors of the full `shapes`. Raises SafetensorError."""
     header = None
     if slices is not None and shapes is not None:
         ranges = {name: [slices[name].rows, slices[name].columns] for name in tensors}
-        header = {
-            "parts": json.dumps(ranges),
-            "sizes": json.dumps({name: shapes[name] for name in tensors}),
-        }
+        sizes = {name: shapes[name] for name in tensors}
+        header = {"parts": json.dumps(ranges), "sizes": json.dumps(sizes)}
     save_file(dict(tensors), path, metadata=header)
 
 
 class TensorReader:
-    """Reads the tensors of one set of files of a checkpoint, by name, in any slice. shapes: whole shapes by name."""
+    """Read any slices of the tensors in one set of files. shapes: full shapes by name."""
 
     def __init__(self, folder: Path, manifest: CheckpointManifest, name: str) -> None:
-        """Raises CheckpointError when there are no such files."""
-        self._folder, self._manifest = folder, manifest
-        self._files: dict[str, Any] = {}  # open, by name
-        self._parts: dict[
-            str, dict[str, TensorSlice]
-        ] = {}  # by tensor: the slice in each file that has one
+        """Raises CheckpointError if there are no such files."""
+        self._folder = folder
+        self._manifest = manifest
+        self._files: dict[str, Any] = {}
+        self._parts: dict[str, dict[str, TensorSlice]] = {}  # tensor -> file -> its slice there
         self.shapes: dict[str, Shape] = {}
-        files = [
-            file
-            for file in manifest.files
-            if re.fullmatch(rf"{name}(-\d+-of-\d+)?\.safetensors", file)
-        ]
-        if not files:
-            what = f"checkpoint holds no {tensor_file_name(name)}"
-            raise CheckpointError(what, str(folder), "use another checkpoint")
-        for file in files:
+        pattern = re.compile(rf"{name}(-\d+-of-\d+)?\.safetensors")
+        for file in filter(pattern.fullmatch, manifest.files):
             with malformed(folder / file):
                 self._open(file)
-        for tensor, parts in self._parts.items():  # memory is taken only for what the files hold
-            stored = sum(prod(part.shape) for part in parts.values())
-            self._refuse_missing(tensor, prod(self.shapes[tensor]) - stored)
+        if not self._files:
+            what = f"checkpoint has no {tensor_file_name(name)}"
+            raise CheckpointError(what, str(folder), FIX)
+        for tensor, parts in self._parts.items():  # before memory is allocated for them
+            n_stored = sum(prod(part.shape) for part in parts.values())
+            self._check_complete(tensor, prod(self.shapes[tensor]) - n_stored)
 
     def _open(self, file: str) -> None:
-        """Add a file's tensors. Raises what its values raise when they are of other types or contradict each other."""
+        """Add a file's tensors. Raises any of MALFORMED if the header is inconsistent."""
         opened: Any = safe_open(self._folder / file, framework="pt")
-        header = opened.metadata() or {}
         self._files[file] = opened
-        ranges, shapes = (
-            json.loads(header.get("parts", "{}")),
-            json.loads(header.get("sizes", "{}")),
-        )
-        for tensor in opened.keys():  # noqa: SIM118  # it is no mapping
+        header = opened.metadata() or {}
+        ranges = json.loads(header.get("parts", "{}"))
+        shapes = json.loads(header.get("sizes", "{}"))
+        for tensor in opened.keys():  # noqa: SIM118  # not a mapping
             shape_in_file = tuple(opened.get_slice(tensor).get_shape())
-            self.shapes[tensor] = shape = tuple(map(int, shapes.get(tensor) or shape_in_file))
+            shape = tuple(map(int, shapes.get(tensor) or shape_in_file))
+            self.shapes[tensor] = shape
             stored = TensorSlice.full(shape)
             if shape and tensor in ranges:
                 rows, columns = ranges[tensor]
-                rows = tuple((int(start), int(end)) for start, end in rows)
-                stored = TensorSlice(rows, (int(columns[0]), int(columns[1])) if columns else None)
+                stored = TensorSlice(
+                    tuple((int(start), int(end)) for start, end in rows),
+                    (int(columns[0]), int(columns[1])) if columns else None,
+                )
             if shape_in_file != (stored.shape if shape else ()) and len(shape) < 3:
                 raise ValueError(f"{tensor} has shape {shape_in_file}, its slice {stored.shape}")
             self._parts.setdefault(tensor, {})[file] = stored
 
-    def read(self, name: str, wanted: TensorSlice | None = None) -> Tensor:
-        """A tensor, or a slice of it, on the CPU in its saved dtype. Raises CheckpointError if a part is in no file."""
-        shape, parts = self.shapes[name], self._parts[name]
-        wanted = wanted or TensorSlice.full(shape)
-        file, stored = next(iter(parts.items()))
-        if not shape or wanted == stored:
+    def read(self, name: str) -> Tensor:
+        """Return a full tensor on the CPU in its saved dtype. Raises CheckpointError if incomplete."""
+        full = TensorSlice.full(self.shapes[name])
+        file, stored = next(iter(self._parts[name].items()))
+        if not self.shapes[name] or stored == full:
             tensor: Tensor = self._files[file].get_tensor(name)
             return tensor
-        result = torch.empty(wanted.shape, dtype=self.dtype(name))
-        self.fill({name: result}, {name: wanted}, share=slice(0))
+        result = torch.empty(full.shape, dtype=self.dtype(name))
+        self.fill({name: result}, {}, share=slice(0))
         return result
 
     def dtype(self, name: str) -> torch.dtype:
-        """The saved dtype of a tensor."""
-        dtype: torch.dtype = self._files[next(iter(self._parts[name]))].get_tensor(name).dtype
+        """Return the saved dtype of a tensor."""
+        file = next(iter(self._parts[name]))
+        dtype: torch.dtype = self._files[file].get_tensor(name).dtype
         return dtype
 
     def fill(
@@ -127,102 +120,102 @@ class TensorReader:
         slices: Mapping[str, TensorSlice],
         share: slice = slice(None),
     ) -> dict[str, FileEntry]:
-        """Read tensors into `targets`, each in its slice (where none is given, whole), on any device.
+        """Read tensors into `targets` on any device, and return the entries of verified files.
 
-        share: which of the files, by default all, are read once, to their ends, and verified; their entries are
-        returned. Of the others only what is needed is read. Raises CheckpointError if a part is in no file, and
-        DamagedError for a file that does not verify: targets then hold bytes of it.
+        Raises CheckpointError if a part is in no file, and DamagedError if a file is damaged; the
+        targets then hold damaged values.
+
+        slices: of the targets; without one a target is full.
+        share: the files that are read to their ends and verified. Only what is needed is read of others.
         """
         wanted = {name: slices.get(name) or TensorSlice.full(self.shapes[name]) for name in targets}
-        missing = {name: target.numel() for name, target in targets.items()}
+        n_missing = {name: target.numel() for name, target in targets.items()}
         verified: dict[str, FileEntry] = {}
         for file in [*self._files][share]:
             opened = self._files[file]
             with VerifiedFile(self._folder / file, self._manifest.files[file]) as stream:
                 stream.skip_header()
-                for name in opened.offset_keys():  # as they are stored, without gaps
-                    stored, mapped = self._parts[name][file], opened.get_tensor(name)  # not read
+                for name in opened.offset_keys():  # in stored order, without gaps
+                    stored = self._parts[name][file]
+                    mapped = opened.get_tensor(name)  # not read
                     target = targets.get(name)
-                    if (
-                        target is not None
-                        and wanted[name] == stored
-                        and _has_bytes_of(target, mapped)
-                    ):
-                        values = target
-                    else:
-                        values = torch.empty_like(mapped)
+                    values = torch.empty_like(mapped)
+                    if target is not None and wanted[name] == stored:
+                        values = target if _has_layout_of(target, mapped) else values
                     stream.read_into(values.detach().reshape(-1).view(torch.uint8).numpy().data)
                     if target is not None:
-                        missing[name] -= _copy_part(values, stored, target, wanted[name])
+                        n_missing[name] -= _copy_part(values, stored, target, wanted[name])
                 verified[file] = stream.finish()
         for name, target in targets.items():
             for file, stored in self._parts[name].items():
                 if file not in verified:
-                    missing[name] -= _copy_part(
-                        self._files[file].get_slice(name), stored, target, wanted[name]
-                    )
-            self._refuse_missing(name, missing[name])
+                    part = self._files[file].get_slice(name)
+                    n_missing[name] -= _copy_part(part, stored, target, wanted[name])
+            self._check_complete(name, n_missing[name])
         return verified
 
-    def _refuse_missing(self, name: str, missing: int) -> None:
-        if missing > 0:
-            what = f"{missing:,} numbers of {name} are in no file"
-            raise CheckpointError(what, str(self._folder), "use another checkpoint")
+    def _check_complete(self, name: str, n_missing: int) -> None:
+        if n_missing > 0:
+            what = f"{n_missing:,} values of {name} are in no file"
+            raise CheckpointError(what, str(self._folder), FIX)
 
 
-def _has_bytes_of(target: Tensor, stored: Tensor) -> bool:
-    """Whether a tensor is in memory as the stored one is in its file."""
+def _has_layout_of(target: Tensor, stored: Tensor) -> bool:
+    """Return whether a tensor's bytes in memory equal those of the stored one in its file."""
     return target.is_cpu and target.is_contiguous() and target.dtype == stored.dtype
 
 
 def _copy_part(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorSlice) -> int:
-    """Copy what a stored part, a tensor or one still in its file, has of the wanted slice; return how many numbers."""
+    """Copy the overlap of a stored and a wanted slice, and return its number of values.
+
+    source: a tensor, or a slice object of safetensors.
+    """
     if wanted == stored:
         target.copy_(source[...])
         return target.numel()
-    start, copied = (wanted.columns or (0, 1))[0], 0
-    for row, stored_row, n_rows, (first, end) in wanted.overlaps(stored):
-        values, rows = source[stored_row : stored_row + n_rows], target[row : row + n_rows]
+    first_column = wanted.columns[0] if wanted.columns else 0
+    n_copied = 0
+    for row, stored_row, n_rows, (start, end) in wanted.overlaps(stored):
+        values = source[stored_row : stored_row + n_rows]
+        rows = target[row : row + n_rows]
         if stored.columns is not None:
-            rows = rows[:, first - start : end - start]
-            values = values[:, first - stored.columns[0] : end - stored.columns[0]]
+            rows = rows[:, start - first_column : end - first_column]
+            values = values[:, start - stored.columns[0] : end - stored.columns[0]]
         rows.copy_(values)
-        copied += n_rows * (end - first)
-    return copied
+        n_copied += n_rows * (end - start)
+    return n_copied
 
 
 @contextmanager
 def malformed(where: Path) -> Iterator[None]:
-    """Turn what a value of another type or size raises inside into a CheckpointError: hashes prove no authorship."""
+    """Convert errors of values of other types or sizes to CheckpointError: hashes prove no authorship."""
     try:
         yield
     except (*MALFORMED, RuntimeError, SafetensorError) as error:
         what = f"checkpoint is malformed: {type(error).__name__}: {error!s:.200}"
-        raise CheckpointError(what, str(where), "use another checkpoint") from error
+        raise CheckpointError(what, str(where), FIX) from error
 
 
 def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:
-    """Write a run's newest valid checkpoint, or a single one, to `out/step-N` with whole tensors; return that folder.
+    """Write a run's newest valid checkpoint to `out/step-N` with full tensors; return that folder.
 
-    Only other programs need it. Raises CheckpointError when there is no valid checkpoint, StorageError when `out` is
-    the source, when that folder exists, because it may be another run's, or cannot be written.
+    Only other programs need it. Raises CheckpointError if there is no valid checkpoint, StorageError
+    if the target exists or cannot be written.
     """
     folder, manifest = find_checkpoint(source, warn)
-    if os.path.lexists(target := step_folder(out, manifest.step)):
-        raise StorageError(
-            "the target exists", str(target), "choose another --out, or remove it first"
-        )
-    if out.resolve() == source.resolve():
-        raise StorageError("the target is the run itself", str(out), "choose another --out")
+    target = step_folder(out, manifest.step)
+    if os.path.lexists(target) or out.resolve() == source.resolve():
+        raise StorageError("the target exists", str(target), "choose another --out")
 
-    def write_whole(name: str, path: Path) -> None:
+    def write_full(name: str, path: Path) -> None:
         reader = TensorReader(folder, manifest, name)
         write_tensors(path, {tensor: reader.read(tensor) for tensor in reader.shapes})
 
     files: dict[str, FileWriter] = {
-        tensor_file_name(name): partial(write_whole, name) for name in (MODEL, OPTIMIZER)
+        tensor_file_name(name): partial(write_full, name) for name in (MODEL, OPTIMIZER)
     }
-    others = [name for name in manifest.files if not name.endswith(".safetensors")]
-    files |= {name: partial(shutil.copyfile, folder / name) for name in others}
+    for name in manifest.files:
+        if not name.endswith(".safetensors"):
+            files[name] = partial(shutil.copyfile, folder / name)
     needed_bytes = sum(entry.bytes for entry in manifest.files.values())
     return commit(out, manifest.step, files, meta=manifest.meta, needed_bytes=needed_bytes)

@@ -1,4 +1,4 @@
-"""The rank and world size of this process: the only reader of the launchers' environment variables."""
+"""Read the rank and world size of this process from the launcher's environment variables."""
 
 import os
 import re
@@ -9,18 +9,21 @@ from dataclasses import dataclass
 from megatoken.errors import ConfigError
 
 PORT = 29500
-VARIABLES = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
-VARIABLES |= {
+VARIABLES = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
     "local_world_size": "LOCAL_WORLD_SIZE",
     "address": "MASTER_ADDR",
     "port": "MASTER_PORT",
 }
+WHERE = "environment"
 FIX = "let torchrun, srun, mpirun or --nproc set the ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistEnv:
-    """rank of world_size in all, local_rank of local_world_size on this machine, and the address of rank 0."""
+    """This process's rank among all processes and on its machine, and the address of rank 0."""
 
     rank: int = 0
     world_size: int = 1
@@ -31,30 +34,28 @@ class DistEnv:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0, which prints and writes for all."""
+        """Whether this is rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that torchrun would set."""
+        """Return the environment variables that torchrun would set."""
         return {name: str(getattr(self, field)) for field, name in VARIABLES.items()}
 
 
 def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
-    """Read the variables of torchrun (RANK, WORLD_SIZE, ...), of Open MPI or of a Slurm task; without any: one process.
+    """Read the variables of torchrun, Open MPI or Slurm; without any: a single process.
 
-    Raises ConfigError when they are incomplete or contradict each other.
+    Raises ConfigError if they are incomplete or inconsistent.
     """
-    variables = os.environ if variables is None else variables
-    if "RANK" not in variables and _read_int(variables, "OMPI_COMM_WORLD_SIZE", 1) > 1:
-        variables = _translate_open_mpi(variables)
-    if (
-        "RANK" not in variables
-        and "SLURM_STEP_ID" in variables
-        and _read_int(variables, "SLURM_NTASKS", 1) > 1
-    ):
-        variables = _translate_slurm(variables)
+    if variables is None:
+        variables = os.environ
     if "RANK" not in variables:
-        return DistEnv()
+        if _read_int(variables, "OMPI_COMM_WORLD_SIZE", 1) > 1:
+            variables = _translate_open_mpi(variables)
+        elif "SLURM_STEP_ID" in variables and _read_int(variables, "SLURM_NTASKS", 1) > 1:
+            variables = _translate_slurm(variables)
+        else:
+            return DistEnv()
     world_size = _read_int(variables, "WORLD_SIZE")
     env = DistEnv(
         rank=_read_int(variables, "RANK"),
@@ -64,59 +65,48 @@ def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
         address=variables.get("MASTER_ADDR", "127.0.0.1"),
         port=_read_int(variables, "MASTER_PORT", PORT),
     )
-    if not (
-        0 <= env.rank < env.world_size
-        and 0 <= env.local_rank < env.local_world_size <= env.world_size
-    ):
-        what = f"rank {env.rank} of {env.world_size}, on this machine {env.local_rank} of {env.local_world_size}"
-        raise ConfigError(what, "environment", FIX)
+    is_local_valid = 0 <= env.local_rank < env.local_world_size <= env.world_size
+    if not 0 <= env.rank < env.world_size or not is_local_valid:
+        local = f"local rank {env.local_rank} of {env.local_world_size}"
+        raise ConfigError(f"rank {env.rank} of {env.world_size}, {local}", WHERE, FIX)
     return env
 
 
 def _translate_open_mpi(variables: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables from those of mpirun; jobs on one machine have different ports, by their names.
-
-    Raises ConfigError for processes on several machines without the address of rank 0, which mpirun does not tell.
-    """
-    found = {key: variables.get(f"OMPI_COMM_WORLD_{key}", "") for key in ("RANK", "LOCAL_RANK")}
-    found |= {
-        f"{word}WORLD_SIZE": variables.get(f"OMPI_COMM_WORLD_{word}SIZE", "")
-        for word in ("", "LOCAL_")
+    """Return torchrun's variables for a process of mpirun. Each job's name gives it a port."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = {
+        name: variables.get(f"OMPI_COMM_WORLD_{name.replace('WORLD_', '')}", "") for name in names
     }
     address = variables.get("MASTER_ADDR")
-    if not address and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
+    if not address and values["LOCAL_WORLD_SIZE"] != values["WORLD_SIZE"]:
         if "SLURM_JOB_NODELIST" not in variables:
-            fix = "give the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."
-            raise ConfigError(
-                "mpirun on several machines, and MASTER_ADDR is not set", "environment", fix
-            )
+            fix = "name rank 0's host: mpirun -x MASTER_ADDR=HOST ..."
+            raise ConfigError("mpirun on several machines without MASTER_ADDR", WHERE, fix)
         address = first_host(variables["SLURM_JOB_NODELIST"])
     port = 10_000 + zlib.crc32(variables.get("PMIX_NAMESPACE", "").encode()) % 40_000
-    return found | {
-        "MASTER_ADDR": address or "127.0.0.1",
-        "MASTER_PORT": variables.get("MASTER_PORT", str(port)),
-    }
+    values["MASTER_ADDR"] = address or "127.0.0.1"
+    values["MASTER_PORT"] = variables.get("MASTER_PORT", str(port))
+    return values
 
 
 def _translate_slurm(variables: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables from those of a Slurm task; jobs on one node have different ports, by their ids."""
-    nodes, port = (
-        _read_int(variables, "SLURM_STEP_NUM_NODES", 1),
-        _read_int(variables, "SLURM_JOB_ID", 0) % 40_000,
-    )
+    """Return torchrun's variables for a Slurm task. Each job's id gives it a port."""
+    n_nodes = _read_int(variables, "SLURM_STEP_NUM_NODES", 1)
+    port = 10_000 + _read_int(variables, "SLURM_JOB_ID", 0) % 40_000
     return {
         "RANK": variables.get("SLURM_PROCID", ""),
         "WORLD_SIZE": variables["SLURM_NTASKS"],
         "LOCAL_RANK": variables.get("SLURM_LOCALID", ""),
-        "LOCAL_WORLD_SIZE": str(-(-int(variables["SLURM_NTASKS"]) // nodes)),
+        "LOCAL_WORLD_SIZE": str(-(-int(variables["SLURM_NTASKS"]) // n_nodes)),
         "MASTER_ADDR": variables.get("MASTER_ADDR")
         or first_host(variables.get("SLURM_STEP_NODELIST", "127.0.0.1")),
-        "MASTER_PORT": variables.get("MASTER_PORT", str(10_000 + port)),
+        "MASTER_PORT": variables.get("MASTER_PORT", str(port)),
     }
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a Slurm list: gpu[003-005,9],cpu1 -> gpu003."""
+    """Return the first host of a Slurm list: gpu[003-005,9],cpu1 -> gpu003."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
     if match is None:
         raise ConfigError(f"no host in '{hosts}'", "SLURM_STEP_NODELIST", "set MASTER_ADDR")
@@ -126,14 +116,15 @@ def first_host(hosts: str) -> str:
 def _read_int(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = variables.get(name, "" if default is None else str(default))
     if not re.fullmatch(r"-?\d+", text):
-        raise ConfigError(f"{name} is {repr(text) if text else 'not set'}", "environment", FIX)
+        raise ConfigError(f"{name} is {text!r}, not a number", WHERE, FIX)
     return int(text)
 
 
 def prepare_torchrun() -> None:
-    """Let torchrun open a new store at every restart: in an old one gloo waits for processes that are gone.
+    """Configure torchrun and its processes, which it starts with -m.
 
-    Its processes, which it starts by -m, import nothing from the current folder.
+    Each restart gets a new store: in an old one gloo waits for processes that are gone. Nothing is
+    imported from the current folder.
     """
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas: in buckets during the backward, or pairwise with bits that no rank count changes."""
+"""Sum gradients over replicas: in buckets during the backward, or pairwise with reproducible bits."""
 
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -11,40 +11,41 @@ from megatoken.distributed.comm import Comm, peer_errors
 from megatoken.distributed.tensor_slice import is_dtensor
 
 BUCKET_BYTES = 25 << 20
-# The parameter of the backward and the local parameter that the optimizer updates: the same tensor, a low-precision
-# copy and its fp32 master weight, or a DTensor and its local part.
+# The parameter of the backward and the local parameter that the optimizer updates: the same tensor,
+# a low-precision copy and its fp32 master weight, or a DTensor and its local part.
 GradPair = tuple[Tensor, Tensor]
 
 
 class GradBucketReducer:
-    """All-reduces gradients bucket by bucket while the backward still computes others (Li et al. 2020, PyTorch DDP).
+    """All-reduce gradients by buckets while the backward computes others (Li et al. 2020, DDP).
 
-    Only the backward after `begin` communicates: gradients are reduced once a step, however many micro-batches it has.
+    Only the backward after `begin` communicates: once per step, after any number of micro-batches.
     """
 
     def __init__(
         self, pairs: Sequence[GradPair], comm: Comm, group: dist.ProcessGroup | None = None
     ) -> None:
-        self._comm, self._group = comm, group
+        self._comm = comm
+        self._group = group
         self._buckets = fill_buckets(pairs, BUCKET_BYTES)
-        self._missing: list[
-            int
-        ] = []  # gradients of each bucket; empty outside of the last backward
+        # Gradients that each bucket still waits for; empty except during the last backward.
+        self._n_missing: list[int] = []
         self._pending: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         for index, bucket in enumerate(self._buckets):
             for pair in bucket:
-                pair[0].register_post_accumulate_grad_hook(partial(self._on_gradient, index, pair))  # type: ignore[no-untyped-call]
+                hook = partial(self._on_gradient, index, pair)
+                pair[0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Reduce the gradients of the next backward, the last of the step."""
-        self._missing = [len(bucket) for bucket in self._buckets]
+        self._n_missing = [len(bucket) for bucket in self._buckets]
 
     def _on_gradient(self, index: int, pair: GradPair, _: Tensor) -> None:
-        if not self._missing:
+        if not self._n_missing:
             return
         collect_gradient(*pair)
-        self._missing[index] -= 1
-        if self._missing[index] == 0:
+        self._n_missing[index] -= 1
+        if self._n_missing[index] == 0:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
@@ -58,19 +59,20 @@ class GradBucketReducer:
         self._pending.append((work, flat, gradients))
 
     def finish(self) -> None:
-        """Wait for the sums and copy them to the local gradients. Raises PeerError when a process is gone."""
-        for index, missing in enumerate(self._missing):
-            if missing:  # parameters that the objective does not use: the same ones on every rank
+        """Wait for the sums and copy them to the local gradients. Raises PeerError."""
+        for index, n_missing in enumerate(self._n_missing):
+            if n_missing:  # the objective does not use some parameters, the same on every rank
                 self._reduce(index)
         for work, flat, gradients in self._pending:
             with peer_errors(self._comm.dist_env):
                 work.wait()
             copy_from_flat(flat, gradients)
-        self._missing, self._pending = [], []
+        self._n_missing = []
+        self._pending = []
 
 
 def fill_buckets(pairs: Sequence[GradPair], bucket_bytes: int) -> list[list[GradPair]]:
-    """Pairs in buckets of at least `bucket_bytes`, from the last parameter to the first, as a backward makes them."""
+    """Group pairs into buckets of at least `bucket_bytes`, last parameter first as in a backward."""
     buckets: list[list[GradPair]] = [[]]
     size = 0
     for pair in reversed(pairs):
@@ -90,12 +92,12 @@ def copy_from_flat(flat: Tensor, gradients: Sequence[Tensor]) -> None:
 
 
 def collect_gradient(trained: Tensor, local: Tensor) -> None:
-    """Move the gradient of a low-precision copy or a DTensor to the local parameter, added to what is there."""
-    if trained is local or trained.grad is None:
-        return
+    """Add the gradient of a low-precision copy or a DTensor to the local parameter's."""
     gradient = trained.grad
+    if trained is local or gradient is None:
+        return
     if is_dtensor(trained) and is_dtensor(gradient):
-        # Some operations leave partial sums on every tensor-parallel rank: place the gradient as the weight is placed.
+        # Some operations leave partial sums on every tensor-parallel rank.
         gradient = gradient.redistribute(placements=trained.placements).to_local()
     if local.grad is None:
         local.grad = gradient.to(local.dtype)
@@ -105,42 +107,41 @@ def collect_gradient(trained: Tensor, local: Tensor) -> None:
 
 
 class PairwiseGradSum:
-    """A sum over micro-batches and ranks with the same bits on 1, 2, 4, ... ranks, for deterministic runs.
+    """Sum gradients over micro-batches and ranks with the same bits on 1, 2, 4, ... ranks.
 
-    The terms are added pairwise: halves of halves while their number is even, one after another where it is odd. Ranks
-    hold consecutive terms, so the additions are the same ones within a rank or across. It needs a copy of the gradients
-    for every halving, and gathers them whole.
+    Terms are added pairwise, as halves of halves, while their number is even, and sequentially when
+    it is odd. Ranks hold consecutive terms, so additions within a rank and across ranks are the
+    same. Needs a copy of the gradients per halving, and gathers full gradients.
     """
 
     def __init__(self, local_params: Sequence[Tensor], micro_batches: int) -> None:
         self._local_params = local_params
-        self._odd = micro_batches // (
-            micro_batches & -micro_batches
-        )  # terms that the backward itself adds up
-        self._backwards = 0
-        self._summed: list[Tensor] = []  # parameters with a gradient
-        self._sums: list[list[Tensor]] = []  # each of at least twice as many terms as the next
+        # Terms that the backward itself adds up: the odd factor of their number.
+        self._n_sequential = micro_batches // (micro_batches & -micro_batches)
+        self._n_backwards = 0
+        self._params_with_grad: list[Tensor] = []
+        self._sums: list[list[Tensor]] = []  # each has at least twice as many terms as the next
 
     def add(self) -> None:
-        """Take the gradients of the backward that has just ended."""
-        self._backwards += 1
-        groups, remainder = divmod(self._backwards, self._odd)
+        """Take the gradients of the latest backward."""
+        self._n_backwards += 1
+        n_sums, remainder = divmod(self._n_backwards, self._n_sequential)
         if remainder:
             return
-        self._summed = [param for param in self._local_params if param.grad is not None]
+        self._params_with_grad = [param for param in self._local_params if param.grad is not None]
         self._sums.append([param.grad for param in self._local_params if param.grad is not None])
         for param in self._local_params:
             param.grad = None
-        while groups % 2 == 0:
+        while n_sums % 2 == 0:
             second_half = self._sums.pop()
             for total, gradient in zip(self._sums[-1], second_half, strict=True):
                 total += gradient
-            groups //= 2
+            n_sums //= 2
 
     def finish(self, comm: Comm) -> None:
-        """Set every gradient to the sum over all micro-batches of all ranks. Raises PeerError."""
+        """Set every gradient to its sum over all micro-batches of all ranks. Raises PeerError."""
         (sums,) = self._sums
-        for param, gradient in zip(self._summed, sums, strict=True):
+        for param, gradient in zip(self._params_with_grad, sums, strict=True):
             terms = [gradient]
             if not comm.is_single_process:
                 terms = [torch.empty_like(gradient) for _ in range(comm.dist_env.world_size)]
@@ -150,8 +151,8 @@ class PairwiseGradSum:
 
 
 def sum_pairwise(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of two halves while the number of terms is even, else one after another."""
+    """Add two halves while the number of terms is even, else add sequentially."""
     half, odd = divmod(len(terms), 2)
-    return (
-        reduce(torch.add, terms) if odd else sum_pairwise(terms[:half]) + sum_pairwise(terms[half:])
-    )
+    if odd:
+        return reduce(torch.add, terms)
+    return sum_pairwise(terms[:half]) + sum_pairwise(terms[half:])

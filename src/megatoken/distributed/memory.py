@@ -1,6 +1,6 @@
-"""Memory of one process by arithmetic, without torch, and the split that it asks for.
+"""Estimate the memory of one process by arithmetic, and choose the sharding that fits. No torch.
 
-tests/distributed/test_memory.py holds it to the dry run (estimate/dry_run.py), which counts the tensors of a step.
+tests/distributed/test_memory.py compares it with the dry run, which counts the tensors of a step.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,18 @@ from megatoken.model.flops import (
 from megatoken.model.memory import LOSS_CHUNK, count_activation_bytes
 from megatoken.optim.costs import count_optimizer_bytes
 
-STATE_SHARE = (
-    0.7  # of memory for weights, gradients and moments, where the micro-batch is not known yet
-)
-USABLE = 0.9  # of a GPU's memory: its context, NCCL's buffers and gaps between blocks take the rest
+STATE_SHARE = 0.7  # of memory for weights, gradients and moments if micro_batch=auto
+USABLE = 0.9  # of a GPU's memory, besides its context, NCCL's buffers and fragmentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes at the peak of a step. gathered: whole copies of sharded weights, and of gradients that wait for the last
-    micro-batch. activations: kept for the backward. low_precision: copies of weights in the precision of products.
-    loss: logits and what is made of them, or what else is at work at the peak."""
+    """Bytes at the peak of a step.
+
+    gathered: full copies of sharded weights, and of gradients until the last micro-batch.
+    activations: saved for the backward. low_precision: copies of weights in the compute precision.
+    loss: logits and their gradients, or other work at the peak.
+    """
 
     parameters: int
     gradients: int
@@ -46,8 +47,8 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        kept = self.parameters + self.gradients + self.moments + self.gathered
-        return kept + self.activations + self.low_precision + self.loss
+        state = self.parameters + self.gradients + self.moments + self.gathered
+        return state + self.activations + self.low_precision + self.loss
 
 
 def estimate_memory(
@@ -61,13 +62,12 @@ def estimate_memory(
     loss_chunk: int = LOSS_CHUNK["cuda"],
     optimizer: str = "adamw",
 ) -> Memory:
-    """The memory of the first process. accumulates: a step has more than one micro-batch."""
+    """Return the memory of rank 0. accumulates: a step has more than one micro-batch."""
     n_params = count_padded_parameters(model) // dims.tp_size
-    local, item = n_params // dims.dp_shard, FP32 if precision == "fp32" else 2
-    blocks = model.n_layer * count_block_parameters(model) + count_value_parameters(
-        model, model.padded_vocab_size
-    )
-    blocks //= dims.tp_size
+    local_params = n_params // dims.dp_shard
+    block_params = model.n_layer * count_block_parameters(model)
+    block_params += count_value_parameters(model, model.padded_vocab_size)
+    block_params //= dims.tp_size
     work = count_activation_bytes(
         model,
         micro_batch * model.seq_len // dims.tp_size,
@@ -76,24 +76,33 @@ def estimate_memory(
         loss_chunk=loss_chunk,
         sharded=dims.dp_shard > 1,
     )
-    gathered, gradients = 0, FP32 * local
+    gathered = 0
+    gradients = FP32 * local_params
     end = work.end
     if dims.dp_shard > 1:
-        gathered = item * (n_params if dims.sharding in ("zero1", "zero2") else n_params - blocks)
+        item = FP32 if precision == "fp32" else 2
+        stays_gathered = dims.sharding in ("zero1", "zero2")
+        gathered = item * (n_params if stays_gathered else n_params - block_params)
         if dims.sharding == "zero1" and accumulates:
-            gathered, gradients = gathered + FP32 * n_params, 0
-            end -= (
-                FP32 * (n_params - blocks) if precision == "fp32" else 0
-            )  # no copy in fp32 to reduce
-    peak = {"activations": work.blocks, "low_precision": work.low_precision, "loss": work.loss}
-    # The gradients of the only micro-batch are there when its activations are gone.
-    if sum(peak.values()) < end + (0 if accumulates else gradients):
-        peak = {"activations": 0, "low_precision": 0, "loss": end}
+            gathered += FP32 * n_params
+            gradients = 0
+            if precision == "fp32":  # reduced without a copy
+                end -= FP32 * (n_params - block_params)
+    activations, low_precision, loss = work.blocks, work.low_precision, work.loss
+    # A single micro-batch's gradients exist only after its activations are freed.
+    if activations + low_precision + loss < end + (0 if accumulates else gradients):
+        activations, low_precision, loss = 0, 0, end
     elif not accumulates:
         gradients = 0
-    moments = count_optimizer_bytes(optimizer, model) // dims.tp_size // dims.dp_shard
-    state = {"parameters": FP32 * local, "gradients": gradients, "moments": moments}
-    return Memory(**state, gathered=gathered, **peak)
+    return Memory(
+        parameters=FP32 * local_params,
+        gradients=gradients,
+        moments=count_optimizer_bytes(optimizer, model) // dims.tp_size // dims.dp_shard,
+        gathered=gathered,
+        activations=activations,
+        low_precision=low_precision,
+        loss=loss,
+    )
 
 
 def choose_dims(
@@ -104,10 +113,12 @@ def choose_dims(
     dist_env: DistEnv,
     optimizer: str = "adamw",
 ) -> ParallelDims:
-    """The mesh of a run; `sharding=auto` is the simplest with which the micro-batch fits, or whose state leaves room
-    for activations where that is auto too; zero3 if none does.
+    """Return the mesh of a run. Raises ConfigError if processes or sizes do not divide.
 
-    memory_bytes: of one process, 0 if unknown. Raises ConfigError when processes or sizes do not divide.
+    `sharding=auto` is the simplest with which the micro-batch fits, or whose state leaves room for
+    activations if the micro-batch is also auto; zero3 if none does.
+
+    memory_bytes: of one process, 0 if unknown.
     """
     for sharding in SIMPLEST_FIRST if machine.sharding == "auto" else (machine.sharding,):
         dims = build_dims(sharding, machine.tensor_parallel, dist_env)
@@ -125,11 +136,10 @@ def _fits(
     memory_bytes: int,
     optimizer: str,
 ) -> bool:
-    optimizer_bytes = count_optimizer_bytes(optimizer, model)
-    state_bytes = count_state_bytes(
-        dims, count_padded_parameters(model), optimizer_bytes, precision
-    )
     if machine.micro_batch == "auto":
+        n_params = count_padded_parameters(model)
+        optimizer_bytes = count_optimizer_bytes(optimizer, model)
+        state_bytes = count_state_bytes(dims, n_params, optimizer_bytes, precision)
         return state_bytes <= STATE_SHARE * memory_bytes
     memory = estimate_memory(
         model,

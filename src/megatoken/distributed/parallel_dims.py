@@ -1,13 +1,13 @@
-"""How a model is split over processes, by arithmetic: no torch.
+"""Describe how a model is split over processes. No torch.
 
-Processes form a mesh of three axes: tensor-parallel ranks share every layer, sharding ranks share weights, gradients or
-optimizer state and read different data, replicas are whole copies that read different data. `machine.sharding` chooses
-what is split over the sharding ranks (Rajbhandari et al. 2020, ZeRO):
+Processes form a mesh of three axes: tensor-parallel ranks share every layer; sharding ranks share
+weights, gradients or optimizer state and read different data; replicas are full copies that read
+different data. `machine.sharding` chooses what sharding ranks split (Rajbhandari et al. 2020, ZeRO):
 
     none    nothing: every replica has everything
-    zero1   weights and optimizer state; a full copy of weights and gradients exists during a step
-    zero2   gradients, too: reduced at every micro-batch
-    zero3   weights, too: a layer's are gathered while it computes
+    zero1   weights and optimizer state; full weights and gradients exist during a step
+    zero2   also gradients: they are reduced after every micro-batch
+    zero3   also weights: a layer's are gathered while it computes
     hybrid  zero3 within a machine; machines are replicas
 """
 
@@ -24,7 +24,7 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """The length of each axis of the mesh, and this process's rank."""
+    """The size of each axis of the mesh, and this process's rank."""
 
     sharding: str = "none"
     dp_replicate: int = 1
@@ -34,8 +34,12 @@ class ParallelDims:
 
     @property
     def dp_size(self) -> int:
-        """Ranks, or groups of tensor-parallel ranks, that read different data."""
+        """The number of ranks, or groups of tensor-parallel ranks, that read different data."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.tp_size
 
     @property
     def dp_rank(self) -> int:
@@ -51,7 +55,7 @@ class ParallelDims:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether every process has the whole model."""
+        """Whether every process has the full model."""
         return self.dp_shard == self.tp_size == 1
 
     def __str__(self) -> str:
@@ -62,22 +66,20 @@ class ParallelDims:
 
 
 def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
-    """The mesh of all processes. Raises ConfigError when they do not divide."""
-    world_size, local_world_size = dist_env.world_size, dist_env.local_world_size
+    """Return the mesh of all processes. Raises ConfigError if they do not divide."""
+    world_size = dist_env.world_size
+    local_world_size = dist_env.local_world_size
     if world_size % tp_size:
-        what = f"a world size of {world_size} does not divide into groups of {tp_size}"
-        raise ConfigError(
-            what, "machine.tensor_parallel", f"--nproc times nodes must be a multiple of {tp_size}"
-        )
+        what = f"{world_size} processes do not divide into groups of {tp_size}"
+        raise ConfigError(what, "machine.tensor_parallel", f"start a multiple of {tp_size}")
     dp_size = world_size // tp_size
     dp_shard = {"none": 1, "hybrid": max(1, local_world_size // tp_size)}.get(sharding, dp_size)
     if dp_size % dp_shard:
-        what = f"{world_size} processes are not whole machines of {local_world_size}"
-        raise ConfigError(what, "machine.sharding", "start as many on each machine, or use zero3")
-    sharding, dp_replicate = sharding if dp_shard > 1 else "none", dp_size // dp_shard
+        what = f"{world_size} processes do not fill machines of {local_world_size}"
+        raise ConfigError(what, "machine.sharding", "start equally many on each, or use zero3")
     return ParallelDims(
-        sharding=sharding,
-        dp_replicate=dp_replicate,
+        sharding=sharding if dp_shard > 1 else "none",
+        dp_replicate=dp_size // dp_shard,
         dp_shard=dp_shard,
         tp_size=tp_size,
         rank=dist_env.rank,
@@ -87,10 +89,10 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
 def count_state_bytes(
     dims: ParallelDims, n_params: int, optimizer_bytes: int, precision: str
 ) -> int:
-    """Bytes of weights, gradients and optimizer state in one process between two micro-batches.
+    """Return the bytes of weights, gradients and optimizer state in a process between micro-batches.
 
-    n_params, optimizer_bytes: of the whole model. Approximate where a tensor does not divide. Weights and gradients are
-    fp32; gathered copies of sharded weights are in `precision`.
+    n_params, optimizer_bytes: of the full model. Approximate if a tensor does not divide. Weights
+    and gradients are fp32; gathered copies of sharded weights are in `precision`.
     """
     tp_params = n_params // dims.tp_size
     local_params = tp_params // dims.dp_shard
@@ -102,12 +104,16 @@ def count_state_bytes(
 
 
 def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineConfig:
-    """Turn off what sharded weights cannot use: master weights (FSDP casts while it gathers), and under tensor
-    parallelism all but torch's own kernels, which accept DTensors."""
+    """Turn off what sharding does not support.
+
+    FSDP casts weights while it gathers them, so there are no master weights. DTensors of tensor
+    parallelism need torch's own kernels.
+    """
     if dims.is_unsharded:
         return machine
-    machine = replace(machine, master_weights="off")
-    return replace(machine, gemm_backend="torch", fused="off") if dims.tp_size > 1 else machine
+    if dims.tp_size > 1:
+        machine = replace(machine, gemm_backend="torch", fused="off")
+    return replace(machine, master_weights="off")
 
 
 def check_dims(dims: ParallelDims, model_config: ModelConfig) -> None:
@@ -116,8 +122,9 @@ def check_dims(dims: ParallelDims, model_config: ModelConfig) -> None:
         "n_head": model_config.n_head,
         "n_kv_head": model_config.kv_heads,
         "width of the MLP": model_config.d_ff,
+        "padded vocabulary": model_config.padded_vocab_size,
+        "seq_len": model_config.seq_len,
     }
-    sizes |= {"padded vocabulary": model_config.padded_vocab_size, "seq_len": model_config.seq_len}
     for name, size in sizes.items():
         if size % dims.tp_size:
             what = f"{dims.tp_size} does not divide the {name} of {size:,}"

@@ -1,4 +1,4 @@
-"""Parallelism meets the model here: `parallelize` turns a plain GPT into one that computes with the other processes."""
+"""Apply parallelism: `parallelize` turns a plain GPT into one that computes with other processes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,17 +21,18 @@ from megatoken.system.torch_compat import without_fake_tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = "dp_replicate", "dp_shard", "tp"
+AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParams:
-    """This process's part of every parameter, by name; parameters of which it has nothing are left out.
+    """This process's slices of all parameters, by name. Parameters without a slice here are left out.
 
-    trained: the parameters of the backward (DTensors where sharded). local_params: plain tensors that the optimizer
-    updates and checkpoints store. slices: where they lie in the full tensors, whose shapes are full_shapes (of all
-    parameters). n_copies: processes with the same part. tp_partial: parameters whose gradients are partial sums on
-    every tensor-parallel rank.
+    trained: parameters of the backward (DTensors if sharded).
+    local_params: plain tensors that the optimizer updates and checkpoints store.
+    slices: their places in the full tensors. full_shapes: of all parameters.
+    n_copies: the number of processes with the same slice.
+    tp_partial: parameters whose gradients are partial sums on every tensor-parallel rank.
     """
 
     dims: ParallelDims
@@ -45,18 +46,18 @@ class ShardedParams:
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The processes with the same part that read different data; None: all."""
+        """The processes with the same slices that read different data; None: all processes."""
         return None if self.mesh is None else self.mesh["dp_replicate"].get_group()
 
     def is_first_copy(self, name: str) -> bool:
-        """Whether this is the first of the processes that have the same part."""
+        """Return whether this is the first of the processes with this slice."""
         dims = self.dims
-        return dims.dp_rank < dims.dp_shard and (
-            self.n_copies[name] == dims.dp_replicate or dims.tp_rank == 0
-        )
+        is_first_replica = dims.dp_rank < dims.dp_shard
+        is_tp_split = self.n_copies[name] == dims.dp_replicate
+        return is_first_replica and (is_tp_split or dims.tp_rank == 0)
 
     def copy_from_full(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this process's part of full tensors."""
+        """Copy this process's slices of full tensors to its parameters."""
         with torch.no_grad():
             for name, full in values:
                 if name in self.local_params:
@@ -67,7 +68,7 @@ class ShardedParams:
     ) -> Iterable[tuple[str, Tensor]]:
         """Yield every full parameter in `dtype`, one at a time, ordered by name.
 
-        Of a split model a collective, of which rank 0 gets the values, or all ranks.
+        A collective if the model is split. Only rank 0 gets the values unless `on_all`.
         """
         device = next(iter(self.local_params.values())).device
         for name, shape in sorted(self.full_shapes.items()):
@@ -77,15 +78,17 @@ class ShardedParams:
             full = torch.zeros(shape, dtype=dtype, device=device)
             if name in self.local_params and self.is_first_copy(name):
                 self.slices[name].put(full, self.local_params[name].detach())
-            bits = full.view(-1).view(
-                torch.uint8
-            )  # of which one process has any, so that -0.0 stays
+            # One process has each value, and the others zeros. Summing bits preserves -0.0.
+            bits = full.view(-1).view(torch.uint8)
             with peer_errors(comm.dist_env):
-                dist.all_reduce(bits) if on_all else dist.reduce(bits, dst=0)
+                if on_all:
+                    dist.all_reduce(bits)
+                else:
+                    dist.reduce(bits, dst=0)
             yield name, full
 
     def set_grad_sync(self, model: nn.Module, *, last: bool) -> None:
-        """Before a forward: choose what FSDP communicates, given whether it is the step's last micro-batch."""
+        """Choose what FSDP communicates in the next micro-batch. last: it is the step's last one."""
         if self.dims.dp_shard == 1:
             return
         from torch.distributed.fsdp import FSDPModule
@@ -96,11 +99,9 @@ class ShardedParams:
             model.set_reshard_after_backward(last or self.dims.sharding in ("zero3", "hybrid"))
 
     def all_reduce_tp_grads(self, comm: Comm) -> None:
-        """Add the partial gradients of tensor-parallel ranks, in one message."""
-        partial = [
-            param.grad for name, param in self.local_params.items() if name in self.tp_partial
-        ]
-        gradients = [gradient for gradient in partial if gradient is not None]
+        """Sum the partial gradients of tensor-parallel ranks with one message."""
+        params = [self.local_params[name] for name in self.local_params if name in self.tp_partial]
+        gradients = [param.grad for param in params if param.grad is not None]
         if not gradients or self.mesh is None:
             return
         flat = torch.cat([gradient.view(-1) for gradient in gradients])
@@ -109,15 +110,14 @@ class ShardedParams:
         copy_from_flat(flat, gradients)
 
     def global_grad_norm(self, comm: Comm) -> Tensor:
-        """The L2 norm of the full gradient, the same on every process."""
+        """Return the L2 norm of the full gradient, the same on every process."""
         by_copies: dict[int, list[Tensor]] = {}
         for name, param in self.local_params.items():
             if param.grad is not None:
                 by_copies.setdefault(self.n_copies[name], []).append(param.grad)
         if self.dims.is_unsharded:
-            return nn.utils.get_total_norm(
-                [gradient for gradients in by_copies.values() for gradient in gradients]
-            )
+            gradients = [gradient for group in by_copies.values() for gradient in group]
+            return nn.utils.get_total_norm(gradients)
         squares = torch.zeros((), device=next(iter(self.local_params.values())).device)
         for n_copies, gradients in by_copies.items():
             squares += nn.utils.get_total_norm(gradients) ** 2 / n_copies
@@ -131,25 +131,24 @@ def parallelize(
 
     1. tensor parallelism, because it replaces weights that the others wrap;
     2. activation checkpointing, whose second forward runs the layers of 1;
-    3. FSDP2, whose hooks gather a block's weights outside of what 2 runs again. Unsharded replicas need nothing here.
+    3. FSDP2, whose hooks gather a block's weights outside of what 2 runs again.
 
-    A model on the meta device gets uninitialized storage.
+    Unsharded replicas need none of it. A model on the meta device gets uninitialized storage.
     """
     full_shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    on_meta = any(param.is_meta for param in model.parameters())
     tensors = [*model.parameters(), *model.buffers()]
-    if not on_meta and any(
-        tensor.device != device.torch_device for tensor in tensors
-    ):  # fake tensors cannot be moved
+    is_meta = any(param.is_meta for param in model.parameters())
+    # Fake tensors of a dry run cannot be moved.
+    if not is_meta and any(tensor.device != device.torch_device for tensor in tensors):
         model.to(device.torch_device)
-    mesh, tp_partial = None, frozenset[str]()
+    mesh = None
+    tp_partial: frozenset[str] = frozenset()
     if not dims.is_unsharded:
         from torch.distributed.device_mesh import init_device_mesh
 
+        sizes = (dims.dp_replicate, dims.dp_shard, dims.tp_size)
         with without_fake_tensors():  # a dry run fakes the weights, not the mesh
-            mesh = init_device_mesh(
-                device.type, (dims.dp_replicate, dims.dp_shard, dims.tp_size), mesh_dim_names=AXES
-            )
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     if mesh is not None and dims.tp_size > 1:
         apply_tensor_parallel(model, mesh["tp"], dims)
         tp_partial = frozenset(
@@ -157,31 +156,35 @@ def parallelize(
         )
     set_activation_checkpointing(model, activation_checkpointing)
     if mesh is not None and dims.dp_shard > 1:
-        apply_fsdp(
-            model,
-            mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else mesh["dp_shard"],
-            dims,
-            device,
-        )
-    if on_meta:
+        axes = mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else mesh["dp_shard"]
+        apply_fsdp(model, axes, dims, device)
+    if is_meta:
         model.to_empty(device=device.torch_device)
-    trained, local_params, slices, n_copies = {}, {}, {}, {}
+    return _collect_params(model, dims, full_shapes, tp_partial, mesh)
+
+
+def _collect_params(
+    model: GPT,
+    dims: ParallelDims,
+    full_shapes: Mapping[str, tuple[int, ...]],
+    tp_partial: frozenset[str],
+    mesh: "DeviceMesh | None",
+) -> ShardedParams:
+    trained: dict[str, Tensor] = {}
+    local_params: dict[str, Tensor] = {}
+    slices: dict[str, TensorSlice] = {}
+    n_copies: dict[str, int] = {}
     for name, param in model.named_parameters():
-        part = local_slice(name, full_shapes[name], model.config, dims)
-        is_whole = tp_slice(name, full_shapes[name], model.config, dims) == TensorSlice.full(
-            full_shapes[name]
-        )
-        n_tp_copies = dims.tp_size if is_whole else 1
-        if part.n_rows:
-            with (
-                torch.no_grad()
-            ):  # to_local() then returns the tensor itself, not a differentiable view
-                local_params[name] = param.to_local() if is_dtensor(param) else param
-            trained[name], slices[name], n_copies[name] = (
-                param,
-                part,
-                dims.dp_replicate * n_tp_copies,
-            )
+        shape = full_shapes[name]
+        local = local_slice(name, shape, model.config, dims)
+        if not local.n_rows:
+            continue
+        is_tp_split = tp_slice(name, shape, model.config, dims) != TensorSlice.full(shape)
+        trained[name] = param
+        slices[name] = local
+        n_copies[name] = dims.dp_replicate * (1 if is_tp_split else dims.tp_size)
+        with torch.no_grad():  # to_local() then returns the tensor, not a differentiable view
+            local_params[name] = param.to_local() if is_dtensor(param) else param
     return ShardedParams(
         dims=dims,
         trained=trained,
@@ -197,27 +200,29 @@ def parallelize(
 def local_slice(
     name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims
 ) -> TensorSlice:
-    """The slice of a parameter that a process keeps; it may be empty."""
-    part = tp_slice(name, shape, model_config, dims)
-    return part.cut_rows(*chunk(part.n_rows, dims.dp_shard, dims.shard_rank))
+    """Return the slice of a parameter that a process has; it may be empty."""
+    tp_part = tp_slice(name, shape, model_config, dims)
+    return tp_part.cut_rows(*chunk(tp_part.n_rows, dims.dp_shard, dims.shard_rank))
 
 
 def apply_fsdp(model: GPT, mesh: "DeviceMesh", dims: ParallelDims, device: Device) -> None:
-    """Shard every block, then the rest of the model, by FSDP2."""
+    """Shard every block, then the rest of the model, with FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     low_precision = None if device.precision == "fp32" else device.dtype
-    # Given to every module. Gradients are reduced in fp32. Inputs are not cast: tokens come out of a gathered embedding
-    # in low precision already, and rotary cos and sin stay precise.
+    # Gradients are reduced in fp32. Inputs are not cast: a gathered embedding already returns low
+    # precision, and rotary cos and sin stay precise.
     policy = MixedPrecisionPolicy(
         param_dtype=low_precision,
         reduce_dtype=torch.float32 if low_precision else None,
         cast_forward_inputs=False,
     )
     for module in (*model.blocks, model):
-        # The root's own weights are needed again at once, by the output layer and its backward: FSDP keeps them.
-        reshard = False if module is not model and dims.sharding in ("zero1", "zero2") else None
+        # The root's weights are needed right away by the output layer and its backward; FSDP's
+        # default keeps them gathered.
+        keeps_gathered = module is not model and dims.sharding in ("zero1", "zero2")
+        reshard = False if keeps_gathered else None
         sharded = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        # Losses are divided by the token count of the whole batch: gradients are added, not averaged.
+        # Losses are divided by the global number of tokens: gradients are summed, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

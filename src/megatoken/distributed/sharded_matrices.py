@@ -1,8 +1,8 @@
-"""Whole matrices of hidden layers for an optimizer, where processes hold copies or slices of them.
+"""Give an optimizer full matrices of hidden layers when processes hold copies or slices of them.
 
-Every matrix has an owner, chosen so that all processes compute about as much. Of sharded matrices it receives the
-slices, computes, and sends everyone's slices of the result back; of replicated ones it has all and sends the result.
-Numbers travel in the dtype of the computation, so nothing differs from one process but the order of the work.
+Every matrix has an owner, chosen to balance the work. For sharded matrices it receives all slices,
+computes, and returns everyone's slice of the result; for replicated ones it already has the matrix
+and sends the result. Values are sent in the compute dtype, so results equal a single process's.
 """
 
 import heapq
@@ -39,32 +39,35 @@ class Matrix(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank's slice has of a matrix: its rows from `row` are the slice's from `local_row`."""
+    """The intersection of a matrix and a rank's slice.
+
+    row, columns: its place in the matrix. local_row: its place in the slice.
+    sender: the rank that sends it to the owner, among those with this slice.
+    """
 
     matrix: Matrix
     row: int
     local_row: int
     n_rows: int
     columns: Range
-    sender: int  # to the owner: of the ranks with this slice
+    sender: int
 
-    def of_whole(self, whole: Tensor) -> Tensor:
-        return whole[self.row : self.row + self.n_rows, slice(*self.columns)]
+    def slice_full(self, full: Tensor) -> Tensor:
+        return full[self.row : self.row + self.n_rows, slice(*self.columns)]
 
-    def of_slice(self, local: Tensor) -> Tensor:
+    def slice_local(self, local: Tensor) -> Tensor:
         return local[self.local_row : self.local_row + self.n_rows]
 
 
 def open_matrices(model: GPT, sharded: ShardedParams, device: Device) -> Matrices:
-    """Access to the whole matrices of a model of which this process holds copies or slices.
-
-    They are computed in bf16 where the device trains in it, else in fp32.
-    """
-    rows, shapes, dims = list_hidden_matrices(model), sharded.full_shapes, sharded.dims
+    """Return access to the full matrices of a model, in bf16 if the device trains in it, else fp32."""
+    rows = list_hidden_matrices(model)
+    shapes = sharded.full_shapes
+    dims = sharded.dims
     dtype = torch.bfloat16 if device.precision == "bf16" else torch.float32
-    if dims.dp_size * dims.tp_size == 1:
+    if dims.world_size == 1:
         return WholeMatrices(rows, dtype)
-    matrices = assign_owners(rows, shapes, dims.dp_size * dims.tp_size)
+    matrices = assign_owners(rows, shapes, dims.world_size)
     if dims.is_unsharded:
         return ReplicatedMatrices(rows, matrices, dims, dtype)
     return ShardedMatrices(matrices, shapes, model.config, dims, device.torch_device, dtype)
@@ -73,7 +76,7 @@ def open_matrices(model: GPT, sharded: ShardedParams, device: Device) -> Matrice
 def assign_owners(
     rows: Mapping[str, Sequence[int]], shapes: Mapping[str, tuple[int, ...]], world_size: int
 ) -> list[Matrix]:
-    """All matrices in order, the largest ones given first, each to the rank with the least work so far."""
+    """Return all matrices in order. Largest first, each goes to the rank with the least work."""
     matrices = []
     for name, sizes in rows.items():
         start = 0
@@ -90,7 +93,7 @@ def assign_owners(
 
 
 class ReplicatedMatrices:
-    """`Matrices` that every process has whole."""
+    """`Matrices` that every process has in full."""
 
     def __init__(
         self,
@@ -99,40 +102,46 @@ class ReplicatedMatrices:
         dims: ParallelDims,
         dtype: torch.dtype,
     ) -> None:
-        self._whole, self.names, self.dtype, self._dims = (
-            WholeMatrices(rows, dtype),
-            list(rows),
-            dtype,
-            dims,
-        )
+        self.names = list(rows)
+        self.dtype = dtype
+        self._matrices = WholeMatrices(rows, dtype)
+        self._dims = dims
         self._by_rank: list[list[int]] = [[] for _ in range(dims.dp_size)]
         for index, matrix in enumerate(matrices):
             self._by_rank[matrix.owner].append(index)
 
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As in `Matrices`."""
-        return self._whole.map(lambda matrices: self._share(function, matrices), tensors)
+        return self._matrices.map(lambda matrices: self._share(function, matrices), tensors)
 
     def _share(self, function: MatrixFn, matrices: list[Tensor]) -> list[Tensor]:
-        own = function([matrices[index] for index in self._by_rank[self._dims.rank]])
-        sizes = [[matrices[index].numel() for index in indices] for indices in self._by_rank]
-        sent = matrices[0].new_zeros(
-            max(map(sum, sizes))
-        )  # as many from each rank, as all_gather wants
-        for piece, result in zip(
-            torch.split(sent, _pad(sizes[self._dims.rank], len(sent))), own, strict=False
+        results = list(matrices)
+        sizes = [sum(matrices[index].numel() for index in indices) for indices in self._by_rank]
+        sent = matrices[0].new_zeros(max(sizes))  # all_gather needs equal sizes
+        owned = self._by_rank[self._dims.rank]
+        for target, result in zip(
+            self._split(sent, owned, matrices),
+            function([matrices[index] for index in owned]),
+            strict=True,
         ):
-            piece.view(result.shape).copy_(result)
+            target.copy_(result)
         received = sent.new_empty(len(sizes), len(sent))
         with peer_errors(_dist_env(self._dims)):
             dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
-        results = list(matrices)
-        for flat, indices, counts in zip(received, self._by_rank, sizes, strict=True):
-            for index, piece in zip(
-                indices, torch.split(flat, _pad(counts, len(flat))), strict=False
-            ):
-                results[index] = piece.view(matrices[index].shape)
+        for flat, indices in zip(received, self._by_rank, strict=True):
+            for index, result in zip(indices, self._split(flat, indices, matrices), strict=True):
+                results[index] = result
         return results
+
+    def _split(
+        self, flat: Tensor, indices: Sequence[int], matrices: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return views of a flat tensor in the shapes of these matrices."""
+        sizes = [matrices[index].numel() for index in indices]
+        pieces = torch.split(flat[: sum(sizes)], sizes) if sizes else ()
+        return [
+            piece.view(matrices[index].shape) for piece, index in zip(pieces, indices, strict=True)
+        ]
 
 
 class ShardedMatrices:
@@ -147,22 +156,27 @@ class ShardedMatrices:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._dims, self._device, self.dtype = dims, device, dtype
-        world = [replace(dims, rank=rank) for rank in range(dims.dp_size * dims.tp_size)]
+        self.dtype = dtype
+        self._dims = dims
+        self._device = device
+        ranks = range(dims.world_size)
         slices = {
-            name: [local_slice(name, shapes[name], model_config, each) for each in world]
+            name: [
+                local_slice(name, shapes[name], model_config, replace(dims, rank=rank))
+                for rank in ranks
+            ]
             for name in dict.fromkeys(matrix.name for matrix in matrices)
         }
         self._shapes = {
-            name: ranks[dims.rank].shape
-            for name, ranks in slices.items()
-            if ranks[dims.rank].n_rows
+            name: by_rank[dims.rank].shape
+            for name, by_rank in slices.items()
+            if by_rank[dims.rank].n_rows
         }
         self.names = list(self._shapes)
         self._owned = [matrix for matrix in matrices if matrix.owner == dims.rank]
-        # What this rank has of each owner's matrices, and what each rank has of those that this one owns.
-        self._local: list[list[Part]] = [[] for _ in world]
-        self._remote: list[list[Part]] = [[] for _ in world]
+        # By owner: this rank's parts of its matrices. By rank: its parts of this rank's matrices.
+        self._local: list[list[Part]] = [[] for _ in ranks]
+        self._remote: list[list[Part]] = [[] for _ in ranks]
         for matrix in matrices:
             self._local[matrix.owner] += _find_parts(matrix, slices[matrix.name], dims.rank)
         for matrix in self._owned:
@@ -177,16 +191,22 @@ class ShardedMatrices:
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As in `Matrices`."""
         slices = dict(zip(self.names, tensors, strict=True))
-        wholes = {matrix: self._empty(matrix.shape) for matrix in self._owned}
+        full = {matrix: self._empty(matrix.shape) for matrix in self._owned}
         self._exchange(
-            [[part.of_slice(slices[part.matrix.name]) for part in parts] for parts in self._sent],
-            [[part.of_whole(wholes[part.matrix]) for part in parts] for parts in self._received],
+            [
+                [part.slice_local(slices[part.matrix.name]) for part in parts]
+                for parts in self._sent
+            ],
+            [[part.slice_full(full[part.matrix]) for part in parts] for parts in self._received],
         )
-        wholes = dict(zip(wholes, function(list(wholes.values())), strict=True))
+        full = dict(zip(full, function(list(full.values())), strict=True))
         results = {name: self._empty(shape) for name, shape in self._shapes.items()}
         self._exchange(
-            [[part.of_whole(wholes[part.matrix]) for part in parts] for parts in self._remote],
-            [[part.of_slice(results[part.matrix.name]) for part in parts] for parts in self._local],
+            [[part.slice_full(full[part.matrix]) for part in parts] for parts in self._remote],
+            [
+                [part.slice_local(results[part.matrix.name]) for part in parts]
+                for parts in self._local
+            ],
         )
         return list(results.values())
 
@@ -197,39 +217,30 @@ class ShardedMatrices:
         self, sources: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]
     ) -> None:
         """Copy the sources for each rank to that rank's targets for this one."""
-        sizes = [
-            [sum(tensor.nbytes for tensor in tensors) for tensors in ranks]
-            for ranks in (sources, targets)
-        ]
+        sent_bytes = [sum(tensor.nbytes for tensor in tensors) for tensors in sources]
+        received_bytes = [sum(tensor.nbytes for tensor in tensors) for tensors in targets]
         empty = self._empty((0,))
-        sent = torch.cat(
-            [empty, *(tensor.reshape(-1) for tensors in sources for tensor in tensors)]
-        )
-        received = self._empty((sum(sizes[1]) // empty.element_size(),))
+        flat_sources = [tensor.reshape(-1) for tensors in sources for tensor in tensors]
+        sent = torch.cat([empty, *flat_sources])
+        received = self._empty((sum(received_bytes) // empty.element_size(),))
         with peer_errors(_dist_env(self._dims)):
             dist.all_to_all_single(
-                received.view(torch.uint8), sent.view(torch.uint8), sizes[1], sizes[0]
+                received.view(torch.uint8), sent.view(torch.uint8), received_bytes, sent_bytes
             )
-        flat = [target for tensors in targets for target in tensors]
-        for target, piece in zip(
-            flat, torch.split(received, [target.numel() for target in flat]), strict=True
-        ):
+        flat_targets = [target for tensors in targets for target in tensors]
+        pieces = torch.split(received, [target.numel() for target in flat_targets])
+        for target, piece in zip(flat_targets, pieces, strict=True):
             target.copy_(piece.view(target.shape))
 
 
-def _pad(counts: list[int], total: int) -> list[int]:
-    """The counts and what is missing to `total`."""
-    return [*counts, total - sum(counts)]
-
-
 def _find_parts(matrix: Matrix, slices: Sequence[TensorSlice], rank: int) -> list[Part]:
-    """What a rank's slice has of a matrix; slices: of all ranks."""
-    own = slices[rank]
-    sender = matrix.owner if slices[matrix.owner] == own else slices.index(own)
-    whole = TensorSlice((matrix.rows,), (0, matrix.columns))
-    return [Part(matrix, *found, sender) for found in whole.overlaps(own)]
+    """Return the parts of a matrix in a rank's slice. slices: of all ranks."""
+    local = slices[rank]
+    sender = matrix.owner if slices[matrix.owner] == local else slices.index(local)
+    full = TensorSlice((matrix.rows,), (0, matrix.columns))
+    return [Part(matrix, *overlap, sender) for overlap in full.overlaps(local)]
 
 
 def _dist_env(dims: ParallelDims) -> DistEnv:
-    """For messages."""
-    return DistEnv(rank=dims.rank, world_size=dims.dp_size * dims.tp_size)
+    """Return rank and world size for messages."""
+    return DistEnv(rank=dims.rank, world_size=dims.world_size)

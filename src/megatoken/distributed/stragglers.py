@@ -1,8 +1,9 @@
-"""Finds ranks that are slower than the others, by the time that each spends alone: waiting for data, or computing.
+"""Detect ranks that are slower than the others in work they do alone: loading data, computing.
 
-A step takes as long on every rank, because they wait for the slowest. So each measures what lies between collectives:
-`data` is the wait for the batch, `compute` goes from the first collective of a step until the rank has its gradients
-and waits for those of the others. Where weights are sharded every layer waits for the others, so only `data` tells.
+A step takes equally long on all ranks, which wait for the slowest, so each rank measures between
+collectives. `data` is the wait for the batch; `compute` lasts from a step's first collective until
+the rank's gradients are ready to be reduced. If weights are sharded, ranks wait at every layer, and
+only `data` is meaningful.
 """
 
 import time
@@ -18,12 +19,12 @@ from megatoken.distributed.comm import Comm
 
 WINDOW = 50  # steps between comparisons; a rank must be slow in both halves
 RATIO = 1.5
-MIN_SECONDS = 0.005  # a step; what differs by less is noise
+MIN_SECONDS = 0.005  # per step; smaller differences are noise
 
 
 @dataclass(slots=True)
 class PhaseTimer:
-    """Times one phase of the last WINDOW steps; on CUDA by events, so that the host never waits."""
+    """Time one phase of the last WINDOW steps. On CUDA use events, so that the host never waits."""
 
     device_type: str = "cpu"
     enabled: bool = False
@@ -46,11 +47,11 @@ class PhaseTimer:
         return event
 
     def read(self) -> list[float]:
-        """Seconds of the steps so far, which have ended on the device; empties the timer."""
-        on_cuda = self.device_type == "cuda"
-        seconds = [
-            1e-3 * begin.elapsed_time(end) if on_cuda else end - begin for begin, end in self._steps
-        ]
+        """Return the seconds of each step, which the device must have finished, and clear them."""
+        if self.device_type == "cuda":
+            seconds = [1e-3 * begin.elapsed_time(end) for begin, end in self._steps]
+        else:
+            seconds = [end - begin for begin, end in self._steps]
         self._steps.clear()
         return seconds
 
@@ -60,7 +61,7 @@ class PhaseTimer:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that takes `ratio` times as long in a phase as the median of the others; seconds of a step."""
+    """A rank that is `ratio` times as slow in a phase as the median of the others, in seconds per step."""
 
     rank: int
     phase: str
@@ -69,41 +70,51 @@ class Straggler:
     others: float
 
     def __str__(self) -> str:
-        times = f"{1e3 * self.seconds:.3g} ms a step against {1e3 * self.others:.3g}"
-        return f"rank {self.rank} takes {self.ratio:.1f} times as long as the others in {self.phase}: {times}"
+        times = f"{1e3 * self.seconds:.3g} ms per step, others {1e3 * self.others:.3g}"
+        return f"rank {self.rank} is {self.ratio:.1f} times as slow in {self.phase}: {times}"
 
 
 class StragglerDetector:
-    """Compares the phases of all ranks every WINDOW steps; a rank is reported once while it stays slow."""
+    """Compare the phases of all ranks every WINDOW steps. Report a rank once while it stays slow."""
 
     def __init__(self, comm: Comm, device_type: str) -> None:
-        self._comm, several = comm, not comm.is_single_process
-        self.data, self.compute = PhaseTimer("cpu", several), PhaseTimer(device_type, several)
+        self._comm = comm
+        self.data = PhaseTimer("cpu", not comm.is_single_process)
+        self.compute = PhaseTimer(device_type, not comm.is_single_process)
         self._slow: set[tuple[int, str]] = set()
 
     def find(self) -> list[Straggler]:
-        """Those that have become slow. All ranks must call it after the same steps, which have ended on the device."""
+        """Return ranks that have become slow. All ranks must call it after the same finished steps."""
         if len(self.compute) < WINDOW:
             return []
-        half, own = WINDOW // 2, {}
+        half = WINDOW // 2
+        medians = {}
         for phase, timer in (("data", self.data), ("compute", self.compute)):
             seconds = timer.read()
-            own[phase] = median(seconds[:half]), median(seconds[half:])
-        slow = find_stragglers(self._comm.gather(own))
-        new = [each for each in slow if (each.rank, each.phase) not in self._slow]
-        self._slow = {(each.rank, each.phase) for each in slow}
+            medians[phase] = (median(seconds[:half]), median(seconds[half:]))
+        stragglers = find_stragglers(self._comm.gather(medians))
+        new = [slow for slow in stragglers if (slow.rank, slow.phase) not in self._slow]
+        self._slow = {(slow.rank, slow.phase) for slow in stragglers}
         return new
 
 
 def find_stragglers(reports: Sequence[Mapping[str, Sequence[float]]]) -> list[Straggler]:
-    """Ranks that are slow in every part of the window, given each rank's seconds by phase: one number a part."""
-    found = []
-    for rank, own in enumerate(reports):
-        for phase, seconds in own.items():
-            rest = [report[phase] for number, report in enumerate(reports) if number != rank]
-            others = [median(part) for part in zip(*rest, strict=True)]
-            pairs = list(zip(seconds, others, strict=True))
-            if all(mine > RATIO * theirs and mine - theirs > MIN_SECONDS for mine, theirs in pairs):
-                mine, theirs = pairs[-1]
-                found.append(Straggler(rank, phase, mine / max(theirs, 1e-6), mine, theirs))
-    return found
+    """Return ranks that are slow in every part of the window.
+
+    reports: of every rank, seconds per step by phase, one number per part of the window.
+    """
+    stragglers = []
+    for rank, report in enumerate(reports):
+        other_reports = [*reports[:rank], *reports[rank + 1 :]]
+        for phase, seconds in report.items():
+            others = [
+                median(part)
+                for part in zip(*(other[phase] for other in other_reports), strict=True)
+            ]
+            if all(
+                own > RATIO * other and own - other > MIN_SECONDS
+                for own, other in zip(seconds, others, strict=True)
+            ):
+                ratio = seconds[-1] / max(others[-1], 1e-6)
+                stragglers.append(Straggler(rank, phase, ratio, seconds[-1], others[-1]))
+    return stragglers

@@ -1,9 +1,10 @@
-"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022) by torch's own parallel styles.
+"""Split layers over tensor-parallel ranks (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-Attention is split by heads, the MLP by its width, the embedding by vocabulary; each layer gathers the sequence before
-it and scatters it after. Norms, dropout and residuals work on a slice of the sequence, so the gradients of the weights
-there are partial sums: `ShardedParams.all_reduce_tp_grads` adds them once a step. Token ids enter whole; hidden states
-leave as a slice of the sequence.
+Attention is split by heads, the MLP by its width, the embedding by vocabulary, with torch's
+parallel styles; each layer gathers the sequence before it and scatters it after. Norms, dropout and
+residuals work on a slice of the sequence, so gradients of their weights are partial sums, which
+`ShardedParams.all_reduce_tp_grads` adds once per step. The model takes full token ids and returns
+hidden states of a slice of the sequence.
 """
 
 from functools import partial
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 SEQUENCE = 1  # the dimension of T in (B, T, C)
+SPLIT_BY_ROWS = (".mlp.up.", ".mlp.gate.", ".attention.value_gate.")
+SPLIT_BY_COLUMNS = (".attention.out.weight", ".mlp.down.weight", ".value_tokens.weight")
 
 
 def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) -> None:
@@ -33,9 +36,11 @@ def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) ->
         parallelize_module,
     )
 
-    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(SEQUENCE))
-    tokens = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
-    plan: dict[str, ParallelStyle] = {"tokens": tokens}
+    column = ColwiseParallel()
+    row = RowwiseParallel(output_layouts=Shard(SEQUENCE))
+    plan: dict[str, ParallelStyle] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
+    }
     if model.head is not None:
         plan["head"] = column
     for index, block in enumerate(model.blocks):
@@ -44,17 +49,15 @@ def apply_tensor_parallel(model: GPT, mesh: "DeviceMesh", dims: ParallelDims) ->
         for layer in (block.attention, block.mlp):
             layer.register_forward_pre_hook(partial(_gather_sequence, mesh))
         styles = {"attention.qkv": column, "attention.out": row, "mlp.up": column, "mlp.down": row}
-        styles |= {} if block.mlp.gate is None else {"mlp.gate": column}
-        gated = block.attention.value_tokens is not None
-        styles |= (
-            dict.fromkeys(("attention.value_tokens", "attention.value_gate"), column)
-            if gated
-            else {}
-        )
+        if block.mlp.gate is not None:
+            styles["mlp.gate"] = column
+        if block.attention.value_tokens is not None:
+            styles["attention.value_tokens"] = column
+            styles["attention.value_gate"] = column
         plan |= {f"blocks.{index}.{name}": style for name, style in styles.items()}
-    for part in model.modules():
-        if isinstance(part, Dropout):
-            part.tp_rank = dims.tp_rank
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.tp_rank = dims.tp_rank
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if model.positions is not None:
         model.positions.register_forward_pre_hook(partial(_slice_positions, dims))
@@ -74,12 +77,12 @@ def _slice_positions(dims: ParallelDims, _: nn.Module, inputs: tuple[Any, ...]) 
 
 
 def slice_sequence(dims: ParallelDims, targets_BT: Tensor) -> Tensor:
-    """The targets of this rank's slice of the sequence."""
+    """Return the targets of this rank's slice of the sequence."""
     return targets_BT if dims.tp_size == 1 else targets_BT.chunk(dims.tp_size, dim=1)[dims.tp_rank]
 
 
 def gather_lm_head(weight_VC: Tensor) -> Tensor:
-    """The full output layer for the loss of this slice; its gradients are added over the slices."""
+    """Return the full output layer for the loss of this slice. Its gradients are summed over slices."""
     if not is_dtensor(weight_VC):
         return weight_VC
     from torch.distributed.tensor import Partial
@@ -90,21 +93,22 @@ def gather_lm_head(weight_VC: Tensor) -> Tensor:
 def tp_slice(
     name: str, shape: tuple[int, ...], model_config: ModelConfig, dims: ParallelDims
 ) -> TensorSlice:
-    """The slice of a parameter that this tensor-parallel rank has."""
+    """Return the slice of a parameter that this tensor-parallel rank has."""
     full = TensorSlice.full(shape)
     if dims.tp_size == 1:
         return full
     if ".attention.qkv." in name:
-        # The rows of queries, keys and values are packed one after another; a rank has whole heads of each.
-        ranges, start = [], 0
+        # Rows of queries, keys and values are packed; a rank has full heads of each.
+        ranges = []
+        start = 0
         for size in model_config.qkv_rows:
             first, last = chunk(size, dims.tp_size, dims.tp_rank)
             ranges.append((start + first, start + last))
             start += size
         return TensorSlice(tuple(ranges), full.columns)
-    by_rows = (".mlp.up.", ".mlp.gate.", ".attention.value_gate.")
-    if name in ("tokens.weight", "head.weight") or any(part in name for part in by_rows):
+    is_vocabulary = name in ("tokens.weight", "head.weight")
+    if is_vocabulary or any(layer in name for layer in SPLIT_BY_ROWS):
         return full.cut_rows(*chunk(shape[0], dims.tp_size, dims.tp_rank))
-    if name.endswith((".attention.out.weight", ".mlp.down.weight", ".value_tokens.weight")):
+    if name.endswith(SPLIT_BY_COLUMNS):
         return full.cut_columns(*chunk(shape[1], dims.tp_size, dims.tp_rank))
     return full

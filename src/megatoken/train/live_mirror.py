@@ -3,7 +3,8 @@
 import time
 
 from megatoken.checkpoint.commit import list_steps
-from megatoken.checkpoint.mirror import MirrorUploads, check_owner, fetch_run
+from megatoken.checkpoint.mirror import check_owner, fetch_run
+from megatoken.checkpoint.mirror_uploads import MirrorUploads
 from megatoken.console import format_duration, format_quantity
 from megatoken.errors import StorageError
 from megatoken.system.object_store import ObjectStore

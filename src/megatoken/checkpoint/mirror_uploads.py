@@ -1,0 +1,95 @@
+"""Upload a run's checkpoints in a low-priority process, which cannot slow down or end training."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatoken.checkpoint.commit import list_steps
+from megatoken.checkpoint.mirror import CHECKPOINTS, update_mirror
+from megatoken.errors import MegatokenError
+from megatoken.launch.local import FORWARDED
+from megatoken.redact import redact
+from megatoken.system.environment import python_command
+from megatoken.system.process import NULL, Child, at_parent_death
+
+NICENESS = 10
+PROGRAM = "from megatoken.checkpoint.mirror_uploads import main; main(sys.argv[1:])"
+
+
+class MirrorUploads:
+    """The uploads of one run, one at a time, each with `update_mirror` in a child process."""
+
+    def __init__(self, run: Path, address: str, *, keep_last: int, keep_every: int) -> None:
+        self._run = run
+        self._address = address
+        self._rules = {"keep_last": keep_last, "keep_every": keep_every}
+        self._child: Child | None = None
+        self._lines: list[str] = []
+        self._is_waiting = False
+        self._best: int | None = None
+        self.step: int | None = None  # being uploaded: must not be pruned
+
+    def start(self, best: int | None) -> None:
+        """Upload the newest checkpoint, if there is one, after the current upload.
+
+        best: another checkpoint to copy and keep.
+        """
+        self._best = best
+        self._is_waiting = self._child is not None
+        steps = list_steps(self._run / CHECKPOINTS)
+        if self._is_waiting or not steps:
+            return
+        self.step = steps[-1]
+        self._lines = []
+        rules = json.dumps({**self._rules, "best": best})
+        self._child = Child(
+            [*python_command(PROGRAM), str(self._run), self._address, rules],
+            stdout=self._lines.append,
+            stderr=NULL,
+            death_signal=None,  # set by `main`: setting it here would fork a large process
+        )
+
+    def poll(self, *, wait: bool = False) -> dict[str, Any] | None:
+        """Return the report of a finished upload, or {"error": message}; None if there is none.
+
+        wait: for the current upload.
+        """
+        if self._child is None:
+            return None
+        exit_code = self._child.wait(None if wait else 0)
+        if exit_code is None:
+            return None
+        lines = self._lines
+        self._child = None
+        self.step = None
+        if self._is_waiting:
+            self.start(self._best)
+        if not lines:
+            return {"error": f"the upload ended with code {exit_code}"}
+        return dict(json.loads(lines[-1]))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one upload and print its report as JSON. The process dies with its parent (Linux)."""
+    # Terminals and schedulers signal the process group; the training process decides.
+    for name in FORWARDED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    set_death_signal = at_parent_death(signal.SIGKILL)
+    if set_death_signal:
+        set_death_signal()
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+    run, address, rules = arguments
+    try:
+        report = update_mirror(Path(run), address, **json.loads(rules))
+    except MegatokenError as error:
+        report = {"error": str(error)}
+    except Exception as error:
+        report = {"error": redact(f"{type(error).__name__}: {error}")}
+    json.dump(report, sys.stdout)
+    print(flush=True)
