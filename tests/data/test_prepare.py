@@ -671,7 +671,7 @@ def test_one_writer_a_folder(tmp_path: Path) -> None:
     source, out = write(tmp_path / "a.txt", "text"), tmp_path / "out"
     out.mkdir()
     with filelock.FileLock(out / ".lock"):
-        assert "another preparation is writing" in refuse(ExitCode.STORAGE, source, out)
+        assert "another preparation is using" in refuse(ExitCode.STORAGE, source, out)
     prepare(str(source), out, tokenizer="bytes")
 
 

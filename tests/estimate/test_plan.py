@@ -400,7 +400,7 @@ def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--calibrate", "--gpus", "8xH100"], "--gpus has no effect here"),
         (["gpt2-124m", "--gpus", "8xH100", "--records", "nowhere"], "no such folder"),
         (["gpt2-124m", "--gpus", "0xA100"], "0 GPUs"),
-        (["gpt2-124m", "--gpus", "8xA10000"], "unknown GPU 'A10000' — --gpus — nearest: A100-80GB"),
+        (["gpt2-124m", "--gpus", "8xA10000"], "unknown GPU 'A10000' — --gpus — did you mean A100"),
         (
             ["gpt2-124m", "--gpus", "7xH100"],
             "does not divide among 7 GPUs — --gpus — nearest budget.batch_tokens",

@@ -251,7 +251,7 @@ TORCH = '  File "/lib/torch/distributed/distributed_c10d.py", line 3060 in all_r
         (
             {2: "train", 3: "train"},
             4,
-            "all ranks of this machine wait, perhaps for another machine's; rank 2 is, ",
+            "all ranks of this machine wait, perhaps for another machine; rank 2 is, ",
         ),
     ],
 )

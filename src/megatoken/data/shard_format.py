@@ -160,7 +160,7 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
     try:
         content = parse_sealed(data)
     except ValueError as error:
-        raise DataError(f"manifest is damaged or not ours: {error}", where, RESTORE) from error
+        raise DataError(f"manifest is damaged: {error}", where, RESTORE) from error
     return _decode_manifest(content, where)
 
 

@@ -67,7 +67,7 @@ def read_dist_env(variables: Mapping[str, str] | None = None) -> DistEnv:
     )
     is_local_valid = 0 <= env.local_rank < env.local_world_size <= env.world_size
     if not 0 <= env.rank < env.world_size or not is_local_valid:
-        local = f"local rank {env.local_rank} of {env.local_world_size}"
+        local = f"on this machine {env.local_rank} of {env.local_world_size}"
         raise ConfigError(f"rank {env.rank} of {env.world_size}, {local}", WHERE, FIX)
     return env
 
@@ -116,7 +116,7 @@ def first_host(hosts: str) -> str:
 def _read_int(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = variables.get(name, "" if default is None else str(default))
     if not re.fullmatch(r"-?\d+", text):
-        raise ConfigError(f"{name} is {text!r}, not a number", WHERE, FIX)
+        raise ConfigError(f"{name} is {repr(text) if text else 'not set'}", WHERE, FIX)
     return int(text)
 
 

@@ -70,7 +70,7 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
     world_size = dist_env.world_size
     local_world_size = dist_env.local_world_size
     if world_size % tp_size:
-        what = f"{world_size} processes do not divide into groups of {tp_size}"
+        what = f"a world size of {world_size} does not divide into groups of {tp_size}"
         raise ConfigError(what, "machine.tensor_parallel", f"start a multiple of {tp_size}")
     dp_size = world_size // tp_size
     dp_shard = {"none": 1, "hybrid": max(1, local_world_size // tp_size)}.get(sharding, dp_size)

@@ -1,6 +1,6 @@
-"""Small files read, files hashed and replaced atomically, fsync and errors of the disk.
+"""Replace files atomically, read small ones, hash and fsync; convert disk errors to StorageError.
 
-Every file that must be whole or absent is written here.
+Every file that must be complete or absent is written here.
 """
 
 import ctypes
@@ -20,43 +20,39 @@ import xxhash
 
 from megatoken.errors import ConfigError, StorageError
 
-BLOCK_BYTES = 1 << 20  # read, then hashed: in the second-level cache of most CPUs
-SYNC_BYTES, SYNC_AND_WAIT = 64 << 20, 7  # Linux's sync_file_range: wait before, write, wait after
-LARGEST_BYTES = (
-    8 << 20
-)  # of files that are read as a whole; parsed JSON takes up to 20 times its size
-NO_PATH = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]+:/|(s3|gs|gcs|az|abfss?|hdfs|https?):"
-)  # a Path has lost a slash
-# What content of other types, sizes or depth than expected raises where it is used. A file may hold anything.
+BLOCK_BYTES = 1 << 20  # hashed while in the second-level cache of most CPUs
+SYNC_BYTES = 64 << 20
+SYNC_AND_WAIT = 7  # Linux's sync_file_range: wait before, write, wait after
+MAX_BYTES = 8 << 20  # of a file that is read at once; parsed JSON takes up to 20 times its size
+# An address, perhaps one that lost a slash in a Path.
+NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|(s3|gs|gcs|az|abfss?|hdfs|https?):")
+# Raised by code that uses file content of unexpected types, sizes or depth.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def local_path(text: str | Path) -> Path:
-    """A path on this machine, ~/ at its start the home folder. Raises ConfigError for an address such as s3://bucket/run,
-    and for what is no path."""
+    """Return a path on this machine, with ~/ expanded. Raises ConfigError for anything else."""
     if NO_PATH.match(str(text)):
-        raise ConfigError(
-            f"not a path on this machine: {text}", "", "mount it, or copy it to a local folder"
-        )
-    if "\0" in str(text):
-        raise ConfigError(f"a path holds a NUL: {text!s:.200}", "", "write it without")
-    if not str(text):
-        raise ConfigError("a path is empty", "", "name a file or folder; . is the current one")
+        fix = "mount it, or copy it to a local folder"
+        raise ConfigError(f"not a path on this machine: {text}", "", fix)
+    if "\0" in str(text) or not str(text):
+        what = f"a path is empty or holds a NUL: {text!s:.200}"
+        raise ConfigError(what, "", "name a file or folder")
     return Path(text).expanduser() if str(text).startswith("~/") else Path(text)
 
 
-def read_small_file(path: Path, limit: int = LARGEST_BYTES) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises OSError for another one, before it is read."""
+def read_small_file(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes. Raises OSError."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
-        number = errno.EFBIG if stat.S_ISREG(status.st_mode) else errno.EINVAL
-        raise OSError(number, os.strerror(number), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+    if status.st_size > limit:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return path.read_bytes()
 
 
-def read_json(path: Path, limit: int = LARGEST_BYTES) -> Any:
-    """The value in a small file of JSON. Raises OSError, and ValueError for what is not JSON or nested too deeply."""
+def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
+    """Return the value in a small JSON file. Raises OSError or ValueError."""
     try:
         return json.loads(read_small_file(path, limit))
     except RecursionError:
@@ -64,7 +60,7 @@ def read_json(path: Path, limit: int = LARGEST_BYTES) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a small file of JSON; empty when the file is missing, damaged or holds something else."""
+    """Return the object in a small JSON file; empty if it is missing, damaged or not an object."""
     try:
         content = read_json(path)
     except (OSError, ValueError):
@@ -73,11 +69,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace the content of `path` by one rename; readers see the old file or the new one.
+    """Replace the content of `path` with one rename: readers see the old file or the new one.
 
-    durable: file and name are on the disk when this returns. Raises OSError; the old file is then untouched.
+    Raises OSError and leaves the old file.
+
+    durable: fsync file and folder.
     """
-    # The process id keeps processes that write the same file (a cache) out of each other's temporary file.
+    # The process id separates the temporary files of processes that write the same file (a cache).
     temporary = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -92,8 +90,12 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 
 def hash_file(path: Path, on_progress: Callable[[int], object] | None = None) -> str:
-    """xxh3-128 of a file, as 32 hex digits. on_progress: called with the number of bytes after each block."""
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
+    """Return the xxh3-128 of a file as 32 hex digits.
+
+    on_progress: called with the number of bytes after each block.
+    """
+    digest = xxhash.xxh3_128()
+    block = memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(block):
             digest.update(block[:size])
@@ -107,9 +109,8 @@ def sync_file(path: Path, on_progress: Callable[[int], object] | None = None) ->
 
     on_progress: called with the number of bytes after each SYNC_BYTES (Linux).
     """
-    descriptor = os.open(
-        path, os.O_RDWR if os.name == "nt" else os.O_RDONLY
-    )  # Windows syncs writable files only
+    flags = os.O_RDWR if os.name == "nt" else os.O_RDONLY  # Windows syncs writable files only
+    descriptor = os.open(path, flags)
     try:
         if on_progress is not None and sys.platform == "linux":
             for start in range(0, os.fstat(descriptor).st_size, SYNC_BYTES):
@@ -121,16 +122,16 @@ def sync_file(path: Path, on_progress: Callable[[int], object] | None = None) ->
 
 
 def _sync_range(descriptor: int, start: int, size: int) -> None:
-    """Write a part of a file to the disk and wait for it, where the file system can. Raises OSError."""
+    """Write a part of a file to the disk, if the file system supports it. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), SYNC_AND_WAIT):
         number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):  # fsync does it all then
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):  # left to fsync
             raise OSError(number, os.strerror(number))
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk, where the system can: not on Windows and some network file systems."""
+    """Force the names in a folder to the disk. Windows and some network file systems cannot."""
     try:
         if os.name != "nt":
             sync_file(path)
@@ -140,7 +141,7 @@ def sync_folder(path: Path) -> None:
 
 
 def error_number(error: Exception) -> int | None:
-    """The errno of an error of the system, also of one that safetensors reports in words; None of any other."""
+    """Return the errno of an OSError, or of one that safetensors reports as text; else None."""
     if isinstance(error, OSError):
         return error.errno
     number = re.search(r"\(os error ([0-9]+)\)", str(error))
@@ -153,20 +154,20 @@ def storage_errors(
     needed_bytes: int = 0,
     *,
     what: str = "cannot write",
-    fix: str = "make room or choose a folder you can write to, then run the same command again",
+    fix: str = "free space or choose a writable folder, then rerun the command",
 ) -> Iterator[None]:
-    """Turn errors of the system inside into a StorageError, with the bytes still needed (0: unknown) and free."""
+    """Convert OS errors to StorageError with the bytes needed (0: unknown) and free."""
     try:
         yield
     except Exception as error:
         number = error_number(error)
         if not isinstance(error, OSError) and number is None:
             raise
-        what += (
-            f": {getattr(error, 'strerror', None) or (os.strerror(number) if number else error)}"
-        )
+        reason = os.strerror(number) if number else error
+        what += f": {getattr(error, 'strerror', None) or reason}"
         if needed_bytes:
             what += f", {needed_bytes:,} bytes needed"
         with suppress(OSError):
             what += f", {shutil.disk_usage(folder).free:,} free"
-        raise StorageError(what, str(getattr(error, "filename", None) or folder), fix) from error
+        where = getattr(error, "filename", None) or folder
+        raise StorageError(what, str(where), fix) from error

@@ -24,15 +24,15 @@ def parse_sealed(content: bytes) -> Any:
     start = max(0, content.rfind(b",\n", -_LONGEST_SEAL))
     ending = _SEAL.fullmatch(content, start)
     if ending is None:
-        raise ValueError("it does not end with its own hash")
+        raise ValueError("no hash at its end")
     expected = ending[1].decode("ascii")
     actual = _hash(content[:start], 4 * len(expected))
     if actual != expected:
-        raise ValueError(f"its hash is {actual}, expected {expected}")
+        raise ValueError(f"hash {actual}, expected {expected}")
     try:
         return json.loads(content)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
 
 
 def _hash(body: bytes, bits: int) -> str:

@@ -1,4 +1,4 @@
-"""Interleaved timing: calls are timed in rounds A B C A B C, so that all of them see the same noise of the machine."""
+"""Time calls in rounds A B C A B C, so that all see the same noise of the machine."""
 
 import math
 import statistics
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-MIN_SECONDS = 0.01  # of a measurement: shorter ones are mostly the clock's error
-WARM_SECONDS = 1.0  # a first call that took longer needs no second warm-up
+MIN_SECONDS = 0.01  # of a measurement; the clock's error dominates shorter ones
+WARM_SECONDS = 1.0  # a slower first call needs no second warm-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,21 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The first and third quartile; the extremes of fewer than four repeats."""
+        """The first and third quartile, or the extremes of fewer than four repeats."""
         if len(self.seconds) < 4:
             return min(self.seconds), max(self.seconds)
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return low, high
 
     def rate(self, amount: float) -> dict[str, Any]:
-        """`amount` per second for a record: median, quartiles (low, high), number of repeats."""
+        """Return `amount` per second: median, quartiles (low, high), number of repeats."""
         low, high = self.quartiles
-        rates = {"median": amount / self.median, "low": amount / high, "high": amount / low}
-        return {**rates, "repeats": len(self.seconds)}
+        return {
+            "median": amount / self.median,
+            "low": amount / high,
+            "high": amount / low,
+            "repeats": len(self.seconds),
+        }
 
 
 def time_interleaved(
@@ -51,7 +55,7 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time each call `repeats` times in rounds, after `warmup` untimed rounds.
 
-    before: called untimed with a call's name before it.
+    before: called with a call's name before it, untimed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup + repeats):
@@ -71,10 +75,10 @@ def time_calls(
     before: Callable[[str], object] = lambda name: None,
     synchronize: Callable[[], None],
 ) -> dict[str, Timing]:
-    """Seconds of one call of each, warm and interleaved; a short call is repeated within its measurement.
+    """Return seconds per call, warm and interleaved. Short calls are repeated within a measurement.
 
-    There are fewer rounds, but at least `fewest`, where `repeats` of them would take more than `longest` seconds.
-    is_warm: each has been called before, so that a long call's first measurement here is its first round.
+    longest: seconds after which there are fewer than `repeats` rounds, but at least `fewest`.
+    is_warm: each was called before, so a long call's first measurement is its first round.
     """
     counts: dict[str, int] = {}
     first: dict[str, tuple[float, ...]] = {}
@@ -93,18 +97,21 @@ def time_calls(
             calls[name]()
 
     rounds = min(repeats, max(fewest, int(longest / round_seconds))) - min(map(len, first.values()))
-    repeated = {name: partial(repeat, name) for name in calls}
     timings = time_interleaved(
-        repeated, repeats=rounds, warmup=0, before=before, synchronize=synchronize
+        {name: partial(repeat, name) for name in calls},
+        repeats=rounds,
+        warmup=0,
+        before=before,
+        synchronize=synchronize,
     )
     return {
-        name: Timing((*first[name], *(s / counts[name] for s in timing.seconds)))
+        name: Timing((*first[name], *(seconds / counts[name] for seconds in timing.seconds)))
         for name, timing in timings.items()
     }
 
 
 def time_once(call: Callable[[], object], synchronize: Callable[[], None] = lambda: None) -> float:
-    """Seconds of a single call."""
+    """Return the seconds of one call."""
     synchronize()
     start = time.perf_counter()
     call()

@@ -1,0 +1,80 @@
+"""Child processes, folder locks and sealed JSON."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatoken.system.environment import python_command
+from megatoken.system.file_lock import LockedError, lock_folder
+from megatoken.system.process import Child, run_child
+from megatoken.system.sealed_json import parse_sealed, seal
+
+
+def test_a_child_returns_its_exit_code_and_lines() -> None:
+    lines: list[str] = []
+    program = "print(1, flush=True); sys.stderr.write('2'); sys.exit(3)"
+    assert run_child(python_command(program), on_line=lines.append) == 3
+    assert lines == ["1\n", "2"]
+    with pytest.raises(FileNotFoundError):
+        run_child(["/no/such/program"])
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path) -> None:
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    program += "print(1, flush=True); time.sleep(100)"
+    log = tmp_path / "log"
+    child = Child(python_command(program), stdout=log)
+    while not log.read_text():
+        time.sleep(0.01)
+    assert child.poll() is None
+    child.stop(0.1)
+    assert child.poll() == -signal.SIGKILL
+    with pytest.raises(TimeoutError):
+        run_child(python_command("import time; time.sleep(100)"), timeout=0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
+def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
+    log = tmp_path / "pid"
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    parent = "import time; from pathlib import Path; from megatoken.system.process import Child; "
+    parent += f"Child({python_command(child)!r}, stdout=Path({str(log)!r})); time.sleep(100)"
+    with subprocess.Popen(python_command(parent)) as process:
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.01)
+        process.kill()
+    pid = int(log.read_text())
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/status").exists() and time.monotonic() < deadline:
+        if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            break
+        time.sleep(0.01)
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_one_process_at_a_time_holds_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with lock_folder(folder, "run"):
+        with pytest.raises(LockedError, match=f"pid {os.getpid()} "), lock_folder(folder, "run"):
+            pass
+        assert (folder / ".owner.json").exists()
+    assert not (folder / ".owner.json").exists()
+    with lock_folder(folder, "run", on_wait=pytest.fail):
+        pass
+
+
+@pytest.mark.parametrize("bits", [64, 128])
+def test_any_flipped_bit_breaks_a_seal(bits: int) -> None:
+    sealed = seal(b'{"a": 1', bits=bits)
+    assert parse_sealed(sealed)["a"] == 1
+    for bit in range(8 * len(sealed)):
+        damaged = bytearray(sealed)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="hash"):
+            parse_sealed(bytes(damaged))
