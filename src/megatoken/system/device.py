@@ -1,10 +1,11 @@
-"""The device of a run, the precision that is fast on it, and its peak FLOP/s (the denominator of MFU)."""
+"""Choose the device and precision of a run, and find its peak FLOP/s, the denominator of MFU."""
 
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,24 +28,23 @@ from megatoken.system.peak_flops import PEAK_FLOPS
 from megatoken.system.timing import time_once
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMPILE_PAYS_STEPS = 500  # a shorter run would mostly wait for the compiler
-PEAKS = "peaks.json"  # in the cache
+MIN_COMPILED_STEPS = 500  # a shorter run would mostly wait for the compiler
+PEAKS = "peaks.json"  # in the measurement cache
 MEASURED = "matrix products measured here"
 PEAK_SIZES = {
     "cpu": (512, 1024, 2048, 4096),
     "mps": (1024, 2048, 4096, 8192),
     "cuda": (2048, 4096, 8192, 16384),
 }
-PROBE_SIZE, PROBE_CALLS = 1024, 6
-PEAK_SECONDS, AGAIN_SECONDS = (
-    3.0,
-    1.0,
-)  # longest that measuring a peak may take, the first time and later
+PROBE_SIZE = 1024
+PROBE_CALLS = 6
+PEAK_SECONDS = 3.0  # to measure a peak the first time
+AGAIN_SECONDS = 1.0  # and later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Where, and in which precision, matrix products are computed."""
+    """The device and precision of matrix products."""
 
     torch_device: torch.device
     name: str
@@ -63,12 +63,12 @@ class Device:
 
     @property
     def is_ampere(self) -> bool:
-        """Whether it is an NVIDIA GPU since Ampere, with TF32 and bf16."""
+        """Whether it is an NVIDIA GPU of Ampere or newer, with TF32 and bf16."""
         return self.type == "cuda" and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     @property
     def widest(self) -> torch.dtype:
-        """The dtype for sums over many numbers."""
+        """The dtype for long sums."""
         return torch.float32 if self.type == "mps" else torch.float64
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -78,7 +78,7 @@ class Device:
         return torch.autocast(self.type, dtype=self.dtype)
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory so far: allocated on the device, or resident in this process on a CPU."""
+        """Return peak memory so far: allocated on the device, or resident in this process on a CPU."""
         if self.type == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         if self.type == "mps":
@@ -86,13 +86,13 @@ class Device:
         return peak_resident_bytes()
 
     def memory_bytes(self, processes: int) -> int:
-        """All memory of the device, or for a CPU the free memory over the machine's processes; 0 if unknown."""
+        """Return the device's memory, or a CPU's free memory per process; 0 if unknown."""
         if self.type == "cuda":
             return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
         return free_memory_bytes() // processes if self.type == "cpu" else 0
 
     def synchronize(self) -> None:
-        """Wait for all queued kernels, before a clock is read."""
+        """Wait for all queued kernels."""
         if self.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
         elif self.type == "mps":
@@ -102,7 +102,7 @@ class Device:
 def open_device(
     machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1
 ) -> Device:
-    """Choose the device; set torch's threads, CUDA device, TF32 and deterministic mode for this whole process.
+    """Choose the device, and set torch's threads, CUDA device, TF32 and deterministic mode.
 
     Processes of one machine share its cores. Raises ConfigError as `choose_device`.
     """
@@ -120,10 +120,10 @@ def open_device(
 def choose_device(
     machine: MachineConfig, *, local_rank: int = 0, local_world_size: int = 1
 ) -> Device:
-    """Choose device and precision; nothing in the process changes. Each of several processes has a CUDA device.
+    """Choose device and precision without changing the process. Each local rank gets a CUDA device.
 
-    peak_flops is the data sheet's, 0 for a device that is not in the table. Raises ConfigError when the device is
-    missing or cannot run the precision.
+    peak_flops is the data sheet's, or 0 for a device that is not in the table. Raises ConfigError if
+    the device is missing or does not support the precision.
     """
     device = _find_device(machine.device)
     if device.type == "cuda" and local_world_size > 1:
@@ -148,9 +148,9 @@ def _uses_tf32(device: torch.device, machine: MachineConfig) -> bool:
 
 
 def with_peak(device: Device) -> Device:
-    """The device with its peak: the data sheet's, else the best one ever measured on this machine.
+    """Return the device with its peak: the data sheet's, else the best ever measured here.
 
-    It is measured each time, more shortly when a peak is cached: one measured on a busy machine is too low.
+    Measure it again even if a peak is cached: one measured on a busy machine is too low.
     """
     if device.peak_flops:
         return device
@@ -163,7 +163,7 @@ def with_peak(device: Device) -> Device:
 
 
 def cache_peak(device: Device, flops: float) -> float:
-    """Cache a measured peak if it beats the cached one; return the better."""
+    """Cache a measured peak unless the cached one is higher. Return the higher one."""
     key = _peak_key(device)
     best: float = max(flops, read_measurements(PEAKS).get(key, 0.0))
     save_measurement(PEAKS, key, best)
@@ -171,16 +171,16 @@ def cache_peak(device: Device, flops: float) -> float:
 
 
 def _peak_key(device: Device) -> str:
-    """Everything that a measured peak depends on."""
+    """Describe everything that a measured peak depends on."""
     tf32 = device.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return f"{device.name} ({device.type}{threads}), {'tf32' if tf32 else device.precision}, torch {torch.__version__}"
 
 
 def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Calls that multiply (m, k) by (k, n) into one preallocated (m, n), by library.
+    """Return calls, by library, that multiply (m, k) by (k, n) into a preallocated (m, n).
 
-    For fp32 on a CPU numpy's own BLAS may be faster than torch's; it always uses all cores.
+    For fp32 on a CPU, numpy's BLAS may be faster than torch's; it always uses all cores.
     """
     out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
     calls: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right, out=out)}
@@ -189,27 +189,24 @@ def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable
         and left.dtype == torch.float32
         and torch.get_num_threads() >= cpu_count()
     ):
-        a, b, c = left.numpy(), right.numpy(), out.numpy()
-        calls["numpy"] = lambda: np.matmul(a, b, out=c)
+        arrays = (left.numpy(), right.numpy())
+        calls["numpy"] = partial(np.matmul, *arrays, out=out.numpy())
     return calls
 
 
 def measure_peak(
     device: Device, sizes: tuple[int, ...] = (), seconds: float = PEAK_SECONDS
 ) -> float:
-    """FLOP/s of the fastest square product in the device's precision, over sizes and libraries.
+    """Return the FLOP/s of the fastest square product, over sizes and libraries.
 
-    A product that would end after `seconds` or does not fit in memory is not started.
+    Skip products that would end after `seconds` or do not fit in memory.
     """
-    best, deadline = 0.0, time.perf_counter() + seconds
+    best = 0.0
+    deadline = time.perf_counter() + seconds
     with suppress(torch.OutOfMemoryError):
         for size in sizes or PEAK_SIZES[device.type]:
             flops = 2.0 * size**3
-            # Random numbers, since chips clock higher on constants; a generator of their own keeps a run's draws.
-            generator = torch.Generator(device.torch_device).manual_seed(0)
-            square = torch.randn(
-                size, size, dtype=device.dtype, device=device.torch_device, generator=generator
-            )
+            square = _random_square(device, size)
             for call in [*product_calls(square, square).values()] * 5:
                 if best and time.perf_counter() + flops / best > deadline:
                     return best
@@ -218,35 +215,39 @@ def measure_peak(
 
 
 def probe_flops(device: Device) -> float:
-    """FLOP/s that the device gives just now: of products of some milliseconds each."""
-    generator = torch.Generator(device.torch_device).manual_seed(0)
-    shape = PROBE_SIZE, PROBE_SIZE
-    square = torch.randn(shape, dtype=device.dtype, device=device.torch_device, generator=generator)
+    """Return the FLOP/s that the device gives at the moment, from products of some milliseconds."""
+    square = _random_square(device, PROBE_SIZE)
     call = product_calls(square, square)["torch"]
     call()
     seconds = sum(time_once(call, device.synchronize) for _ in range(PROBE_CALLS))
     return PROBE_CALLS * 2.0 * PROBE_SIZE**3 / seconds
 
 
+def _random_square(device: Device, size: int) -> torch.Tensor:
+    """Return random values, because chips clock higher on constants, without using the run's generator."""
+    generator = torch.Generator(device.torch_device).manual_seed(0)
+    return torch.randn(
+        size, size, dtype=device.dtype, device=device.torch_device, generator=generator
+    )
+
+
 @contextmanager
 def memory_errors(where: str, fix: str) -> Iterator[None]:
-    """Turn the errors of a device or a machine whose memory has ended into ConfigError; others pass."""
+    """Convert out-of-memory errors to ConfigError; pass others."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        text = " ".join(str(error).split()).partition(" Including")[
-            0
-        ]  # without advice about the allocator
-        what = text.partition("DefaultCPUAllocator: ")[2] or text.removeprefix(
-            "CUDA out of memory. "
-        )
+        text = " ".join(str(error).split())
+        text = text.partition(" Including")[0]  # advice about the allocator follows
+        what = text.partition("DefaultCPUAllocator: ")[2] or text
+        what = what.removeprefix("CUDA out of memory. ")
         raise ConfigError(f"out of memory: {what}", where, fix) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has ended; torch has no class of its own for a CPU's."""
+    """Return whether an error is out of memory. torch has no class for a CPU's."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
         error
     )
@@ -281,13 +282,16 @@ def fast_precision(
     capability: tuple[int, int] = (0, 0),
     cpu_features: frozenset[str] = frozenset(),
 ) -> str:
-    """The precision that a device is fast in.
+    """Return the precision that a device is fast in.
 
-    CUDA by compute capability: bf16 on Ampere (8.0) and newer; fp16 on Volta and Turing (7.x), whose bf16 is
-    emulated; fp32 on Pascal and older, whose fp16 arithmetic is slow or absent. CPU: bf16 with AVX512-BF16 or AMX.
+    CUDA by compute capability: bf16 on Ampere (8.0) and newer; fp16 on Volta and Turing (7.x), whose
+    bf16 is emulated; fp32 on Pascal and older, whose fp16 is slow or absent. CPU: bf16 with
+    AVX512-BF16 or AMX.
     """
     if device_type == "cuda":
-        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+        if capability >= (8, 0):
+            return "bf16"
+        return "fp16" if capability >= (7, 0) else "fp32"
     return "bf16" if cpu_features & {"avx512_bf16", "amx_bf16"} else "fp32"
 
 
@@ -309,15 +313,15 @@ def _choose_precision(device: torch.device, precision: str) -> str:
     features: dict[str, Any] = (
         getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     )
-    there = allowed_features(name for name, has in features.items() if has is True)
-    return fast_precision(device.type, capability, there)
+    available = allowed_features(name for name, has in features.items() if has is True)
+    return fast_precision(device.type, capability, available)
 
 
 def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
-    """(compile mode: off, on, blocks or graphs; a line for the user if the requested one is impossible, else empty)."""
+    """Return the compile mode (off, on, blocks or graphs), and why the requested one is impossible, or ""."""
     if machine.compile == "auto":
-        worth_it = device.type == "cuda" and total_steps >= COMPILE_PAYS_STEPS
-        return ("on" if worth_it else "off"), ""
+        pays_off = device.type == "cuda" and total_steps >= MIN_COMPILED_STEPS
+        return ("on" if pays_off else "off"), ""
     if machine.compile == "graphs" and device.type != "cuda":
         return "off", "CUDA graphs are for CUDA: the model runs uncompiled (machine.compile=on)"
     if machine.compile != "off" and device.type == "cpu" and not find_compiler():
@@ -329,13 +333,13 @@ def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> t
 
 
 def misses_triton(device: Device) -> str:
-    """The reason why our Triton kernels do not run here; empty if they do."""
+    """Return why our Triton kernels do not run here; empty if they do."""
     if device.type != "cuda":
         return f"there is no GPU to run them ({device.type})"
     if find_spec("triton") is None:
         return "Triton is not installed"
     if torch.version.hip:
-        return "they were made for NVIDIA GPUs"
+        return "they are made for NVIDIA GPUs"
     if not device.is_ampere:
         return f"{device.name} is older than Ampere"
     return ""
