@@ -31,6 +31,7 @@ STARTERS = {
     "__main__.py",
     "cli/main.py",
     "cli/quickstart.py",
+    "cli/serve.py",
     "bench/worker.py",
     "cli/plan.py",
     "convert/recipes/llmc.py",

@@ -1,27 +1,27 @@
-"""A tiny model behind HTTP, and requests to it."""
+"""A tiny model behind HTTP, served by a thread of this process."""
 
 import json
-import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from http.client import HTTPConnection
+from threading import Thread
 from typing import Any
 
+import httpx2
 import torch
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.data.chat_template import add_control_tokens, find_template
+from megatoken.data.chat_template import add_control_tokens, template_of
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
+from megatoken.serving.app import build_app, build_server, listen
 from megatoken.serving.engine import Engine
 from megatoken.serving.protocol import ServedModel
-from megatoken.serving.server import Server
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+LOCAL = ("127.0.0.1", "[::1]", "localhost")
 SIZES = ModelConfig(
     n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=64, seq_len=160,
     norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False,
@@ -30,7 +30,7 @@ SIZES = ModelConfig(
 
 @cache
 def build_model(*, chat: bool = True) -> tuple[GPT, Tokenizer]:
-    """Random weights, enlarged, over bytes: what it writes is letters that depend on all that was before."""
+    """Return a byte-level model whose enlarged random weights write letters that depend on the prompt."""
     tokenizer = load_tokenizer("bytes")
     tokenizer = add_control_tokens(tokenizer) if chat else tokenizer
     model = GPT(SIZES, vocab_size=tokenizer.vocab_size).eval()
@@ -44,46 +44,35 @@ def build_model(*, chat: bool = True) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-@dataclass
+@dataclass(frozen=True)
 class Served:
-    """A server in this process."""
+    """A running server and a client of it."""
 
-    server: Server
+    client: httpx2.Client
     engine: Engine
+    port: int
 
-    def connect(self, timeout: float = 120) -> HTTPConnection:
-        return HTTPConnection("127.0.0.1", self.server.port, timeout=timeout)
+    def post(self, path: str, **body: Any) -> httpx2.Response:
+        """Post a request for the served model."""
+        return self.client.post(path, json={"model": "tiny"} | body)
 
-    def ask(
-        self,
-        path: str,
-        body: Any = None,
-        *,
-        method: str = "",
-        headers: dict[str, str] | None = None,
-    ) -> tuple[int, Any]:
-        """Status and content of an answer; a dict is sent with the model's name, other bodies as they are."""
-        connection = self.connect()
-        raw = json.dumps({"model": "tiny"} | body).encode() if isinstance(body, dict) else body
-        sent = ({"Content-Type": "application/json"} if raw is not None else {}) | (headers or {})
-        try:
-            connection.request(method or ("GET" if raw is None else "POST"), path, raw, sent)
-            response = connection.getresponse()
-            content = response.read()
-        finally:
-            connection.close()
-        is_json = response.headers.get_content_type() == "application/json"
-        return response.status, json.loads(content) if is_json else content.decode()
+    def complete(self, prompt: Any, **body: Any) -> Any:
+        """Return the object of a completion."""
+        response = self.post(COMPLETIONS, prompt=prompt, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
 
-    def chat(self, text: str, **options: Any) -> Any:
-        return self.ask(CHAT, {"messages": [{"role": "user", "content": text}]} | options)
+    def chat(self, text: str, **body: Any) -> Any:
+        """Return the object of an answer to one message."""
+        response = self.post(CHAT, messages=[{"role": "user", "content": text}], **body)
+        assert response.status_code == 200, response.text
+        return response.json()
 
-
-def read_events(content: str) -> list[Any]:
-    """Objects of a stream, which must end as it should."""
-    lines = content.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """Return the objects of a streamed answer."""
+        *lines, done, end = self.post(path, stream=True, **body).text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 @contextmanager
@@ -93,33 +82,20 @@ def serve(
     rows: int = 8,
     waiting: int = 64,
     api_key: str = "",
-    host: str = "127.0.0.1",
+    hosts: Sequence[str] = LOCAL,
 ) -> Iterator[Served]:
     model, tokenizer = build_model(chat=chat)
-    template, why = None, ""
-    try:
-        template = find_template(tokenizer)
-    except ConfigError as error:
-        why = str(error)
-    about = ServedModel("tiny", model.config.seq_len, tokenizer, template, why)
-    engine = Engine(model, rows=rows, waiting=waiting)
-    with Server(engine, about, host, 0, api_key) as server, engine:
-        thread = threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
+    served = ServedModel("tiny", SIZES.seq_len, tokenizer, template_of(tokenizer), "no template")
+    with listen("127.0.0.1", 0) as listener, Engine(model, rows=rows, waiting=waiting) as engine:
+        port = listener.getsockname()[1]
+        server = build_server(build_app(engine, served, hosts, api_key), engine)
+        thread = Thread(target=server.run, args=([listener],))
         thread.start()
-        yield Served(server, engine)
-        server.shutdown()
-        thread.join()
-
-
-def send_raw(port: int, raw: bytes, *, ends: bool = False) -> bytes:
-    """All that the server answers to some bytes, after which the client may say that no more come."""
-    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
-        connection.sendall(raw)
-        if ends:
-            connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        while block := connection.recv(65536):
-            answer += block
-    return answer
+        url = f"http://127.0.0.1:{port}"
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        try:
+            with httpx2.Client(base_url=url, timeout=120, limits=limits) as client:
+                yield Served(client, engine, port)
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -22,7 +22,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def client(served: Served) -> Any:
     return openai.OpenAI(
-        base_url=f"http://127.0.0.1:{served.server.port}/v1", api_key="open-sesame", max_retries=0
+        base_url=f"http://127.0.0.1:{served.port}/v1", api_key="open-sesame", max_retries=0
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.serving.server import PAGE, build_policy
+from megatoken.serving.app import PAGE, build_policy
 from tests.cli.browser import Browser, find_browser
 from tests.serving.served import Served, serve
 
@@ -33,7 +33,7 @@ def served() -> Iterator[Served]:
 
 def open_page(browser: Browser, served: Served) -> None:
     browser.resize(1280)
-    browser.open(f"http://localhost:{served.server.port}/")
+    browser.open(f"http://localhost:{served.port}/")
     browser.wait_for("document.title !== 'megatoken' || !document.getElementById('error').hidden")
 
 
@@ -60,9 +60,8 @@ def test_a_conversation_by_keyboard(browser: Browser, served: Served) -> None:
     attack = "<img src=x onerror=alert(1)>"
     say(browser, attack)
     browser.wait_for(IDLE)
-    expected = served.ask("/v1/chat/completions", {
-        "messages": [{"role": "user", "content": attack}], "temperature": 0, "top_k": 50
-    })[1]["choices"][0]["message"]["content"]  # fmt: skip
+    answer = served.chat(attack, temperature=0, top_k=50)
+    expected = answer["choices"][0]["message"]["content"]
     assert browser.evaluate(ANSWERS) == [expected]
     assert browser.evaluate("document.querySelector('.turn.user p').textContent") == attack
     assert browser.evaluate("document.images.length") == 0
@@ -84,9 +83,7 @@ def test_a_conversation_by_keyboard(browser: Browser, served: Served) -> None:
     }
     requests = browser.list_requests()
     assert requests
-    assert all(
-        each.startswith((f"http://localhost:{served.server.port}/", "data:")) for each in requests
-    )
+    assert all(each.startswith((f"http://localhost:{served.port}/", "data:")) for each in requests)
     browser.evaluate("document.getElementById('clear').click()")
     assert browser.evaluate(ANSWERS) == []
     assert browser.evaluate("document.activeElement.id") == "text"

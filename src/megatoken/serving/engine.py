@@ -1,67 +1,61 @@
-"""One model for many threads: what they ask waits in one queue and is decoded in one batch by one thread."""
+"""Decode requests from asyncio clients in one batch, on one thread."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
-from queue import Empty, SimpleQueue
-from types import TracebackType
+from contextlib import suppress
 from typing import Self
 
-from megatoken.errors import MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.sampling.batch import BatchDecoder, Request, Token
 from megatoken.system.device import Device
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The queue holds as many requests as it may."""
 
 
 class Stopped(Exception):
-    """The engine has been stopped."""
+    """The job was cancelled, or the engine was stopped."""
 
 
 class Job:
-    """A request on its way. `cancel` frees its row before the next token."""
+    """A submitted request. Create it in the event loop that reads its tokens."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.is_cancelled = False
-        self._answers: SimpleQueue[Token | Exception] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._tokens: asyncio.Queue[Token | Exception] = asyncio.Queue()
 
-    def put(self, answer: Token | Exception) -> None:
-        """A token, or the error that ends the job."""
-        self._answers.put(answer)
+    def put(self, token: Token | Exception) -> None:
+        """Send a token, or the error that ends the job, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._tokens.put_nowait, token)
 
     def cancel(self) -> None:
-        """Ask for no more tokens."""
+        """Free the job's row before the next token."""
         self.is_cancelled = True
+        self.put(Stopped())
 
-    def read(self, timeout: float) -> list[Token]:
-        """All tokens that are there, after waiting for one; none where `timeout` seconds have passed.
-
-        Raises what ended the job: a MegatokenError of the model, Stopped.
-        """
-        tokens: list[Token] = []
-        try:
-            while True:
-                answer = (
-                    self._answers.get_nowait() if tokens else self._answers.get(timeout=timeout)
-                )
-                if isinstance(answer, Exception):
-                    raise answer
-                tokens.append(answer)
-        except Empty:
-            return tokens
+    async def read(self) -> Token:
+        """Wait for the next token. Raises the error that ended the job."""
+        token = await self._tokens.get()
+        if isinstance(token, Exception):
+            raise token
+        return token
 
 
 class Engine:
-    """Decodes in a thread of its own inside `with`. rows: sequences at once; waiting: how many may wait."""
+    """A decoding thread, running inside `with`. rows: jobs decoded at once; waiting: queue length."""
 
     def __init__(
         self, model: GPT, device: Device | None = None, *, rows: int = 8, waiting: int = 64
     ) -> None:
-        self.model, self._device = model, device
-        self._max_rows, self.max_jobs = rows, rows + waiting
+        self.model = model
+        self.max_jobs = rows + waiting
+        self._device = device
+        self._max_rows = rows
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: dict[int, Job] = {}
@@ -72,13 +66,8 @@ class Engine:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End all jobs with Stopped, and the thread."""
+    def __exit__(self, *_: object) -> None:
+        """End all jobs with Stopped and join the thread."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -86,7 +75,7 @@ class Engine:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Jobs that are being decoded, and that wait."""
+        """Numbers of running and waiting jobs."""
         with self._changed:
             return len(self._running), len(self._waiting)
 
@@ -97,15 +86,15 @@ class Engine:
         with self._changed:
             if self._is_stopping:
                 raise Stopped
-            self._forget_cancelled()
-            # With those that are decoded: what comes to a free row waits for the next step, too.
+            self._drop_cancelled()
+            # Count running jobs as well: a job for a free row also waits for the next step.
             if len(self._running) + len(self._waiting) >= self.max_jobs:
                 raise QueueFull
             self._waiting.append(job)
             self._changed.notify_all()
         return job
 
-    def _forget_cancelled(self) -> None:
+    def _drop_cancelled(self) -> None:
         self._waiting = [job for job in self._waiting if not job.is_cancelled]
 
     def _run(self) -> None:
@@ -115,14 +104,10 @@ class Engine:
             try:
                 with BatchDecoder(self.model, rows=self._max_rows, device=self._device) as decoder:
                     for tokens in self._decode(decoder):
-                        self._hand_out(tokens)
-            except (
-                Exception
-            ) as error:  # of the model, or of the device: the next job finds a new decoder
-                self._end_all(
-                    error if isinstance(error, MegatokenError) else RuntimeError("decoding failed")
-                )
-        self._end_all(Stopped())
+                        self._dispatch(tokens)
+            except Exception as error:  # the next job gets a new decoder
+                self._end_jobs(error)
+        self._end_jobs(Stopped())
 
     def _decode(self, decoder: BatchDecoder) -> Iterator[list[Token]]:
         number = 0
@@ -131,7 +116,7 @@ class Engine:
                 self._changed.wait_for(lambda: self._running or self._waiting or self._is_stopping)
                 if self._is_stopping:
                     return
-                self._forget_cancelled()
+                self._drop_cancelled()
                 for key in [key for key, job in self._running.items() if job.is_cancelled]:
                     decoder.remove(key)
                     del self._running[key]
@@ -140,25 +125,22 @@ class Engine:
                     self._running[number] = job
                     decoder.add(number, job.request)
                     number += 1
-                self._changed.notify_all()
             yield decoder.step()
 
-    def _hand_out(self, tokens: list[Token]) -> None:
+    def _dispatch(self, tokens: list[Token]) -> None:
         with self._changed:
             for token in tokens:
                 self._running[token.row].put(token)
                 if token.finish_reason:
                     del self._running[token.row]
-            self._changed.notify_all()
 
-    def _end_all(self, error: Exception) -> None:
-        """End the jobs that are decoded; those that wait, if the engine has stopped or no decoder could be built."""
+    def _end_jobs(self, error: Exception) -> None:
+        """End running jobs; also waiting ones if the engine stops or could not build a decoder."""
         with self._changed:
-            ended = list(self._running.values())
-            if not ended or isinstance(error, Stopped):
-                ended += self._waiting
+            jobs = list(self._running.values())
+            if not jobs or isinstance(error, Stopped):
+                jobs += self._waiting
                 self._waiting.clear()
             self._running.clear()
-            for job in ended:
+            for job in jobs:
                 job.put(error)
-            self._changed.notify_all()

@@ -1,0 +1,263 @@
+"""The HTTP server: OpenAI's endpoints, /health, and a chat page.
+
+Any web page can make its visitor's browser send requests here. The Host header must therefore name
+this server (DNS rebinding), and a body must be application/json, which browsers do not send to
+another site without asking it first (CORS). Requests and answers are not logged.
+"""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatoken.errors import ConfigError, DataError, MegatokenError
+from megatoken.serving.engine import Engine, Job, QueueFull, Stopped
+from megatoken.serving.protocol import (
+    ApiError,
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    ParsedRequest,
+    ResponseBuilder,
+    ServedModel,
+    parse_chat,
+    parse_completion,
+)
+
+MAX_BODY_BYTES = 4 << 20
+GRACE_SECONDS = 10  # to finish answers after the first signal
+MORE_CONNECTIONS = 64  # open connections without a job
+PAGE = Path(__file__).parent / "page.html"
+HEADERS = [
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+]
+
+
+def build_app(
+    engine: Engine, model: ServedModel, hosts: Sequence[str], api_key: str = ""
+) -> Starlette:
+    """Return the application. hosts: accepted Host headers, "*" for any; api_key: "" for none."""
+    endpoints = Endpoints(engine, model)
+    routes = [
+        Route("/models", endpoints.list_models),
+        Route("/models/{name:path}", endpoints.get_model),
+        Route("/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/completions", endpoints.complete, methods=["POST"]),
+    ]
+    check_key = [Middleware(CheckKey, api_key=api_key)] if api_key else []
+    errors = (HTTPException, ValidationError, QueueFull, Stopped, MegatokenError, Exception)
+    return Starlette(
+        routes=[
+            Route("/", endpoints.get_page),
+            Route("/health", endpoints.get_health),
+            Mount("/v1", routes=routes, middleware=check_key),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        exception_handlers=dict.fromkeys(errors, handle_error),
+        max_body_size=MAX_BODY_BYTES,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises ConfigError if the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=128)
+    except (OSError, UnicodeError) as error:
+        where = f"{host}, port {port}"
+        raise ConfigError(f"cannot listen: {error}", where, "choose another --port") from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+    return listener
+
+
+def build_server(app: Starlette, engine: Engine) -> uvicorn.Server:
+    """Return a server that logs errors only and finishes answers when it is asked to stop."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            headers=HEADERS,
+            limit_concurrency=engine.max_jobs + MORE_CONNECTIONS,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckKey:
+    """Middleware that refuses requests without the API key."""
+
+    app: ASGIApp
+    api_key: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        header = Headers(scope=scope).get("authorization", "")
+        if not hmac.compare_digest(header.encode(), f"Bearer {self.api_key}".encode()):
+            raise ApiError(401, "missing or wrong API key", "invalid_api_key")
+        await self.app(scope, receive, send)
+
+
+def handle_error(request: Request, error: Exception) -> Response:
+    """Return an error in OpenAI's form."""
+    return build_error(error)
+
+
+def build_error(error: Exception) -> JSONResponse:
+    """Return the response for an error. Bugs get a 500 without details; uvicorn logs them."""
+    api_error = ApiError(500, "internal server error")
+    match error:
+        case ApiError():
+            api_error = error
+        case HTTPException():
+            api_error = ApiError(error.status_code, error.detail)
+        case ValidationError():
+            details = error.errors(include_url=False, include_input=False, include_context=False)
+            lines = [f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in details[:3]]
+            api_error = ApiError(400, "; ".join(lines), param=str((*details[0]["loc"], "")[0]))
+        case QueueFull():
+            api_error = ApiError(429, "too many requests; try again later", "queue_full")
+        case Stopped():
+            api_error = ApiError(503, "the server is stopping", "stopping")
+        case MegatokenError():
+            api_error = ApiError(500, str(error))
+    return JSONResponse(api_error.to_json(), api_error.status_code)
+
+
+class Endpoints:
+    """The endpoints of a served model."""
+
+    def __init__(self, engine: Engine, model: ServedModel) -> None:
+        self._engine = engine
+        self._model = model
+        self._page = PAGE.read_text(encoding="utf-8")
+        self._policy = {"Content-Security-Policy": build_policy(self._page)}
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def get_page(self, request: Request) -> Response:
+        return HTMLResponse(self._page, headers=self._policy)
+
+    async def get_health(self, request: Request) -> Response:
+        running, waiting = self._engine.counts
+        return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
+
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model.to_json()]})
+
+    async def get_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model.to_json())
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, ChatRequest, parse_chat)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._generate(request, CompletionRequest, parse_completion)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model.name:
+            message = f"model {name!a:.80} not found; this server has {self._model.name!a}"
+            raise ApiError(404, message, "model_not_found", "model")
+
+    async def _generate(
+        self,
+        request: Request,
+        schema: type[CommonRequest],
+        parse: Callable[[Any, ServedModel], ParsedRequest],
+    ) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise ApiError(415, "Content-Type must be application/json")
+        body = schema.model_validate_json(await request.body())
+        self._check_model(body.model)
+        try:
+            parsed = await run_in_threadpool(parse, body, self._model)
+            job = self._engine.submit(parsed.request)
+        except (ConfigError, DataError) as error:
+            raise ApiError(400, str(error)) from None
+        watcher = asyncio.create_task(cancel_after_response(request, job))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        builder = ResponseBuilder(parsed, self._model)
+        headers = {"Dropped-Messages": str(parsed.dropped)}
+        if parsed.is_streamed:
+            events = stream_events(parsed, builder, job)
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        text = "".join([text async for text in read_text(builder, job)])
+        return JSONResponse(builder.build_full(text), headers=headers)
+
+
+async def cancel_after_response(request: Request, job: Job) -> None:
+    """Free the job's row when the response is complete or the client has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.cancel()
+
+
+async def read_text(builder: ResponseBuilder, job: Job) -> AsyncIterator[str]:
+    """Yield the answer's text as it is decoded."""
+    while builder.finish_reason is None:
+        text = builder.push(await job.read())
+        if text:
+            yield text
+
+
+async def stream_events(
+    parsed: ParsedRequest, builder: ResponseBuilder, job: Job
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events: one per piece of text, then [DONE], or an error."""
+    try:
+        if parsed.is_chat:
+            yield format_event(builder.build_role())
+        async for text in read_text(builder, job):
+            yield format_event(builder.build_chunk(text))
+    except (MegatokenError, Stopped) as error:
+        yield b"data: " + bytes(build_error(error).body) + b"\n\n"
+        return
+    yield format_event(builder.build_end())
+    if parsed.has_usage:
+        yield format_event(builder.build_usage())
+    yield b"data: [DONE]\n\n"
+
+
+def format_event(content: dict[str, Any]) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def build_policy(page: str) -> str:
+    """Return a Content-Security-Policy that allows the page's own script and style only."""
+    sources = []
+    for tag in ("script", "style"):
+        [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        sources.append(f"{tag}-src 'sha256-{digest}'")
+    return (
+        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        f"form-action 'none'; frame-ancestors 'none'; {'; '.join(sources)}"
+    )
