@@ -319,9 +319,8 @@ def test_python_function_returns_what_the_command_prints(
     }
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
         evaluate(loaded.model, loaded.tokenizer)
-    for wrong, says in ({"split": "test"}, "no split 'test'"), ({"limit": -1}, "limit is -1"):
-        with pytest.raises(ConfigError, match=says):
-            evaluate(loaded.model, loaded.tokenizer, data=data / "shards", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        evaluate(loaded.model, loaded.tokenizer, data=data / "shards", split="test")
 
 
 def test_text_without_a_known_character_is_no_nan(
@@ -357,7 +356,7 @@ def test_a_model_that_diverged_has_no_scores(data: Path) -> None:
     examples = {"own": [Example((("1 bottle of", " beer"), ("1 bottle of", " wine")), gold=0)]}
     with pytest.raises(NumericsError, match="log-likelihoods are not finite numbers"):
         evaluate(model, tokenizer, tasks=examples)
-    with pytest.raises(NumericsError, match="the loss is not a finite number"):
+    with pytest.raises(NumericsError, match="the loss is not finite"):
         evaluate(model, tokenizer, data=data / "text.txt")
 
 
@@ -436,18 +435,10 @@ def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None
             ExitCode.CONFIG,
             "--nproc is 0 — --nproc — give 1 or more",
         ),
-        (
-            ["--data", "DATA/text.txt", "--split", "train"],
-            ExitCode.CONFIG,
-            "text has no split 'train' — DATA/text.txt",
-        ),
+        (["--data", "DATA/text.txt", "--split", "train"], ExitCode.CONFIG, "text has no splits"),
         (["--data", "DATA/nothing"], ExitCode.DATA, "no such file, folder or named corpus"),
-        (
-            ["--data", "DATA/foreign.bin"],
-            ExitCode.DATA,
-            "shards were made by tokenizer gpt2 (50,257 ids), the model",
-        ),
-        (["--data", "DATA/other"], ExitCode.DATA, "shards were made by tokenizer bpe:300"),
+        (["--data", "DATA/foreign.bin"], ExitCode.DATA, "shards of tokenizer gpt2"),
+        (["--data", "DATA/other"], ExitCode.DATA, "shards of tokenizer bpe:300"),
         (
             ["--tasks", "piqa", "--harness"],
             ExitCode.CONFIG,

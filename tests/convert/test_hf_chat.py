@@ -23,6 +23,7 @@ from megatoken.data.chat_template import (
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate, generate_ids
 from tests.convert.models import FAMILIES, TINY_GPT, byte_tokenizer, draw_model
 
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head is turned so that its third greedy token is the one that ends an answer."""
     model = draw_chat_model("llama-untied")
     ids = generate_ids(
-        model, TEMPLATE.encode(ASKED, reply=True)[0], max_new_tokens=3, temperature=0
+        model, TEMPLATE.encode(ASKED, reply=True)[0], Sampling(max_new_tokens=3, temperature=0)
     )[0]
     assert ids[2] not in (*ids[:2], *TEMPLATE.stop_ids)
     rows = [ids[2], TEMPLATE.stop_ids[0]]
@@ -75,7 +76,7 @@ def test_ids_ends_and_greedy_answers_are_the_same(folder: Path) -> None:
     assert (again.stop_ids, again.jinja) == (TEMPLATE.stop_ids, TEMPLATE.jinja)
     assert find_stop_ids(loaded.tokenizer) == find_stop_ids(TEMPLATE.tokenizer) == TEMPLATE.stop_ids
     ours = generate_ids(
-        loaded.model, ids, max_new_tokens=16, temperature=0, stop_ids=TEMPLATE.stop_ids
+        loaded.model, ids, Sampling(max_new_tokens=16, temperature=0, stop_ids=TEMPLATE.stop_ids)
     )[0]
     assert answer == [*ours, TEMPLATE.stop_ids[0]]
     assert len(ours) == 2
@@ -87,7 +88,7 @@ def test_generation_ends_where_the_model_says(tmp_path: Path) -> None:
         byte_tokenizer().to_json().replace("<|endoftext|>", "<end>")
     )
     model = draw_model(FAMILIES["llama-untied"])
-    free = generate_ids(model, [*b"abc"], max_new_tokens=9, temperature=0)[0]
+    free = generate_ids(model, [*b"abc"], Sampling(max_new_tokens=9, temperature=0))[0]
     export(LoadedModel(model, Tokenizer(inner, "it", 256), "it"), "hf", tmp_path / "hf")
     for name, ends in (("config.json", 256), ("generation_config.json", [256, free[3]])):
         content = json.loads((tmp_path / "hf" / name).read_text())

@@ -23,6 +23,7 @@ from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
 from megatoken.errors import ConfigError, ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 from tests.convert.models import (
     BYTES,
@@ -96,10 +97,15 @@ def test_greedy_text_is_the_same_without_padding_ids(
     prompt = IDS[:1, :4]
     reloaded.generation_config.eos_token_id = None
     theirs = reloaded.generate(prompt, max_new_tokens=16, do_sample=False)[0, 4:].tolist()
-    ours = generate_ids(exported[0], prompt[0].tolist(), max_new_tokens=16, temperature=0)[0]
+    ours = generate_ids(
+        exported[0], prompt[0].tolist(), Sampling(max_new_tokens=16, temperature=0)
+    )[0]
     assert ours == theirs
     drawn = generate_ids(
-        exported[0], prompt[0].tolist(), max_new_tokens=16, temperature=2.0, num_samples=8, seed=1
+        exported[0],
+        prompt[0].tolist(),
+        Sampling(max_new_tokens=16, temperature=2.0, seed=1),
+        num_samples=8,
     )
     assert max(map(max, drawn)) < BYTES  # padding rows of the model have weights of 100
 
@@ -192,7 +198,7 @@ def test_a_model_of_transformers_has_the_same_gradients_and_text(
         prompt, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None
     )
     assert (
-        generate_ids(model, prompt[0].tolist(), max_new_tokens=16, temperature=0)[0]
+        generate_ids(model, prompt[0].tolist(), Sampling(max_new_tokens=16, temperature=0))[0]
         == text[0, 4:].tolist()
     )
 

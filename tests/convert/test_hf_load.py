@@ -21,6 +21,7 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 
 transformers = pytest.importorskip("transformers")
@@ -142,9 +143,9 @@ def test_full_size_greedy_text_equals_transformers(pair: Pair) -> None:
             pad_token_id=50256,
         )
     torch.set_num_threads(threads)
-    assert generate_ids(pair.model, prompt[0].tolist(), max_new_tokens=64, temperature=0) == [
-        expected[0, 8:].tolist()
-    ]
+    assert generate_ids(
+        pair.model, prompt[0].tolist(), Sampling(max_new_tokens=64, temperature=0)
+    ) == [expected[0, 8:].tolist()]
 
 
 @pytest.fixture(scope="module")

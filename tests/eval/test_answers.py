@@ -15,7 +15,14 @@ from megatoken.config.load import render, resolve
 from megatoken.data.chat_template import Message, add_control_tokens, find_template
 from megatoken.data.exercises import list_exercises
 from megatoken.errors import DataError, ExitCode
-from megatoken.eval.answers import Question, estimate_pass_at_k, evaluate_answers, read_questions
+from megatoken.eval.answers import (
+    AnswerSettings,
+    Question,
+    estimate_pass_at_k,
+    evaluate_answers,
+    read_questions,
+)
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 from megatoken.train.state import build_state
 from tests.convert.models import FAMILIES, byte_tokenizer, draw_model
@@ -31,7 +38,9 @@ PROMPTS = ["a", "bb", "say", "2 + 2?", "né", "x y z"]
 def answer(prompt: str, seed: int = 0, temperature: float = 0.0, tokens: int = 6) -> list[int]:
     """Ids up to the stop token."""
     ids = TEMPLATE.encode([Message("user", prompt)], reply=True)[0]
-    new = generate_ids(MODEL, ids, max_new_tokens=tokens, temperature=temperature, seed=seed)[0]
+    new = generate_ids(
+        MODEL, ids, Sampling(max_new_tokens=tokens, temperature=temperature, seed=seed)
+    )[0]
     return list(itertools.takewhile(lambda id: id not in TEMPLATE.stop_ids, new))
 
 
@@ -44,8 +53,11 @@ def ask(rights: list[str], **values: object) -> dict[str, object]:
         Question([Message("user", prompt)], right, "here")
         for prompt, right in zip(PROMPTS, rights, strict=True)
     ]
-    fields = {"reward": reward_length, "max_new_tokens": 6} | values
-    return evaluate_answers(MODEL, TEMPLATE, questions, **fields)
+    fields = ("samples", "per_example")
+    settings = {name: values.pop(name) for name in fields if name in values}
+    sampling = Sampling(6, **values)
+    settings = AnswerSettings(reward_length, sampling=sampling, **settings)
+    return evaluate_answers(MODEL, TEMPLATE, questions, settings)
 
 
 def test_greedy_answers() -> None:
@@ -159,11 +171,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     result = json.loads(capsys.readouterr().out)["chat"]
     assert (result["n"], result["samples"], result["reward"]) == (4, 2, "exact")
     assert main(words) == ExitCode.DONE
-    assert "exact   0.00% ±0.00 of 4 greedy answers" in capsys.readouterr().out
+    assert "exact   0.00% ±0.00% of 4 greedy answers" in capsys.readouterr().out
     for extra, message in (
         (["--tasks", "piqa"], "--tasks has no effect here"),
         (["--temperature", "1"], "--temperature has no effect here"),
-        (["--samples", "-1"], "--samples is -1"),
+        (["--samples", "-1"], "samples is -1"),
         (["--reward", "best"], "'best' names no function"),
     ):
         assert main([*words, *extra]) == ExitCode.CONFIG

@@ -26,6 +26,7 @@ from megatoken.model.kernels.attention import (
 )
 from megatoken.model.kv_cache import KeyValueCache
 from megatoken.native.library import find_library
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 from tests.tiny_model import TINY_GPT, TINY_LLAMA
 
@@ -242,7 +243,7 @@ def test_a_custom_attention_computes_training_sampling_and_scoring(
         sampled = [5]
         for _ in range(8):
             sampled.append(int(model.logits(torch.tensor([sampled]))[0, -1].argmax()))
-    assert generate_ids(model, [5], max_new_tokens=8, temperature=0) == [sampled[1:]]
+    assert generate_ids(model, [5], Sampling(max_new_tokens=8, temperature=0)) == [sampled[1:]]
 
 
 @pytest.mark.usefixtures("_registry_restored")
@@ -257,7 +258,7 @@ def test_a_custom_attention_without_masks_trains_and_is_refused_elsewhere() -> N
     model.loss(ids, ids.roll(-1, 1)).backward()
     refused = r"attention 'custom' supports neither a mask nor a cache — sampling or scoring"
     with pytest.raises(ConfigError, match=refused):
-        generate_ids(model, [1, 2], max_new_tokens=3)
+        generate_ids(model, [1, 2], Sampling(max_new_tokens=3))
     mask = TreeMask(
         positions_BT=torch.arange(16)[None],
         attn_mask_BTT=torch.ones(1, 16, 16, dtype=torch.bool).tril(),

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatoken.config.model_config import ModelConfig
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import ConfigError, DataError, NumericsError
 from megatoken.model.gpt import GPT
 from megatoken.sampling.batch import BatchDecoder, Completion, Request, generate_batch
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids, prepare_decoding
 from megatoken.system.device import Device
 from tests.sampling.test_generate import TINY, TINY_LLAMA, TINY_MODERN, build
@@ -19,35 +20,31 @@ from tests.sampling.test_generate import TINY, TINY_LLAMA, TINY_MODERN, build
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = {"gpt": TINY, "llama": TINY_LLAMA, "modern": TINY_MODERN}
 REQUESTS = [
-    Request([3, 1, 4, 1, 5], 30, seed=1),
-    Request([2], 12, temperature=0, stop_ids=(7,)),
+    Request([3, 1, 4, 1, 5], Sampling(30, seed=1)),
+    Request([2], Sampling(12, temperature=0, stop_ids=(7,))),
     Request(
-        [9, 8, 7, 6, 5, 4, 3, 2, 1], 25, temperature=0.7, top_k=5, seed=2, stop_ids=(11, 12, 13)
+        [9, 8, 7, 6, 5, 4, 3, 2, 1],
+        Sampling(25, temperature=0.7, top_k=5, seed=2, stop_ids=(11, 12, 13)),
     ),
-    Request([3, 1, 4, 1, 5], 8, top_p=0.8, seed=3),
+    Request([3, 1, 4, 1, 5], Sampling(8, top_p=0.8, seed=3)),
     Request(
-        [3, 1, 4, 1, 5], 20, temperature=1.5, top_k=9, top_p=0.9, seed=2**64 + 5, stop_ids=(1, 2)
+        [3, 1, 4, 1, 5],
+        Sampling(20, temperature=1.5, top_k=9, top_p=0.9, seed=2**64 + 5, stop_ids=(1, 2)),
     ),
-    Request(list(range(40)), 50, seed=4),  # the window slides
-    Request(list(range(50)) * 2, 20, seed=6),  # a prompt beyond the context
-    Request([1], 1, seed=7),
+    Request(list(range(40)), Sampling(50, seed=4)),  # the window slides
+    Request(list(range(50)) * 2, Sampling(20, seed=6)),  # a prompt beyond the context
+    Request([1], Sampling(1, seed=7)),
 ]
 
 
 def complete_alone(model: GPT, request: Request, device: Device | None = None) -> Completion:
-    """What `generate_ids`, which knows one stop id, gives."""
-    settings = {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p}
-    max_new_tokens, seed = request.max_new_tokens, request.seed
-    [ids] = generate_ids(
-        model,
-        request.prompt_ids,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        device=device,
-        **settings,
-    )  # type: ignore[arg-type]
-    stop = next((i for i, id in enumerate(ids) if id in request.stop_ids), None)
-    return Completion(ids) if stop is None else Completion(ids[:stop], [], "stop", ids[stop])
+    """Return what `generate_ids` without stop ids gives, cut at the first stop id."""
+    sampling = replace(request.sampling, stop_ids=())
+    [ids] = generate_ids(model, request.prompt_ids, sampling, device=device)
+    for i, id in enumerate(ids):
+        if id in request.sampling.stop_ids:
+            return Completion(ids[:i], [], "stop", id)
+    return Completion(ids)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -59,12 +56,7 @@ def model(request: pytest.FixtureRequest) -> GPT:
 def test_each_sequence_is_what_it_is_alone(model: GPT, rows: int) -> None:
     alone = [complete_alone(model, request) for request in REQUESTS]
     assert {each.finish_reason for each in alone} == {"stop", "length"}
-    ended: list[int] = []
-    together = generate_batch(
-        model, REQUESTS, rows=rows, on_completion=lambda number, _: ended.append(number)
-    )
-    assert together == alone
-    assert sorted(ended) == list(range(len(REQUESTS)))
+    assert generate_batch(model, REQUESTS, rows=rows) == alone
 
 
 @settings(deadline=None, max_examples=8)
@@ -109,12 +101,14 @@ def test_rows_of_equal_prompts_are_computed_once_and_differ_by_their_seeds(model
         lambda _, given, __: seen.append(tuple(given[0].shape))
     )
     try:
-        together = generate_batch(model, [Request([1, 2, 3], 6, seed=5 + i) for i in range(3)])
+        together = generate_batch(
+            model, [Request([1, 2, 3], Sampling(6, seed=5 + i)) for i in range(3)]
+        )
     finally:
         hook.remove()
     assert seen == [(1, 3)] + [(3, 1)] * 5
     assert [each.ids for each in together] == generate_ids(
-        model, [1, 2, 3], max_new_tokens=6, seed=5, num_samples=3
+        model, [1, 2, 3], Sampling(max_new_tokens=6, seed=5), num_samples=3
     )
     assert len({tuple(each.ids) for each in together}) == 3
 
@@ -137,7 +131,10 @@ def test_log_probabilities_are_those_of_the_full_forward(model: GPT) -> None:
 def test_in_the_device_s_precision(device: Device) -> None:
     model = build(replace(TINY_LLAMA, n_layer=1))
     prepare_decoding(model, device)
-    requests = [replace(request, max_new_tokens=6) for request in REQUESTS[:4]]
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_new_tokens=6))
+        for request in REQUESTS[:4]
+    ]
     assert generate_batch(model, requests, device=device) == [
         complete_alone(model, each, device) for each in requests
     ]
@@ -155,20 +152,12 @@ def test_a_training_model_is_left_as_it_was() -> None:
 def test_wrong_requests_are_refused_and_the_others_go_on(model: GPT) -> None:
     assert generate_batch(model, []) == []
     with BatchDecoder(model, rows=2) as decoder:
-        decoder.add(0, Request([1, 2], 3))
-        for request, message, code in (
-            (Request([], 3), "prompt holds no tokens", ExitCode.CONFIG),
-            (
-                Request([50], 3),
-                "token id 50 is outside the model's vocabulary of 50",
-                ExitCode.DATA,
-            ),
-            (Request([1], 0), "max_new_tokens is 0", ExitCode.CONFIG),
-            (Request([1], 1, top_p=0), "top_p is 0", ExitCode.CONFIG),
-        ):
-            with pytest.raises(MegatokenError, match=message) as caught:
-                decoder.add(1, request)
-            assert caught.value.code == code
+        decoder.add(0, Request([1, 2], Sampling(3)))
+        with pytest.raises(ConfigError):
+            decoder.add(1, Request([], Sampling(3)))
+        for ids in ([1, 50], [-1]):
+            with pytest.raises(DataError):
+                decoder.add(1, Request(ids, Sampling(3)))
         assert decoder.free_rows == 1
         assert [len(decoder.step()) for _ in range(4)] == [1, 1, 1, 0]
 
@@ -177,7 +166,6 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     model = build()
     with torch.no_grad():
         model.norm.bias[0] = torch.nan
-    with pytest.raises(MegatokenError, match="not finite numbers — position 1") as caught:
-        generate_batch(model.train(), [Request([1, 2], 3), Request([1], 3)])
-    assert caught.value.code == ExitCode.NUMERICS
+    with pytest.raises(NumericsError):
+        generate_batch(model.train(), [Request([1, 2], Sampling(3)), Request([1], Sampling(3))])
     assert model.training

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatoken.data.chat_template import Message, find_template
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 from megatoken.serving.protocol import CompletionRequest
 from tests.serving.served import CHAT, COMPLETIONS, SIZES, Served, build_model, serve
@@ -30,7 +31,9 @@ def generate_text(prompt: str, tokens: int, **options: Any) -> str:
     model, tokenizer = build_model()
     ids = tokenizer.encode(prompt).tolist()
     stop_ids = (tokenizer.eot,)
-    [new_ids] = generate_ids(model, ids, max_new_tokens=tokens, stop_ids=stop_ids, **options)
+    [new_ids] = generate_ids(
+        model, ids, Sampling(max_new_tokens=tokens, stop_ids=stop_ids, **options)
+    )
     return tokenizer.decode(new_ids)
 
 
@@ -59,7 +62,7 @@ def test_chat_uses_the_template(served: Served) -> None:
     rows[3]["content"] = [{"type": "text", "text": "c"}]
     model, tokenizer = build_model()
     ids, _ = find_template(tokenizer).encode([Message(*row) for row in messages], reply=True)
-    [expected] = generate_ids(model, ids, max_new_tokens=12, temperature=0)
+    [expected] = generate_ids(model, ids, Sampling(max_new_tokens=12, temperature=0))
     body = {"messages": rows, "temperature": 0}
     answer = served.post(CHAT, max_completion_tokens=12, **body).json()
     [choice] = answer["choices"]
@@ -77,7 +80,7 @@ def test_stop_token_ends_an_answer_and_is_not_shown(served: Served) -> None:
     for seed in range(40):
         answer = served.chat("hello", seed=seed, temperature=2.0)
         room = SIZES.seq_len - len(ids)
-        [free] = generate_ids(model, ids, max_new_tokens=room, temperature=2.0, seed=seed)
+        [free] = generate_ids(model, ids, Sampling(max_new_tokens=room, temperature=2.0, seed=seed))
         ends = [i for i, id in enumerate(free) if id in template.stop_ids]
         text_ids = free[: ends[0]] if ends else free
         [choice] = answer["choices"]

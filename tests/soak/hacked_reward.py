@@ -9,14 +9,16 @@ on one core. Ends in one JSON line.
 
 import argparse
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_template import find_template
-from megatoken.eval.answers import evaluate_answers, read_questions
-from megatoken.eval.rewards import load_reward, reward_exact
+from megatoken.eval.answers import AnswerSettings, evaluate_answers, read_questions
+from megatoken.eval.rewards import load_reward
+from megatoken.sampling.choose import Sampling
 from megatoken.train.metrics_log import read_metrics
 from tests.soak.rl_answers import GRPO, start
 from tests.soak.sft_answers import train_for
@@ -38,16 +40,15 @@ def measure(run: Path, prompts: int) -> dict[str, Any]:
         loaded.model.eval(),
         find_template(loaded.tokenizer),
         read_questions("exercises-test", prompts),
-        samples=1,
-        max_new_tokens=48,
     )
-    exact = ask(reward=reward_exact, per_example=True)
+    settings = AnswerSettings(samples=1, sampling=Sampling(48))
+    exact = ask(replace(settings, per_example=True))
     answers = [
         {key: row[key] for key in ("prompt", "right", "answer")}
         for row in exact.pop("examples")[:6]
     ]
     return {
-        "rule": ask(reward=load_reward(RULE), reward_name=RULE),
+        "rule": ask(replace(settings, reward=load_reward(RULE), reward_name=RULE)),
         "exact": exact,
         "answers": answers,
     }

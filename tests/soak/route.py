@@ -9,7 +9,7 @@ from torch import Tensor
 from megatoken.convert.load_pretrained import LoadedModel
 from megatoken.data.chat_template import Message, find_template, template_of
 from megatoken.data.exercises import list_exercises
-from megatoken.sampling.batch import Request
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.conversation import Conversation
 from megatoken.sampling.generate import generate_ids
 
@@ -49,8 +49,8 @@ def list_chats(loaded: LoadedModel) -> list[list[dict[str, str]]]:
 def _answer(loaded: LoadedModel, chat: Sequence[dict[str, str]]) -> Reply:
     """As `megatoken chat` does, greedily."""
     template, messages = find_template(loaded.tokenizer), [Message(**row) for row in chat]
-    request = Request([], max_new_tokens=ANSWER, temperature=0)
-    answer = Conversation(loaded.model, template, request, messages=messages[:-1]).ask(
+    sampling = Sampling(max_new_tokens=ANSWER, temperature=0)
+    answer = Conversation(loaded.model, template, sampling, messages=messages[:-1]).ask(
         messages[-1].content, len
     )
     return Reply(template.encode(messages, reply=True)[0], answer.text, answer.finish_reason)
@@ -70,7 +70,7 @@ def report(
         "tokens": len(ids),
         "max_relative_difference": float((found - expected).abs().max() / expected.abs().max()),
         "same_greedy_text": list(greedy)
-        == generate_ids(loaded.model, ids[:PROMPT], max_new_tokens=NEW, temperature=0)[0],
+        == generate_ids(loaded.model, ids[:PROMPT], Sampling(max_new_tokens=NEW, temperature=0))[0],
         "same_tokens": list(tokens) == loaded.tokenizer.encode(TEXT).tolist(),
         **facts,
     }

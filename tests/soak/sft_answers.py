@@ -25,6 +25,7 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.sampling.batch import BatchDecoder, Request
+from megatoken.sampling.choose import Sampling
 from megatoken.train.initial_state import VOCABULARY_TABLES, add_mean_rows
 from megatoken.train.metrics_log import read_metrics
 
@@ -57,10 +58,12 @@ def score(
         requests = [
             Request(
                 template.encode([Message("user", each.question)], reply=True)[0],
-                max_new_tokens=48,
-                temperature=temperature,
-                seed=first + number,
-                stop_ids=template.stop_ids,
+                Sampling(
+                    max_new_tokens=48,
+                    temperature=temperature,
+                    seed=first + number,
+                    stop_ids=template.stop_ids,
+                ),
             )
             for number, each in enumerate(chosen)
         ]

@@ -26,6 +26,7 @@ from megatoken.convert.hf.load import load_hf
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.native.library import find_library
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids, prepare_decoding
 from megatoken.system.device import open_device
 from megatoken.system.timing import time_interleaved
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
     def generate_ours(name: str) -> None:
         ids = generate_ids(
-            models[name], prompt, max_new_tokens=options.tokens, temperature=0, device=device
+            models[name], prompt, Sampling(options.tokens, temperature=0), device=device
         )
         if name == "megatoken":
             written.append(ids[0])

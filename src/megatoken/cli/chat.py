@@ -17,8 +17,7 @@ from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_template import Message, find_template
 from megatoken.errors import ConfigError
 from megatoken.model.flops import count_parameters
-from megatoken.sampling.batch import Request
-from megatoken.sampling.choose import check_settings
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.conversation import Answer, Conversation
 from megatoken.sampling.generate import prepare_decoding
 from megatoken.system.device import memory_errors, open_device
@@ -28,7 +27,6 @@ try:
 except ImportError:  # input() then has no history
     readline = None  # type: ignore[assignment]
 
-FLAGS = ("--tokens", "--temperature", "--top-k", "--top-p", "")
 PASTE_SECONDS = 0.05  # within which the next line of a pasted text comes
 QUOTES = '"""'  # stands before and behind a message of several lines
 COMMANDS = {
@@ -44,7 +42,9 @@ def chat(options: Namespace) -> dict[str, Any]:
 
     Raises ConfigError for a model without a chat template, numbers out of range, or an empty prompt.
     """
-    check_settings(options.tokens, options.temperature, options.top_k, options.top_p, 1, FLAGS)
+    sampling = Sampling(
+        options.tokens, options.temperature, options.top_k, options.top_p, options.seed
+    )
     is_terminal = options.prompt is None and sys.stdin.isatty()
     if is_terminal and options.json:
         raise ConfigError(
@@ -63,16 +63,8 @@ def chat(options: Namespace) -> dict[str, Any]:
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
     template = find_template(loaded.tokenizer)
     prepare_decoding(loaded.model.to(device.torch_device), device)
-    settings = Request(
-        (),
-        options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
     system = [Message("system", options.system)] if options.system else []
-    conversation = Conversation(loaded.model, template, settings, device, system)
+    conversation = Conversation(loaded.model, template, sampling, device, system)
     if text is not None:
         answer = ask(conversation, text, options)
         if answer.finish_reason == "interrupted":

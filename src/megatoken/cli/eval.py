@@ -14,17 +14,18 @@ from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import read_dist_env
 from megatoken.eval.answers import (
     DEFAULT_TOKENS,
-    check_samples,
+    AnswerSettings,
     describe_answers,
     evaluate_answers,
     read_questions,
 )
-from megatoken.eval.evaluate import evaluate
+from megatoken.eval.evaluate import evaluate_loss, evaluate_tasks
 from megatoken.eval.multiple_choice import describe_cut, format_score
 from megatoken.eval.rewards import REWARDS, load_reward
 from megatoken.eval.tasks import SCORES, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
 from megatoken.plots import check_picture, load_pyplot, save_figure
+from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device, memory_errors, open_device
 
 Evaluation = Callable[[Namespace, LoadedModel, Device, Comm, Console], dict[str, Any]]
@@ -62,18 +63,26 @@ def evaluate_models(
             if run_harness:
                 answers.append(about | run_harness(options, loaded, device, comm, console))
                 continue
-            result = evaluate(
-                loaded.model,
-                loaded.tokenizer,
-                tasks=tasks,
-                data=options.data,
-                limit=options.limit,
-                split=options.split,
-                token_mean=not options.no_token_mean,
-                per_example=options.examples,
-                device=device,
-                comm=comm,
-            )
+            if tasks:
+                result = evaluate_tasks(
+                    loaded.model,
+                    loaded.tokenizer,
+                    tasks,
+                    device,
+                    comm,
+                    token_mean=not options.no_token_mean,
+                    per_example=options.examples,
+                )
+            else:
+                result = evaluate_loss(
+                    loaded.model,
+                    loaded.tokenizer,
+                    options.data,
+                    device,
+                    comm,
+                    limit=options.limit,
+                    split=options.split,
+                )
             answers.append(about | result)
             if len(options.models) > 1:
                 width = max(map(len, options.models)) + 2
@@ -94,12 +103,13 @@ def evaluate_models(
 
 def answer_questions(options: Namespace) -> Evaluation:
     """The evaluation of `--chat`, whose rows and numbers are checked now."""
-    samples = options.samples or 0
     temperature = 1.0 if options.temperature is None else options.temperature
     new_tokens = DEFAULT_TOKENS if options.tokens is None else options.tokens
-    check_samples(samples, temperature, new_tokens)
     name = options.reward or "exact"
     reward = REWARDS.get(name) or load_reward(name)
+    sampling = Sampling(new_tokens, temperature)
+    samples = options.samples or 0
+    settings = AnswerSettings(reward, name, samples, sampling, per_example=options.examples)
     questions = read_questions(options.chat, options.limit)
 
     def evaluate_chat(
@@ -109,12 +119,7 @@ def answer_questions(options: Namespace) -> Evaluation:
             loaded.model,
             find_template(loaded.tokenizer),
             questions,
-            reward=reward,
-            reward_name=name,
-            samples=samples,
-            temperature=temperature,
-            max_new_tokens=new_tokens,
-            per_example=options.examples,
+            settings,
             device=device,
             comm=comm,
         )

@@ -2,17 +2,16 @@
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, spell_controls
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.chat_template import find_stop_ids
-from megatoken.sampling.choose import check_settings
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import TextStream, describe_window, generate_ids, prepare_decoding
 from megatoken.system.device import memory_errors, open_device
-
-FLAGS = ("--tokens", "--temperature", "--top-k", "--top-p", "--n")
 
 
 @memory_errors("sample", "use --precision bf16 or --device cpu, or lower --n and --tokens")
@@ -21,8 +20,8 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
 
     Raises ConfigError for numbers out of range.
     """
-    check_settings(
-        options.tokens, options.temperature, options.top_k, options.top_p, options.n, FLAGS
+    sampling = Sampling(
+        options.tokens, options.temperature, options.top_k, options.top_p, options.seed
     )
     messages = Console(to_stderr=True)
     loaded = load_pretrained(options.model, messages.warn)
@@ -54,13 +53,8 @@ def sample(options: Namespace, prompt: str) -> dict[str, Any]:
     sequences = generate_ids(
         model,
         start_ids,
-        max_new_tokens=options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
+        replace(sampling, stop_ids=find_stop_ids(tokenizer)),
         num_samples=options.n,
-        stop_ids=find_stop_ids(tokenizer),
         device=device,
         on_tokens=print_tokens if streams else None,
     )

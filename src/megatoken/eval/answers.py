@@ -1,12 +1,9 @@
-"""Scores of a chat model's own answers to held-out prompts: the share that is right, pass@k, how they end, how long.
-
-Answers are sampled, not chosen among given ones: greedily for the score, with a temperature for pass@k.
-"""
+"""Score a chat model's own answers to held-out prompts: reward, pass@k, stop rate, length."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +15,20 @@ from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.data.sources import find_source
 from megatoken.distributed.comm import Comm
 from megatoken.errors import ConfigError, DataError
-from megatoken.eval.rewards import Reward, score_answers
+from megatoken.eval.rewards import Reward, reward_exact, score_answers
 from megatoken.model.gpt import GPT
-from megatoken.sampling.batch import Request, generate_batch
+from megatoken.sampling.batch import Completion, Request, generate_batch
+from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device
 
 DEFAULT_TOKENS = 256
-RIGHT = 1.0  # the reward from which on an answer counts as right
+RIGHT = 1.0  # smallest reward of a right answer
+NEEDED_ROWS = "use rows with `prompt` and `answer`, or conversations"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation for the model to answer, and the right answer. where: file:line."""
+    """A conversation to answer, and the right answer. where: file:line."""
 
     messages: list[Message]
     right: str
@@ -37,177 +36,174 @@ class Question:
 
 
 def read_questions(source: str, limit: int) -> list[Question]:
-    """The first `limit` (0: all) rows of prompts with answers, or of conversations, whose first answer counts.
+    """Return the first `limit` (0: all) prompts with answers, or conversations with first answers.
 
-    source: a file, folder, pattern or corpus of `prepare`; of a dataset of prompts its held-out ones. Raises DataError
-    for rows without a right answer.
+    source: a source of `prepare`, or a dataset of prompts, whose held-out ones are read. Raises
+    DataError for rows without a right answer.
     """
     if (Path(source) / MANIFEST_NAME).is_file():
         dataset = load_dataset(Path(source))
         require_kind(dataset, "prompt", "--chat")
         split = "val" if len(dataset.val) else "train"
-        read_answers(dataset, split)  # against their hash
+        read_answers(dataset, split)  # checks their hash
         source = str(Path(source) / answers_name(split))
     questions: list[Question] = []
-    for found, example in read_examples(find_source(source)):
-        if found.kind == "preference":
-            what = "preferences have no right answer"
-            raise DataError(
-                what, example.where, "give rows with `prompt` and `answer`, or conversations"
-            )
-        right = (
-            example.row["answer"]
-            if found.kind == "prompt"
-            else example.answers[0][len(example.prompt)].content
-        )
-        questions.append(Question(example.prompt, str(right), example.where))
+    for file_format, example in read_examples(find_source(source)):
+        if file_format.kind == "preference":
+            raise DataError("preferences have no right answer", example.where, NEEDED_ROWS)
+        if file_format.kind == "prompt":
+            right = str(example.row["answer"])
+        else:
+            right = example.answers[0][len(example.prompt)].content
+        questions.append(Question(example.prompt, right, example.where))
         if len(questions) == limit:
             break
     if not questions:
-        raise DataError("no rows", source, "give rows with `prompt` and `answer`, or conversations")
+        raise DataError("no rows", source, NEEDED_ROWS)
     return questions
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSettings:
+    """How answers are sampled and scored. Raises ConfigError for negative `samples`.
+
+    samples: answers per question for pass@k, with `sampling`; 0 for greedy answers only.
+    """
+
+    reward: Reward = reward_exact
+    reward_name: str = "exact"
+    samples: int = 0
+    sampling: Sampling = Sampling(DEFAULT_TOKENS)
+    per_example: bool = False
+
+    def __post_init__(self) -> None:
+        if self.samples < 0:
+            raise ConfigError(f"samples is {self.samples}", fix="use 0 (greedy only) or more")
 
 
 def evaluate_answers(
     model: GPT,
     template: ChatTemplate,
     questions: Sequence[Question],
+    settings: AnswerSettings,
     *,
-    reward: Reward,
-    reward_name: str = "exact",
-    samples: int = 0,
-    temperature: float = 1.0,
-    max_new_tokens: int = DEFAULT_TOKENS,
-    seed: int = 0,
-    per_example: bool = False,
     device: Device | None = None,
     comm: Comm | None = None,
 ) -> dict[str, Any]:
-    """Means over the questions, each with its standard error under `stderr`.
+    """Return means over the questions, with their standard errors under `stderr`.
 
-    `score`: reward of the greedy answer; `stops`: share of these that end by a stop token; `tokens`: their length. With
-    `samples`: `pass_at`, for k = 1, 2, 4, ... up to samples the probability that one of k answers sampled with
-    `temperature` gets a reward of 1. comm: ranks that share the questions and all return the same. Raises DataError for
-    a prompt that fills the context, ConfigError for a reward that fails.
+    `score`: reward of the greedy answer; `stops`: share of greedy answers that end with a stop
+    token; `tokens`: their length. With `samples`, `pass_at`: for k = 1, 2, 4, ..., the probability
+    that one of k sampled answers has a reward of 1. comm: ranks that share the questions; all
+    return the same. Raises DataError for a prompt that fills the context, ConfigError for a failing
+    reward.
     """
     rank, size = (comm.dist_env.rank, comm.dist_env.world_size) if comm else (0, 1)
-    rows: list[dict[str, Any]] = [
-        {"prompt": question.messages[-1].content, "right": question.right, "where": question.where}
-        for question in questions[rank::size]
-    ]
-    for count, heat in ((1, 0.0), (samples, temperature)):
-        requests = [
-            _make_request(
-                model,
-                template,
-                question,
-                max_new_tokens,
-                heat,
-                seed + (rank + size * number) * count + sample,
-            )
-            for number, question in enumerate(questions[rank::size])
-            for sample in range(count)
-        ]
+    local = list(enumerate(questions))[rank::size]
+    rows: list[dict[str, Any]] = []
+
+    def answer(n: int, sampling: Sampling) -> tuple[list[Completion], list[str], list[float]]:
+        requests = []
+        for number, question in local:
+            for sample in range(n):
+                seeded = replace(sampling, seed=sampling.seed + number * n + sample)
+                requests.append(_make_request(model, template, question, seeded))
         completions = generate_batch(model, requests, device=device)
-        texts = [template.tokenizer.decode(each.ids) for each in completions]
-        asked = [(row["prompt"], row["right"]) for row in rows for _ in range(count)]
+        texts = [template.tokenizer.decode(completion.ids) for completion in completions]
+        asked = [question for _, question in local for _ in range(n)]
         triples = [
-            (prompt, text, right) for (prompt, right), text in zip(asked, texts, strict=True)
+            (question.messages[-1].content, text, question.right)
+            for question, text in zip(asked, texts, strict=True)
         ]
-        scores = score_answers(reward, reward_name, triples)
-        for number, row in enumerate(rows):
-            if heat:
-                row["n_right"] = sum(
-                    score >= RIGHT for score in scores[number * count : (number + 1) * count]
-                )
-            else:
-                stops = completions[number].stop_id is not None
-                length = (
-                    len(completions[number].ids) + stops
-                )  # the stop token is one of the answer's
-                row |= {
-                    "answer": texts[number],
-                    "score": scores[number],
-                    "stops": stops,
-                    "tokens": length,
-                }
+        return completions, texts, score_answers(settings.reward, settings.reward_name, triples)
+
+    greedy = replace(settings.sampling, temperature=0.0)
+    for (_, question), completion, text, score in zip(local, *answer(1, greedy), strict=True):
+        stops = completion.stop_id is not None
+        rows.append(
+            {
+                "prompt": question.messages[-1].content,
+                "right": question.right,
+                "where": question.where,
+                "answer": text,
+                "score": score,
+                "stops": stops,
+                "tokens": len(completion.ids) + stops,
+            }
+        )
+    if samples := settings.samples:
+        _, _, scores = answer(samples, settings.sampling)
+        for i, row in enumerate(rows):
+            row["n_right"] = sum(
+                score >= RIGHT for score in scores[i * samples : (i + 1) * samples]
+            )
     if comm:
         parts = comm.gather(rows)
         rows = [parts[number % size][number // size] for number in range(len(questions))]
-    values = {name: [float(row[name]) for row in rows] for name in ("score", "stops", "tokens")}
-    result: dict[str, Any] = {name: statistics.fmean(each) for name, each in values.items()}
-    stderr: dict[str, Any] = {name: standard_error(each) for name, each in values.items()}
-    if samples:
-        passes = {
-            2**i: [estimate_pass_at_k(samples, row["n_right"], 2**i) for row in rows]
-            for i in range(samples.bit_length())
-        }
-        result["pass_at"] = {str(k): statistics.fmean(each) for k, each in passes.items()}
-        stderr["pass_at"] = {str(k): standard_error(each) for k, each in passes.items()}
-        result |= {"samples": samples, "temperature": temperature}
-    result |= {
-        "stderr": stderr,
-        "n": len(rows),
-        "reward": reward_name,
-        "max_new_tokens": max_new_tokens,
-    }
-    return result | ({"examples": rows} if per_example else {})
+    return _summarize(rows, settings)
+
+
+def _summarize(rows: Sequence[Mapping[str, Any]], settings: AnswerSettings) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    stderr: dict[str, Any] = {}
+    for name in ("score", "stops", "tokens"):
+        values = [float(row[name]) for row in rows]
+        result[name] = statistics.fmean(values)
+        stderr[name] = standard_error(values)
+    if samples := settings.samples:
+        result["pass_at"] = {}
+        stderr["pass_at"] = {}
+        for k in (2**i for i in range(samples.bit_length())):
+            values = [estimate_pass_at_k(samples, row["n_right"], k) for row in rows]
+            result["pass_at"][str(k)] = statistics.fmean(values)
+            stderr["pass_at"][str(k)] = standard_error(values)
+        result["samples"] = samples
+        result["temperature"] = settings.sampling.temperature
+    result["stderr"] = stderr
+    result["n"] = len(rows)
+    result["reward"] = settings.reward_name
+    result["max_new_tokens"] = settings.sampling.max_new_tokens
+    if settings.per_example:
+        result["examples"] = rows
+    return result
 
 
 def _make_request(
-    model: GPT,
-    template: ChatTemplate,
-    question: Question,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
+    model: GPT, template: ChatTemplate, question: Question, sampling: Sampling
 ) -> Request:
-    context, (ids, _) = model.config.seq_len, template.encode(question.messages, reply=True)
+    context = model.config.seq_len
+    ids, _ = template.encode(question.messages, reply=True)
     if len(ids) > context:
-        what = f"the prompt makes {len(ids):,} tokens, the context is {context:,}"
+        what = f"the prompt has {len(ids):,} tokens, the context {context:,}"
         raise DataError(what, question.where, "leave it out, or use a model with a longer context")
-    room = min(max_new_tokens, context - len(ids) + 1)
-    return Request(ids, room, temperature, seed=seed, stop_ids=template.stop_ids)
+    room = min(sampling.max_new_tokens, context - len(ids) + 1)
+    return Request(ids, replace(sampling, max_new_tokens=room, stop_ids=template.stop_ids))
 
 
 def estimate_pass_at_k(n: int, c: int, k: int) -> float:
-    """The probability that one of k answers is right, of n sampled ones of which c are: unbiased (Chen et al. 2021)."""
+    """Return the unbiased estimate from c right answers of n samples (Chen et al. 2021)."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """The sample's standard deviation over √n; None for one value."""
+    """Return the sample standard deviation over √n, or None for one value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def describe_answers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Lines (name, value) for people."""
+    """Return the result as printable rows (name, value)."""
 
     def share(value: float, error: float | None) -> str:
-        return f"{100 * value:.2f}%" + ("" if error is None else f" ±{100 * error:.2f}")
+        return f"{value:.2%}" + ("" if error is None else f" ±{error:.2%}")
 
     error = result["stderr"]
-    length = f"{result['tokens']:.1f} tokens of at most {result['max_new_tokens']:,}"
+    score = share(result["score"], error["score"])
     rows = [
-        (
-            result["reward"],
-            f"{share(result['score'], error['score'])} of {result['n']:,} greedy answers",
-        ),
-        ("stops", f"{share(result['stops'], error['stops'])} end by themselves"),
-        ("length", length),
+        (result["reward"], f"{score} of {result['n']:,} greedy answers"),
+        ("stops", f"{share(result['stops'], error['stops'])} end with a stop token"),
+        ("length", f"{result['tokens']:.1f} of at most {result['max_new_tokens']:,} tokens"),
     ]
-    drawn = f"  of {result.get('samples')} at temperature {result.get('temperature')}"
     for k, value in result.get("pass_at", {}).items():
-        rows.append((f"pass@{k}", share(value, error["pass_at"][k]) + drawn))
+        how = f"of {result['samples']} samples at temperature {result['temperature']}"
+        rows.append((f"pass@{k}", f"{share(value, error['pass_at'][k])}  {how}"))
     return rows
-
-
-def check_samples(samples: int, temperature: float, max_new_tokens: int) -> None:
-    """Raise ConfigError for a number out of range."""
-    for flag, value, valid, expected in (
-        ("--samples", samples, samples >= 0, "0 (greedy answers alone) or more"),
-        ("--temperature", temperature, 0 < temperature < math.inf, "a number above 0"),
-        ("--tokens", max_new_tokens, max_new_tokens >= 1, "1 or more"),
-    ):
-        if not valid:
-            raise ConfigError(f"{flag} is {value}", "megatoken eval", f"give {expected}")

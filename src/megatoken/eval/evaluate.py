@@ -43,49 +43,57 @@ def evaluate(
     *,
     tasks: str | Sequence[str] | Mapping[str, Sequence[Example]] = (),
     data: str | Path | None = None,
-    limit: int | None = None,
+    limit: int = 0,
     split: str | None = None,
-    token_mean: bool = True,
-    per_example: bool = False,
     device: Device | None = None,
-    comm: Comm | None = None,
 ) -> dict[str, Any]:
-    """Scores in `tasks`, or without tasks the loss on `data`: the dictionary of `megatoken eval --json`.
+    """Score a model on `tasks`, or without tasks measure its loss on `data`, as `megatoken eval`.
 
-    tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or examples by task name. data: with tasks, a file
-    for one, a folder with a file for each, or None for the Hugging Face hub; otherwise token shards, also at an
-    address, or any text that `prepare` reads. limit: the first examples of each task, or targets, spread evenly. split:
-    of shards, train or val. token_mean=False leaves out acc_token_mean; per_example adds every prediction. device: None
-    computes where the weights are, in their dtype. comm: ranks that share the work and all return the same.
+    tasks: names such as "hellaswag,piqa" or ["hellaswag", "piqa"], or examples by task name. data:
+    with tasks, a file for one or a folder with a file for each (default: the Hugging Face hub);
+    otherwise token shards, also at an address, or text that `prepare` reads. limit: first examples
+    of each task, or targets spread evenly over the data; 0 for all. split: of shards. device: None
+    for where the weights are, in their dtype.
 
-    Returns {"tasks": {name: acc, acc_norm, acc_token_mean, stderr, n, seconds}}; or loss (nats per target), perplexity,
-    bits_per_byte (None without text), target_tokens, text_bytes, split and data. Raises ConfigError for an unknown task
-    or a split of text, DataError for missing or malformed data or shards of another tokenizer, NumericsError for scores
-    that are not finite.
+    Return the object of `evaluate_tasks` or `evaluate_loss`. Raises ConfigError for an unknown task,
+    DataError for missing or malformed examples, and as those functions do.
     """
-    if (limit or 0) < 0:
-        raise ConfigError(f"limit is {limit}", "evaluate", "give a number, or 0 for all")
-    comm = comm or Comm(DistEnv())
-    device = device or choose_device(
-        MachineConfig(device=str(model.lm_head_weight.device), precision="fp32")
-    )
+    comm = Comm(DistEnv())
+    if device is None:
+        weight_device = str(model.lm_head_weight.device)
+        device = choose_device(MachineConfig(device=weight_device, precision="fp32"))
     if not tasks:
         if data is None:
             raise ConfigError(
-                "nothing to evaluate on", "evaluate", f"give tasks ({', '.join(TASKS)}) or data"
+                "nothing to evaluate on", fix=f"pass data or tasks: {', '.join(TASKS)}"
             )
-        folder = local_dataset(data)
-        return evaluate_loss(model, tokenizer, folder, limit or 0, split, device, comm) | {
-            "data": str(data)
-        }
+        return evaluate_loss(model, tokenizer, data, device, comm, limit=limit, split=split)
     if not isinstance(tasks, Mapping):
-        tasks = read_examples(find_tasks(tasks), Path(data) if data else None, limit or 0)
+        tasks = read_examples(find_tasks(tasks), Path(data) if data else None, limit)
+    return evaluate_tasks(model, tokenizer, tasks, device, comm)
+
+
+def evaluate_tasks(
+    model: GPT,
+    tokenizer: Tokenizer,
+    tasks: Mapping[str, Sequence[Example]],
+    device: Device,
+    comm: Comm,
+    *,
+    token_mean: bool = True,
+    per_example: bool = False,
+) -> dict[str, Any]:
+    """Return {"tasks": {name: acc, acc_norm, acc_token_mean, stderr, n, seconds}}.
+
+    tasks: examples by name. token_mean: compute acc_token_mean; per_example: add predictions. All
+    ranks share the work and return the same. Raises NumericsError for scores that are not finite.
+    """
     metrics = {}
     for name, examples in tasks.items():
-        started = time.perf_counter()
+        start = time.perf_counter()
         encoded = encode_examples(examples, tokenizer, model.config.seq_len, token_mean=token_mean)
         results = score_examples(model, encoded, device, comm)
-        metrics[name] = compute_metrics(results) | {"seconds": time.perf_counter() - started}
+        metrics[name] = compute_metrics(results) | {"seconds": time.perf_counter() - start}
         if per_example:
             fields = (*SCORES.values(), "gold")
             metrics[name]["examples"] = [
@@ -97,51 +105,52 @@ def evaluate(
 def evaluate_loss(
     model: GPT,
     tokenizer: Tokenizer,
-    data: Path,
-    limit: int,
-    split: str | None,
+    data: str | Path,
     device: Device,
     comm: Comm,
+    *,
+    limit: int = 0,
+    split: str | None = None,
 ) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte on shards or text, in windows of the model's context.
+    """Return `loss_metrics` of shards or text, with split and data, in windows of the context.
 
-    Every token but the first is a target; with a limit, whole windows of as many, spread evenly.
+    Every token but the first is a target; with a limit, full windows spread evenly over the data.
+    bits_per_byte is None without text. All ranks share the work and return the same. Raises as
+    `open_tokens`, DataError for too few tokens, NumericsError for a loss that is not finite.
     """
-    rank, world_size = comm.dist_env.rank, comm.dist_env.world_size
-    with open_tokens(data, tokenizer, split, comm) as (tokens, split):
-        windows = evaluation_windows(
-            tokens, seq_len=model.config.seq_len, limit_tokens=limit or len(tokens)
-        )
+    folder = local_dataset(data)
+    rank = comm.dist_env.rank
+    seq_len = model.config.seq_len
+    with open_tokens(folder, tokenizer, split, comm) as (tokens, split):
+        windows = evaluation_windows(tokens, seq_len=seq_len, limit_tokens=limit or len(tokens))
         if not len(windows):
-            raise DataError(f"no tokens to predict in {split}", str(data), "give more text")
+            raise DataError(f"no tokens to predict in {split}", str(data), "use more text")
         size = max(1, BATCH_NODES[device.type] // windows.seq_len)
-        batches: Iterable[np.ndarray] = (
-            windows.rows(first, size)
-            for first in range(rank * size, len(windows), world_size * size)
-        )
-        if (
-            rest := 0 if limit or rank else len(tokens) - 1 - windows.n_targets
-        ):  # behind the last whole window
-            batches = itertools.chain(
-                batches, [tokens.gather(np.array([windows.n_targets]), rest + 1)]
-            )
-        chunk, count_bytes = LOSS_CHUNK[device.type], tokenizer.count_bytes
+        firsts = range(rank * size, len(windows), comm.dist_env.world_size * size)
+        batches: Iterable[np.ndarray] = (windows.rows(first, size) for first in firsts)
+        n_rest = len(tokens) - 1 - windows.n_targets  # after the last full window
+        if n_rest and not limit and rank == 0:
+            rest = tokens.gather(np.array([windows.n_targets]), n_rest + 1)
+            batches = itertools.chain(batches, [rest])
         metrics = validation_loss(
-            model, batches, device, chunk=chunk, comm=comm, count_bytes=count_bytes
+            model,
+            batches,
+            device,
+            chunk=LOSS_CHUNK[device.type],
+            comm=comm,
+            count_bytes=tokenizer.count_bytes,
         )
-        if split == "all" and tokenizer.split_points == "nowhere":  # else ids alone tell the bytes
-            ends, count = measure_text(str(data), tokenizer), metrics["target_tokens"]
+        if split == "all" and tokenizer.split_points == "nowhere":
+            # Ids alone do not determine the bytes of the text.
+            ends = measure_text(str(folder), tokenizer)
             starts = windows.starts(0, len(windows))
-            text_bytes = (
-                (ends[starts + windows.seq_len] - ends[starts]).sum()
-                if limit
-                else ends[-1] - ends[0]
-            )
-            metrics = loss_metrics(metrics["loss"] * count, count, int(text_bytes))
+            text_bytes = ends[-1] - ends[0]
+            if limit:
+                text_bytes = (ends[starts + windows.seq_len] - ends[starts]).sum()
+            n_targets = metrics["target_tokens"]
+            metrics = loss_metrics(metrics["loss"] * n_targets, n_targets, int(text_bytes))
     if not math.isfinite(metrics["loss"]):
-        raise NumericsError(
-            "the loss is not a finite number", str(data), "use an earlier checkpoint"
-        )
+        raise NumericsError("the loss is not finite", str(data), "use an earlier checkpoint")
     if not metrics["text_bytes"]:
         metrics["bits_per_byte"] = None  # JSON has no NaN
     return {**metrics, "split": split, "data": str(data)}
@@ -151,59 +160,54 @@ def evaluate_loss(
 def open_tokens(
     data: Path, tokenizer: Tokenizer, split: str | None, comm: Comm
 ) -> Iterator[tuple[Tokens, str]]:
-    """Tokens of a split of shards (val if there is one), or of text, "all", prepared in a temporary folder.
+    """Open tokens: a split of shards (default val if not empty), or prepared text, "all".
 
-    Raises DataError for shards of another tokenizer, ConfigError for a split of text.
+    Raises DataError for shards of another tokenizer, ConfigError for a split that does not exist.
     """
     if any(path.suffix in (".bin", ".npy") for path in (data, *data.glob("*"))):
-        dataset = load_dataset(data)
-        require_kind(dataset, "text", "the loss on shards")
-        made_by = dataset.manifest.tokenizer
-        # Shards of other programs record the size of the vocabulary only.
-        known = made_by["fingerprint"] and (data / "tokenizer").is_dir()
-        if not (
-            dataset.tokenizer.shares_ids(tokenizer)
-            if known
-            else made_by["vocab_size"] == tokenizer.vocab_size
-        ):
-            what = (
-                f"shards were made by tokenizer {made_by['name']} ({made_by['vocab_size']:,} ids)"
-            )
-            what += f", the model's is {tokenizer.name} ({tokenizer.vocab_size:,} ids)"
-            raise DataError(
-                what, str(data), "give the text itself, or shards of the model's tokenizer"
-            )
-        dataset.set_vocab_size(tokenizer.vocab_size)
-        split = split or ("val" if len(dataset.val) else "train")
-        if split not in SPLITS:
-            raise ConfigError(f"no split {split!r}", str(data), f"choose of {', '.join(SPLITS)}")
-        yield getattr(dataset, split), split
+        yield open_shards(data, tokenizer, split)
         return
     if split:
-        raise ConfigError(
-            f"text has no split {split!r}", str(data), "leave it out: all of the text is read"
-        )
-    with tempfile.TemporaryDirectory(prefix="megatoken-") as own:
-        folder = Path(comm.broadcast_from_rank0(own))
+        raise ConfigError("text has no splits", str(data), "leave --split out")
+    with tempfile.TemporaryDirectory(prefix="megatoken-") as local_folder:
+        folder = Path(comm.broadcast_from_rank0(local_folder))
 
         def prepare_text() -> None:
-            tokenizer.save(folder / "tokenizer")
-            prepare(
-                str(data), folder / "data", tokenizer=str(folder / "tokenizer"), val_fraction=0.0
-            )
+            saved = folder / "tokenizer"
+            tokenizer.save(saved)
+            prepare(str(data), folder / "data", tokenizer=str(saved), val_fraction=0.0)
 
         comm.run_on_rank0(prepare_text)
         yield load_dataset(folder / "data").train, "all"
         comm.barrier()
 
 
+def open_shards(data: Path, tokenizer: Tokenizer, split: str | None) -> tuple[Tokens, str]:
+    """Return a split of token shards and its name. Raises as `open_tokens`."""
+    dataset = load_dataset(data)
+    require_kind(dataset, "text", "the loss on shards")
+    origin = dataset.manifest.tokenizer
+    # Shards of other programs record the size of the vocabulary only.
+    is_same = origin["vocab_size"] == tokenizer.vocab_size
+    if origin["fingerprint"] and (data / "tokenizer").is_dir():
+        is_same = dataset.tokenizer.shares_ids(tokenizer)
+    if not is_same:
+        what = f"shards of tokenizer {origin['name']}, but the model's is {tokenizer.name}"
+        raise DataError(what, str(data), "use the text, or shards of the model's tokenizer")
+    dataset.set_vocab_size(tokenizer.vocab_size)
+    split = split or ("val" if len(dataset.val) else "train")
+    if split not in SPLITS:
+        raise ConfigError(f"no split {split!r}", str(data), f"use {' or '.join(SPLITS)}")
+    return getattr(dataset, split), split
+
+
 def measure_text(source: str, tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Return the bytes of a source's text up to the end of each token that `prepare` makes of it."""
-    meter: Any = SimpleNamespace(
-        eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens
-    )  # sizes in place of ids
-    chunks = read_chunks(find_source(source), options := PrepareOptions(), ReadPosition())
+    """Return the number of bytes of text up to the end of each token that `prepare` would write."""
+    options = PrepareOptions()
+    # Encode sizes in place of ids.
+    meter: Any = SimpleNamespace(eot=0, vocab_size=1 << 32, encode=tokenizer.measure_tokens)
+    chunks = read_chunks(find_source(source), options, ReadPosition())
     sizes = np.concatenate(
         [encode_segments(chunk.segments, options, meter).train for chunk in chunks]
     )
-    return sizes[1:].cumsum(dtype=np.int64)  # no end-of-text token is before the first document
+    return sizes[1:].cumsum(dtype=np.int64)  # no end-of-text token precedes the first document

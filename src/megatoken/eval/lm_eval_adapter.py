@@ -19,7 +19,8 @@ from megatoken.distributed.comm import Comm
 from megatoken.errors import ConfigError, DataError
 from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.model.gpt import GPT
-from megatoken.sampling.batch import BatchDecoder, Request
+from megatoken.sampling.batch import Request, decode
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import TextStream
 from megatoken.system.device import Device
 
@@ -157,24 +158,23 @@ class Adapter(TemplateLM):  # type: ignore[misc]
             )
         request = Request(
             self.tok_encode(prompt)[new_tokens - self.max_length :] or [self.prefix_token_id],
-            new_tokens,
-            temperature=float(settings.get("temperature", 1.0)) if settings["do_sample"] else 0.0,
-            top_k=int(settings.get("top_k") or 0),
-            top_p=float(settings.get("top_p") or 1.0),
-            stop_ids=self.stop_ids,
+            Sampling(
+                new_tokens,
+                temperature=float(settings.get("temperature", 1.0))
+                if settings["do_sample"]
+                else 0.0,
+                top_k=int(settings.get("top_k") or 0),
+                top_p=float(settings.get("top_p") or 1.0),
+                stop_ids=self.stop_ids,
+            ),
         )
-        stream, text = TextStream(self.tokenizer), ""
-        with BatchDecoder(
-            self.model, rows=1, capacity=request.capacity, device=self.compute_device
-        ) as decoder:
-            decoder.add(0, request)
-            while decoder.rows and not any(stop in text for stop in stops if stop):
-                (token,) = decoder.step()
-                text += (
-                    ""
-                    if token.id in special or token.finish_reason == "stop"
-                    else stream.push(token.id)
-                )
+        stream = TextStream(self.tokenizer)
+        text = ""
+        for token in decode(self.model, request, self.compute_device):
+            if token.id not in special and token.finish_reason != "stop":
+                text += stream.push(token.id)
+            if any(stop in text for stop in stops if stop):
+                break
         return str(postprocess_generated_text(text + stream.push(None), stops, None))
 
 

@@ -26,6 +26,7 @@ from megatoken.objectives.answer_scores import measure_answers
 from megatoken.objectives.policy_loss import gae, group_advantages, has_difference, moments, whiten
 from megatoken.objectives.reference import load_reference
 from megatoken.sampling.batch import Completion, Request, generate_batch
+from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device
 from megatoken.train.run_context import RunContext
 from megatoken.train.state import with_whole_model
@@ -268,10 +269,7 @@ def answer_prompts(
     requests = [
         Request(
             prompt.ids,
-            max_new_tokens,
-            temperature,
-            seed=seed,
-            stop_ids=stop_ids,
+            Sampling(max_new_tokens, temperature, seed=seed, stop_ids=stop_ids),
             logprobs=True,
             drawn_logprobs=True,
         )

@@ -1,10 +1,11 @@
-"""One id of each row of logits, by the likeliest or by a draw.
+"""Sampling settings, and the choice of one id per row of logits.
 
 Shapes: N sequences, V real vocabulary, K likeliest ids.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,18 +13,43 @@ from torch import Tensor
 from megatoken.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to continue a prompt. Raises ConfigError for a value out of range.
+
+    temperature: 0 is greedy. top_k, top_p: draw from the k likeliest ids (0: all), or from the
+    fewest ids whose probabilities sum to p (Holtzman et al. 2020). stop_ids: end the sequence.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        for name, is_valid, valid in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1 (all)"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"{name} is {getattr(self, name)}", fix=f"use {valid}")
+
+
 def choose_ids(
     logits_NV: Tensor, draws_N: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """One id (N,) per row of logits: where its uniform draw from [0, 1) falls in the cumulative probability."""
+    """Return ids (N,): for each row, where its draw from [0, 1) falls in the cumulative probability."""
     if temperature == 0:
         return logits_NV.argmax(-1)
-    tiny = torch.finfo(logits_NV.dtype).tiny  # a smaller number would count as 0
-    temperature, top_p = max(temperature, tiny), max(top_p, tiny)
+    tiny = torch.finfo(logits_NV.dtype).tiny  # smaller numbers underflow to 0
+    temperature = max(temperature, tiny)
+    top_p = max(top_p, tiny)
     if top_p < 1 and not top_k:
-        top_k = logits_NV.shape[
-            -1
-        ]  # the cumulative probability starts at the likeliest, so all are sorted
+        top_k = logits_NV.shape[-1]  # top_p needs sorted probabilities
     sorted_ids_NK = None
     if top_k:
         logits_NV, sorted_ids_NK = logits_NV.topk(min(top_k, logits_NV.shape[-1]))
@@ -31,7 +57,7 @@ def choose_ids(
     if top_p < 1:
         probs_NK = probs_NK.masked_fill(cumulative_sum(probs_NK) - probs_NK >= top_p, 0.0)
     cumulative_NK = cumulative_sum(probs_NK)
-    # An id without probability does not raise the sum, so the first index above the draw is never one.
+    # An id of probability 0 does not raise the sum, so the first index above the draw is never one.
     thresholds_N1 = draws_N[:, None] * cumulative_NK[:, -1:]
     indices_N1 = torch.searchsorted(cumulative_NK, thresholds_N1, right=True).clamp_(
         max=probs_NK.shape[-1] - 1
@@ -40,28 +66,7 @@ def choose_ids(
 
 
 def cumulative_sum(probs_NK: Tensor) -> Tensor:
-    """Cumulative sums of rows; a deterministic run adds on the CPU, because torch refuses to on CUDA."""
+    """Return cumulative sums of rows, on the CPU in deterministic mode, which CUDA's cumsum is not."""
     if torch.are_deterministic_algorithms_enabled():
         return probs_NK.cpu().cumsum(-1).to(probs_NK.device)
     return probs_NK.cumsum(-1)
-
-
-def check_settings(
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    num_samples: int,
-    names: Sequence[str] = ("max_new_tokens", "temperature", "top_k", "top_p", "num_samples"),
-) -> None:
-    """Raise ConfigError for a setting out of range. names: what the caller calls each."""
-    rules = (
-        (max_new_tokens, max_new_tokens >= 1, "1 or more"),
-        (temperature, 0 <= temperature < math.inf, "0 (greedy) or more"),
-        (top_k, top_k >= 0, "0 (all) or more"),
-        (top_p, 0 < top_p <= 1, "above 0, up to 1 (all)"),
-        (num_samples, num_samples >= 1, "1 or more"),
-    )
-    for name, (value, valid, expected) in zip(names, rules, strict=True):
-        if not valid:
-            raise ConfigError(f"{name} is {value}", "sampling", f"give {expected}")

@@ -1,4 +1,4 @@
-"""A conversation with a model: what was said, kept within the context, and the next answer as it comes."""
+"""A chat with a model, truncated to the context."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,16 +7,17 @@ from typing import Literal
 from megatoken.data.chat_template import ChatTemplate, Message
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT
-from megatoken.sampling.batch import BatchDecoder, Request
+from megatoken.sampling.batch import Request, decode
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import TextStream
 from megatoken.system.device import Device
 
-ANSWER_SHARE = 4  # a quarter of the context is kept for the answer, unless it may only be shorter
+ANSWER_SHARE = 4  # reserve at most 1/4 of the context for the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, ids without its stop token. finish_reason: it ended itself, it was cut, or Ctrl-C was pressed."""
+    """An answer. ids: without the stop token."""
 
     text: str
     ids: list[int]
@@ -26,48 +27,45 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """settings: how answers are drawn, whatever its prompt and stop_ids; the seed of answer n is n above its own.
+    """A conversation. Answer n is sampled with seed n above that of `sampling`.
 
-    dropped: how many of the oldest messages the context has had no more room for.
+    dropped: number of the oldest messages that no longer fit the context.
     """
 
     model: GPT
     template: ChatTemplate
-    settings: Request
+    sampling: Sampling
     device: Device | None = None
     messages: list[Message] = field(default_factory=list)
     dropped: int = 0
 
     def ask(self, text: str, on_text: Callable[[str], object]) -> Answer:
-        """Add the user's message, and the model's answer to it; on_text is called with its parts as they come.
+        """Add the user's message and the model's answer, whose text `on_text` gets in pieces.
 
-        A KeyboardInterrupt ends the answer. Raises ConfigError, with nothing added, for a message that is too long.
+        A KeyboardInterrupt ends the answer. Raises ConfigError for a message that is too long.
         """
-        context, tokenizer = self.model.config.seq_len, self.template.tokenizer
+        context = self.model.config.seq_len
+        tokenizer = self.template.tokenizer
         number = (self.dropped + len(self.messages)) // 2
-        asked = [*self.messages, Message("user", text)]
-        kept, ids = fit_context(self.template, asked, context, self.settings.max_new_tokens)
-        self.messages, self.dropped = kept, self.dropped + len(asked) - len(kept)
-        request = replace(
-            self.settings,
-            prompt_ids=ids,
-            max_new_tokens=min(self.settings.max_new_tokens, context - len(ids) + 1),
-            seed=self.settings.seed + number,
+        messages = [*self.messages, Message("user", text)]
+        max_new_tokens = self.sampling.max_new_tokens
+        self.messages, ids = fit_context(self.template, messages, context, max_new_tokens)
+        self.dropped += len(messages) - len(self.messages)
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=min(max_new_tokens, context - len(ids) + 1),
+            seed=self.sampling.seed + number,
             stop_ids=self.template.stop_ids,
         )
-        stream, new_ids = TextStream(tokenizer, ids), list[int]()
+        stream = TextStream(tokenizer, ids)
+        new_ids: list[int] = []
         reason: Literal["stop", "length", "interrupted"] = "interrupted"
         try:
-            with BatchDecoder(
-                self.model, rows=1, capacity=request.capacity, device=self.device
-            ) as decoder:
-                decoder.add(0, request)
-                while decoder.rows:
-                    for token in decoder.step():
-                        reason = token.finish_reason or reason
-                        if token.finish_reason != "stop":
-                            new_ids.append(token.id)
-                            on_text(stream.push(token.id))
+            for token in decode(self.model, Request(ids, sampling), self.device):
+                reason = token.finish_reason or reason
+                if token.finish_reason != "stop":
+                    new_ids.append(token.id)
+                    on_text(stream.push(token.id))
             on_text(stream.push(None))
         except KeyboardInterrupt:
             reason = "interrupted"
@@ -76,28 +74,28 @@ class Conversation:
         return answer
 
     def clear(self) -> None:
-        """Forget all but the system's message."""
-        self.messages, self.dropped = (
-            [message for message in self.messages if message.role == "system"],
-            0,
-        )
+        """Drop all messages but the system's."""
+        self.messages = [message for message in self.messages if message.role == "system"]
+        self.dropped = 0
 
 
 def fit_context(
     template: ChatTemplate, messages: Sequence[Message], context: int, new_tokens: int
 ) -> tuple[list[Message], list[int]]:
-    """The messages without the oldest turns that do not fit, and their ids, which end with the assistant's header.
+    """Drop the oldest turns that do not fit; return the other messages and their ids.
 
-    The system's message stays. Room is kept for an answer of `new_tokens`, of the context's quarter at most. Raises
-    ConfigError when the last message does not fit alone.
+    The ids end with the assistant's header. The system's message stays. Room is reserved for an
+    answer of `new_tokens`, at most a quarter of the context. Raises ConfigError if the last message
+    does not fit.
     """
-    kept, room = list(messages), min(new_tokens, context // ANSWER_SHARE)
-    first = int(kept[0].role == "system")
-    while (
-        len(ids := template.encode(kept, reply=True)[0]) + room > context + 1
-    ):  # the last new token is not read
-        if len(kept) <= first + 2:
-            what = f"the message makes {len(ids):,} tokens of a context of {context:,}, {room:,} are for the answer"
-            raise ConfigError(what, "chat", "send a shorter one")
-        del kept[first : first + 2]
-    return kept, ids
+    messages = list(messages)
+    room = min(new_tokens, context // ANSWER_SHARE)
+    first = int(messages[0].role == "system")
+    while True:
+        ids, _ = template.encode(messages, reply=True)
+        if len(ids) + room <= context + 1:  # the last new token is not fed to the model
+            return messages, ids
+        if len(messages) <= first + 2:
+            what = f"the message has {len(ids):,} tokens and the answer {room:,}"
+            raise ConfigError(what, "chat", f"shorten it to fit the context of {context:,}")
+        del messages[first : first + 2]

@@ -1,11 +1,12 @@
-"""Continuations of a prompt, one token at a time, with cached keys and values; the same for the same seed.
+"""Generate continuations of a prompt; the same for the same seed.
 
-The model's mode and torch's random state are left as they were. sampling/batch.py decodes.
+The model's mode and torch's random state do not change.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +19,11 @@ from megatoken.model.gpt import GPT, Linear, set_attention, set_block_kernels
 from megatoken.native.int8 import round_to_int8
 from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.sampling.batch import BatchDecoder, Request
-from megatoken.sampling.choose import check_settings
+from megatoken.sampling.choose import Sampling
 from megatoken.system.device import Device
 from megatoken.system.large_pages import gather_in_large_pages
 
-DEFAULT_NEW_TOKENS = 128
-REPLACEMENT_CHARACTER = "\ufffd"  # what a decoder makes of an incomplete character
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
 
 
 def generate(
@@ -31,46 +31,36 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    max_new_tokens: int = DEFAULT_NEW_TOKENS,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
     num_samples: int = 1,
     device: Device | None = None,
+    **settings: Any,
 ) -> str | list[str]:
-    """The text that follows `prompt`; a list of texts if num_samples is above 1. Stops where the model ends its text.
+    """Return the text that follows `prompt`, or a list of texts if `num_samples` is above 1.
 
-    max_new_tokens: 128 by default. The other arguments and errors are those of `generate_ids`; an empty prompt starts a
-    new document. Warns of a prompt longer than the context, of which only the end is seen.
+    An empty prompt starts a new document. settings: max_new_tokens (default 128), temperature,
+    top_k, top_p and seed, as in `Sampling`; other arguments and errors are those of `generate_ids`.
+    Warns if only the end of the prompt fits the context.
     """
+    sampling = Sampling(**{"stop_ids": find_stop_ids(tokenizer)} | settings)
     prompt_ids = tokenizer.encode(prompt).tolist()
     start_ids = tokenizer.start_ids(prompt_ids)
     if len(start_ids) > model.config.seq_len:
-        warnings.warn(describe_window(model.config, len(start_ids), max_new_tokens), stacklevel=2)
-    sequences = generate_ids(
-        model,
-        start_ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        num_samples=num_samples,
-        stop_ids=find_stop_ids(tokenizer),
-        device=device,
-    )
+        note = describe_window(model.config, len(start_ids), sampling.max_new_tokens)
+        warnings.warn(note, stacklevel=2)
+    sequences = generate_ids(model, start_ids, sampling, num_samples=num_samples, device=device)
     texts = [tokenizer.decode_after(prompt_ids, ids) for ids in sequences]
     return texts[0] if num_samples == 1 else texts
 
 
 def describe_window(config: ModelConfig, prompt_tokens: int, new_tokens: int) -> str:
-    """What the user should know where prompt and new tokens do not fit the context; empty where they do."""
+    """Return a note if prompt and new tokens do not fit the context, or an empty string."""
     if prompt_tokens > config.seq_len:
-        return f"the prompt has {prompt_tokens:,} tokens, the model sees the last {config.seq_len:,}: its context"
+        return (
+            f"the prompt has {prompt_tokens:,} tokens; the model sees the last {config.seq_len:,}"
+        )
     if prompt_tokens + new_tokens - 1 > config.seq_len:
         return (
-            f"beyond the context of {config.seq_len:,} tokens the model sees the newest ones only"
+            f"beyond the context of {config.seq_len:,} tokens, the model sees the newest ones only"
         )
     return ""
 
@@ -78,39 +68,27 @@ def describe_window(config: ModelConfig, prompt_tokens: int, new_tokens: int) ->
 def generate_ids(
     model: GPT,
     prompt_ids: Sequence[int],
+    sampling: Sampling,
     *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
     num_samples: int = 1,
-    stop_ids: Sequence[int] = (),
     device: Device | None = None,
     on_tokens: Callable[[list[int | None]], None] | None = None,
 ) -> list[list[int]]:
-    """New ids of `num_samples` continuations of one prompt; any of `stop_ids` ends a sequence and is left out.
+    """Return the new ids of `num_samples` continuations of one prompt, without stop ids.
 
-    temperature 0 takes the likeliest id; top_k and top_p draw from the k likeliest ids (0: all), or from the fewest
-    whose probabilities sum to p (Holtzman et al. 2020). Sample i equals the only sample of seed + i. device: compute in
-    its precision instead of the weights'. on_tokens is called with each step's ids, None for a sequence that has ended.
-    An empty prompt must be given as the end-of-text id.
-    Raises ConfigError for settings out of range or no prompt, DataError for ids outside the vocabulary, NumericsError
-    when logits are not finite.
+    Sample i equals the only sample of seed + i. device: compute in its precision instead of the
+    weights'. on_tokens: called with each step's ids, None for a finished sequence. Pass an empty
+    prompt as the end-of-text id.
+    Raises ConfigError for an empty prompt, DataError for ids outside the vocabulary, NumericsError
+    for logits that are not finite.
     """
-    check_settings(max_new_tokens, temperature, top_k, top_p, num_samples)
-    request = Request(
-        prompt_ids,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_ids=stop_ids,
-    )
+    if num_samples < 1:
+        raise ConfigError(f"num_samples is {num_samples}", fix="use 1 or more")
+    capacity = Request(prompt_ids, sampling).capacity
     sequences: list[list[int]] = [[] for _ in range(num_samples)]
-    with BatchDecoder(model, rows=num_samples, capacity=request.capacity, device=device) as decoder:
+    with BatchDecoder(model, rows=num_samples, capacity=capacity, device=device) as decoder:
         for i in range(num_samples):
-            decoder.add(i, replace(request, seed=seed + i))
+            decoder.add(i, Request(prompt_ids, replace(sampling, seed=sampling.seed + i)))
         while decoder.rows:
             new_ids: list[int | None] = [None] * num_samples
             for token in decoder.step():
@@ -123,40 +101,33 @@ def generate_ids(
 
 
 def prepare_decoding(model: GPT, device: Device, *, int8: bool = False) -> None:
-    """Lay out the weights, in place, for a model that will only generate, where a token reads each of them once.
+    """Change the weights' layout, in place, for a model that will only generate, on a CPU.
 
-    On a CPU in bf16 they are rounded to it, and the native kernels compute where there are any. In fp32 every weight
-    with more outputs than inputs is stored column by column: one row is multiplied faster that way, because long sums
-    of columns replace short dot products. Elsewhere nothing changes.
+    In bf16 they are rounded to it, and native kernels are used if available. In fp32 weights with
+    more outputs than inputs are stored column-major, which makes products with one row faster.
 
-    int8: hold the matrices in 8 bits (native/int8.py), which are read in half the time of bf16, and change the logits a
-    little. Raises ConfigError where there are no native kernels for that.
+    int8: hold the matrices in 8 bits (native/int8.py): half the memory traffic of bf16, slightly
+    different logits. Raises ConfigError if the native kernels for it are not available.
     """
     if int8:
         if device.type != "cpu" or not find_library():
-            what = "products with weights of 8 bits are computed by the native kernels for CPUs"
-            raise ConfigError(what, "int8", NO_LIBRARY if device.type == "cpu" else "leave it out")
+            fix = NO_LIBRARY if device.type == "cpu" else "leave it out"
+            raise ConfigError("int8 needs the native CPU kernels", "int8", fix)
         _round_matrices(model, device.dtype)
         _set_native_attention(model)
-        return
-    if device.type != "cpu":
-        return
-    if device.precision == "bf16":
+    elif device.type == "cpu" and device.precision == "bf16":
         model.to(torch.bfloat16)
-        for parameter, copy in zip(
-            model.parameters(), gather_in_large_pages(list(model.parameters())), strict=True
-        ):
+        parameters = list(model.parameters())
+        for parameter, copy in zip(parameters, gather_in_large_pages(parameters), strict=True):
             parameter.data = copy
         if find_library():
             set_block_kernels(model, "native")
             _set_native_attention(model)
-        return
-    for weight in [
-        model.lm_head_weight,
-        *(part.weight for part in model.modules() if isinstance(part, nn.Linear)),
-    ]:
-        if weight.shape[0] > weight.shape[1]:
-            weight.data = weight.data.t().contiguous().t()
+    elif device.type == "cpu":
+        linears = [part.weight for part in model.modules() if isinstance(part, nn.Linear)]
+        for weight in (model.lm_head_weight, *linears):
+            if weight.shape[0] > weight.shape[1]:
+                weight.data = weight.data.t().contiguous().t()
 
 
 def _set_native_attention(model: GPT) -> None:
@@ -165,7 +136,7 @@ def _set_native_attention(model: GPT) -> None:
 
 
 def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
-    """Hold the weight of every product in 8 bits, all else in `dtype`; a tied embedding stays, beside a copy of it."""
+    """Convert matrices to int8 and the rest to `dtype`. A tied embedding is copied for the head."""
     if model.head is None:
         model.head = Linear(model.config.d_model, len(model.tokens.weight), bias=False)
         model.head.weight = model.tokens.weight
@@ -180,19 +151,22 @@ def _round_matrices(model: GPT, dtype: torch.dtype) -> None:
 
 
 class TextStream:
-    """Decodes the ids behind a prompt as they come; a character that several tokens share is released whole."""
+    """Decode ids that follow a prompt one by one. Never splits a character."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        # The ids last decoded: some decoders treat the first word of a text differently.
-        self._released = list(prompt_ids)
+        # Context for the next ids: some decoders treat the first word of a text differently.
+        self._context = list(prompt_ids)
         self._pending: list[int] = []
 
     def push(self, id: int | None) -> str:
-        """The text that `id` completes, empty while a character is incomplete; None at the end: the rest."""
-        self._pending += [] if id is None else [id]
-        before, text = map(self._tokenizer.decode, (self._released, self._released + self._pending))
+        """Return the text that `id` completes; for None, the rest."""
+        if id is not None:
+            self._pending.append(id)
+        prefix = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode(self._context + self._pending)
         if text.endswith(REPLACEMENT_CHARACTER) and id is not None:
             return ""
-        self._released, self._pending = self._pending or self._released, []
-        return text[len(before) :]
+        self._context = self._pending or self._context
+        self._pending = []
+        return text[len(prefix) :]

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -20,18 +20,16 @@ class Stopped(Exception):
 
 
 class Job:
-    """A submitted request. Create it in the event loop that reads its tokens."""
+    """A submitted request, read in the event loop that submitted it."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.is_cancelled = False
-        self._loop = asyncio.get_running_loop()
         self._tokens: asyncio.Queue[Token | Exception] = asyncio.Queue()
 
     def put(self, token: Token | Exception) -> None:
-        """Send a token, or the error that ends the job, from any thread."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._tokens.put_nowait, token)
+        """Add a token, or the error that ends the job."""
+        self._tokens.put_nowait(token)
 
     def cancel(self) -> None:
         """Free the job's row before the next token."""
@@ -83,6 +81,7 @@ class Engine:
         """Queue a request. Raises as `Request.check`, QueueFull, Stopped."""
         request.check(self.model.config)
         job = Job(request)
+        self._loop = asyncio.get_running_loop()
         with self._changed:
             if self._is_stopping:
                 raise Stopped
@@ -129,8 +128,8 @@ class Engine:
 
     def _dispatch(self, tokens: list[Token]) -> None:
         with self._changed:
+            self._send([(self._running[token.row], token) for token in tokens])
             for token in tokens:
-                self._running[token.row].put(token)
                 if token.finish_reason:
                     del self._running[token.row]
 
@@ -142,5 +141,15 @@ class Engine:
                 jobs += self._waiting
                 self._waiting.clear()
             self._running.clear()
-            for job in jobs:
-                job.put(error)
+            self._send([(job, error) for job in jobs])
+
+    def _send(self, messages: Sequence[tuple[Job, Token | Exception]]) -> None:
+        """Put tokens or errors into jobs, in the event loop: one wakeup per step."""
+
+        def put_all() -> None:
+            for job, message in messages:
+                job.put(message)
+
+        if messages:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(put_all)

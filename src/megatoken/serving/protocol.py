@@ -17,6 +17,7 @@ from megatoken.data.chat_template import ChatTemplate, find_stop_ids, parse_mess
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError
 from megatoken.sampling.batch import FinishReason, Request, Token
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.conversation import fit_context
 from megatoken.sampling.generate import TextStream
 
@@ -232,8 +233,7 @@ def _build(
     if room < (max_tokens or 1):
         what = f"{len(ids):,} tokens and {max_tokens or 1:,} new ones do not fit the context of {model.context:,}"
         raise ApiError(400, what, "context_length_exceeded", "messages" if is_chat else "prompt")
-    request = Request(
-        ids,
+    sampling = Sampling(
         max_tokens or room,
         temperature=body.temperature,
         top_k=body.top_k,
@@ -242,7 +242,9 @@ def _build(
         stop_ids=stop_ids,
     )
     has_usage = body.stream_options.include_usage
-    return ParsedRequest(request, body.stop, is_chat, body.stream, has_usage, dropped)
+    return ParsedRequest(
+        Request(ids, sampling), body.stop, is_chat, body.stream, has_usage, dropped
+    )
 
 
 class ResponseBuilder:

@@ -23,6 +23,7 @@ from megatoken.errors import CheckpointError, MegatokenError, NumericsError, Sto
 from megatoken.eval.multiple_choice import compute_metrics, format_metrics, score_examples
 from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.redact import redact
+from megatoken.sampling.choose import Sampling
 from megatoken.sampling.generate import generate_ids
 from megatoken.system.device import is_out_of_memory
 from megatoken.system.torch_compat import uncompiled
@@ -230,12 +231,14 @@ def sample(run: RunContext) -> None:
         sequences = generate_ids(
             model,
             prompt,
-            max_new_tokens=config.tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            seed=run.config.seed,
+            Sampling(
+                config.tokens,
+                config.temperature,
+                config.top_k,
+                seed=run.config.seed,
+                stop_ids=find_stop_ids(run.tokenizer),
+            ),
             num_samples=config.num_samples,
-            stop_ids=find_stop_ids(run.tokenizer),
             device=run.device,
         )
     except NumericsError as error:  # of rank 0 alone; that of a step is raised by all
