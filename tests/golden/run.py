@@ -17,20 +17,39 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
 
-MACHINE = (
-    "machine.device=cpu machine.precision=fp32 machine.threads=1 machine.attention=flash "
-    "machine.gemm_backend=torch machine.adamw=fused machine.fused=off machine.compile=off "
-    "log.plots=false sample.every=0 save.every=2steps save.keep_last=3"
-).split()
-TINY = (
-    "model.n_layer=2 model.n_head=2 model.d_model=32 model.seq_len=64 model.vocab_size=0 budget.epochs=0 "
-    "budget.tokens=0 budget.steps=12 budget.batch_tokens=512 machine.micro_batch=2 optim.warmup=2steps"
-).split()
+MACHINE = [
+    "machine.device=cpu",
+    "machine.precision=fp32",
+    "machine.threads=1",
+    "machine.attention=flash",
+    "machine.gemm_backend=torch",
+    "machine.adamw=fused",
+    "machine.fused=off",
+    "machine.compile=off",
+    "log.plots=false",
+    "sample.every=0",
+    "save.every=2steps",
+    "save.keep_last=3",
+]
+TINY = [
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.d_model=32",
+    "model.seq_len=64",
+    "model.vocab_size=0",
+    "budget.epochs=0",
+    "budget.tokens=0",
+    "budget.steps=12",
+    "budget.batch_tokens=512",
+    "machine.micro_batch=2",
+    "optim.warmup=2steps",
+]
 KILL_AFTER_STEP = 5
 TIMEOUT_SECONDS = 300
 
@@ -108,10 +127,8 @@ def run_and_kill(words: list[str], cwd: Path, metrics: Path) -> None:
             if any(step >= KILL_AFTER_STEP for step, _ in read_losses(metrics)):
                 break
             time.sleep(0.02)
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
 
