@@ -1,9 +1,9 @@
-"""The training program: start here. A run from its setup to its last step, in order; every other part is called here.
+"""Train a model: read this file first.
 
-`Trainer(config, out).fit()` trains in a run folder (docs/run-folder.md), resuming from its newest checkpoint.
+`Trainer(config, out).fit()` sets up a run in a folder (docs/run-folder.md), resumes it from its newest
+checkpoint, and trains it to the end of its budget.
 """
 
-import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,52 +11,54 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from megatoken.config.fields import Duration, parse_time
-from megatoken.config.load import Change, ResolvedConfig, from_python, render
+from megatoken.config.load import Change, ResolvedConfig, from_python, list_changes, render
 from megatoken.config.schema import Config
-from megatoken.console import Console, format_duration, format_step
-from megatoken.data.chat_dataset import ROW_OBJECTIVES
+from megatoken.console import Console
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
-from megatoken.distributed.memory import choose_dims
-from megatoken.distributed.stragglers import StragglerDetector
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
-from megatoken.estimate.expectation import Expectation, expect
 from megatoken.eval.rewards import REWARDS, Reward
+from megatoken.launch.heartbeat import Heartbeat
 from megatoken.launch.local import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
-from megatoken.objectives.answer_scores import build_objective
-from megatoken.objectives.batch_source import check_reward, open_batches
-from megatoken.plots import draw_run
+from megatoken.objectives.batch_source import check_reward
+from megatoken.objectives.objective import build_objective
+from megatoken.system.atomic_write import read_object
 from megatoken.system.device import Device, memory_errors, open_device, with_peak
 from megatoken.system.object_store import run_folder
-from megatoken.train import initial_state, setup, tuning
-from megatoken.train.actions import BEST, Action, CheckpointSaver, is_due, list_actions
-from megatoken.train.extend import extend_budget, record_schedule, set_aside_decay
-from megatoken.train.live_mirror import Mirror, check_mirror, fetch_from_mirror
-from megatoken.train.metrics_log import find_last_rows
+from megatoken.train import setup
+from megatoken.train.actions import Action, is_due, list_actions
+from megatoken.train.batches import open_batches
+from megatoken.train.checkpoint_saver import CheckpointSaver
+from megatoken.train.expectation import expect
+from megatoken.train.extend import extend_budget, record_changes, set_aside_decay
+from megatoken.train.initial_state import build_train_state, check_user_model, take_architecture
+from megatoken.train.live_mirror import Mirror
+from megatoken.train.metrics_log import STATUS, MetricsLogger, find_last_rows
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
-from megatoken.train.restore import restore
-from megatoken.train.run_context import Callback, RunContext
-from megatoken.train.run_folder import BUDGET_KEYS, check_folder
+from megatoken.train.restore import find_dataset_change, restore
+from megatoken.train.run import Callback, Progress, Run, RunContext, RunData, RunLog
+from megatoken.train.run_folder import BUDGET_KEYS
 from megatoken.train.sinks import SinkProcesses, check_sinks
-from megatoken.train.step import PendingStep, StepMetrics, train_step_async, wait_for_steps
-from megatoken.train.throughput import ThroughputMeter
+from megatoken.train.state import StepConfig, build_step_config
+from megatoken.train.step import train_step_async
+from megatoken.train.step_log import StepLog, call_actions, finish, report_early_stop
+from megatoken.train.summary import print_summary
+from megatoken.train.tuning import tune
 
 MEMORY_FIX = (
     "set machine.micro_batch to a smaller number, or machine.activation_checkpointing=block"
 )
-SYNC_SECONDS = 1.0  # between reads of losses from a GPU; each read waits for all queued GPU work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a run ended. code: DONE or STOPPED; losses in nats, None where nothing was measured."""
+    """How a run ended. code: DONE or STOPPED. Losses in nats, None if nothing was measured."""
 
     code: ExitCode
     run: str
@@ -86,71 +88,64 @@ class Trainer:
         extend: Duration | None = None,
         reward: str | Reward | None = None,
     ) -> None:
-        """model: a GPT of `config.model`'s architecture, to start from its weights. optimizer: built over that model's
-        parameters; its groups' learning rates keep their ratio to `optim.lr`. callbacks: called with every row of
-        metrics; one that returns True stops the run. nproc: processes on this machine. explain: print what was measured
-        for every automatic choice. allow_changes: resume with other values of guarded fields, or other data. extend:
-        by how much a run that has reached its end becomes longer. reward: your own function of (prompt, answer, right),
-        or its module:function, for the objectives grpo and ppo. Raises ConfigError for arguments that cannot be
-        combined.
+        """Check the arguments. Raises ConfigError if they cannot be combined.
+
+        model: a GPT of `config.model`'s architecture with the initial weights.
+        optimizer: built over that model's parameters; its groups' learning rates keep their ratio to
+            `optim.lr`.
+        callbacks: called with every row of metrics; one that returns True stops the run.
+        nproc: processes on this machine.
+        explain: print what was measured for every automatic choice.
+        allow_changes: resume with other values of guarded fields, or other data.
+        extend: by how much to lengthen a run that has reached its end.
+        reward: a function of (prompt, answer, right answer), or its module:function, for the
+            objectives grpo and ppo.
         """
         if nproc > 1 and (
             model is not None or optimizer is not None or callbacks or callable(reward)
         ):
-            what = "model, optimizer, reward and callbacks cannot be passed to the processes that nproc starts"
+            what = "model, optimizer, reward and callbacks cannot be passed to other processes"
             raise ConfigError(what, "Trainer", "use nproc=1, or the config: model.init, optim.name")
         if optimizer is not None and model is None:
-            raise ConfigError(
-                "an optimizer is given without its model",
-                "Trainer",
-                "give the model it was built over",
-            )
-        self.resolved = (
-            config if isinstance(config, ResolvedConfig) else from_python(config, Path(out).name)
-        )
+            fix = "pass the model it was built over"
+            raise ConfigError("an optimizer needs its model", "Trainer", fix)
+        if not isinstance(config, ResolvedConfig):
+            config = from_python(config, Path(out).name)
+        self.resolved = config if reward is None else record_reward(config, reward)
         self.out = run_folder(out)
-        self.model, self.optimizer, self.callbacks = model, optimizer, callbacks
-        self.nproc, self.console, self.explain = nproc, console or Console(), explain
-        self.allow_changes, self.extend, self.reward = allow_changes, extend, reward
-        if isinstance(reward, str) and reward in REWARDS:
-            self.reward = None  # the recipe's word for it is enough
-        if reward is not None:  # a resume without it is refused
-            if not (objective := self.resolved.config.objective).samples:
-                what = f"a reward has no effect with objective.name={objective.name}"
-                raise ConfigError(what, "Trainer", "leave it out, or train grpo or ppo")
-            name = reward
-            if not isinstance(
-                name, str
-            ):  # a callable object or functools.partial has no name of its own
-                name = f"{reward.__module__}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
-            objective = replace(self.resolved.config.objective, reward=name)
-            self.resolved = replace(
-                self.resolved, config=replace(self.resolved.config, objective=objective)
-            )
+        self.model = model
+        self.optimizer = optimizer
+        self.callbacks = callbacks
+        self.nproc = nproc
+        self.console = console or Console()
+        self.explain = explain
+        self.allow_changes = allow_changes
+        self.extend = extend
+        self.reward = None if isinstance(reward, str) and reward in REWARDS else reward
 
     def fit(self) -> Summary:
-        """Train to the end of the budget, or until a signal, the time limit or a callback asks to stop.
+        """Train to the end of the budget, or until a signal, the time limit or a callback stops it.
 
-        Raises MegatokenError, whose `code` is the command's exit code, when the run cannot start or go on. Committed
-        checkpoints are kept.
+        Raises MegatokenError, whose `code` is the command's exit code, if the run cannot start or
+        continue. Committed checkpoints are kept.
         """
         start = time.monotonic()
         if self.nproc > 1:
             code, steps, reason = self._fit_in_processes()
         else:
-            dist_env, machine = read_dist_env(), self.resolved.config.machine
+            env = read_dist_env()
             device = open_device(
-                machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size
+                self.resolved.config.machine,
+                local_rank=env.local_rank,
+                local_world_size=env.local_world_size,
             )
             with (
-                join_process_group(
-                    dist_env, device.type
-                ) as comm,  # first, so that others notice a failed rank
-                memory_errors(f"rank {dist_env.rank}", MEMORY_FIX),
+                join_process_group(env, device.type) as comm,  # first: others notice a failed rank
+                memory_errors(f"rank {env.rank}", MEMORY_FIX),
             ):
                 code, steps, reason = self._fit(device, comm)
-        last = find_last_rows(self.out, ("train", "val"))
-        losses = {kind: float(row["loss"]) for kind, row in last.items()}  # "nan" in the log
+        last_rows = find_last_rows(self.out, ("train", "val"))
+        losses = {kind: float(row["loss"]) for kind, row in last_rows.items()}  # "nan" in the log
         return Summary(
             code=code,
             run=str(self.out),
@@ -163,343 +158,253 @@ class Trainer:
         )
 
     def _fit(self, device: Device, comm: Comm) -> tuple[ExitCode, int, str]:
-        """Set up the run, resume it and train: how it ended, at which step, and why it stopped."""
-        self.resolved = initial_state.take_architecture(self.resolved, self.out)
-        config, out, is_main = self.resolved.config, self.out, comm.dist_env.is_main_process
-        run = RunContext(
-            config=config,
-            out=out,
-            console=self.console if is_main else Console(quiet=True),
-            device=device,
-            comm=comm,
-            is_main=is_main,
-            callbacks=self.callbacks,
-            allow_changes=self.allow_changes,
-        )
-        run.changes = comm.run_on_rank0(
-            partial(open_folder, run, BUDGET_KEYS if self.extend else ())
+        """Set up the run, resume it and train; return how, at which step and why it ended."""
+        console = self.console if comm.dist_env.is_main_process else Console(quiet=True)
+        context = RunContext(out=self.out, console=console, device=device, comm=comm)
+        heartbeat = Heartbeat()
+        resolved = take_architecture(self.resolved, self.out)
+        config = resolved.config
+        changes = comm.run_on_rank0(
+            lambda: setup.open_folder(
+                context,
+                config,
+                allow_changes=self.allow_changes,
+                allowed=BUDGET_KEYS if self.extend else (),
+            )
         )
         check_sinks(config.log.sinks)
         check_reward(config.objective.reward, self.reward)
-        setup.open_data(run)
+        data = setup.open_data(config, context)
+        build_steps = partial(
+            build_step_config, epoch_tokens=data.epoch_tokens, device_type=device.type
+        )
         if self.extend:
-            self.resolved = extend_budget(run, self.resolved, self.extend)
+            resolved = extend_budget(resolved, build_steps(config), self.extend, context)
+            changes += list_changes(config, resolved.config)
+        self.resolved = resolved
+        steps = build_steps(resolved.config)
         if self.model is not None:
-            initial_state.check_own_model(run, self.model, self.optimizer)
+            check_user_model(self.model, self.optimizer, config, data.model_config, comm)
+        time_limit = parse_time(config.save.time_limit) or None
         with (
-            setup.open_log(run) as run.log,
-            PreemptionHandler(
-                parse_time(config.save.time_limit) or None, config.objective.rollout_steps
-            ) as run.preemption,
+            setup.open_log(self.out, comm) as log_file,
+            PreemptionHandler(time_limit, config.objective.rollout_steps) as stop,
         ):
-            memory_bytes = comm.broadcast_from_rank0(
-                device.memory_bytes(comm.dist_env.local_world_size)
+            return self._start(data, steps, changes, log_file, heartbeat, stop, context)
+
+    def _start(
+        self,
+        data: RunData,
+        steps: StepConfig,
+        changes: list[Change],
+        log_file: MetricsLogger,
+        heartbeat: Heartbeat,
+        stop: PreemptionHandler,
+        context: RunContext,
+    ) -> tuple[ExitCode, int, str]:
+        """Build the model, resume it and train, in a run folder that this run has locked."""
+        comm = context.comm
+        config, dims = setup.choose_layout(self.resolved.config, data.model_config, context)
+        if context.is_main:
+            context = replace(context, device=with_peak(context.device))
+        print_summary(self.resolved.name, config, data, steps, dims, context)
+        state = build_train_state(
+            config, data, dims, context, model=self.model, optimizer=self.optimizer
+        )
+        if self.extend:
+            comm.run_on_rank0(lambda: set_aside_decay(config, steps, changes, log_file, context))
+        progress = Progress()
+        load_newest = partial(
+            restore,
+            state,
+            progress,
+            dataset=data.dataset,
+            log=log_file,
+            context=context,
+            allow_changes=self.allow_changes,
+        )
+        changes += find_dataset_change(load_newest(), data.dataset)
+        log = RunLog(
+            file=log_file,
+            heartbeat=heartbeat,
+            state=state,
+            step_config=steps,
+            progress=progress,
+            stop=stop,
+            callbacks=self.callbacks,
+        )
+        is_at_end = state.step >= steps.total_steps or progress.is_out_of_patience(
+            config.evaluate.patience
+        )
+        is_done = is_at_end and read_object(self.out / STATUS).get("state") == "done"
+        if comm.broadcast_from_rank0(is_done):
+            Mirror(config.save, log, context).finish()
+            fix = "train --extend LENGTH makes it longer"
+            context.console.print(f"this run is finished: {self.out}; {fix}")
+            return ExitCode.DONE, state.step, ""
+        comm.run_on_rank0(
+            lambda: setup.write_run_files(
+                self.resolved, config, data, steps, state.step, log_file, context
             )
-            layout = config.machine, run.model_config, device.precision, memory_bytes, comm.dist_env
-            dims = choose_dims(*layout, config.optim.name)
-            setup.check_memory(run, dims, memory_bytes)
-            setup.apply_dims(run, dims)
-            if is_main:
-                run.device = with_peak(device)
-            setup.print_summary(run, self.resolved.name, dims)
-            initial_state.build_train_state(run, dims, self.model, self.optimizer)
-            if self.extend:
-                comm.run_on_rank0(partial(set_aside_decay, run))
-            restore(run)
-            if comm.broadcast_from_rank0(setup.is_finished(run)):
-                Mirror(run).finish()
-                run.console.print(
-                    f"this run is finished: {out}; train --extend LENGTH makes it longer"
-                )
-                return ExitCode.DONE, run.state.step, ""
-            comm.run_on_rank0(partial(begin, run, self.resolved))
-            # The order matters: kernels may replace the compute model; its micro-batch is then measured; it is compiled
-            # for that size; the hooks that reduce gradients go on its final parameters.
-            tuning.choose_kernels(run, explain=self.explain)
-            tuning.choose_micro_batch(run)
-            compiled = tuning.compile_model(run)
-            run.state.start_grad_reduction(comm)
-            run.state.objective = build_objective(
-                run.config.objective
-            )  # after what was measured with the default
-            run.batches = open_batches(run, self.reward)
-            if expectation := expect(run, compiled=compiled):
-                message = expectation.describe(run)
-                run.console.print(f"plan     {message}")
-                rate = run.step_config.batch_tokens / expectation.step_seconds
-                run.write("event", what="planned", message=message, tokens_per_second=rate)
-            sinks = SinkProcesses(config.log.sinks if is_main else "", out, run.console)
-            code = TrainLoop(run, expectation).fit()
-            if code == ExitCode.DONE:  # one that was asked to stop has no time to wait
-                sinks.finish()
-            return code, run.state.step, run.preemption.stop_requested
+        )
+        tuned = tune(state, steps, config, data, context, is_at_end=is_at_end, explain=self.explain)
+        state.start_grad_reduction(comm)
+        # After tuning, which measures the cross-entropy.
+        state.objective = build_objective(config.objective, steps.loss_chunk)
+        batches, validation = open_batches(
+            config, data, state, tuned.step_config, log, context, self.reward
+        )
+        run = Run(
+            out=context.out,
+            console=context.console,
+            device=context.device,
+            comm=comm,
+            config=config,
+            data=data,
+            state=state,
+            step_config=tuned.step_config,
+            progress=progress,
+            log=log,
+            stop=stop,
+            batches=batches,
+            validation=validation,
+            restore=load_newest,
+        )
+        if run.is_main:
+            record_changes(run, changes)
+        code = train(run, is_compiled=tuned.is_compiled)
+        return code, state.step, stop.stop_requested
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, str]:
         """Train in `nproc` processes of the `megatoken` command."""
-        self.resolved = initial_state.take_architecture(self.resolved, self.out)
+        self.resolved = take_architecture(self.resolved, self.out)
         with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
             recipe = Path(folder) / f"{self.resolved.name}.yaml"
             recipe.write_text(render(self.resolved.config, self.resolved.origins), encoding="utf-8")
             command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
-            flags = {"--explain": self.explain, "--allow-changes": self.allow_changes}
-            command += ["--reward", str(self.reward)] if self.reward else []
-            command += [flag for flag in flags if flags[flag]] + (
-                ["--extend", str(self.extend)] if self.extend else []
-            )
+            if self.reward:
+                command += ["--reward", str(self.reward)]
+            if self.explain:
+                command.append("--explain")
+            if self.allow_changes:
+                command.append("--allow-changes")
+            if self.extend:
+                command += ["--extend", str(self.extend)]
             code = launch(command, self.nproc, RESTARTS)
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
-            raise error_from_code(
-                code, f"training in {self.nproc} processes failed, see their output — {self.out}"
-            )
+            what = f"training in {self.nproc} processes failed, see their output — {self.out}"
+            raise error_from_code(code, what)
         saves = find_last_rows(self.out, ("save",))
         return ExitCode(code), saves["save"]["step"] if saves else 0, ""
 
 
-def open_folder(run: RunContext, allowed: Sequence[str]) -> list[Change]:
-    """What differs from the start before, in the run folder or in its mirror. allowed: guarded settings that may."""
-    check = partial(
-        check_folder, run.out, run.config, allow_changes=run.allow_changes, allowed=allowed
+def train(run: Run, *, is_compiled: bool) -> ExitCode:
+    """Train a run that is set up; write the final status, also on failure."""
+    expectation = expect(
+        run.state,
+        run.step_config,
+        run.config,
+        run.data.model_config,
+        run.device,
+        is_compiled=is_compiled,
     )
-    changes = check()
-    return check() if fetch_from_mirror(run) else changes
+    if expectation:
+        message = expectation.describe(run.step_config, run.state.step)
+        run.console.print(f"plan     {message}")
+        rate = run.step_config.batch_tokens / expectation.step_seconds
+        run.log.write("event", what="planned", message=message, tokens_per_second=rate)
+    sinks = SinkProcesses(run.config.log.sinks if run.is_main else "", run.out, run.console)
+    saver = CheckpointSaver(run)
+    recovery = Recovery(run, saver)
+    step_log = StepLog(run, recovery)
+    run.log.file.start_clock()
+    try:
+        # A rank can be lost, or memory end, in any forward or backward.
+        with (
+            peer_errors(run.comm.dist_env),
+            memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
+        ):
+            code = run_loop(run, saver, recovery, step_log)
+    except Exception as error:
+        record_failure(run, saver, error)
+        raise
+    finally:
+        run.console.close()
+    if run.is_main:
+        finish(run, code, step_log, saver, expectation)
+    if code == ExitCode.DONE:  # a run that was asked to stop has no time to wait
+        sinks.finish()
+    return code
 
 
-def begin(run: RunContext, resolved: ResolvedConfig) -> None:
-    """What rank 0 does alone before training: check the space, write what the run is made of and what has changed."""
-    setup.check_space(run)
-    setup.write_provenance(run, resolved)
-    check_mirror(run)
-    setup.record_changes(run)
-    record_schedule(run)
+def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: StepLog) -> ExitCode:
+    """Train to the end of the budget or until a stop is requested. Save before returning."""
+    state = run.state
+    actions = list_actions(run, saver)  # validate, score tasks, sample, save
+    code = ExitCode.DONE
+    try:
+        with closing(run.batches):
+            while state.step < run.step_config.total_steps:
+                # All ranks read losses after the same steps, so that they rewind together.
+                must_read = run.check_stop(flag=step_log.is_late)
+                call_actions(run, [action for action in actions if action.is_due(state.step)])
+                if run.progress.is_out_of_patience(run.config.evaluate.patience):
+                    report_early_stop(run)
+                    break
+                saver.commit_if_written()
+                step_log.begin_step()
+                with step_log.stragglers.data:
+                    batch = run.batches.get(state.batch)
+                pending = train_step_async(state, run.step_config, run.device, batch)
+                step_log.add(pending, run.batches.metrics)
+                is_checked = is_checked_after(run, actions, state.step)
+                if must_read or is_checked or step_log.reads_each_step:
+                    step_log.read()  # a bad step resets state.step
+                if is_checked:
+                    recovery.check_replicas()  # may rewind
+        saver.try_save()  # written while the last actions compute
+        call_actions(run, [action for action in actions if action.at_end])
+    except StopRequested:
+        code = ExitCode.STOPPED
+        step_log.read()
+        recovery.check_replicas()
+    run.log.begin("finish")
+    saver.save_last()
+    saver.finish_mirror()
+    return code
 
 
-class TrainLoop:
-    """The steps of a run and the actions between them."""
+def is_checked_after(run: Run, actions: Sequence[Action], step: int) -> bool:
+    """Return whether the weights of a step are used for more than the next step."""
+    is_last = step == run.step_config.total_steps
+    is_action_due = any(action.is_due(step) for action in actions)
+    return is_last or is_due(REPLICA_CHECK_STEPS, step) or is_action_due
 
-    def __init__(self, run: RunContext, expectation: Expectation | None) -> None:
-        self.run, self.state, self.expectation = run, run.state, expectation
-        self.saver = CheckpointSaver(run)
-        self.actions = list_actions(
-            run, self.saver
-        )  # validate, tasks, sample, save: each with its interval
-        self.log_every = run.step_config.steps(run.config.log.every)
-        self.pending: list[PendingStep] = []  # steps whose numbers are still on the device
-        self.sampled: list[dict[str, float]] = []  # what is known of the batches of these steps
-        self.recovery = Recovery(run, self.saver)
-        # A step is held to the limits of all steps before it, where spikes are skipped.
-        self.reads_every_step = run.device.type == "cpu" or run.step_config.skip_spikes
-        is_dense, world_size = (
-            run.config.objective.name not in ROW_OBJECTIVES,
-            run.comm.dist_env.world_size,
-        )
-        self.meter = ThroughputMeter(
-            run.device, run.model_config, run.step_config, world_size, is_dense
-        )
-        self.stragglers = StragglerDetector(run.comm, run.device.type)
-        self.state.compute_timer = self.stragglers.compute
 
-    def fit(self) -> ExitCode:
-        """Run the training loop; write the final status, also on failure."""
-        run = self.run
-        run.log.start_clock()
-        try:
-            # A rank can be lost, or memory end, in any forward or backward.
-            with (
-                peer_errors(run.comm.dist_env),
-                memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
-            ):
-                code = self.train()
-        except Exception as error:
-            self.record_failure(error)
-        finally:
-            run.console.close()
-        if run.is_main:
-            self.finish(code)
-        return code
+def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
+    """Write an error to the status and the metrics log, and commit a checkpoint in progress."""
+    code = int(error.code) if isinstance(error, MegatokenError) else 1
+    run.log.file.status(state="failed", exit_code=code, step=run.state.step, message=str(error))
+    run.log.write("event", what="failed", message=str(error))
+    # All ranks are here after a bad step; of another error other ranks may know nothing.
+    if run.comm.is_single_process or isinstance(error, NumericsError):
+        saver.try_commit()
+        saver.finish_mirror()
+    else:
+        saver.try_commit_alone()
 
-    def record_failure(self, error: Exception) -> NoReturn:
-        """Write the error to the status and the metrics log, commit a checkpoint on its way, then raise the error."""
-        code = int(error.code) if isinstance(error, MegatokenError) else 1
-        self.run.log.status(
-            state="failed", exit_code=code, step=self.state.step, message=str(error)
-        )
-        self.run.write("event", what="failed", message=str(error))
-        # All ranks are here after a step that is not finite; of another error the others may know nothing.
-        if self.run.comm.is_single_process or isinstance(error, NumericsError):
-            self.saver.try_commit()
-            self.saver.finish_mirror()
-        else:
-            self.saver.try_commit_alone()
-        raise error
 
-    def train(self) -> ExitCode:
-        """Train to the end of the budget or until a stop is requested; either way everything is saved on return."""
-        run, state, total_steps = self.run, self.state, self.run.step_config.total_steps
-        code = ExitCode.DONE
-        try:
-            with closing(run.batches) as batches:
-                while state.step < total_steps:
-                    # All ranks read numbers after the same steps, so that they go back from a bad one together.
-                    reads = run.check_stop(
-                        flag=bool(self.pending) and self.meter.elapsed_seconds > SYNC_SECONDS
-                    )
-                    self.call_actions(
-                        [action for action in self.actions if action.is_due(state.step)]
-                    )
-                    if run.is_out_of_patience:
-                        self.report_early_stop()
-                        break
-                    self.saver.commit_if_written()
-                    if not self.pending:
-                        run.begin("step")  # on a GPU not until its queue is empty
-                        self.meter.start()  # leaves the actions out of the step's time
-                    with self.stragglers.data:
-                        batch = batches.get(state.batch)
-                    self.sampled.append(batches.metrics)
-                    self.pending.append(train_step_async(state, run.step_config, run.device, batch))
-                    is_checked = self.is_checked_after(state.step)
-                    if reads or is_checked or self.reads_every_step:
-                        self.sync_metrics()  # after a bad step it goes back
-                    if is_checked:
-                        self.recovery.check_replicas()  # likewise
-            self.saver.try_save()  # written while the last actions compute: a run that is killed there loses no step
-            self.call_actions([action for action in self.actions if action.at_end])
-        except StopRequested:
-            code = ExitCode.STOPPED
-            self.sync_metrics()
-            self.recovery.check_replicas()
-        run.begin("finish")
-        self.saver.save_last()
-        self.saver.finish_mirror()
-        return code
+def record_reward(resolved: ResolvedConfig, reward: str | Reward) -> ResolvedConfig:
+    """Return the config with the reward's name, without which a resume is refused.
 
-    def report_early_stop(self) -> None:
-        """Log and show that the validation loss has not fallen for `evaluate.patience` validations."""
-        run = self.run
-        best = run.best_of(run.val_losses)
-        lowest = (
-            f"{run.val_losses[best]:.4f} at step {best}" if best is not None else "never finite"
-        )
-        message = f"the validation loss, {lowest}, has not fallen for {run.config.evaluate.patience} validations"
-        run.write("event", what="early stop", message=message)
-        run.console.print(f"step {self.state.step}: {message}: the run ends")
-
-    def is_checked_after(self, step: int) -> bool:
-        """Whether the weights of a step are used for more than the next one: an action is due, or it is the last."""
-        is_last = step == self.run.step_config.total_steps
-        return (
-            is_last
-            or is_due(REPLICA_CHECK_STEPS, step)
-            or any(action.is_due(step) for action in self.actions)
-        )
-
-    def call_actions(self, actions: Sequence[Action]) -> None:
-        """Call actions one after another, each unless the time limit comes before its end."""
-        for action in actions:
-            self.run.check_stop(action.seconds)
-            start = time.monotonic()
-            action.call()
-            self.run.comm.barrier()  # rank 0 may have worked alone for longer than the groups of gradients wait
-            action.seconds = max(action.seconds, time.monotonic() - start)
-
-    def sync_metrics(self) -> None:
-        """Wait for the pending steps; log and show them. After a bad one, `state.step` has gone back."""
-        if not self.pending:
-            return
-        metrics, n_pending = wait_for_steps(self.state, self.pending), len(self.pending)
-        tokens_before = self.run.step_config.tokens_before
-        tokens = tokens_before(self.pending[-1].step) - tokens_before(self.pending[0].step - 1)
-        sampled = list(self.sampled)
-        self.pending.clear()
-        self.sampled.clear()
-        speed = self.meter.read(tokens, n_pending)
-        now, seconds = self.run.log.elapsed_seconds, speed["seconds"] or 0.0
-        self.run.preemption.observe(seconds * n_pending)
-        self.report_stragglers()
-        for number, (step, known) in enumerate(zip(metrics, sampled, strict=False), start=1):
-            if step.bad:
-                self.recovery.skip(step)
-            else:
-                self.recovery.accept(step)
-                self.log_step(
-                    step, {**known, **speed}, elapsed_seconds=now - (n_pending - number) * seconds
-                )
-
-    def report_stragglers(self) -> None:
-        """Log and show the ranks that have become slower than the others."""
-        for slow in self.stragglers.find():
-            self.run.write(
-                "event", what="slow rank", rank=slow.rank, phase=slow.phase, message=str(slow)
-            )
-            self.run.console.warn(str(slow))
-
-    def log_step(
-        self, step: StepMetrics, speed: dict[str, float | None], elapsed_seconds: float
-    ) -> None:
-        """Log and show a step."""
-        run = self.run
-        row = {
-            "loss": step.loss,
-            "grad_norm": step.grad_norm,
-            "lr": step.lr,
-            **step.values,
-            **speed,
-        }
-        last = step.step == run.step_config.total_steps
-        to_file = last or is_due(self.log_every, step.step)
-        run.write("train", step=step.step, to_file=to_file, elapsed_seconds=elapsed_seconds, **row)
-        if step.overflowed:
-            run.write(
-                "event",
-                what="step skipped",
-                message="fp16 gradients overflowed; loss scale lowered",
-            )
-        memory, left = run.device.peak_memory_bytes(), self.meter.remaining_seconds(step.step)
-        run.log.progress(
-            step=step.step,
-            loss=step.loss,
-            tokens_per_second=speed["tokens_per_second"],
-            eta_seconds=round(left, 1),
-        )
-        total_steps = run.step_config.total_steps
-        line = format_step({"step": step.step, **row}, total_steps, memory, left)
-        run.console.step(line, share=step.step / total_steps, last=last)
-
-    def finish(self, code: ExitCode) -> None:
-        """Write the final status, draw the curves, print what to type next."""
-        run, step = self.run, self.state.step
-        done = code == ExitCode.DONE
-        reason = "" if done else run.preemption.stop_requested or "another rank"
-        run.log.status(
-            state="done" if done else "stopped",
-            phase="",
-            exit_code=int(code),
-            step=step,
-            message=reason,
-        )
-        if not done:
-            left = format_duration(self.meter.remaining_seconds(step))
-            saved = f"stopped by {reason} at step {step}, all saved ({left} left)"
-            run.console.print(
-                f"{saved}; the same command, or megatoken train {shlex.quote(str(run.out))}, goes on"
-            )
-            return
-        if self.expectation and self.meter.total_tokens:
-            batches = self.meter.total_tokens / run.step_config.batch_tokens
-            memory = run.device.peak_memory_bytes()
-            run.console.print(
-                f"plan     {self.expectation.describe_error(batches, self.meter.total_seconds, memory)}"
-            )
-        if run.config.log.plots:
-            run.console.print(draw_run(run.out, pictures=run.config.log.pictures))
-        best = self.saver.find_best()
-        if best not in (None, step):
-            run.console.print(
-                f"best: {run.out / BEST} of step {best:,}, validation loss {run.val_losses[best]:.4f}"
-            )
-        out, start = shlex.quote(str(run.out)), shlex.quote(run.config.model.init or "RUN")
-        ppo = f"train ppo --init {start} data.path=PROMPTS objective.reward={out}"
-        use = {"pretrain": f'sample {out} "your prompt"', "reward": ppo}
-        run.console.print(
-            f"done: {run.out}; next: megatoken {use.get(run.config.objective.name, f'chat {out}')}"
-        )
+    Raises ConfigError for an objective without rewards.
+    """
+    objective = resolved.config.objective
+    if not objective.samples:
+        what = f"a reward has no effect with objective.name={objective.name}"
+        raise ConfigError(what, "Trainer", "leave it out, or train grpo or ppo")
+    name = reward
+    if not isinstance(name, str):  # a callable object or functools.partial has no name
+        name = f"{reward.__module__}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
+    config = replace(resolved.config, objective=replace(objective, reward=name))
+    return replace(resolved, config=config)

@@ -34,13 +34,7 @@ from megatoken.eval.scorer import ScoredSequence, build_tree, score_trees
 from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import GPT, init_weights, set_attention
 from megatoken.system.device import Device
-from megatoken.train.state import (
-    StepConfig,
-    TrainState,
-    build_state,
-    gather_model,
-    with_whole_model,
-)
+from megatoken.train.state import StepConfig, TrainState, build_state, gather_model
 from megatoken.train.step import forward_backward, train_step
 from tests.ranks import run_ranks
 from tests.tiny_model import CPU, TINY_MODERN, tiny_config, tiny_step_config
@@ -177,12 +171,11 @@ def run_dims(name: str, dims: ParallelDims, comm: Comm, folder: Path) -> dict[st
     }
     found |= {"scores": score_questions(state)} if dims.tp_size == 1 else {}
     set_attention(state.model, "explicit")
-    model, low = gather_model(state), with_whole_model(state, BF16)
-    assert low.compute_model.attention_name == "explicit"
-    assert low.uses_master_weights != dims.is_unsharded
+    model, low = gather_model(state), state.full_model(BF16)
+    assert low.attention_name == "explicit"
     set_attention(state.model, "flash")
-    if low.uses_master_weights:  # a copy, whole on every rank
-        copied = dict(low.compute_model.named_parameters())
+    if not dims.is_unsharded:  # a full copy on every rank
+        copied = dict(low.named_parameters())
         for each, param in sharded.local_params.items():
             assert torch.equal(sharded.slices[each].take(copied[each]), param.bfloat16())
     if model is not None:

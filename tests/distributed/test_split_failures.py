@@ -19,7 +19,8 @@ from megatoken.launch.local import find_free_port
 from megatoken.model.gpt import GPT, init_weights
 from megatoken.system.device import memory_errors
 from megatoken.train import micro_batch
-from megatoken.train.micro_batch import compile_forward, tune_micro_batch
+from megatoken.train.compilation import compile_forward
+from megatoken.train.micro_batch import tune_micro_batch
 from megatoken.train.state import StepConfig, TrainState, build_state
 from megatoken.train.step import train_step
 from tests.ranks import run_ranks

@@ -25,7 +25,6 @@ from megatoken.estimate.calibrate import (
     count_run_bytes,
     find_calibration,
 )
-from megatoken.estimate.expectation import Expectation
 from megatoken.estimate.memory_tracker import MemoryTracker
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.model.flops import count_padded_parameters
@@ -33,6 +32,7 @@ from megatoken.pretrain import Trainer
 from megatoken.system import device
 from megatoken.system.gpus import GPUS
 from megatoken.train import micro_batch
+from megatoken.train.expectation import Expectation
 from megatoken.train.kernel_autotune import autotune
 from megatoken.train.metrics_log import read_metrics
 from megatoken.train.step import train_step

@@ -9,7 +9,9 @@ import torch
 from megatoken.config.schema import ObjectiveConfig
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
-from megatoken.objectives.answer_scores import build_objective, measure_answers, take_last
+from megatoken.objectives.answer_scores import AnswerScorer, take_last
+from megatoken.objectives.batches import PreferenceBatch
+from megatoken.objectives.objective import build_objective
 from megatoken.objectives.preferences import Row, build_pairs
 from megatoken.system.device import Device
 from megatoken.train.step import train_step
@@ -28,7 +30,7 @@ def log_prob(model: GPT, row: Row) -> torch.Tensor:
     """Of the answer, token by token."""
     total = torch.zeros(())
     for t in range(1, len(row.ids)):
-        if row.trained[t]:
+        if row.is_answer[t]:
             total = (
                 total + model.logits(torch.tensor([row.ids[:t]]))[0, -1].log_softmax(-1)[row.ids[t]]
             )
@@ -37,9 +39,9 @@ def log_prob(model: GPT, row: Row) -> torch.Tensor:
 
 def with_reference(batch: Batch, model: GPT) -> Batch:
     rows = Batch(batch.inputs_BT.flatten(0, 1), batch.targets_BT.flatten(0, 1))
-    log_probs = measure_answers(model, tiny_step_config(4), CPU, rows)
-    return Batch(
-        batch.inputs_BT, batch.targets_BT, values={"reference": log_probs.sum(1).view(-1, 2)}
+    log_probs = AnswerScorer(device=CPU, micro_batch=4, loss_chunk=64).log_probs(model, rows)
+    return PreferenceBatch(
+        batch.inputs_BT, batch.targets_BT, reference_B2=log_probs.sum(1).view(-1, 2)
     )
 
 
@@ -60,7 +62,7 @@ def test_pairs_are_two_rows():
 def test_the_first_step_of_dpo(micro_batch: int):
     """Loss ln 2; the gradient is -beta / 2 that of the difference of both log-probabilities, averaged over pairs."""
     state, step_config = tiny_state(), tiny_step_config(micro_batch)
-    state.objective = build_objective(ObjectiveConfig(name="dpo", beta=0.3))
+    state.objective = build_objective(ObjectiveConfig(name="dpo", beta=0.3), 64)
     batch = with_reference(build_pairs(PAIRS, 16), state.model)
     differences = torch.stack(
         [log_prob(state.model, chosen) - log_prob(state.model, bad) for chosen, bad in PAIRS]
@@ -76,7 +78,7 @@ def test_the_first_step_of_dpo(micro_batch: int):
 
 def test_dpo_prefers_the_chosen(device: Device):
     state = tiny_state()
-    state.objective = build_objective(ObjectiveConfig(name="dpo"))
+    state.objective = build_objective(ObjectiveConfig(name="dpo"), 64)
     batch = with_reference(build_pairs(PAIRS, 16), state.model)
     step_config = tiny_step_config(2, optim__lr=3e-3, optim__schedule="constant")
     for _ in range(20):
@@ -88,8 +90,10 @@ def test_dpo_prefers_the_chosen(device: Device):
 
 def test_a_reward_model_learns_the_order(device: Device):
     state = tiny_state(model_config=replace(TINY_GPT, value_head=True))
-    state.objective = build_objective(ObjectiveConfig(name="reward"))
-    batch, losses = build_pairs(PAIRS, 16), []
+    state.objective = build_objective(ObjectiveConfig(name="reward"), 64)
+    pairs = build_pairs(PAIRS, 16)
+    batch = PreferenceBatch(pairs.inputs_BT, pairs.targets_BT)
+    losses = []
     for _ in range(20):
         metrics = train_step(
             state, tiny_step_config(4, optim__lr=3e-3, optim__schedule="constant"), device, batch

@@ -1,8 +1,7 @@
 """Sampled batches: what is trained, that nothing depends on the split, and the losses' gradients by other formulas."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from megatoken.config.model_config import ModelConfig
 from megatoken.console import Console
 from megatoken.data.dataloader import Batch
-from megatoken.distributed.comm import Comm
-from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError
-from megatoken.objectives.answer_scores import build_objective, measure_answers
+from megatoken.objectives.answer_scores import AnswerScorer
+from megatoken.objectives.batches import Learner, RolloutBatch
+from megatoken.objectives.objective import build_objective
 from megatoken.objectives.policy_loss import clipped_loss, group_advantages
 from megatoken.objectives.rollouts import (
     QUIET_ROLLOUTS,
@@ -28,8 +27,7 @@ from megatoken.objectives.rollouts import (
 )
 from megatoken.sampling.batch import Completion
 from megatoken.system.device import Device
-from megatoken.train.metrics_log import MetricsLogger
-from megatoken.train.run_context import RunContext
+from megatoken.train.state import StepConfig, TrainState
 from megatoken.train.step import train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_config, tiny_state, tiny_step_config
 
@@ -41,38 +39,58 @@ def pay_for_low_ids(prompts: Sequence[Prompt], completions: Sequence[Completion]
     return [sum(id < 30 for id in each.ids) / 4 for each in completions]
 
 
+@dataclass
+class Job:
+    """A state in training, and what its batches read of it."""
+
+    state: TrainState
+    step_config: StepConfig
+    learner: Learner
+    events: list[dict[str, object]]
+
+    def log_probs(self, batch: RolloutBatch, temperature: float = 1.0) -> torch.Tensor:
+        return self.learner.scorer.log_probs(self.state.model, batch, temperature)
+
+
 def open_run(
     out: Path, name: str = "grpo", *, model: ModelConfig = TINY_GPT, device: Device = CPU, rank: int = 0,
     ranks: int = 1, batch: int = 8, **settings: object,
-) -> RunContext:  # fmt: skip
+) -> Job:  # fmt: skip
     values = {"group": 4, "max_new_tokens": 6, "kl": 0.0, **settings}
     objective = {f"objective__{key}": value for key, value in values.items()}
-    settings_of_size = {"budget__batch_tokens": 16 * batch}
     config = tiny_config(
         objective__name=name,
         optim__lr=3e-3,
         optim__weight_decay=0.0,
-        **settings_of_size,
+        budget__batch_tokens=16 * batch,
+        model__seq_len=model.seq_len,
         **objective,
     )
-    model = replace(model, value_head=name == "ppo")
-    run = RunContext(
+    state = tiny_state(model_config=replace(model, value_head=name == "ppo"))
+    state.sharded = replace(state.sharded, dims=ParallelDims(dp_replicate=ranks, rank=rank))
+    step_config = tiny_step_config(4)
+    state.objective = build_objective(config.objective, step_config.loss_chunk)
+    events: list[dict[str, object]] = []
+    learner = Learner(
         config=config,
         out=out,
-        console=Console(quiet=True),
+        dataset=None,
+        policy=state,
         device=device,
-        comm=Comm(DistEnv()),
-        is_main=True,
+        scorer=AnswerScorer(device=device, micro_batch=4, loss_chunk=step_config.loss_chunk),
+        console=Console(quiet=True),
+        log_event=lambda **row: events.append(row),
     )
-    run.state, run.model_config = tiny_state(model_config=model), model
-    run.state.sharded = replace(run.state.sharded, dims=ParallelDims(dp_replicate=ranks, rank=rank))
-    run.step_config, run.log = tiny_step_config(4), MetricsLogger(out)
-    run.state.objective = build_objective(config.objective)
-    return run
+    return Job(state, step_config, learner, events)
 
 
-def open_batches(run: RunContext, score: Score = pay_for_low_ids) -> RolloutBatches:
-    return RolloutBatches(run, PROMPTS, PROMPTS[:5], STOPS, score)
+def open_batches(run: Job, score: Score = pay_for_low_ids) -> RolloutBatches:
+    return RolloutBatches(run.learner, PROMPTS, PROMPTS[:5], STOPS, score)
+
+
+def are_equal(first: RolloutBatch, other: RolloutBatch) -> bool:
+    pairs = [(getattr(first, f.name), getattr(other, f.name)) for f in fields(first)]
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
 def test_rows_train_the_answer_and_its_stop_token():
@@ -95,11 +113,10 @@ def test_log_probabilities_are_of_the_distribution_sampled_from(
 ):
     run = open_run(tmp_path, model=model, temperature=temperature)
     batch = open_batches(run).get(0)
-    measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch)
-    again = measure(temperature=temperature)
-    at_one = measure()
+    again = run.log_probs(batch, temperature)
+    at_one = run.log_probs(batch)
     assert torch.allclose(again, at_one) is (temperature == 1.0)
-    torch.testing.assert_close(batch.values["log_probs"], again, rtol=0, atol=2e-6)
+    torch.testing.assert_close(batch.log_probs_BT, again, rtol=0, atol=2e-6)
     assert (again < 0).sum() == (batch.targets_BT >= 0).sum()
 
 
@@ -111,30 +128,30 @@ def test_a_batch_follows_from_weights_and_number(tmp_path: Path):
         open_batches(run).get(4),
     )
     assert torch.equal(first.inputs_BT, again.inputs_BT)
-    assert first.values.keys() == {"log_probs", "advantages"}
-    assert all(torch.equal(first.values[name], again.values[name]) for name in first.values)
+    assert are_equal(first, again)
     assert not torch.equal(first.inputs_BT[:, :1], other.inputs_BT[:, :1])
     assert (
         len({sequence_seed(s, b, i) for s in range(9) for b in range(9) for i in range(9)}) == 729
     )
 
 
-def count_clipped(run: RunContext, batch: Batch) -> tuple[float, float]:
-    """Shares of tokens whose ratio lies beyond the clip, where that takes the gradient away, and mean value loss."""
-    objective, given = run.config.objective, batch.values
-    measure = partial(measure_answers, run.state.model, run.step_config, CPU, batch)
-    log_probs = measure(temperature=objective.temperature)
-    mask, gains = batch.targets_BT >= 0, given["advantages"]
-    ratio = (log_probs - given["log_probs"]).exp()
-    beyond = ((ratio > 1 + objective.clip) & (gains > 0)) | (
+def count_clipped(run: Job, batch: RolloutBatch) -> tuple[float, float]:
+    """Return the share of tokens whose gradient the clip removes, and the mean value loss."""
+    objective = run.learner.config.objective
+    mask = batch.targets_BT >= 0
+    gains = batch.advantages_BT
+    ratio = (run.log_probs(batch, objective.temperature) - batch.log_probs_BT).exp()
+    is_clipped = ((ratio > 1 + objective.clip) & (gains > 0)) | (
         (ratio < 1 - objective.clip) & (gains < 0)
     )
-    errors = (
-        (measure(values=True) - given["returns"]).square() / 2 if "returns" in given else 0 * mask
+    errors = torch.zeros_like(gains)
+    if batch.returns_BT is not None:
+        values = run.learner.scorer.values(run.state.model, batch)
+        errors = (values - batch.returns_BT).square() / 2
+    return (
+        (is_clipped & mask).sum().item() / mask.sum().item(),
+        (errors * mask).sum().item() / mask.sum().item(),
     )
-    return (beyond & mask).sum().item() / mask.sum().item(), (
-        errors * mask
-    ).sum().item() / mask.sum().item()
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
@@ -161,17 +178,13 @@ def test_clipping_acts_from_the_second_update_on(tmp_path: Path, name: str):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_updates_share_the_rollout_of_the_weights_before_them(tmp_path: Path, name: str):
     run, other = open_run(tmp_path, name, updates=3), open_run(tmp_path, name)
-    other.state = run.state
+    other.learner = replace(other.learner, policy=run.state)
     batches, once, seen = open_batches(run), open_batches(other), []
     for step in range(6):
         if step % 3 == 0:
             expected = once.get(step // 3)
         seen.append(batches.get(run.state.batch))
-        assert torch.equal(seen[-1].targets_BT, expected.targets_BT)
-        assert seen[-1].values.keys() == expected.values.keys()
-        assert all(
-            torch.equal(value, expected.values[key]) for key, value in seen[-1].values.items()
-        )
+        assert are_equal(seen[-1], expected)
         assert batches.metrics == once.metrics
         train_step(run.state, run.step_config, CPU, seen[-1])
     assert not torch.equal(seen[2].targets_BT, seen[3].targets_BT)
@@ -206,9 +219,7 @@ def test_two_processes_sample_what_one_does(tmp_path: Path):
         rows, width = slice(4 * rank, 4 * rank + 4), half.inputs_BT.shape[1]
         assert torch.equal(half.inputs_BT, whole.inputs_BT[rows, :width])
         assert (whole.targets_BT[rows, width:] == -1).all()
-        torch.testing.assert_close(
-            half.values["advantages"], whole.values["advantages"][rows, :width]
-        )
+        torch.testing.assert_close(half.advantages_BT, whole.advantages_BT[rows, :width])
 
 
 def test_advantages_are_those_of_each_prompts_answers(tmp_path: Path):
@@ -220,7 +231,7 @@ def test_advantages_are_those_of_each_prompts_answers(tmp_path: Path):
     ).double()
     expected = group_advantages(rewards.view(2, 4)).flatten()
     for row in range(8):
-        values = batch.values["advantages"][row][batch.targets_BT[row] >= 0]
+        values = batch.advantages_BT[row][batch.targets_BT[row] >= 0]
         assert values.tolist() == pytest.approx(
             [expected[row].item()] * len(answers[row]), abs=1e-6
         )
@@ -233,7 +244,7 @@ def test_a_low_temperature_draws_likelier_answers(tmp_path: Path):
     def mean_log_prob(temperature: float) -> float:
         run = open_run(tmp_path, temperature=temperature, batch=64)
         batch = open_batches(run).get(0)
-        scores = measure_answers(run.state.model, run.step_config, CPU, batch)
+        scores = run.log_probs(batch)
         return (scores.sum() / (batch.targets_BT >= 0).sum()).item()
 
     assert mean_log_prob(0.05) > mean_log_prob(1.0) + 0.05
@@ -254,7 +265,7 @@ def test_the_first_gradient_is_the_policy_gradient(
         .log_softmax(-1)
         .gather(-1, batch.targets_BT.clamp(min=0)[..., None])[..., 0]
     )
-    (-(batch.values["advantages"] * log_probs).sum() / (batch.targets_BT >= 0).sum()).backward()
+    (-(batch.advantages_BT * log_probs).sum() / (batch.targets_BT >= 0).sum()).backward()
     expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm().item()
     model.zero_grad()
     metrics = train_step(run.state, run.step_config, CPU, batch)
@@ -266,15 +277,13 @@ def test_answers_without_an_advantage_are_left_out_of_the_step(tmp_path: Path):
     """Loss, gradient and clipped share are those of all rows; one at least of each micro-batch is computed."""
     run, rows = open_run(tmp_path, batch=16, updates=2), list[int]()
     batch = open_batches(run).get(0)
-    batch.values["advantages"][:5] = batch.values["advantages"][6:8] = 0
-    batch.values["log_probs"] += 0.3 * torch.randn(
-        batch.values["log_probs"].shape, generator=torch.Generator().manual_seed(0)
-    )
-    log_probs = measure_answers(run.state.model, run.step_config, CPU, batch)
+    batch.advantages_BT[:5] = 0
+    batch.advantages_BT[6:8] = 0
+    generator = torch.Generator().manual_seed(0)
+    batch.log_probs_BT.add_(torch.randn(batch.log_probs_BT.shape, generator=generator), alpha=0.3)
+    log_probs = run.log_probs(batch)
     mask = batch.targets_BT >= 0
-    losses, clipped = clipped_loss(
-        log_probs, batch.values["log_probs"], batch.values["advantages"], clip=0.2
-    )
+    losses, clipped = clipped_loss(log_probs, batch.log_probs_BT, batch.advantages_BT, clip=0.2)
     forward = run.state.forward
     run.state.forward = lambda ids, **options: rows.append(len(ids)) or forward(ids, **options)
     metrics = train_step(run.state, tiny_step_config(4), CPU, batch)
@@ -294,7 +303,7 @@ def test_rewards_rise(tmp_path: Path, name: str, device: Device):
         tiny_step_config(8, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=8 * 16
     )
     for number in range(40):
-        metrics = train_step(run.state, run.step_config, run.device, batches.get(number))
+        metrics = train_step(run.state, run.step_config, CPU, batches.get(number))
         rewards.append(batches.metrics["reward"])
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
     assert ("value_loss" in metrics.values) is (name == "ppo")
@@ -307,56 +316,35 @@ def test_ppo_returns_are_the_rewards(tmp_path: Path):
     for row in range(8):
         ids = batch.targets_BT[row][mask[row]].tolist()
         reward = sum(id < 30 and id not in STOPS for id in ids) / 4
-        assert batch.values["returns"][row][mask[row]].tolist() == pytest.approx(
-            [reward] * len(ids)
-        )
-    advantages = batch.values["advantages"][mask]
+        assert batch.returns_BT[row][mask[row]].tolist() == pytest.approx([reward] * len(ids))
+    advantages = batch.advantages_BT[mask]
     assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantages.std().item() == pytest.approx(1, abs=1e-4)
-    assert batch.values["values"].abs().max() == 0
+    assert batch.values_BT.abs().max() == 0
 
 
-@pytest.mark.parametrize(
-    ("reward", "fix"), [(0.0, "a model that is right sometimes"), (1.0, "read some answers")]
-)
-def test_steps_without_a_difference_are_said(
-    tmp_path: Path, reward: float, fix: str, capsys: pytest.CaptureFixture[str]
-):
-    rows = []
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_rollouts_without_a_difference_are_logged_once(tmp_path: Path, reward: float):
     run = open_run(tmp_path)
-    run.console, run.callbacks = Console(), [rows.append]
     batches = open_batches(run, lambda prompts, completions: [reward] * len(completions))
     for number in range(QUIET_ROLLOUTS - 1):
         metrics = train_step(run.state, run.step_config, CPU, batches.get(number))
         assert (metrics.loss, metrics.grad_norm) == (0.0, 0.0)
-    assert rows == []
+    assert run.events == []
     batches.get(QUIET_ROLLOUTS)
     batches.get(QUIET_ROLLOUTS + 1)
-    what = f"all answers to each prompt got the same reward for {QUIET_ROLLOUTS} steps, {reward:g} at last"
-    assert [row["message"] for row in rows] == [what]
-    assert fix in "".join(capsys.readouterr()).partition(what)[2]
+    assert [row["what"] for row in run.events] == ["no difference in rewards"]
     assert batches.metrics["groups_without_difference"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("prompts", "text"),
-    [
-        ([], "no prompts"),
-        (
-            [Prompt([1] * 11, "", "")],
-            "a prompt has 11 tokens, with 6 of an answer more than .* of 16",
-        ),
-    ],
-)
-def test_prompts_that_do_not_fit(prompts: list[Prompt], text: str):
-    with pytest.raises(ConfigError, match=text):
+@pytest.mark.parametrize("prompts", [[], [Prompt([1] * 11, "", "")]])
+def test_prompts_that_do_not_fit(prompts: list[Prompt]):
+    with pytest.raises(ConfigError):
         check_prompts(prompts, 6, 16)
 
 
 def test_groups_are_whole(tmp_path: Path):
-    with pytest.raises(
-        ConfigError, match="4 sequences a process are not whole groups of 8 answers"
-    ):
+    with pytest.raises(ConfigError, match="groups"):
         open_batches(open_run(tmp_path, group=8, ranks=2))
 
 
@@ -381,7 +369,7 @@ def test_a_reward_that_pays_the_empty_answer_is_hacked(tmp_path: Path):
         tiny_step_config(64, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=64 * 16
     )
     for number in range(40):
-        train_step(run.state, run.step_config, run.device, batches.get(number))
+        train_step(run.state, run.step_config, CPU, batches.get(number))
         metrics.append(batches.metrics)
     assert metrics[0]["reward"] < 0.1 < 0.9 < metrics[-1]["reward"]
     assert metrics[-1]["answer_tokens"] < 1.5 < 4 < metrics[0]["answer_tokens"]

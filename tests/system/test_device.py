@@ -27,8 +27,8 @@ from megatoken.system.device import (
     with_peak,
 )
 from megatoken.train import kernel_autotune
+from megatoken.train.compilation import compile_forward
 from megatoken.train.kernel_autotune import autotune
-from megatoken.train.micro_batch import compile_forward
 from megatoken.train.step import forward_backward, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
 

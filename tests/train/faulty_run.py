@@ -27,9 +27,8 @@ from megatoken.distributed import stragglers
 from megatoken.errors import MegatokenError
 from megatoken.launch.local import find_free_port
 from megatoken.pretrain import Trainer
-from megatoken.train import step
+from megatoken.train import step, step_log
 from megatoken.train.metrics_log import read_metrics
-from megatoken.train.run_context import RunContext
 from megatoken.train.spikes import RecentSteps
 from megatoken.train.state import TrainState
 
@@ -148,23 +147,17 @@ def inject(job: Job, rank: int) -> Iterator[None]:
 
 def read_late(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Read numbers when rank 0 asks for it, after every second step or so: the others would never."""
-    build = pretrain.TrainLoop.__init__
-
-    def init(loop: pretrain.TrainLoop, *arguments: Any) -> None:
-        build(loop, *arguments)
-        loop.reads_every_step = False
-
-    patch.setattr(pretrain.TrainLoop, "__init__", init)
-    patch.setattr(pretrain, "SYNC_SECONDS", 0.0 if rank == 0 else 1e9)
+    patch.setattr(step_log.StepLog, "reads_each_step", False)
+    patch.setattr(step_log, "SYNC_SECONDS", 0.0 if rank == 0 else 1e9)
 
 
 def skip_from_start(patch: pytest.MonkeyPatch, batches: Sequence[int]) -> None:
     restore = pretrain.restore
 
-    def restore_without(run: RunContext) -> bool:
-        found = restore(run)
-        run.state.skipped_batches = sorted({*run.state.skipped_batches, *batches})
-        return found
+    def restore_without(state: TrainState, *arguments: Any, **options: Any) -> Any:
+        manifest = restore(state, *arguments, **options)
+        state.skipped_batches = sorted({*state.skipped_batches, *batches})
+        return manifest
 
     patch.setattr(pretrain, "restore", restore_without)
 

@@ -17,7 +17,7 @@ from megatoken.errors import ConfigError, ExitCode
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train import actions
 from megatoken.train.metrics_log import read_metrics
-from megatoken.train.run_context import RunContext
+from megatoken.train.run import Run
 
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 16}
@@ -59,7 +59,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     found = dict(LOSSES)
     measure = actions._measure_loss
 
-    def measured(run: RunContext, *arguments: Any) -> dict[str, Any]:
+    def measured(run: Run, *arguments: Any) -> dict[str, Any]:
         return measure(run, *arguments) | {"loss": found.get(run.state.step, 9.0)}
 
     monkeypatch.setattr(actions, "_measure_loss", measured)
@@ -83,7 +83,7 @@ def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
     out = tmp_path / "a run"
     summary = Trainer(resolve(str(recipe)), out).fit()
     *_, best, done = capsys.readouterr().out.splitlines()
-    assert best == f"best: {out}/best of step 16, validation loss 2.9000"
+    assert best == f"best: {out}/best, step 16, validation loss 2.9000"
     assert done == f"done: {out}; next: megatoken sample '{out}' \"your prompt\""
     assert (summary.code, summary.steps) == (ExitCode.DONE, END)
     assert list_steps(out / "checkpoints") == [16, END]
@@ -93,7 +93,7 @@ def test_the_run_ends_when_the_loss_has_not_fallen_and_the_best_is_kept(
     assert (event["what"], event["step"]) == ("early stop", END)
     assert (
         event["message"]
-        == "the validation loss, 2.9000 at step 16, has not fallen for 3 validations"
+        == "the validation loss has not improved on 2.9000 at step 16 for 3 validations"
     )
     assert json.loads((out / "status.json").read_text())["state"] == "done"
     assert train(recipe, out).steps == END  # finished

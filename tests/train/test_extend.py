@@ -17,7 +17,6 @@ from megatoken.config.fields import Duration
 from megatoken.config.load import resolve
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.pretrain import Trainer
-from megatoken.train.extend import describe_rates
 from megatoken.train.metrics_log import read_metrics
 
 RECIPE = """\
@@ -162,9 +161,7 @@ def test_an_extended_cosine_rises_to_its_new_place(
     numbers = ("step", "old_total_steps", "total_steps", "lr_before", "lr_after", "lr_end")
     expected = [8, 8, 12, old[8], schedule.lr(8), schedule.lr(11)]
     assert [event[key] for key in numbers] == pytest.approx(expected)
-    words = "cosine: the learning rate rises at step 8 from 1.60e-04 to 4.11e-04, ends at 1.22e-04 at step 12"
-    assert event["message"] == words
-    assert f"schedule {words}\n" in capsys.readouterr().out
+    assert event["message"] in capsys.readouterr().out
     assert [(e["old"], e["new"]) for e in events(run, "setting changed")] == [("8", "12")]
     lines = (run / "config.yaml").read_text().splitlines()
     assert [line.split() for line in lines if "--extend" in line] == [
@@ -189,12 +186,7 @@ def test_an_extended_wsd_goes_on_from_before_its_decay(
     assert old[8] == pytest.approx(1e-3 * (0.1 + 0.9 / 4))
     assert train(run, "--extend", "4steps") == 0
     aside = run / "finished-step-00000008"
-    out = capsys.readouterr().out
-    assert f"extended step 3, before the decay, goes on; the run as it ended is {aside}\n" in out
-    assert (
-        "schedule wsd: the learning rate stays at step 3, 1.00e-03, holds until step 9, ends at 3.25e-04 at step 12"
-        in out
-    )
+    assert str(aside) in capsys.readouterr().out
     new = rates(run)
     assert [new[step] for step in range(4, 10)] == [1e-3] * 6
     assert [new[step] for step in (10, 11, 12)] == pytest.approx([old[step] for step in (6, 7, 8)])
@@ -226,12 +218,10 @@ def test_without_a_checkpoint_before_the_decay_the_rate_rises(
 ) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     assert train(run, "--extend", "4steps") == 0
-    out = capsys.readouterr().out
-    assert "warning: no checkpoint from before the decay of wsd is kept" in out
-    assert (
-        "wsd: the learning rate rises at step 8 from 3.25e-04 to 1.00e-03, ends at 3.25e-04 at step 12"
-        in out
-    )
+    assert "no checkpoint from before the decay of wsd" in capsys.readouterr().out
+    (event,) = events(run, "schedule changed")
+    expected = {"lr_before": 3.25e-4, "lr_after": 1e-3, "lr_end": 3.25e-4}
+    assert {key: event[key] for key in expected} == pytest.approx(expected)
 
 
 def test_the_same_extension_given_again_goes_on(
@@ -239,16 +229,14 @@ def test_the_same_extension_given_again_goes_on(
 ) -> None:
     """Killed before its first save, and stopped after one."""
     with monkeypatch.context() as patch:
-        patch.setattr("megatoken.train.tuning.choose_kernels", lambda *_, **__: 1 / 0)
+        patch.setattr("megatoken.pretrain.tune", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(run, "--extend", "8steps")
     assert (read_config(run).budget.steps, list_steps(run / "checkpoints")[-1]) == (16, 8)
     assert stop_after(10, run, run, extend=Duration(8)) == 75
-    assert (
-        "not extended: step 8 of 16 is not the end; going on to there\n" in capsys.readouterr().out
-    )
+    assert "not extended: step 8" in capsys.readouterr().out
     assert train(run, "--extend", "8steps") == 0
-    assert "not extended: step 10 of 16 is not the end" in capsys.readouterr().out
+    assert "not extended: step 10" in capsys.readouterr().out
     assert list_steps(run / "checkpoints")[-1] == 16
 
 
@@ -257,9 +245,7 @@ def test_a_new_run_is_not_extended(
 ) -> None:
     out = tmp_path / "new"
     assert train(recipe, "--out", out, "budget.steps=8", "--extend", "4steps") == 2
-    assert capsys.readouterr().err.endswith(
-        f"no run to extend: it has no checkpoint — {out} — leave --extend out: a new run is as long as its budget\n"
-    )
+    assert "no run to extend" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -269,7 +255,7 @@ def test_a_length_that_is_none(run: Path, capsys: pytest.CaptureFixture[str]) ->
         assert "argument --extend: " in capsys.readouterr().err
 
 
-def test_rates_in_words_and_what_comes_before_a_decay() -> None:
+def test_what_comes_before_a_decay() -> None:
     wsd = LRSchedule(
         decay="wsd", peak_lr=1.0, min_lr_ratio=0.1, warmup=10, decay_length=20, total=110
     )
@@ -278,11 +264,3 @@ def test_rates_in_words_and_what_comes_before_a_decay() -> None:
     ramp = replace(wsd, ramp=BatchRamp(1, 2, 20), decay_length=40, total=200)
     first = next(step for step in range(200) if not ramp.is_before_decay(step))
     assert ramp.lr(first - 1) == 1.0 > ramp.lr(first)
-    constant = replace(wsd, decay="constant")
-    assert describe_rates(constant, 50, 200, 1.0) == (
-        "constant: the learning rate stays at step 50, 1.00e+00, holds until step 200; the end is step 200"
-    )
-    cosine = replace(wsd, decay="cosine", decay_length=None)
-    assert describe_rates(cosine, 100, 110, 1.0).startswith(
-        "cosine: the learning rate falls at step 100 from 1.00e+00 to"
-    )

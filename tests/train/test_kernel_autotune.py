@@ -113,7 +113,7 @@ def test_options_on_cuda_follow_compute_capability_and_triton(
     assert misses_triton(card) == "Triton is not installed"
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert misses_triton(card) == "they were made for NVIDIA GPUs"
+    assert misses_triton(card) == "they are made for NVIDIA GPUs"
 
 
 def test_fp32_has_no_low_precision_copy() -> None:

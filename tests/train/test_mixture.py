@@ -128,7 +128,7 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
         load_mixture(f"{folder}/letters:1,{folder}/letters:2")
     with pytest.raises(ConfigError, match="digits is next to nothing"):
         load_mixture(f"{folder}/letters:1,{folder}/digits:0")
-    with pytest.raises(ConfigError, match="a mixture is shuffled"):
+    with pytest.raises(ConfigError, match="a mixture must be shuffled"):
         train(folder, tmp_path / "run", "data.order=sequential")
     with pytest.raises(DataError, match="no dataset here"):
         load_mixture(f"{folder}/letters:1")

@@ -146,7 +146,7 @@ def test_a_replica_that_differs_is_named_and_the_run_ends_with_the_same_bits(
     (row,) = events(folder / name, "replicas differ")
     assert (row["step"], row["ranks"]) == (step, [2])
     assert events(folder / name, "rewind")[0]["message"].startswith(
-        f"back from step {step} to 5: rank 2 differs from "
+        f"rewound from step {step} to 5: rank 2 differs from "
     )
     assert events(folder / name, "batch skipped") == []
 
@@ -214,7 +214,7 @@ def test_bad_batches_in_a_row_lead_back_to_the_checkpoint_and_are_left_out(
     assert final_bits(tmp_path / "bad") == final_bits(tmp_path / "without")
     (row,) = events(tmp_path / "bad", "rewind")
     assert row["message"].startswith(
-        "back from step 7 to 5, batches 5 to 9 are skipped: loss nan, gradient norm nan — "
+        "rewound from step 7 to 5, skipping batches 5 to 9: loss nan, gradient norm nan — "
     )
     assert "step 8, batches 7, 8, 9 — " in row["message"]
     assert answers["endless"]["code"] == ExitCode.NUMERICS

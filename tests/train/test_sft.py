@@ -346,10 +346,7 @@ def test_what_is_refused(base: Path, tmp_path: Path) -> None:
             f"data.path={base / 'text'}",
             "objective.name=sft needs conversations, this dataset holds",
         ),
-        "seq_len": (
-            "model.seq_len=32",
-            "its rows are for a context of 80 tokens, model.seq_len is 32",
-        ),
+        "seq_len": ("model.seq_len=32", "its rows have 80 tokens, model.seq_len is 32"),
         "objective": (
             "objective.name=pretrain",
             "objective.name=pretrain needs text, this dataset holds",
@@ -370,10 +367,7 @@ def test_data_of_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> Non
     other = load_tokenizer("bpe:300", lambda: iter(["the cat sat on the mat " * 20]))
     source = find_source(str(base / "chats.jsonl"))
     prepare_chats(source, tmp_path / "chats", other, seq_len=CONTEXT)
-    with pytest.raises(
-        MegatokenError,
-        match=r"trained with tokenizer bytes .* — prepare the dataset with the model's",
-    ):
+    with pytest.raises(MegatokenError, match=r"tokenizer bytes"):
         tune(base, tmp_path / "run", f"data.path={tmp_path / 'chats'}")
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from megatoken.errors import ExitCode, MegatokenError, NumericsError
 from megatoken.model.gpt import set_activation_checkpointing, set_attention
 from megatoken.model.loss import cross_entropy
 from megatoken.native.library import find_library
-from megatoken.objectives.answer_scores import build_objective
+from megatoken.objectives.answer_scores import fit_rows
+from megatoken.objectives.objective import build_objective
 from megatoken.optim.optimizer import build_optimizer
-from megatoken.train.state import Objective
+from megatoken.train.state import TrainState
 from megatoken.train.step import (
     count_rows,
-    fit_rows,
     forward_backward,
     forward_loss,
     train_step,
@@ -80,7 +80,7 @@ def test_micro_batches_of_shorter_rows_have_more_of_them(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_rows_of_a_micro_batch_are_those_that_the_widest_process_has(deterministic: bool) -> None:
     state = tiny_state()
-    state.objective = build_objective(tiny_config(objective__name="grpo").objective)
+    state.objective = build_objective(tiny_config(objective__name="grpo").objective, 64)
     state.comm.gather = lambda own: [own, 2 * own]  # type: ignore[method-assign,assignment]
     batch = Batch(*[torch.zeros(32, 4)] * 2)
     step_config = tiny_step_config(2, machine__deterministic=deterministic)
@@ -200,9 +200,7 @@ def test_a_step_without_gradient_ends_the_run_and_leaves_the_weights(form: str) 
     state.forward = lambda ids: torch.zeros(
         *ids.shape, TINY_GPT.d_model
     )  # reaches no weight but the output layer's
-    with pytest.raises(
-        NumericsError, match=r"no gradient reached the weights: its norm is 0 — step 2 — check"
-    ):
+    with pytest.raises(NumericsError, match=r"gradient is 0 — step 2"):
         train_step(state, step_config, CPU, Batch(*tiny_batch()))
     assert state.step == 1
     assert all(
@@ -395,13 +393,35 @@ def test_packed_sequences_are_trained_as_if_alone(
     assert abs(mixed - found[0][0]) > 1e-5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfBatch(Batch):
+    half: torch.Tensor
+
+
+class HalfObjective:
+    """The cross-entropy of the rows in `half`."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.state = state
+
+    def count(self, batch: HalfBatch) -> torch.Tensor:
+        return 16 * batch.half.sum()
+
+    def sums(self, model, forward, batch, keys):  # type: ignore[no-untyped-def]
+        targets = batch.targets_BT.where(batch.half[:, None], -1)
+        loss = forward_loss(
+            self.state, tiny_step_config(2), replace(batch, targets_BT=targets), keys
+        )
+        return {"loss": loss, "rows": batch.half.sum()}
+
+
 def test_rows_of_one_sequence_need_no_mask() -> None:
     inputs, targets = tiny_batch()
     starts = torch.zeros_like(inputs)
     starts[0, 8:] = 8
-    first, second = Batch(inputs, targets, starts, {"row": torch.arange(8)}).split(4)
+    first, second = HalfBatch(inputs, targets, starts, half=torch.arange(8)).split(4)
     assert first.starts_BT is not None
-    assert (second.starts_BT, len(second), second.values["row"].tolist()) == (None, 4, [4, 5, 6, 7])
+    assert (second.starts_BT, len(second), second.half.tolist()) == (None, 4, [4, 5, 6, 7])
 
 
 def test_an_objective_takes_the_place_of_the_cross_entropy() -> None:
@@ -409,20 +429,9 @@ def test_an_objective_takes_the_place_of_the_cross_entropy() -> None:
     inputs, targets = tiny_batch()
     half = torch.arange(8) % 2 == 0
 
-    def measure(state, step_config, device, batch, keys):  # type: ignore[no-untyped-def]
-        kept = replace(batch, targets_BT=batch.targets_BT.where(batch.values["half"][:, None], -1))
-        return {
-            "loss": forward_loss(state, step_config, device, kept, keys),
-            "rows": batch.values["half"].sum(),
-        }
-
     state = tiny_state()
-    state.objective = Objective(
-        count=lambda state, batch: 16 * batch.values["half"].sum(), sums=measure
-    )
-    report = train_step(
-        state, tiny_step_config(2), CPU, Batch(inputs, targets, values={"half": half})
-    )
+    state.objective = HalfObjective(state)
+    report = train_step(state, tiny_step_config(2), CPU, HalfBatch(inputs, targets, half=half))
     expected = train_step(
         tiny_state(), tiny_step_config(2), CPU, Batch(inputs[half], targets[half])
     )

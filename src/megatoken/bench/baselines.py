@@ -30,7 +30,8 @@ from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.system.device import Device, open_device, wants_compile
-from megatoken.train.micro_batch import compile_forward, pick_micro_batch, tune_micro_batch
+from megatoken.train.compilation import compile_forward
+from megatoken.train.micro_batch import pick_micro_batch, tune_micro_batch
 from megatoken.train.step import train_step
 
 OPTIM = OptimConfig()  # our defaults, for all

@@ -7,9 +7,10 @@ micro-batch or gradient accumulation.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -35,39 +36,39 @@ from megatoken.errors import ConfigError, DataError
 class Batch:
     """One process's share of a global batch, a sequence a row: what a training step reads.
 
-    targets_BT: those below 0 are not counted. starts_BT: where rows hold several conversations, the place in the row at
-    which each token's own begins; None: every row is one sequence. values: more tensors (B, ...) for the objective.
+    targets_BT: values below 0 are ignored. starts_BT: where rows hold several conversations, the
+    position in the row where each token's conversation begins; None: every row is one sequence.
+    Subclasses add tensors (B, ...) for an objective.
     """
 
     inputs_BT: Tensor
     targets_BT: Tensor
     starts_BT: Tensor | None = None
-    values: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.inputs_BT)
 
-    def split(self, size: int) -> "list[Batch]":
-        """Micro-batches of `size` rows. On a CPU, those whose rows are one sequence each lose their `starts_BT`."""
+    def split(self, size: int) -> list[Self]:
+        """Return micro-batches of `size` rows, as `take`."""
         return [self.take(slice(first, first + size)) for first in range(0, len(self), size)]
 
-    def take(self, rows: "slice | Tensor") -> "Batch":
-        """Some of the rows, as `split`."""
-        starts = None if self.starts_BT is None else self.starts_BT[rows]
-        if (
-            starts is not None and starts.device.type == "cpu" and not starts.any()
-        ):  # elsewhere the host would wait
-            starts = None
-        values = {name: tensor[rows] for name, tensor in self.values.items()}
-        return Batch(self.inputs_BT[rows], self.targets_BT[rows], starts, values)
+    def take(self, rows: slice | Tensor) -> Self:
+        """Return some of the rows. On a CPU, `starts_BT` is dropped where every row is one sequence."""
+        batch = self._map(lambda tensor: tensor[rows])
+        starts = batch.starts_BT
+        if starts is not None and starts.device.type == "cpu" and not starts.any():
+            return replace(batch, starts_BT=None)
+        return batch
 
-    def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
+    def to(self, device: torch.device) -> Self:
+        """Return the batch on a device."""
         if self.inputs_BT.device == device:
             return self
-        starts = None if self.starts_BT is None else self.starts_BT.to(device)
-        values = {name: tensor.to(device) for name, tensor in self.values.items()}
-        return Batch(self.inputs_BT.to(device), self.targets_BT.to(device), starts, values)
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: function(v) for k, v in tensors.items() if v is not None})
 
 
 class DataLoader:

@@ -1,1 +1,1 @@
-"""DPO, reward models, GRPO and PPO: their losses, and where their batches come from."""
+"""DPO, reward models, GRPO and PPO: losses, batches, rewards. Nothing here knows the trainer."""

@@ -1,132 +1,108 @@
-"""Where a run's batches come from: windows of tokens, pairs of preferences, or answers sampled as training goes."""
+"""Open the batches of the objectives that train on rows: preference pairs or sampled answers."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_dataset import ROW_OBJECTIVES, open_rows, read_answers
 from megatoken.data.chat_template import find_template
-from megatoken.data.dataloader import Batch, Prefetcher
 from megatoken.errors import ConfigError
 from megatoken.eval.rewards import REWARDS, Reward, load_reward, score_answers
-from megatoken.objectives.answer_scores import measure_answers, take_last
-from megatoken.objectives.preferences import PairBatches, Row
-from megatoken.objectives.rollouts import Prompt, RolloutBatches, Score, build_rows
+from megatoken.objectives.answer_scores import take_last
+from megatoken.objectives.batches import Learner
+from megatoken.objectives.objective import Objective
+from megatoken.objectives.preferences import PairBatches, read_pairs
+from megatoken.objectives.rollouts import Prompt, RolloutBatches, Score, build_rows, read_prompts
 from megatoken.sampling.batch import Completion
-from megatoken.train.run_context import BatchSource, RunContext
 
 
-def open_batches(run: RunContext, reward: str | Reward | None) -> BatchSource:
-    """The source that the objective reads; call it once the run is restored and its kernels are chosen.
+def open_row_batches(
+    learner: Learner, objective: Objective, reward: str | Reward | None
+) -> PairBatches | RolloutBatches:
+    """Return the batches of dpo, reward, grpo or ppo, once the run is restored.
 
-    reward: a user's own, or its module:function. Sets `run.validation` where the validation is not that of text.
-    Raises ConfigError, DataError and CheckpointError for what does not fit.
+    reward: the user's function, or its module:function. Raises ConfigError, DataError and
+    CheckpointError.
     """
-    name = run.config.objective.name
-    if name not in ROW_OBJECTIVES:
-        return Prefetcher(run.loader, run.device.torch_device)
-    source: PairBatches | RolloutBatches
-    if name in ("dpo", "reward"):
-        source = PairBatches(run, read_pairs(run, "train"), read_pairs(run, "val"))
-    else:
-        score = build_score(run, load_reward(reward) if isinstance(reward, str) else reward)
-        train, held_out = (read_prompts(run, split) for split in ("train", "val"))
-        source = RolloutBatches(run, train, held_out, find_template(run.tokenizer).stop_ids, score)
-    run.validation = source.validate
-    return source
-
-
-def read_pairs(run: RunContext, split: str) -> list[tuple[Row, Row]]:
-    """The pairs of a split, the chosen answer first."""
-    rows = open_rows(run.dataset.parts[0].dataset, split)
-    sequences = [Row(*rows.sequence(row)) for row in range(len(rows))]
-    return list(zip(sequences[::2], sequences[1::2], strict=True))
-
-
-def read_prompts(run: RunContext, split: str) -> list[Prompt]:
-    """The prompts of a split with their answers; their text is that of the last message."""
-    dataset = run.dataset.parts[0].dataset
-    rows, prompts = open_rows(dataset, split), []
-    for number, row in enumerate(read_answers(dataset, split)):
-        given = row["prompt"]
-        text = given if isinstance(given, str) else str(given[-1]["content"])
-        prompts.append(Prompt(rows.sequence(number)[0], text, str(row["answer"])))
-    return prompts
+    if learner.config.objective.name in ("dpo", "reward"):
+        train, held_out = (read_pairs(learner, split) for split in ("train", "val"))
+        return PairBatches(learner, objective, train, held_out)
+    prompts, held_out_prompts = (read_prompts(learner, split) for split in ("train", "val"))
+    score = build_score(learner, load_reward(reward) if isinstance(reward, str) else reward)
+    stop_ids = find_template(learner.dataset.tokenizer).stop_ids
+    return RolloutBatches(learner, prompts, held_out_prompts, stop_ids, score)
 
 
 def check_reward(name: str, reward: str | Reward | None) -> None:
-    """Raise ConfigError for a user's reward that cannot be imported, and for a name of neither a rule nor a run.
+    """Raise ConfigError if the reward can be neither imported nor found by name.
 
-    reward: the user's own, or its module:function.
+    name: `objective.reward`: a rule of REWARDS or the run of a reward model.
     """
     if isinstance(reward, str):
         load_reward(reward)
     if reward is not None or name in REWARDS:
         return
     if ":" in name:
-        fix = f"name it on the command line, --reward {name}: a recipe runs no code"
-        raise ConfigError(f"reward {name} is a function of your own", "objective.reward", fix)
+        fix = f"pass --reward {name}: recipes run no code"
+        raise ConfigError(f"reward {name} is Python code", "objective.reward", fix)
     if not (Path(name) / "checkpoints").is_dir():
-        fix = f"choose one of {', '.join(REWARDS)}, or name the run of a reward model"
+        fix = f"choose one of {', '.join(REWARDS)}, or the run of a reward model"
         raise ConfigError(f"unknown reward {name!r}", "objective.reward", fix)
 
 
-def build_score(run: RunContext, reward: Reward | None) -> Score:
-    """What scores answers: a user's reward, a rule by name, or a reward model, as `check_reward` allows."""
-    name = run.config.objective.reward
-    rule = reward or REWARDS.get(name)
-    if rule is None:
-        return build_model_score(run, name)
-    return partial(score_by_rule, run, rule, name, is_own=reward is not None)
+def build_score(learner: Learner, reward: Reward | None) -> Score:
+    """Return what scores answers: the user's reward, a rule by name, or a reward model."""
+    name = learner.config.objective.reward
+    if reward is not None:
+        return score_by_rule(learner, reward, name, needs_stop=False)
+    if name in REWARDS:
+        return score_by_rule(learner, REWARDS[name], name, needs_stop=True)
+    return score_by_model(learner, name)
 
 
-def score_by_rule(
-    run: RunContext,
-    rule: Reward,
-    name: str,
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    *,
-    is_own: bool,
-) -> list[float]:
-    """The rule's reward of each answer's text. A rule of REWARDS pays nothing for an answer that was cut off."""
-    rows = [
-        (prompt.text, run.tokenizer.decode(completion.ids), prompt.right)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    rewards = score_answers(rule, name, rows)
-    if is_own:
-        return rewards
-    return [
-        reward * (c.finish_reason == "stop") for reward, c in zip(rewards, completions, strict=True)
-    ]
+def score_by_rule(learner: Learner, rule: Reward, name: str, *, needs_stop: bool) -> Score:
+    """Return a score that applies `rule` to the text of each answer.
 
-
-def build_model_score(run: RunContext, name: str) -> Score:
-    """The score of a reward model, a run of the objective `reward`, of each prompt with its answer."""
-    loaded = load_pretrained(name, run.console.warn)
-    if not loaded.model.config.value_head:
-        fix = "train one: megatoken train reward --init RUN --out OUT data.path=PREFERENCES"
-        raise ConfigError(f"{name} is no reward model", "objective.reward", fix)
-    if not loaded.tokenizer.shares_ids(run.tokenizer):
-        raise ConfigError(
-            f"{name} has another tokenizer than the run",
-            "objective.reward",
-            "train it from the same model",
-        )
-    model = loaded.model.to(run.device.torch_device)
+    needs_stop: answers that were cut off get 0.
+    """
+    decode: Callable[[Sequence[int]], str] = learner.dataset.tokenizer.decode
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        if not prompts:  # of a rank without a held-out one
+        pairs = list(zip(prompts, completions, strict=True))
+        rows = [(prompt.text, decode(completion.ids), prompt.right) for prompt, completion in pairs]
+        rewards = score_answers(rule, name, rows)
+        if not needs_stop:
+            return rewards
+        return [
+            reward * (completion.finish_reason == "stop")
+            for reward, completion in zip(rewards, completions, strict=True)
+        ]
+
+    return score
+
+
+def score_by_model(learner: Learner, name: str) -> Score:
+    """Return a score by the reward model of a run.
+
+    Raises ConfigError for a run without a value head or with another tokenizer.
+    """
+    loaded = load_pretrained(name, learner.console.warn)
+    if not loaded.model.config.value_head:
+        fix = "train one: megatoken train reward --init RUN --out OUT data.path=PREFERENCES"
+        raise ConfigError(f"{name} is not a reward model", "objective.reward", fix)
+    if not loaded.tokenizer.shares_ids(learner.dataset.tokenizer):
+        what = f"{name} has a different tokenizer"
+        raise ConfigError(what, "objective.reward", "train it from the same model")
+    device = learner.device.torch_device
+    model = loaded.model.to(device)
+
+    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        if not prompts:  # a rank without held-out prompts
             return []
         width = max(len(p.ids) + len(c.logprobs) for p, c in zip(prompts, completions, strict=True))
         rows, _ = build_rows(prompts, completions, width)
-        batch = Batch(
-            rows.inputs_BT.to(run.device.torch_device), rows.targets_BT.to(run.device.torch_device)
-        )
-        values = measure_answers(model, run.step_config, run.device, batch, values=True)
-        rewards: list[float] = take_last(values, batch.targets_BT).tolist()
+        batch = rows.to(device)
+        values_BT = learner.scorer.values(model, batch)
+        rewards: list[float] = take_last(values_BT, batch.targets_BT).tolist()
         return rewards
 
     return score

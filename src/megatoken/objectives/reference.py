@@ -1,7 +1,7 @@
-"""What DPO and the KL penalty compare with: numbers of the weights that a run starts from, kept in the run folder.
+"""Reference tensors of DPO and the KL penalty, made once from the weights that a run starts with.
 
-RUN/reference has the tensors, their hash and that of the weights. A resume reads them; where
-they are missing or damaged, they are made again from `model.init`, if its weights are still the same.
+RUN/reference holds them with their hash and that of the weights. A resume loads them, or makes them
+again from `model.init` if they are lost and the weights of `model.init` are unchanged.
 """
 
 import copy
@@ -18,51 +18,54 @@ from torch import Tensor
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
+from megatoken.objectives.batches import Learner
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.train.run_context import RunContext
-from megatoken.train.state import with_whole_model
 
-REFERENCE, TENSORS, FACTS = "reference", "reference.safetensors", "facts.json"
+REFERENCE = "reference"
+TENSORS = "reference.safetensors"
+FACTS = "facts.json"
 
 
-def load_reference(run: RunContext, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The kept tensors, on the CPU, on all ranks; those that `make` gives of the model at the run's start.
+def load_reference(learner: Learner, make: Callable[[GPT], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the saved tensors on the CPU, or those that `make` returns for the initial model.
 
-    All ranks call it after the run is restored; `make` is called on all, or on none. Raises CheckpointError where the
-    tensors are lost and `model.init` is another model by now, StorageError where they cannot be kept.
+    All ranks must call it; `make` runs on all of them or on none. Raises CheckpointError if the
+    tensors are lost and `model.init` has changed, StorageError if they cannot be saved.
     """
-    folder = run.out / REFERENCE
-    kept = run.comm.run_on_rank0(lambda: _read(folder, run.dataset.fingerprint))
-    if kept is not None:
-        return kept
-    state, facts = run.state, run.comm.run_on_rank0(lambda: read_object(folder / FACTS))
-    start = hash_tensors(state.sharded.gather_full(state.comm))  # of rank 0, which keeps it
-    model = with_whole_model(state, run.device).compute_model
-    if state.step:
-        run.console.warn(f"{folder / TENSORS} is missing or damaged: made again from model.init")
-        weights = load_pretrained(run.config.model.init).model.state_dict()
-        start = hash_tensors(sorted(weights.items()))
-        if facts.get("weights") != start:
-            what = f"{TENSORS} is lost, and model.init is not the model that this run began with"
-            raise CheckpointError(
-                what, folder, "restore the file or model.init from a copy, or choose another --out"
-            )
+    folder = learner.out / REFERENCE
+    comm = learner.comm
+    policy = learner.policy
+    saved = comm.run_on_rank0(lambda: _read(folder, learner.dataset.fingerprint))
+    if saved is not None:
+        return saved
+    facts = comm.run_on_rank0(lambda: read_object(folder / FACTS))
+    weights_hash = hash_tensors(policy.gather_weights())  # empty on other ranks than 0
+    model = policy.full_model(learner.device)
+    if policy.step:
+        learner.console.warn(f"{folder / TENSORS} is lost or damaged: rebuilding from model.init")
+        weights = load_pretrained(learner.config.model.init).model.state_dict()
+        weights_hash = hash_tensors(sorted(weights.items()))
+        if facts.get("weights") != weights_hash:
+            what = f"{TENSORS} is lost, and model.init is not the model that this run started from"
+            raise CheckpointError(what, folder, "restore the file, or choose another --out")
         model = copy.deepcopy(model)  # with its kernels
-        own = model.state_dict()  # a value head starts at 0
         model.load_state_dict(
-            {name: weights.get(name, torch.zeros_like(own[name])) for name in own}
+            {
+                name: weights.get(name, torch.zeros_like(value))  # a value head starts at 0
+                for name, value in model.state_dict().items()
+            }
         )
     tensors = {
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in make(model).items()
     }
-    facts = {"weights": start, "dataset": run.dataset.fingerprint}
-    run.comm.run_on_rank0(lambda: _write(folder, tensors, facts))
+    facts = {"weights": weights_hash, "dataset": learner.dataset.fingerprint}
+    comm.run_on_rank0(lambda: _write(folder, tensors, facts))
     return tensors
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """xxh3-128 of names and bytes of a model's tensors, ordered by name, but for a value head, which starts at 0."""
+    """Return the xxh3-128 of a model's tensors in order of name, without a value head."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
         if not name.startswith("value_head."):
@@ -72,15 +75,15 @@ def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _read(folder: Path, dataset: str) -> dict[str, Tensor] | None:
-    facts, path = read_object(folder / FACTS), folder / TENSORS
+    facts = read_object(folder / FACTS)
+    path = folder / TENSORS
     if not path.is_file() or facts.get("dataset") != dataset:
         return None
     raw = path.read_bytes()
-    return (
-        safetensors.torch.load(raw)
-        if xxhash.xxh3_128_hexdigest(raw) == facts.get("xxh3_128")
-        else None
-    )
+    if xxhash.xxh3_128_hexdigest(raw) != facts.get("xxh3_128"):
+        return None
+    tensors: dict[str, Tensor] = safetensors.torch.load(raw)
+    return tensors
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:

@@ -1,40 +1,36 @@
-"""Batches of GRPO and PPO: answers sampled from the model as it stands, scored, and trained on `updates` times.
+"""Batches of GRPO and PPO: answers sampled from the current model, scored, and trained on.
 
-A rollout of n sequences is n / group prompts, in the order of data/window_order.py, with `group` answers each: the
-batch of `updates` steps, the first of which is a multiple of `updates`. What an answer draws depends on (seed, rollout,
-place in it) alone, so a resume at such a step samples the same text and nothing has to be saved. Log-probabilities are
-those of the distribution that was sampled from, and the stop token is sampled and trained.
+A rollout of n sequences is n / group prompts with `group` answers each: the batch of `updates`
+steps. An answer depends on (seed, rollout, place in it) and the weights alone, so a resume at the
+start of a rollout samples the same text. Log-probabilities are those of the sampled distribution,
+and the stop token is sampled and trained.
 
-Shapes: P prompts, G answers to each; B rows of this process, one an answer; T tokens.
+Shapes: P prompts, G answers each; B rows of this process, one per answer; T tokens.
 """
 
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
+from megatoken.data.chat_dataset import open_rows, read_answers
 from megatoken.data.dataloader import Batch
 from megatoken.data.window_order import CachedOrder, ShuffledOrder
 from megatoken.errors import ConfigError, MegatokenError
 from megatoken.model.gpt import GPT
-from megatoken.objectives.answer_scores import measure_answers
+from megatoken.objectives.batches import Learner, Poll, RolloutBatch
 from megatoken.objectives.policy_loss import gae, group_advantages, has_difference, moments, whiten
 from megatoken.objectives.reference import load_reference
 from megatoken.sampling.batch import Completion, Request, generate_batch
 from megatoken.sampling.choose import Sampling
-from megatoken.system.device import Device
-from megatoken.train.run_context import RunContext
-from megatoken.train.state import with_whole_model
 
 DECODED_ROWS = 512  # at once
 HELD_OUT_PROMPTS = 512  # that a validation answers, at most
-QUIET_ROLLOUTS = 20  # in a row without a difference in any group, after which the run says so
-Score = Callable[[Sequence["Prompt"], Sequence[Completion]], list[float]]
+QUIET_ROLLOUTS = 20  # in a row without a difference in any group, before a warning
 
 
 class Prompt(NamedTuple):
@@ -45,278 +41,277 @@ class Prompt(NamedTuple):
     right: str
 
 
+Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
+
+
+def read_prompts(learner: Learner, split: str) -> list[Prompt]:
+    """Return the prompts of a split; their text is that of the last message."""
+    dataset = learner.dataset.parts[0].dataset
+    rows = open_rows(dataset, split)
+    prompts = []
+    for number, row in enumerate(read_answers(dataset, split)):
+        messages = row["prompt"]
+        text = messages if isinstance(messages, str) else str(messages[-1]["content"])
+        prompts.append(Prompt(rows.sequence(number)[0], text, str(row["answer"])))
+    return prompts
+
+
 class RolloutBatches:
-    """Samples a rollout when its first batch is asked for. metrics: of the last one, over all processes."""
+    """Samples a rollout when its first batch is requested. metrics: of the last, over all ranks."""
 
     def __init__(
         self,
-        run: RunContext,
+        learner: Learner,
         prompts: Sequence[Prompt],
         held_out: Sequence[Prompt],
         stop_ids: Sequence[int],
         score: Score,
     ) -> None:
-        """score: the rewards of answers. Raises ConfigError for prompts that the context or the batch does not hold."""
-        objective, self._run, self._prompts = run.config.objective, run, prompts
-        self._held_out, self._stop_ids, self._score = held_out[:HELD_OUT_PROMPTS], stop_ids, score
-        check_prompts(
-            [*prompts, *self._held_out], objective.max_new_tokens, run.model_config.seq_len
-        )
-        own = run.config.batch_seqs // run.state.dims.dp_size
-        if own % objective.group:
-            what = f"{own} sequences a process are not whole groups of {objective.group} answers"
-            raise ConfigError(
-                what, "objective.group", "set budget.batch_tokens to a multiple, or another group"
-            )
-        self._order = CachedOrder(ShuffledOrder(len(prompts), run.config.seed), len(prompts))
-        self._reference: GPT | None = None
-        if objective.kl:
-            weights = load_reference(
-                run, lambda model: {name: w.detach() for name, w in model.named_parameters()}
-            )
-            self._reference = copy.deepcopy(with_whole_model(run.state, run.device).compute_model)
-            self._reference.load_state_dict(weights)
-        self._quiet_rollouts = 0
-        self._last: tuple[int, Batch] | None = None  # the rollout that is trained on
+        """Raise ConfigError for prompts that do not fit the context, or groups not the batch."""
         self.metrics: dict[str, float] = {}
+        self._learner = learner
+        self._objective = learner.config.objective
+        self._prompts = prompts
+        self._held_out = held_out[:HELD_OUT_PROMPTS]
+        self._stop_ids = stop_ids
+        self._score = score
+        self._quiet_rollouts = 0
+        self._last: tuple[int, RolloutBatch] | None = None  # the rollout in training
+        check_prompts(
+            [*prompts, *self._held_out],
+            self._objective.max_new_tokens,
+            learner.config.model.seq_len,
+        )
+        if learner.local_batch_size % self._objective.group:
+            what = f"{learner.local_batch_size} sequences per process do not divide into groups of"
+            fix = "set budget.batch_tokens to a multiple, or another group"
+            raise ConfigError(f"{what} {self._objective.group}", "objective.group", fix)
+        self._order = CachedOrder(ShuffledOrder(len(prompts), learner.config.seed), len(prompts))
+        self._reference: GPT | None = None
+        if self._objective.kl:
+            weights = load_reference(learner, lambda model: dict(model.named_parameters()))
+            self._reference = copy.deepcopy(learner.policy.full_model(learner.device))
+            self._reference.load_state_dict(weights)
 
-    def get(self, number: int) -> Batch:
-        """The batch of the next step, by the model as it is at a rollout's first. `number - step` batches were skipped,
-        each with the rest of its rollout. Raises what a reward raises, on all ranks.
+    def get(self, number: int) -> RolloutBatch:
+        """Return a batch; its rollout is sampled from the model at the rollout's first step.
+
+        `number - step` batches were skipped, each with the rest of its rollout. An exception of a
+        reward is raised on all ranks.
         """
-        step, updates = self._run.state.step, self._run.config.objective.updates
+        step = self._learner.policy.step
+        updates = self._objective.updates
         rollout = number - step + step // updates
         if self._last is None or step % updates == 0 or self._last[0] != rollout:
             self._last = rollout, self._sample(rollout)
         return self._last[1]
 
-    def _sample(self, number: int) -> Batch:
-        """The rollout of a number by the model as it is."""
-        run, objective = self._run, self._run.config.objective
-        batch_seqs, dims = run.config.batch_seqs, run.state.dims
-        own = batch_seqs // dims.dp_size
-        first = dims.dp_rank * own  # of this process's sequences in the rollout
-        windows = self._order.windows(
-            (number * batch_seqs + first) // objective.group, own // objective.group
-        )
-        prompts = [
-            self._prompts[window] for window in windows.tolist() for _ in range(objective.group)
-        ]
-        seeds = [sequence_seed(run.config.seed, number, first + row) for row in range(own)]
-        model = with_whole_model(run.state, run.device).compute_model
+    def _sample(self, rollout: int) -> RolloutBatch:
+        """Sample this process's share of a rollout from the current model, and score it."""
+        learner = self._learner
+        group = self._objective.group
+        size = learner.local_batch_size
+        first = learner.policy.dims.dp_rank * size  # of this process's sequences in the rollout
+        first_prompt = (rollout * learner.config.batch_seqs + first) // group
+        indices = self._order.windows(first_prompt, size // group).tolist()
+        prompts = [self._prompts[index] for index in indices for _ in range(group)]
+        seeds = [sequence_seed(learner.config.seed, rollout, first + row) for row in range(size)]
+        model = learner.policy.full_model(learner.device)
         completions = self._answer(model, prompts, seeds)
-        rewards = torch.tensor(
-            score_on_all(run, self._score, prompts, completions), dtype=torch.float64
-        )
-        self._measure(rewards.view(-1, objective.group), completions)
-        widths = (
-            len(prompt.ids) + count_tokens(each)
-            for prompt, each in zip(prompts, completions, strict=True)
-        )
-        return self._build(model, prompts, completions, rewards, max(run.comm.gather(max(widths))))
+        rewards = torch.tensor(self._score_on_all(prompts, completions), dtype=torch.float64)
+        rewards_PG = rewards.view(-1, group)
+        self._measure(rewards_PG, completions)
+        widths = [
+            len(prompt.ids) + count_tokens(completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        width = max(learner.comm.gather(max(widths)))
+        return self._build(model, prompts, completions, rewards_PG, width)
 
     def _answer(
         self, model: GPT, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
-        run, objective = self._run, self._run.config.objective
-        return answer_prompts(
-            model,
-            prompts,
-            seeds,
-            self._stop_ids,
-            run.device,
-            objective.max_new_tokens,
-            temperature=objective.temperature,
-        )
+        """Return an answer to each prompt with its seed; equal neighbours share work."""
+        requests = [
+            Request(
+                prompt.ids,
+                Sampling(
+                    self._objective.max_new_tokens,
+                    self._objective.temperature,
+                    seed=seed,
+                    stop_ids=self._stop_ids,
+                ),
+                logprobs=True,
+                drawn_logprobs=True,
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return generate_batch(model, requests, rows=DECODED_ROWS, device=self._learner.device)
+
+    def _score_on_all(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[float]:
+        """Return the rewards of this process's answers. An error of one rank is raised by all."""
+        rewards: list[float] = []
+        error: MegatokenError | None = None
+        try:
+            rewards = self._score(prompts, completions)
+        except MegatokenError as raised:
+            error = raised
+        for rank_error in self._learner.comm.gather(error):
+            if rank_error is not None:
+                raise rank_error
+        return rewards
 
     def _build(
         self,
         model: GPT,
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
-        rewards: Tensor,
+        rewards_PG: Tensor,
         width: int,
-    ) -> Batch:
-        """Rows with what the objective needs of them (objectives/answer_scores.py), of the model that answered."""
-        run, objective = self._run, self._run.config.objective
-        batch, old_log_probs = build_rows(prompts, completions, width)
-        mask, values = (batch.targets_BT >= 0).float(), {"log_probs": old_log_probs}
-        device = run.device.torch_device
-        batch = Batch(batch.inputs_BT.to(device), batch.targets_BT.to(device))
-        measure = partial(
-            measure_answers,
-            step_config=run.step_config,
-            device=run.device,
-            batch=batch,
-            temperature=objective.temperature,
-        )
+    ) -> RolloutBatch:
+        """Return the rows with what their objective needs, measured under the sampling model."""
+        learner = self._learner
+        objective = self._objective
+        device = learner.device.torch_device
+        rows, log_probs_BT = build_rows(prompts, completions, width)
+        mask_BT = (rows.targets_BT >= 0).float()
+        rows_on_device = rows.to(device)
+        reference_BT = values_BT = returns_BT = None
         if self._reference is not None:
-            values["reference"] = measure(self._reference).cpu()
+            reference_BT = learner.scorer.log_probs(
+                self._reference, rows_on_device, objective.temperature
+            ).cpu()
         if objective.name == "grpo":
-            advantages = group_advantages(rewards.view(-1, objective.group)).flatten()
-            values["advantages"] = advantages.float()[:, None] * mask
+            advantages_B = group_advantages(rewards_PG).flatten().float()
+            advantages_BT = advantages_B[:, None] * mask_BT
         else:
-            ends = mask.cumsum(1).argmax(
-                1
-            )  # the first place at which all of the answer's tokens are counted
-            rewards_BT = torch.zeros_like(mask).scatter_(1, ends[:, None], rewards.float()[:, None])
-            if "reference" in values:
-                rewards_BT -= objective.kl * (old_log_probs - values["reference"]) * mask
-            values["values"] = measure(model, values=True).cpu() * mask
-            advantages, values["returns"] = gae(
-                rewards_BT, values["values"], mask, gamma=objective.gamma, lam=objective.lam
+            ends_B = mask_BT.cumsum(1).argmax(1)  # of each answer's last token
+            rewards_B1 = rewards_PG.flatten().float()[:, None]
+            rewards_BT = torch.zeros_like(mask_BT).scatter_(1, ends_B[:, None], rewards_B1)
+            if reference_BT is not None:
+                rewards_BT -= objective.kl * (log_probs_BT - reference_BT) * mask_BT
+            values_BT = learner.scorer.values(model, rows_on_device).cpu() * mask_BT
+            advantages_BT, returns_BT = gae(
+                rewards_BT, values_BT, mask_BT, gamma=objective.gamma, lam=objective.lam
             )
-            sums = run.comm.sum(moments(advantages, mask).to(run.device.widest).to(device)).cpu()
-            values["advantages"] = whiten(advantages, mask, sums)
-        return Batch(
-            batch.inputs_BT,
-            batch.targets_BT,
-            values={name: x.to(device) for name, x in values.items()},
+            local_sums = moments(advantages_BT, mask_BT).to(learner.device.widest).to(device)
+            advantages_BT = whiten(advantages_BT, mask_BT, learner.comm.sum(local_sums).cpu())
+        batch = RolloutBatch(
+            rows.inputs_BT,
+            rows.targets_BT,
+            log_probs_BT=log_probs_BT,
+            advantages_BT=advantages_BT,
+            reference_BT=reference_BT,
+            values_BT=values_BT,
+            returns_BT=returns_BT,
         )
+        return batch.to(device)
 
     def _measure(self, rewards_PG: Tensor, completions: Sequence[Completion]) -> None:
-        """Fill `metrics`; say once that the groups of QUIET_ROLLOUTS had no difference."""
-        run, stopped = self._run, [each.finish_reason == "stop" for each in completions]
-        own = rewards_PG, list(map(count_tokens, completions)), stopped
-        parts = run.comm.gather(own)
-        rewards = torch.cat([part[0] for part in parts])
-        lengths, stops = ([float(x) for part in parts for x in part[n]] for n in (1, 2))
-        differs = has_difference(rewards).double().mean().item()
+        """Fill `metrics`; warn once when QUIET_ROLLOUTS in a row had no difference in any group."""
+        learner = self._learner
+        stopped = [float(completion.finish_reason == "stop") for completion in completions]
+        lengths = [float(count_tokens(completion)) for completion in completions]
+        parts = learner.comm.gather((rewards_PG, lengths, stopped))
+        all_rewards_PG = torch.cat([rewards for rewards, _, _ in parts])
+        n_answers = all_rewards_PG.numel()
+        different = has_difference(all_rewards_PG).double().mean().item()
         self.metrics = {
-            "reward": rewards.mean().item(),
-            "reward_std": rewards.std(correction=0).item(),
-            "groups_without_difference": 1 - differs,
-            "answer_tokens": sum(lengths) / len(lengths),
-            "stopped": sum(stops) / len(stops),
+            "reward": all_rewards_PG.mean().item(),
+            "reward_std": all_rewards_PG.std(correction=0).item(),
+            "groups_without_difference": 1 - different,
+            "answer_tokens": sum(sum(part) for _, part, _ in parts) / n_answers,
+            "stopped": sum(sum(part) for _, _, part in parts) / n_answers,
         }
-        self._quiet_rollouts = 0 if differs or rewards.shape[1] == 1 else self._quiet_rollouts + 1
+        if different or all_rewards_PG.shape[1] == 1:
+            self._quiet_rollouts = 0
+            return
+        self._quiet_rollouts += 1
         if self._quiet_rollouts == QUIET_ROLLOUTS:
-            steps = QUIET_ROLLOUTS * run.config.objective.updates
-            what = f"all answers to each prompt got the same reward for {steps} steps, {rewards[0, 0]:g} at last"
-            fix = "nothing is learnt: start from a model that is right sometimes, or take easier prompts"
-            if rewards.mean() > 0:
-                fix = "nothing more is learnt: read some answers, whether they are what was meant, or take harder prompts"
-            run.console.warn(f"{what}; {fix}")
-            run.write("event", what="no difference in rewards", share=1.0, message=what)
+            n_steps = QUIET_ROLLOUTS * self._objective.updates
+            reward = f"{all_rewards_PG[0, 0]:g}"
+            what = f"all answers to each prompt got the same reward for {n_steps} steps: {reward}"
+            learner.console.warn(f"{what}; nothing is learned: use easier or harder prompts")
+            learner.log_event(what="no difference in rewards", share=1.0, message=what)
 
-    def validate(self, poll: Callable[[], None]) -> dict[str, float]:
-        """Of one answer to each held-out prompt, with the same draws every time: mean reward and its standard error,
-        the share of answers that stop by themselves, their tokens; `loss` is the reward negated. Ranks share them.
+    def validate(self, poll: Poll) -> dict[str, float]:
+        """Answer each held-out prompt once, with the same seeds every time; ranks share them.
+
+        Returns the mean `reward` and its standard error, the share of answers that stopped, their
+        mean tokens, the number of prompts, and the negated reward as `loss`.
         """
-        run, dist_env = self._run, self._run.comm.dist_env
-        own = range(dist_env.rank, len(self._held_out), dist_env.world_size)
-        prompts = [self._held_out[number] for number in own]
-        seeds = [sequence_seed(run.config.seed, -1, number) for number in own]
+        learner = self._learner
+        dist_env = learner.comm.dist_env
+        numbers = range(dist_env.rank, len(self._held_out), dist_env.world_size)
+        prompts = [self._held_out[number] for number in numbers]
+        seeds = [sequence_seed(learner.config.seed, -1, number) for number in numbers]
         poll()
-        completions = self._answer(
-            with_whole_model(run.state, run.device).compute_model, prompts, seeds
-        )
-        rewards = score_on_all(run, self._score, prompts, completions)
-        stops = [float(each.finish_reason == "stop") for each in completions]
-        lengths = [float(count_tokens(each)) for each in completions]
-        parts = run.comm.gather((rewards, stops, lengths))
+        completions = self._answer(learner.policy.full_model(learner.device), prompts, seeds)
+        rewards = self._score_on_all(prompts, completions)
+        stops = [float(completion.finish_reason == "stop") for completion in completions]
+        lengths = [float(count_tokens(completion)) for completion in completions]
+        parts = learner.comm.gather((rewards, stops, lengths))
         all_rewards, all_stops, all_lengths = (
-            torch.tensor([x for part in parts for x in part[n]]) for n in range(3)
+            torch.tensor([value for part in parts for value in part[n]]) for n in range(3)
         )
-        mean, n = all_rewards.double().mean().item(), len(all_rewards)
-        spread = all_rewards.double().std().item() if n > 1 else 0.0
+        mean = all_rewards.double().mean().item()
+        n = len(all_rewards)
+        deviation = all_rewards.double().std().item() if n > 1 else 0.0
         return {
             "loss": 0.0 - mean,  # not -0.0
             "reward": mean,
-            "reward_stderr": spread / math.sqrt(n),
+            "reward_stderr": deviation / math.sqrt(n),
             "stopped": all_stops.mean().item(),
             "answer_tokens": all_lengths.mean().item(),
             "prompts": n,
         }
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no background work."""
 
 
 def check_prompts(prompts: Sequence[Prompt], max_new_tokens: int, seq_len: int) -> None:
-    """Raise ConfigError where there is no prompt or an answer can outgrow the context."""
+    """Raise ConfigError where there is no prompt, or an answer can outgrow the context."""
     longest = max((len(prompt.ids) for prompt in prompts), default=0)
     if not longest:
-        raise ConfigError("the dataset holds no prompts for training", "data.path", "prepare more")
+        raise ConfigError("the dataset has no prompts for training", "data.path", "prepare more")
     if longest + max_new_tokens > seq_len:
-        what = f"a prompt has {longest} tokens, with {max_new_tokens} of an answer more than the context of {seq_len}"
+        what = f"a prompt of {longest} tokens and an answer of {max_new_tokens}"
+        fix = "lower it, leave out long prompts, or raise model.seq_len"
         raise ConfigError(
-            what,
-            "objective.max_new_tokens",
-            "lower it, leave long prompts out, or raise model.seq_len",
+            f"{what} exceed the context of {seq_len}", "objective.max_new_tokens", fix
         )
 
 
 def sequence_seed(seed: int, rollout: int, sequence: int) -> int:
-    """The seed of what an answer draws."""
+    """Return the sampling seed of an answer."""
     return xxhash.xxh3_64_intdigest(f"{seed} {rollout} {sequence}".encode()) >> 1
 
 
-def answer_prompts(
-    model: GPT,
-    prompts: Sequence[Prompt],
-    seeds: Sequence[int],
-    stop_ids: Sequence[int],
-    device: Device,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-) -> list[Completion]:
-    """An answer to each prompt with the seed beside it, from all ids; equal neighbours share work.
-
-    The log-probabilities are those of the distribution at that temperature.
-    """
-    requests = [
-        Request(
-            prompt.ids,
-            Sampling(max_new_tokens, temperature, seed=seed, stop_ids=stop_ids),
-            logprobs=True,
-            drawn_logprobs=True,
-        )
-        for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
-    return generate_batch(model, requests, rows=DECODED_ROWS, device=device)
-
-
 def count_tokens(completion: Completion) -> int:
-    """Sampled tokens, that which stopped it among them."""
+    """Return the number of sampled tokens, including the stop token."""
     return len(completion.logprobs)
 
 
 def build_rows(
     prompts: Sequence[Prompt], completions: Sequence[Completion], width: int
 ) -> tuple[Batch, Tensor]:
-    """Rows of prompt and answer, whose sampled tokens are the targets; their log-probabilities (B, T), else 0."""
+    """Return rows of prompt and answer, and the log-probabilities (B, T) of the sampled tokens.
+
+    The sampled tokens are the targets; elsewhere log-probabilities are 0.
+    """
     shape = len(prompts), width
-    inputs, targets = (
-        torch.zeros(shape, dtype=torch.int64),
-        torch.full(shape, -1, dtype=torch.int64),
-    )
+    inputs = torch.zeros(shape, dtype=torch.int64)
+    targets = torch.full(shape, -1, dtype=torch.int64)
     log_probs = torch.zeros(shape)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        ids = [
-            *prompt.ids,
-            *completion.ids,
-            *([] if completion.stop_id is None else [completion.stop_id]),
-        ]
+        ids = [*prompt.ids, *completion.ids]
+        if completion.stop_id is not None:
+            ids.append(completion.stop_id)
         inputs[row, : len(ids)] = torch.tensor(ids)
         answer = slice(len(prompt.ids) - 1, len(ids) - 1)
         targets[row, answer] = torch.tensor(ids[len(prompt.ids) :])
         log_probs[row, answer] = torch.tensor(completion.logprobs)
     return Batch(inputs, targets), log_probs
-
-
-def score_on_all(
-    run: RunContext, score: Score, prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[float]:
-    """The rewards of this process's answers. An error of one process is raised by all."""
-    rewards: list[float] = []
-    error: MegatokenError | None = None
-    try:
-        rewards = score(prompts, completions)
-    except MegatokenError as raised:
-        error = raised
-    for found in run.comm.gather(error):
-        if found is not None:
-            raise found
-    return rewards

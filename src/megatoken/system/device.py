@@ -71,9 +71,9 @@ class Device:
         """The dtype for long sums."""
         return torch.float32 if self.type == "mps" else torch.float64
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Context in which matrix products run in the device's precision; a null context for fp32."""
-        if self.precision == "fp32":
+    def autocast(self, weights: torch.dtype = torch.float32) -> AbstractContextManager[object]:
+        """Return a context in which matrix products of such weights run in the device's precision."""
+        if weights == self.dtype:
             return nullcontext()
         return torch.autocast(self.type, dtype=self.dtype)
 

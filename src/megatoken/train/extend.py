@@ -1,173 +1,196 @@
-"""A run whose budget has grown: how much longer it becomes, what its learning rate then does, where it goes on from.
+"""Extend the budget of a finished run (`train --extend`), and report changed learning rates.
 
-A decay of the learning rate is made for an end. Under cosine and linear the rate rises to its place on the new, longer
-curve. Decays at the end, as wsd, are made for extensions: a checkpoint from before it goes on as if the end had always
-been the new one.
+A decay of the learning rate is made for an end. Under cosine and linear the rate rises to its place
+on the new, longer curve. Decays at the end, such as wsd, are made for extensions: training continues
+from a checkpoint before the decay, as if the end had always been the new one.
 """
 
 import shutil
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
 from megatoken.checkpoint.mirror import allow_rewind
 from megatoken.config.fields import Duration, parse_value
-from megatoken.config.load import RUN_CONFIG, ResolvedConfig, list_changes
-from megatoken.config.schema import END_DECAYS, FIELDS, build_config, flatten
+from megatoken.config.load import RUN_CONFIG, Change, ResolvedConfig
+from megatoken.config.schema import END_DECAYS, FIELDS, BudgetConfig, Config, build_config, flatten
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.system.atomic_write import storage_errors
-from megatoken.train.metrics_log import METRICS
-from megatoken.train.run_context import RunContext
+from megatoken.train.metrics_log import METRICS, MetricsLogger
+from megatoken.train.run import Run, RunContext
 from megatoken.train.run_folder import BUDGET_KEYS, CHECKPOINTS
 from megatoken.train.state import StepConfig, build_step_config
 
+SCHEDULE_KEYS = (
+    *BUDGET_KEYS,
+    "optim.lr",
+    "optim.schedule",
+    "optim.warmup",
+    "optim.decay",
+    "optim.min_lr_ratio",
+)
 
-def extend_budget(run: RunContext, resolved: ResolvedConfig, length: Duration) -> ResolvedConfig:
-    """Add `length` to the budget of a run that has reached its end; one that has not goes on to it unchanged.
 
-    So the same command may be given again after a stop. All ranks must call it. Returns the config with the new budget.
-    Raises ConfigError for a run without a checkpoint.
+def extend_budget(
+    resolved: ResolvedConfig, steps: StepConfig, length: Duration, context: RunContext
+) -> ResolvedConfig:
+    """Return the config with `length` added to the budget of a run that has reached its end.
+
+    A run that has not is returned unchanged, so the same command can be repeated after a stop. All
+    ranks must call it. Raises ConfigError for a run without a checkpoint.
     """
-    old = run.step_config
-    steps: list[int] = run.comm.run_on_rank0(lambda: list_steps(run.out / CHECKPOINTS))
-    newest = max(steps, default=0)
-    if not steps:
-        fix = "leave --extend out: a new run is as long as its budget"
-        raise ConfigError("no run to extend: it has no checkpoint", run.out, fix)
-    if newest < old.total_steps:
-        run.console.print(
-            f"not extended: step {newest:,} of {old.total_steps:,} is not the end; going on to there"
-        )
-        return resolved
-    total, budget = old.total_steps + old.steps(length), resolved.config.budget
-    if budget.steps:
-        key, budget = "budget.steps", replace(budget, steps=total)
-    elif budget.tokens:
-        key, budget = "budget.tokens", replace(budget, tokens=old.tokens_before(total))
-    else:
-        key, budget = (
-            "budget.epochs",
-            replace(budget, epochs=old.tokens_before(total) / old.epoch_tokens),
-        )
-    config = replace(resolved.config, budget=budget)
-    run.changes += list_changes(run.config, config) if run.is_main else []
-    run.config = config
-    run.step_config = build_step_config(
-        config, epoch_tokens=old.epoch_tokens, device_type=run.device.type
+    saved_steps: list[int] = context.comm.run_on_rank0(
+        lambda: list_steps(context.out / CHECKPOINTS)
     )
+    if not saved_steps:
+        fix = "leave out --extend for a new run"
+        raise ConfigError("no run to extend: it has no checkpoint", context.out, fix)
+    newest = max(saved_steps)
+    if newest < steps.total_steps:
+        what = f"step {newest:,} is not the last of {steps.total_steps:,}"
+        context.console.print(f"not extended: {what}; resuming")
+        return resolved
+    key, budget = _lengthen(resolved.config.budget, steps, steps.total_steps + steps.steps(length))
+    config = replace(resolved.config, budget=budget)
     return replace(resolved, config=config, origins=resolved.origins | {key: f"--extend {length}"})
 
 
-def set_aside_decay(run: RunContext) -> None:
-    """Let a run whose budget grew go on from its newest checkpoint before a decay at the old end, if one is kept.
+def _lengthen(
+    budget: BudgetConfig, steps: StepConfig, total_steps: int
+) -> tuple[str, BudgetConfig]:
+    """Return the setting that limits the budget, and the budget for a new number of steps."""
+    tokens = steps.tokens_before(total_steps)
+    if budget.steps:
+        return "budget.steps", replace(budget, steps=total_steps)
+    if budget.tokens:
+        return "budget.tokens", replace(budget, tokens=tokens)
+    return "budget.epochs", replace(budget, epochs=tokens / steps.epoch_tokens)
 
-    Later ones, with the log and the config so far, move to RUN/finished-step-N, which is a run folder itself.
+
+def set_aside_decay(
+    config: Config,
+    steps: StepConfig,
+    changes: Sequence[Change],
+    log: MetricsLogger,
+    context: RunContext,
+) -> None:
+    """Resume a lengthened run from its newest checkpoint before a decay at the old end, if any.
+
+    Later checkpoints, with the log and config so far, move to RUN/finished-step-N, a run folder.
     """
-    old, root = previous_steps(run), run.out / CHECKPOINTS
-    if old is None or run.config.optim.schedule not in END_DECAYS:
+    old = previous_steps(config, steps, changes)
+    if old is None or config.optim.schedule not in END_DECAYS:
         return
-    steps = list_steps(root)
-    before = [step for step in steps if old.schedule.is_before_decay(step) and _is_whole(run, step)]
-    if steps and not old.schedule.is_before_decay(steps[-1]) and not before:
-        what = f"no checkpoint from before the decay of {run.config.optim.schedule} is kept"
-        run.console.warn(f"{what}; another time save.keep_every keeps some")
-    later = [step for step in steps if before and step > before[-1]]
-    if not later:
+    out = context.out
+    root = out / CHECKPOINTS
+    saved_steps = list_steps(root)
+    early_steps = [
+        step
+        for step in saved_steps
+        if old.schedule.is_before_decay(step) and _is_intact(step_folder(root, step))
+    ]
+    if not early_steps:
+        if saved_steps and not old.schedule.is_before_decay(saved_steps[-1]):
+            what = f"no checkpoint from before the decay of {config.optim.schedule}"
+            context.console.warn(f"{what}; save.keep_every keeps some")
         return
-    name = f"finished-step-{later[-1]:08d}"
-    aside = next(
-        path
-        for n in range(1, 1000)
-        if not (path := run.out / (name if n == 1 else f"{name}-{n}")).exists()
-    )
-    allow_rewind(run.out)
-    with storage_errors(run.out):
+    late_steps = [step for step in saved_steps if step > early_steps[-1]]
+    if not late_steps:
+        return
+    aside = _name_unused(out / f"finished-step-{late_steps[-1]:08d}")
+    allow_rewind(out)
+    with storage_errors(out):
         (aside / CHECKPOINTS).mkdir(parents=True)
         for file in (METRICS, RUN_CONFIG):
-            if (run.out / file).is_file():
-                shutil.copyfile(run.out / file, aside / file)
-        for step in reversed(
-            later
-        ):  # a process that is killed here leaves the run at an earlier step of the decay
+            if (out / file).is_file():
+                shutil.copyfile(out / file, aside / file)
+        for step in reversed(late_steps):  # if killed here, the run is at an earlier step
             step_folder(root, step).rename(step_folder(aside / CHECKPOINTS, step))
-    message = f"step {before[-1]:,}, before the decay, goes on; the run as it ended is {aside}"
-    run.console.print(f"extended {message}")
-    run.log.write(
-        "event",
-        before[-1],
-        run.step_config.tokens_before(before[-1]),
-        what="set aside",
-        message=message,
-    )
+    message = f"continuing from step {early_steps[-1]:,}, before the decay; finished run: {aside}"
+    context.console.print(f"extended {message}")
+    tokens = steps.tokens_before(early_steps[-1])
+    log.write("event", early_steps[-1], tokens, what="set aside", message=message)
 
 
-def _is_whole(run: RunContext, step: int) -> bool:
+def _name_unused(folder: Path) -> Path:
+    name = folder
+    number = 1
+    while name.exists():
+        number += 1
+        name = folder.with_name(f"{folder.name}-{number}")
+    return name
+
+
+def _is_intact(checkpoint: Path) -> bool:
     try:
-        verify(step_folder(run.out / CHECKPOINTS, step))
+        verify(checkpoint)
     except CheckpointError:
         return False
     return True
 
 
-def previous_steps(run: RunContext) -> StepConfig | None:
-    """The lengths and the schedule before this start's changes of budget or schedule; None where there are none."""
+def previous_steps(
+    config: Config, steps: StepConfig, changes: Sequence[Change]
+) -> StepConfig | None:
+    """Return the lengths and schedule before this start's changes, or None if they are the same."""
     old = {
         change.key: parse_value(FIELDS[change.key], change.old)
-        for change in run.changes
-        if is_schedule(change.key)
+        for change in changes
+        if change.key in SCHEDULE_KEYS
     }
     if not old:
         return None
-    config = build_config(flatten(run.config) | old)
-    return build_step_config(
-        config, epoch_tokens=run.step_config.epoch_tokens, device_type=run.device.type
-    )
+    return build_step_config(build_config(flatten(config) | old), epoch_tokens=steps.epoch_tokens)
 
 
-def is_schedule(key: str) -> bool:
-    """Whether a setting decides the learning rate of a step."""
-    return key in (
-        *BUDGET_KEYS,
-        "optim.lr",
-        "optim.schedule",
-        "optim.warmup",
-        "optim.decay",
-        "optim.min_lr_ratio",
-    )
-
-
-def record_schedule(run: RunContext) -> None:
-    """Show and log what the learning rate does from here on where a resume changes it."""
-    old, new, step = previous_steps(run), run.step_config, run.state.step
+def record_changes(run: Run, changes: Sequence[Change]) -> None:
+    """Print and log each setting that a resume changes, and what the learning rate then does."""
+    for change in changes:
+        run.console.print(f"changed  {change}")
+        run.log.write(
+            "event",
+            what="setting changed",
+            key=change.key,
+            old=change.old,
+            new=change.new,
+            message=str(change),
+        )
+    old = previous_steps(run.config, run.step_config, changes)
+    new = run.step_config
+    step = run.state.step
     if old is None or not 0 < step < new.total_steps:
         return
-    before = old.schedule.lr(step - 1)
-    message = describe_rates(new.schedule, step, new.total_steps, before)
+    old_lr = old.schedule.lr(step - 1)
+    message = describe_rates(new.schedule, step, new.total_steps, old_lr)
     run.console.print(f"schedule {message}")
-    facts: dict[str, Any] = {
-        "old_total_steps": old.total_steps,
-        "total_steps": new.total_steps,
-        "lr_before": before,
-    }
-    facts |= {"lr_after": new.schedule.lr(step), "lr_end": new.schedule.lr(new.total_steps - 1)}
-    run.write("event", what="schedule changed", message=message, **facts)
+    run.log.write(
+        "event",
+        what="schedule changed",
+        message=message,
+        old_total_steps=old.total_steps,
+        total_steps=new.total_steps,
+        lr_before=old_lr,
+        lr_after=new.schedule.lr(step),
+        lr_end=new.schedule.lr(new.total_steps - 1),
+    )
 
 
-def describe_rates(schedule: LRSchedule, step: int, total_steps: int, before: float) -> str:
-    """What the learning rate does from `step` to the end. before: that of the step before."""
-    after, end = schedule.lr(step), schedule.lr(total_steps - 1)
-    turn = bisect_left(range(total_steps), True, lo=step, key=lambda s: schedule.lr(s) < after)
-    jump = (
-        "stays" if abs(after - before) <= 0.01 * before else "rises" if after > before else "falls"
-    )
-    words = f"{schedule.decay}: the learning rate {jump} at step {step:,}"
-    words += f", {after:.2e}" if jump == "stays" else f" from {before:.2e} to {after:.2e}"
-    words += f", holds until step {min(turn, total_steps):,}" if turn > step + 1 else ""
-    return words + (
-        f", ends at {end:.2e} at step {total_steps:,}"
-        if end < after
-        else f"; the end is step {total_steps:,}"
-    )
+def describe_rates(schedule: LRSchedule, step: int, total_steps: int, old_lr: float) -> str:
+    """Describe the learning rate from `step` to the end. old_lr: that of the step before."""
+    lr = schedule.lr(step)
+    end = schedule.lr(total_steps - 1)
+    if abs(lr - old_lr) <= 0.01 * old_lr:
+        text = f"learning rate stays {lr:.2e} at step {step:,}"
+    else:
+        verb = "rises" if lr > old_lr else "falls"
+        text = f"learning rate {verb} from {old_lr:.2e} to {lr:.2e} at step {step:,}"
+    turn = bisect_left(range(total_steps), True, lo=step, key=lambda s: schedule.lr(s) < lr)
+    if turn > step + 1:
+        text += f", constant until step {min(turn, total_steps):,}"
+    if end < lr:
+        text += f", ends at {end:.2e} at step {total_steps:,}"
+    return f"{schedule.decay}: {text}"

@@ -64,7 +64,7 @@ class KernelChoice:
         """Whether any operation is computed by the native kernels."""
         return any("native" in name for name in asdict(self.kernels).values())
 
-    def adds_as(self, other: "KernelChoice") -> bool:
+    def sums_in_same_order(self, other: "KernelChoice") -> bool:
         """Whether both give the same bits, as far as is known."""
         return (self.kernels, self.master_weights) == (other.kernels, other.master_weights) and (
             self.library == other.library or not (self.library and other.library)

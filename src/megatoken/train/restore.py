@@ -1,4 +1,4 @@
-"""Loading a run's newest valid checkpoint: before the first step, and when train/recovery.py goes back to it."""
+"""Load a run's newest valid checkpoint: before the first step, and to rewind after bad steps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,109 +8,135 @@ from megatoken.checkpoint.commit import list_steps, remove_leftovers, step_folde
 from megatoken.checkpoint.load import restore_state
 from megatoken.checkpoint.manifest import CheckpointManifest, DamagedError, FileEntry, verify
 from megatoken.config.load import Change
+from megatoken.data.mixture import Mixture
 from megatoken.errors import CheckpointError, DataError, MegatokenError
-from megatoken.train.metrics_log import read_metrics
-from megatoken.train.run_context import RunContext
+from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.train.run import Progress, RunContext
 from megatoken.train.run_folder import CHECKPOINTS
+from megatoken.train.state import TrainState
 
 
-def restore(run: RunContext) -> bool:
-    """Load the newest checkpoint that is valid on every node, if there is one; rewind the metrics log to its step.
+def restore(
+    state: TrainState,
+    progress: Progress,
+    *,
+    dataset: Mixture,
+    log: MetricsLogger,
+    context: RunContext,
+    allow_changes: bool,
+) -> CheckpointManifest | None:
+    """Load the newest checkpoint that is valid on every node, and rewind the log to its step.
 
-    Return whether there was one. Damaged checkpoints are reported and skipped. All ranks load the same one or raise
-    together: DataError when the dataset is not the one trained on, CheckpointError when no checkpoint is valid.
+    Returns its manifest, or None if there is no checkpoint. Damaged checkpoints are reported and
+    skipped. All ranks load the same one or raise together: DataError if the dataset is not the one
+    trained on (or, with allow_changes, has other tokens), CheckpointError if no checkpoint is valid.
     """
-    root = run.out / CHECKPOINTS
-    if run.is_main:
+    root = context.out / CHECKPOINTS
+    if context.is_main:
         remove_leftovers(root)
-    steps = run.comm.run_on_rank0(lambda: list_steps(root))
-    elapsed_seconds = 0.0
+    steps = state.comm.run_on_rank0(lambda: list_steps(root))
+    manifest = None
     for folder in (step_folder(root, step) for step in reversed(steps)):
-        manifest = _load_on_all(run, folder)
+        manifest = _load_on_all(state, folder, dataset, log, context, allow_changes=allow_changes)
         if manifest is not None:
-            elapsed_seconds = manifest.meta.get("elapsed_seconds", 0.0)
-            run.verified[folder] = manifest.files
-            run.console.print(f"resuming from {folder.name}")
+            progress.verified[folder] = manifest.files
+            context.console.print(f"resuming from {folder.name}")
             break
-    else:
-        if steps:
-            raise CheckpointError(
-                "no checkpoint of this run is whole", root, "choose another --out"
-            )
-    run.logged, run.val_losses = run.comm.run_on_rank0(lambda: _rewind_log(run, elapsed_seconds))
-    return bool(steps)
+    if steps and manifest is None:
+        raise CheckpointError("all checkpoints are damaged", root, "choose another --out")
+    seconds = manifest.meta.get("elapsed_seconds", 0.0) if manifest else 0.0
+    progress.logged, progress.val_losses = state.comm.run_on_rank0(
+        lambda: _rewind_log(context.out, log, state.step, seconds)
+    )
+    return manifest
+
+
+def find_dataset_change(manifest: CheckpointManifest | None, dataset: Mixture) -> list[Change]:
+    """Return the change from the dataset of a checkpoint to this one, if there is one."""
+    if manifest is None or manifest.meta.get("dataset") == dataset.fingerprint:
+        return []
+    trained_on = str(manifest.meta.get("dataset"))
+    return [Change("dataset", trained_on, dataset.fingerprint, "guarded")]
 
 
 def _rewind_log(
-    run: RunContext, elapsed_seconds: float
+    out: Path, log: MetricsLogger, step: int, elapsed_seconds: float
 ) -> tuple[set[tuple[str, int]], dict[int, float]]:
-    """Drop the rows after the run's step; (kind or task, step) and the validation losses of those that are left."""
-    run.log.rewind(run.state.step, elapsed_seconds)
-    rows = read_metrics(run.out)
+    """Drop rows after `step`; return (kind or task, step) and the validation losses of the rest."""
+    log.rewind(step, elapsed_seconds)
+    rows = read_metrics(out)
     logged = {(row.get("task", row["kind"]), row["step"]) for row in rows}
     return logged, {row["step"]: row["loss"] for row in rows if row["kind"] == "val"}
 
 
-def _load_on_all(run: RunContext, folder: Path) -> CheckpointManifest | None:
-    """Load a checkpoint and return its manifest; None on all ranks, which then must load another one, if it is damaged
-    where one reads it.
+def _load_on_all(
+    state: TrainState,
+    folder: Path,
+    dataset: Mixture,
+    log: MetricsLogger,
+    context: RunContext,
+    *,
+    allow_changes: bool,
+) -> CheckpointManifest | None:
+    """Load a checkpoint and return its manifest, or None on all ranks if any rank finds it damaged.
 
-    What a disk or a network gets wrong differs by node: the ranks of each verify all files, every rank its share. What
-    they read of the others' is in the memory of their machine. What a rank finds besides damage is raised by all.
+    Disks fail per node, so the ranks of each node together verify all files, one share per rank.
+    Errors other than damage are raised on all ranks.
     """
     files: Mapping[str, FileEntry] = {}
     error: MegatokenError | None = None
     try:
-        manifest, files = _load(run, folder)
+        manifest, files = _load(state, folder, dataset, allow_changes=allow_changes)
     except MegatokenError as raised:
         error = raised
         try:
-            verify(folder)  # damage may be why it does not fit
+            verify(folder)  # damage may be the reason
         except CheckpointError as cause:
             error = cause
-    reports = run.comm.gather((files, error))
-    errors = [(rank, error) for rank, (_, error) in enumerate(reports) if error]
-    for _, error in errors:
-        if not isinstance(error, DamagedError):
-            raise error
-    for rank, error in errors[:1]:
-        message = f"{error} (read by rank {rank})" if rank else str(error)
-        run.console.warn(f"{message}: passing over {folder.name}")
-        values = {"what": "damaged checkpoint", "checkpoint": folder.name, "message": message}
-        run.log.write("event", 0, 0, elapsed_seconds=run.log.elapsed_seconds, **values)
-        return None
-    return replace(
-        manifest,
-        files={name: entry for files, _ in reversed(reports) for name, entry in files.items()},
-    )
-
-
-def _load(run: RunContext, folder: Path) -> tuple[CheckpointManifest, Mapping[str, FileEntry]]:
-    """Fill the state of this rank from a checkpoint; return its manifest and the files that this rank has verified."""
-    rank, n_ranks = run.comm.dist_env.local_rank, run.comm.dist_env.local_world_size
-    manifest = verify(folder, hashes=lambda name: rank == 0 and not name.endswith(".safetensors"))
-    _check_dataset(run, manifest)
-    verified = restore_state(folder, manifest, run.state, share=slice(rank, None, n_ranks))
-    run.state.refresh_low_precision_copy()
-    run.state.skipped_batches = list(manifest.meta.get("skipped_batches", []))
-    run.state.recent.load(manifest.meta.get("recent_steps", []))
-    return manifest, {
-        name: entry for name, entry in manifest.files.items() if entry.mtime_ns >= 0
-    } | verified
-
-
-def _check_dataset(run: RunContext, manifest: CheckpointManifest) -> None:
-    """Raise DataError unless the run's dataset is the one trained on, or another of the same tokens is allowed."""
-    dataset, trained_on = run.dataset, str(manifest.meta.get("dataset"))
-    if trained_on == dataset.fingerprint:
-        return
-    same_ids = manifest.meta.get("tokenizer") == run.tokenizer.fingerprint
-    if not (same_ids and run.allow_changes):
-        what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"
-        fix = "point data.path at the dataset the run began with, or choose another --out"
-        fix += (
-            ", or go on with this one by --allow-changes" if same_ids else ": its tokens are others"
+    reports = state.comm.gather((files, error))
+    damaged = []
+    for rank, (_, rank_error) in enumerate(reports):
+        if rank_error is not None and not isinstance(rank_error, DamagedError):
+            raise rank_error
+        if rank_error is not None:
+            damaged.append(f"{rank_error} (read by rank {rank})" if rank else str(rank_error))
+    if damaged:
+        context.console.warn(f"{damaged[0]}: skipping {folder.name}")
+        values = {"checkpoint": folder.name, "message": damaged[0]}
+        log.write(
+            "event", 0, 0, elapsed_seconds=log.elapsed_seconds, what="damaged checkpoint", **values
         )
-        raise DataError(what, str(dataset), fix)
-    change = Change("dataset", trained_on, dataset.fingerprint, "guarded")
-    run.changes += [change] if change not in run.changes else []
+        return None
+    all_files: dict[str, FileEntry] = {}
+    for rank_files, _ in reversed(reports):
+        all_files |= rank_files
+    return replace(manifest, files=all_files)
+
+
+def _load(
+    state: TrainState, folder: Path, dataset: Mixture, *, allow_changes: bool
+) -> tuple[CheckpointManifest, Mapping[str, FileEntry]]:
+    """Load a checkpoint into this rank's state; return its manifest and the verified files."""
+    rank = state.comm.dist_env.local_rank
+    n_ranks = state.comm.dist_env.local_world_size
+    manifest = verify(folder, hashes=lambda name: rank == 0 and not name.endswith(".safetensors"))
+    _check_dataset(manifest, dataset, allow_changes=allow_changes)
+    verified = restore_state(folder, manifest, state, share=slice(rank, None, n_ranks))
+    state.refresh_low_precision_copy()
+    state.skipped_batches = list(manifest.meta.get("skipped_batches", []))
+    state.recent.load(manifest.meta.get("recent_steps", []))
+    hashed = {name: entry for name, entry in manifest.files.items() if entry.mtime_ns >= 0}
+    return manifest, hashed | verified
+
+
+def _check_dataset(manifest: CheckpointManifest, dataset: Mixture, *, allow_changes: bool) -> None:
+    """Raise DataError unless the dataset is the one trained on, or another one is allowed."""
+    trained_on = str(manifest.meta.get("dataset"))
+    has_same_ids = manifest.meta.get("tokenizer") == dataset.tokenizer.fingerprint
+    if trained_on == dataset.fingerprint or (has_same_ids and allow_changes):
+        return
+    what = f"checkpoint was trained on dataset {trained_on}, this one is {dataset.fingerprint}"
+    fix = "point data.path at the original dataset, or choose another --out"
+    if has_same_ids:
+        fix += ", or continue with this one by --allow-changes"
+    raise DataError(what, str(dataset), fix)

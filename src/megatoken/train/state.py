@@ -4,7 +4,7 @@ Dropout is a function of (seed, step, sequence, place in the model), so there is
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import Duration
 from megatoken.config.schema import Config
-from megatoken.data.dataloader import Batch, batch_of_step
+from megatoken.data.dataloader import batch_of_step
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.grad_reduce import GradBucketReducer, collect_gradient
@@ -25,6 +25,7 @@ from megatoken.model.gpt import GPT, copy_kernels
 from megatoken.model.kernels import LOSS, CrossEntropyFn
 from megatoken.model.memory import LOSS_CHUNK
 from megatoken.native.library import Library
+from megatoken.objectives.objective import Objective
 from megatoken.optim.adamw import AdamW
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.optim.muon import Muon
@@ -34,19 +35,6 @@ from megatoken.system.torch_compat import foreach_copy, supports_found_inf
 from megatoken.train.spikes import RecentSteps
 
 MOMENTUM_START = 0.85  # of optim.momentum_warmup (Jordan et al. 2024)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """What a run minimizes in place of the mean cross-entropy of the targets.
-
-    count(state, batch): by what the sums of this process's share of a batch are divided, added over all processes;
-    without a gradient. sums(state, step_config, device, micro_batch, dropout_keys_B): `loss`, whose gradient is taken,
-    and whatever else is to be logged beside it, without a gradient: sums of one micro-batch, scalars on the device.
-    """
-
-    count: "Callable[[TrainState, Batch], Tensor]"
-    sums: "Callable[[TrainState, StepConfig, Device, Batch, Tensor | None], dict[str, Tensor]]"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,6 +80,22 @@ class TrainState:
         batch = batch_of_step(step, self.skipped_batches)
         before, skipped = step_config.tokens_before, [n for n in self.skipped_batches if n < batch]
         return before(batch) - sum(before(n + 1) - before(n) for n in skipped)
+
+    def full_model(self, device: Device) -> GPT:
+        """Return a full model to sample and measure with, on every rank, in the device's precision.
+
+        All ranks must call it. For a split model it is a copy that training does not update, so
+        that forwards need no collectives and ranks need not run as many.
+        """
+        if self.dims.is_unsharded:
+            return self.compute_model
+        model = gather_model(self, device.dtype, on_all=True)
+        assert model is not None
+        return model
+
+    def gather_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the full fp32 weights on rank 0."""
+        return self.sharded.gather_full(self.comm)
 
     @property
     def uses_master_weights(self) -> bool:
@@ -215,10 +219,11 @@ def build_state(
     device: Device,
     dims: ParallelDims | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    comm: Comm | None = None,
 ) -> TrainState:
     """Move a model to its device, split it by `dims` (default: not at all), and build the optimizer.
 
-    optimizer: the user's own, built over the model's parameters.
+    optimizer: the user's, built over the model's parameters. comm: default: a single process.
     """
     model.train()
     checkpointing = config.machine.activation_checkpointing
@@ -245,6 +250,7 @@ def build_state(
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=device.precision == "fp16"),
         found_bad=torch.zeros((), dtype=torch.bool, device=device.torch_device),
+        comm=comm or Comm(DistEnv()),
     )
 
 
@@ -265,19 +271,6 @@ def gather_model(
             model.load_state_dict({name: tensor}, strict=False, assign=True)
     copy_kernels(model, state.model)
     return model if is_here else None
-
-
-def with_whole_model(state: TrainState, device: Device) -> TrainState:
-    """The state to sample and measure with: every process of a split model gets a whole copy of it, in the device's
-    precision, as compute model. So forwards are no collectives, and ranks need not run as many.
-
-    All processes must call it. The copy is freed with the state; it is not updated by training.
-    """
-    if state.dims.is_unsharded:
-        return state
-    model = gather_model(state, device.dtype, on_all=True)
-    assert model is not None
-    return replace(state, compute_model=model, forward=model)
 
 
 def build_step_config(

@@ -1,21 +1,24 @@
-"""Choices that are measured before the first step: kernels, the micro-batch, whether to compile.
+"""Measure kernels, micro-batch and compilation before the first step.
 
-machine.json in the run folder keeps them for a resume.
+machine.json in the run folder keeps the choices for a resume, which must add in the same order to
+stay bit-identical. Rank 0 chooses for all.
 """
 
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatoken.console import format_duration
+from megatoken.config.schema import Config
+from megatoken.console import Console, format_duration
 from megatoken.errors import ConfigError
 from megatoken.model.kernels.attention import ATTENTION, BUILT_IN, WITHOUT_MASK
 from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.device import misses_triton, wants_compile
+from megatoken.train.compilation import compile_forward
 from megatoken.train.kernel_autotune import (
     KernelChoice,
     apply_choice,
@@ -23,168 +26,219 @@ from megatoken.train.kernel_autotune import (
     list_requests,
     with_library,
 )
-from megatoken.train.micro_batch import compile_forward, find_rates, pick_micro_batch
-from megatoken.train.run_context import RunContext
+from megatoken.train.micro_batch import find_rates, pick_micro_batch
+from megatoken.train.run import RunContext, RunData
 from megatoken.train.run_folder import MACHINE
+from megatoken.train.state import StepConfig, TrainState
 
 
-def choose_kernels(run: RunContext, *, explain: bool) -> None:
-    """Use the kernels that the config names, that the run started with, or that are the fastest here.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What tuning decided: the steps with their micro-batch, and whether the model is compiled."""
 
-    machine.json in the run folder keeps them: a resume must add in the same order to stay bit-identical. Rank 0 chooses
-    for all.
+    step_config: StepConfig
+    is_compiled: bool
+
+
+def tune(
+    state: TrainState,
+    step_config: StepConfig,
+    config: Config,
+    data: RunData,
+    context: RunContext,
+    *,
+    is_at_end: bool,
+    explain: bool,
+) -> Tuned:
+    """Choose kernels, then the micro-batch with them, then compile for that size.
+
+    is_at_end: no step is left, so the micro-batch is not measured. explain: print the measurements.
     """
-    attention = run.config.machine.attention
-    if attention in WITHOUT_MASK and (run.tasks or run.config.sample.every.value):
-        what = f"attention {attention!r} supports neither a mask nor a cache, which sampling and tasks need"
-        raise ConfigError(
-            what, "machine.attention", "set sample.every=0 and evaluate.tasks='', or support both"
+    choose_kernels(state, step_config, config, data, context, explain=explain)
+    micro_batch = choose_micro_batch(state, step_config, config, context, is_at_end=is_at_end)
+    step_config = replace(step_config, micro_batch=micro_batch)
+    is_compiled = compile_model(state, step_config, config, context)
+    return Tuned(step_config=step_config, is_compiled=is_compiled)
+
+
+def choose_kernels(
+    state: TrainState,
+    step_config: StepConfig,
+    config: Config,
+    data: RunData,
+    context: RunContext,
+    *,
+    explain: bool,
+) -> None:
+    """Use the kernels that the config names, that the run started with, or that are fastest here."""
+    attention = config.machine.attention
+    if attention in WITHOUT_MASK and (data.tasks or config.sample.every.value):
+        what = f"attention {attention!r} has no mask or cache, which sampling and tasks need"
+        fix = "set sample.every=0 and evaluate.tasks=''"
+        raise ConfigError(what, "machine.attention", fix)
+    choice = KernelChoice.from_json(
+        state.comm.run_on_rank0(
+            lambda: _choose_kernels(state, step_config, config, context).to_json()
         )
-    choice = KernelChoice.from_json(run.comm.run_on_rank0(lambda: _choose_kernels(run).to_json()))
-    apply_choice(run.state, choice, run.device)
-    run.console.print(f"kernels  {choice}")
-    if run.device.type == "cpu" and not find_library():
-        run.console.warn(f"no native kernels for this processor, which train faster: {NO_LIBRARY}")
-    missing = (
-        misses_triton(run.device)
-        if run.config.machine.fused == "on" and choice.kernels.loss == "torch"
-        else ""
     )
-    if missing:
-        run.console.warn(f"fused kernels are left out: {missing}")
-    if run.config.machine.master_weights == "on" and not choice.master_weights:
-        run.console.warn(
-            "machine.master_weights=on is left out: in fp32 the weights are their own masters"
-        )
-    if run.config.machine.master_weights == "off" and choice.master_weights:
-        run.console.warn(
-            "machine.master_weights=off is left out: native products take weights in low precision"
-        )
-    reasons = choice.explain()
-    if run.config.model.dropout and choice.kernels.attention in BUILT_IN:
-        reason = (
-            "trains by the explicit formula with dropout: torch's kernels cannot take its masks"
-        )
-        reasons.append(("dropout", f"attention {reason}"))
-        if attention not in ("auto", "explicit"):
-            run.console.warn(f"machine.attention={attention} evaluates and samples; it {reason}")
-    for name, reason in reasons if explain else []:
-        run.console.print(f"  {name:<9} {reason}")
+    apply_choice(state, choice, context.device)
+    context.console.print(f"kernels  {choice}")
+    _warn_of_ignored_settings(config, choice, context)
+    if explain:
+        reasons = choice.explain()
+        if config.model.dropout and choice.kernels.attention in BUILT_IN:
+            reason = "torch's kernels cannot apply our dropout masks"
+            reasons.append(("dropout", f"attention trains by the explicit formula: {reason}"))
+        for name, reason in reasons:
+            context.console.print(f"  {name:<9} {reason}")
 
 
-def _choose_kernels(run: RunContext) -> KernelChoice:
-    machine, device, dropout = run.config.machine, run.device, run.config.model.dropout
-    compiled = wants_compile(machine, device, run.step_config.total_steps)[0] != "off"
+def _warn_of_ignored_settings(config: Config, choice: KernelChoice, context: RunContext) -> None:
+    machine = config.machine
+    device = context.device
+    console = context.console
+    if device.type == "cpu" and not find_library():
+        console.warn(f"no native kernels for this processor, so training is slower: {NO_LIBRARY}")
+    if machine.fused == "on" and choice.kernels.loss == "torch" and misses_triton(device):
+        console.warn(f"machine.fused=on is ignored: {misses_triton(device)}")
+    if machine.master_weights == "on" and not choice.master_weights:
+        console.warn("machine.master_weights=on is ignored in fp32")
+    if machine.master_weights == "off" and choice.master_weights:
+        console.warn("machine.master_weights=off is ignored: native kernels need bf16 weights")
+    if (
+        config.model.dropout
+        and choice.kernels.attention in BUILT_IN
+        and machine.attention not in ("auto", "explicit")
+    ):
+        what = f"machine.attention={machine.attention} is used for evaluation and sampling only"
+        console.warn(f"{what}: torch's kernels cannot apply our dropout masks")
+
+
+def _choose_kernels(
+    state: TrainState, step_config: StepConfig, config: Config, context: RunContext
+) -> KernelChoice:
+    """Return the saved choice of this run if it still applies, else measure; save the choice."""
+    machine = config.machine
+    device = context.device
+    file = context.out / MACHINE
+    is_compiled = wants_compile(machine, device, step_config.total_steps)[0] != "off"
     circumstances = {
         "device": device.name,
         "precision": device.precision,
-        "dropout": dropout,
-        "compiled": compiled,
+        "dropout": config.model.dropout,
+        "compiled": is_compiled,
+        **list_requests(machine),
     }
-    circumstances |= list_requests(machine)
-    kept: Any = read_object(run.out / MACHINE).get("forms")
-    before = None
-    match kept:
+    saved: Any = read_object(file).get("forms")
+    saved_choice = None
+    match saved:
         case {
-            "circumstances": known,
-            "kernels": {"attention": str(name)},
+            "circumstances": saved_circumstances,
+            "kernels": {"attention": str(attention)},
             "masters": bool(),
             "seconds": dict(),
         }:
-            # Older versions had fewer settings, and another name for one; what they chose may be gone.
-            known = {"block" if key == "linear" else key: value for key, value in known.items()}
-            before = KernelChoice.from_json(kept)
-            if (
-                known.items() <= circumstances.items()
-                and name in ATTENTION
-                and (find_library() or not before.is_native)
-            ):
-                choice = with_library(before)
-                if choice != before:
-                    _warn_of_other_kernels(run, before, choice)
-                    _update_json(run.out / MACHINE, {"forms": kept | choice.to_json()})
+            saved_choice = KernelChoice.from_json(saved)
+            has_kernels = attention in ATTENTION and (
+                find_library() is not None or not saved_choice.is_native
+            )
+            if saved_circumstances == circumstances and has_kernels:
+                choice = with_library(saved_choice)
+                if choice != saved_choice:
+                    _warn_of_other_kernels(state, saved_choice, choice, context.console)
+                    _update_json(file, {"forms": saved | choice.to_json()})
                 return choice
-    micro_batch = machine.micro_batch if machine.micro_batch != "auto" else run.config.batch_seqs
-    model_config = run.state.model.config
+    micro_batch = machine.micro_batch if machine.micro_batch != "auto" else config.batch_seqs
     choice = autotune(
-        model_config, machine, device, micro_batch=micro_batch, dropout=dropout, compiled=compiled
+        state.model.config,
+        machine,
+        device,
+        micro_batch=micro_batch,
+        dropout=config.model.dropout,
+        compiled=is_compiled,
     )
-    if before:
-        _warn_of_other_kernels(run, before, choice)
-    elif run.state.step:
-        what = f"{run.out / MACHINE} does not tell the kernels of the steps so far: chosen anew, maybe others"
-        run.console.warn(what)
-    _update_json(run.out / MACHINE, {"forms": {"circumstances": circumstances, **choice.to_json()}})
+    if saved_choice:
+        _warn_of_other_kernels(state, saved_choice, choice, context.console)
+    elif state.step:
+        context.console.warn(f"{file} not found: re-tuning kernels, which may differ")
+    _update_json(file, {"forms": {"circumstances": circumstances, **choice.to_json()}})
     return choice
 
 
-def _warn_of_other_kernels(run: RunContext, before: KernelChoice, choice: KernelChoice) -> None:
-    """Say that a run goes on with kernels that add in another order than those before."""
-    if run.state.step and not choice.adds_as(before):
-        names = [
-            f"{each} ({each.library})" if each.library else str(each) for each in (before, choice)
-        ]
-        what = f"other kernels than before step {run.state.step}, so not bit-identical to an undisturbed run"
-        run.console.warn(f"{what}: before {names[0]}; now {names[1]}")
+def _warn_of_other_kernels(
+    state: TrainState, saved: KernelChoice, choice: KernelChoice, console: Console
+) -> None:
+    """Warn that a run resumes with kernels that sum in a different order."""
+    if not state.step or choice.sums_in_same_order(saved):
+        return
+    names = [f"{c} ({c.library})" if c.library else str(c) for c in (saved, choice)]
+    what = f"different kernels than before step {state.step}, so the resume is not bit-identical"
+    console.warn(f"{what}: {names[0]} -> {names[1]}")
 
 
-def choose_micro_batch(run: RunContext) -> None:
-    """Set the micro-batch: the config's, the one that the run started with, or the fastest, measured by all ranks.
+def choose_micro_batch(
+    state: TrainState,
+    step_config: StepConfig,
+    config: Config,
+    context: RunContext,
+    *,
+    is_at_end: bool,
+) -> int:
+    """Return the config's micro-batch, the one the run started with, or the fastest.
 
-    1 for a run at its end, which has come here without its status, as from a mirror.
+    All ranks measure together.
     """
-    micro_batch, device = run.config.machine.micro_batch, run.device
-    if micro_batch == "auto" and run.is_at_end:
-        micro_batch = 1
-    elif micro_batch == "auto":
-        batch_seqs = run.config.batch_seqs // run.state.dims.dp_size
-        circumstances = {
-            "device": device.name,
-            "precision": device.precision,
-            "batch_seqs": batch_seqs,
-        }
-        circumstances["loss_chunk"] = run.step_config.loss_chunk
-        kept = read_object(run.out / MACHINE)
-        known = kept.get("micro_batch") if kept.get("circumstances") == circumstances else None
-        micro_batch = run.comm.broadcast_from_rank0(known)
-        if not isinstance(micro_batch, int) or not 0 < micro_batch <= batch_seqs:
-            rates, is_kept = find_rates(
-                run.state, run.step_config, run.config.machine, device, batch_seqs
-            )
-            micro_batch = pick_micro_batch(rates)
-            if len(rates) > 1:
-                measured = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items())
-                when = ", measured before" if is_kept else ""
-                what = f"micro-batch {micro_batch} of {batch_seqs} sequences (tokens/s by size{when}: {measured})"
-                run.console.print(what)
-            record = {
-                "micro_batch": micro_batch,
-                "circumstances": circumstances,
-                "tokens_per_second": rates,
-            }
-            run.comm.run_on_rank0(lambda: _update_json(run.out / MACHINE, record))
-    run.step_config = replace(run.step_config, micro_batch=int(micro_batch))
+    machine = config.machine
+    if machine.micro_batch != "auto":
+        return machine.micro_batch
+    if is_at_end:
+        return 1
+    device = context.device
+    file = context.out / MACHINE
+    batch_seqs = config.batch_seqs // state.dims.dp_size
+    circumstances = {
+        "device": device.name,
+        "precision": device.precision,
+        "batch_seqs": batch_seqs,
+        "loss_chunk": step_config.loss_chunk,
+    }
+    saved = read_object(file)
+    saved_size = saved.get("micro_batch") if saved.get("circumstances") == circumstances else None
+    size = state.comm.broadcast_from_rank0(saved_size)
+    if isinstance(size, int) and 0 < size <= batch_seqs:
+        return size
+    rates, is_cached = find_rates(state, step_config, machine, device, batch_seqs)
+    size = pick_micro_batch(rates)
+    if len(rates) > 1:
+        measured = ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items())
+        source = ", cached" if is_cached else ""
+        context.console.print(
+            f"micro-batch {size} of {batch_seqs} sequences (tokens/s by size{source}: {measured})"
+        )
+    record = {"micro_batch": size, "circumstances": circumstances, "tokens_per_second": rates}
+    state.comm.run_on_rank0(lambda: _update_json(file, record))
+    return size
 
 
-def compile_model(run: RunContext) -> bool:
-    """Compile the forward where that is wanted and works, and return whether it is; one warning where it does not."""
-    mode, note = wants_compile(run.config.machine, run.device, run.step_config.total_steps)
+def compile_model(
+    state: TrainState, step_config: StepConfig, config: Config, context: RunContext
+) -> bool:
+    """Compile the forward if wanted, and return whether that worked; warn where it did not."""
+    mode, note = wants_compile(config.machine, context.device, step_config.total_steps)
     if mode != "off":
-        mode = (
-            mode if run.state.dims.is_unsharded else "blocks"
-        )  # weights are gathered between them
+        if not state.dims.is_unsharded:
+            mode = "blocks"  # weights are gathered between them
         start = time.monotonic()
-        note = compile_forward(run.state, run.step_config, run.device, mode)
+        note = compile_forward(state, step_config, context.device, mode)
         if not note:
-            run.console.print(
-                f"compiled (machine.compile={mode}) in {format_duration(time.monotonic() - start)}"
-            )
+            duration = format_duration(time.monotonic() - start)
+            context.console.print(f"compiled (machine.compile={mode}) in {duration}")
     if note:
-        run.console.warn(note)
-    run.comm.run_on_rank0(
-        lambda: _update_json(run.out / MACHINE, {"compile": "off" if note else mode})
-    )
-    return mode != "off" and not note
+        context.console.warn(note)
+    is_compiled = mode != "off" and not note
+    record = {"compile": "off" if note else mode}
+    state.comm.run_on_rank0(lambda: _update_json(context.out / MACHINE, record))
+    return is_compiled
 
 
 def _update_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -1,0 +1,46 @@
+"""Open the batches of a run, and its validation if that is not the loss of held-out text."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatoken.config.schema import Config
+from megatoken.data.dataloader import Prefetcher
+from megatoken.eval.rewards import Reward
+from megatoken.objectives.answer_scores import AnswerScorer
+from megatoken.objectives.batch_source import open_row_batches
+from megatoken.objectives.batches import BatchSource, Learner, Poll
+from megatoken.train.run import RunContext, RunData, RunLog
+from megatoken.train.state import StepConfig, TrainState
+
+Validation = Callable[[Poll], dict[str, Any]]
+
+
+def open_batches(
+    config: Config,
+    data: RunData,
+    state: TrainState,
+    steps: StepConfig,
+    log: RunLog,
+    context: RunContext,
+    reward: str | Reward | None,
+) -> tuple[BatchSource, Validation | None]:
+    """Return windows of text, preference pairs or sampled answers, once the run is restored."""
+    device = context.device
+    if state.objective is None:
+        assert data.loader is not None
+        return Prefetcher(data.loader, device.torch_device), None
+    learner = Learner(
+        config=config,
+        out=context.out,
+        dataset=data.dataset,
+        policy=state,
+        device=device,
+        scorer=AnswerScorer(
+            device=device, micro_batch=steps.micro_batch, loss_chunk=steps.loss_chunk
+        ),
+        console=context.console,
+        log_event=partial(log.write, "event"),
+    )
+    batches = open_row_batches(learner, state.objective, reward)
+    return batches, batches.validate

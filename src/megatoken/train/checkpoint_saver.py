@@ -1,0 +1,178 @@
+"""Write checkpoints in the background, commit them, prune old ones and link the best."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megatoken.checkpoint.commit import list_steps, prune, step_folder
+from megatoken.checkpoint.save import AsyncSave
+from megatoken.distributed.comm import Comm
+from megatoken.distributed.env import DistEnv
+from megatoken.errors import CheckpointError, MegatokenError, StorageError
+from megatoken.train.live_mirror import Mirror
+from megatoken.train.run import Run
+from megatoken.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER
+
+BEST = "best"  # the link to the best checkpoint
+LAST_SAVE_RETRY_SECONDS = (5.0, 15.0, 60.0, 120.0)  # pauses before retrying the last save
+
+
+class CheckpointSaver:
+    """Saves, commits and prunes the checkpoints of a run. All ranks must make the same calls."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._comm = run.comm
+        self._root = run.out / CHECKPOINTS
+        self._keep_every = run.step_config.steps(run.config.save.keep_every)
+        self._pending: AsyncSave | None = None
+        self.mirror = Mirror(run.config.save, run.log, run)
+        self.mirror.start()  # a killed run may not have copied its newest checkpoint
+        self._prune()  # a run killed after a commit left one too many
+
+    def save(self) -> None:
+        """Start a checkpoint of this step, after committing the pending one. Raises StorageError."""
+        step = self._run.state.step
+        if ("save", step) in self._run.progress.logged:
+            return
+        self.try_commit()  # a failure there does not prevent this save
+        with self._run.log.during("save", step):
+            self._start_save(step)
+
+    def _start_save(self, step: int) -> None:
+        run = self._run
+        meta = {
+            "dataset": run.data.dataset.fingerprint,
+            "tokenizer": run.data.tokenizer.fingerprint,
+            "skipped_batches": list(run.state.skipped_batches),
+            "recent_steps": list(run.state.recent.values),
+            "elapsed_seconds": run.log.file.elapsed_seconds,
+        }
+        run.log.file.sync()  # a checkpoint relies on the rows before it
+        self._pending = AsyncSave(
+            self._root, run.state, config=run.out / CONFIG, tokenizer=run.out / TOKENIZER, meta=meta
+        )
+        run.progress.logged.add(("save", step))
+
+    def commit_pending(self) -> None:
+        """Commit the pending checkpoint, if any, then prune old ones. Raises StorageError."""
+        pending = self._pending
+        self._pending = None
+        if pending is not None:
+            with self._run.log.during("save", pending.step):
+                self._commit(pending)
+
+    def _commit(self, pending: AsyncSave) -> None:
+        run = self._run
+        try:
+            folder = pending.finish(partial(run.log.heartbeat.beat, "save", pending.step))
+        except MegatokenError:
+            run.progress.logged.discard(("save", pending.step))
+            raise
+        run.stop.observe(save_seconds=pending.writing_seconds + pending.stall_seconds)
+        run.log.write(
+            "save",
+            step=pending.step,
+            elapsed_seconds=pending.meta["elapsed_seconds"],
+            checkpoint=folder.name,
+            seconds=pending.writing_seconds,
+            stall_seconds=pending.stall_seconds,
+        )
+        run.progress.verified[folder] = pending.files
+        self._link_best()
+        self.mirror.start()
+        with run.log.during("prune", pending.step):  # may hash old checkpoints, once
+            self._prune()
+
+    def finish_mirror(self) -> None:
+        """Wait until the newest checkpoint is in `save.mirror`, or cannot be copied."""
+        if self._run.config.save.mirror:
+            if self.mirror.finish():
+                self._prune_here()
+            self._comm.barrier()
+
+    def _prune(self) -> None:
+        self._prune_here()
+        self._comm.barrier()  # rank 0 may read old checkpoints for longer than collectives wait
+
+    def _prune_here(self) -> None:
+        run = self._run
+        if not run.is_main:
+            return
+        try:
+            prune(
+                self._root,
+                keep_last=run.config.save.keep_last,
+                keep_every=self._keep_every,
+                keep=[self.find_best(), self.mirror.step],
+                verified=run.progress.verified,
+            )
+        except MegatokenError as error:
+            run.log.write("event", what="old checkpoints not removed", message=str(error))
+
+    def find_best(self) -> int | None:
+        """Return the step of the best checkpoint if `save.keep_best` is set."""
+        if not self._run.config.save.keep_best:
+            return None
+        return self._run.progress.best_step(list_steps(self._root))
+
+    def _link_best(self) -> None:
+        """Point RUN/best to the best checkpoint; the link is replaced atomically."""
+        run = self._run
+        step = self.find_best()
+        if not run.is_main or step is None:
+            return
+        link = run.out / BEST
+        new_link = run.out / f".{BEST}.new"
+        try:
+            new_link.unlink(missing_ok=True)
+            new_link.symlink_to(step_folder(Path(CHECKPOINTS), step))
+            new_link.replace(link)
+        except (OSError, NotImplementedError) as error:  # a disk without links
+            message = f"{error}: it is step {step}"
+            run.log.write("event", what="no link to the best checkpoint", message=message)
+
+    def save_last(self) -> None:
+        """Save and commit the last step; retries for LAST_SAVE_RETRY_SECONDS if saving fails.
+
+        Raises StorageError.
+        """
+        for pause in (*LAST_SAVE_RETRY_SECONDS, None):
+            try:
+                self.save()
+                self.commit_pending()
+                return
+            except StorageError as error:
+                if pause is None:
+                    raise
+                self._run.console.warn(f"checkpoint not saved: {error} (retrying in {pause:g} s)")
+                time.sleep(pause)
+
+    def try_save(self) -> None:
+        """Call `save`; a failure is logged and training continues from intact checkpoints."""
+        self._try(self.save)
+
+    def try_commit(self) -> None:
+        """Call `commit_pending`; a failure is logged."""
+        self._try(self.commit_pending)
+
+    def try_commit_alone(self) -> None:
+        """Commit on rank 0 after another rank was lost: without sharding it wrote all the files."""
+        run = self._run
+        if self._pending is not None and run.is_main and run.state.dims.is_unsharded:
+            self._comm = self._pending.comm = Comm(DistEnv())
+            self.try_commit()
+
+    def commit_if_written(self) -> None:
+        """Commit the pending checkpoint if all ranks have written it; log finished uploads."""
+        self.mirror.report()
+        if self._pending is not None and self._pending.is_written():
+            self.try_commit()
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (StorageError, CheckpointError) as error:  # others, such as a lost rank, end the run
+            self._run.console.warn(f"checkpoint not saved: {error}")
+            self._run.log.write("event", what="save failed", message=str(error))

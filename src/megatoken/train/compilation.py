@@ -1,0 +1,139 @@
+"""Compile the forward, and check on one forward and backward that it works.
+
+A split model does not survive an exception in its forward or backward: FSDP2 would reduce no
+gradient from then on, and other ranks wait in a collective. So the compiler is tried on a small
+model of this process alone. A model that is not split is tried without its replicas.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatoken.data.dataloader import Batch
+from megatoken.distributed.comm import Comm, peer_errors
+from megatoken.distributed.env import DistEnv
+from megatoken.errors import ConfigError, MegatokenError
+from megatoken.model.dropout import sequence_keys
+from megatoken.model.gpt import (
+    GPT,
+    get_activation_checkpointing,
+    set_activation_checkpointing,
+    set_attention,
+)
+from megatoken.system.device import Device, is_out_of_memory
+from megatoken.system.torch_compat import uncompile
+from megatoken.train.state import StepConfig, TrainState
+from megatoken.train.step import forward_backward
+
+GRADIENT_TOLERANCE = 1e-2  # between norms of the same gradient: some kernels add in any order
+
+
+def compile_forward(
+    state: TrainState, step_config: StepConfig, device: Device, mode: str = "on"
+) -> str:
+    """Compile the compute model and run it; return why that failed, or "".
+
+    mode: `on` the full model; `blocks` one by one, sharing what is compiled for the first; `graphs`
+    the model with CUDA graphs. A split model is compiled by blocks. After a failure the model is
+    uncompiled on all processes. Raises ConfigError if only the split model fails.
+    """
+    shape = step_config.micro_batch, state.model.config.seq_len
+    ids = torch.zeros(shape, dtype=torch.int64, device=device.torch_device)
+    reason = ""
+    try:
+        if state.dims.is_unsharded:
+            alone = without_replicas(state)
+            _compile_full(alone, step_config, device, ids, mode)
+            state.forward = alone.forward
+            state.cuda_graphs = alone.cuda_graphs
+        else:
+            _try_small_model(state.model, device, ids)
+    except Exception as error:  # a compiler fails in as many ways as there are compilers
+        if is_out_of_memory(error):
+            raise
+        reason = _first_line(error)
+    if state.comm.any(bool(reason)):
+        state.forward = state.compute_model
+        state.cuda_graphs = False
+        uncompile(state.compute_model)
+        reason = f"torch.compile failed, the model runs uncompiled: {reason or 'on another rank'}"
+    elif not state.dims.is_unsharded:
+        _compile_split(state, step_config, device, ids)
+    free_gradients(state, device)
+    return reason
+
+
+def without_replicas(state: TrainState) -> TrainState:
+    """Return a copy of the state that computes as a single process, unless the model is split.
+
+    A failure in its forward or backward then leaves no other rank in a collective.
+    """
+    return replace(state, comm=Comm(DistEnv())) if state.dims.is_unsharded else state
+
+
+def free_gradients(state: TrainState, device: Device) -> None:
+    """Drop all gradients and unused GPU memory."""
+    state.compute_model.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _compile_full(
+    state: TrainState, step_config: StepConfig, device: Device, ids: Tensor, mode: str
+) -> None:
+    """Compile a model that is not split, and run it. Raises what the compiler raises."""
+    if mode != "graphs":
+        if mode == "blocks":
+            _compile_blocks(state.compute_model)
+        else:
+            state.forward = torch.compile(state.compute_model)
+        forward_backward(state, step_config, device, Batch(ids, ids))
+        return
+    state.cuda_graphs = True
+    state.forward = torch.compile(state.compute_model, mode="reduce-overhead")
+    # Two micro-batches: the gradients of the first are in the memory of the graphs.
+    ids = torch.cat([ids, ids])
+    norms = []
+    for _ in range(3):  # compile, record, replay
+        forward_backward(state, step_config, device, Batch(ids, ids))
+        norms.append(float(state.sharded.global_grad_norm(state.comm)))
+        state.optimizer.zero_grad(set_to_none=True)
+    if not all(math.isclose(norm, norms[0], rel_tol=GRADIENT_TOLERANCE) for norm in norms):
+        values = ", ".join(f"{norm:.4g}" for norm in norms)
+        raise RuntimeError(f"CUDA graphs change the gradient: its norm was {values}")
+
+
+def _compile_split(state: TrainState, step_config: StepConfig, device: Device, ids: Tensor) -> None:
+    _compile_blocks(state.model)
+    try:
+        with peer_errors(state.comm.dist_env):
+            forward_backward(state, step_config, device, Batch(ids, ids))
+    except Exception as error:
+        if isinstance(error, MegatokenError) or is_out_of_memory(error):
+            raise
+        what = f"torch.compile failed on the split model: {_first_line(error)}"
+        raise ConfigError(what, f"rank {state.dims.rank}", "set machine.compile=off") from None
+
+
+def _try_small_model(model: GPT, device: Device, ids: Tensor) -> None:
+    """Compile and run one block like those of a split model. Raises what the compiler raises."""
+    config = replace(model.config, n_layer=1, vocab_size=1)
+    small = GPT(config, seed=None).to(device.torch_device, device.dtype)
+    set_attention(small, model.attention_name)
+    set_activation_checkpointing(small, get_activation_checkpointing(model))
+    _compile_blocks(small)
+    with device.autocast():
+        keys = sequence_keys(0, 0, 0, len(ids), device.torch_device)
+        small(ids, dropout_keys_B=keys).sum().backward()
+
+
+def _compile_blocks(model: GPT) -> None:
+    for block in model.blocks:
+        block.compile()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,93 @@
+"""The expected time and memory of a run: printed at its start, compared with the facts at its end."""
+
+from dataclasses import dataclass
+
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.schema import Config
+from megatoken.console import format_duration, format_memory
+from megatoken.estimate.calibrate import count_run_bytes, find_calibration
+from megatoken.estimate.plan import build_layout
+from megatoken.estimate.speed import estimate_step
+from megatoken.system.device import Device
+from megatoken.system.gpus import find_driver
+from megatoken.train.state import StepConfig, TrainState
+
+EXACT_SHARE = 0.005  # deviations below it are reported as exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """Seconds of a step with the full batch, peak bytes of a process, and their source."""
+
+    step_seconds: float
+    memory_bytes: int
+    source: str
+
+    def describe(self, steps: StepConfig, step: int) -> str:
+        """Describe what is expected of the steps from `step` to the end."""
+        left = steps.tokens_before(steps.total_steps) - steps.tokens_before(step)
+        duration = format_duration(left / steps.batch_tokens * self.step_seconds)
+        rate = steps.batch_tokens / self.step_seconds
+        memory = format_memory(self.memory_bytes)
+        return f"{duration} of steps, {rate:,.0f} tokens/s, {memory} ({self.source})"
+
+    def describe_error(self, batches: float, seconds: float, memory_bytes: int) -> str:
+        """Describe the deviation. batches: full batches that took `seconds`."""
+        time_error = seconds / (batches * self.step_seconds) - 1
+        memory_error = memory_bytes / self.memory_bytes - 1
+        time_text = _describe_deviation(time_error, "longer", "shorter")
+        memory_text = _describe_deviation(memory_error, "more", "less")
+        return (
+            f"steps took {format_duration(seconds)}, {time_text}; "
+            f"memory {format_memory(memory_bytes)}, {memory_text}"
+        )
+
+
+def _describe_deviation(share: float, above: str, below: str) -> str:
+    if abs(share) < EXACT_SHARE:
+        return "as planned"
+    return f"{abs(share):.0%} {above if share > 0 else below} than planned"
+
+
+def expect(
+    state: TrainState,
+    steps: StepConfig,
+    config: Config,
+    model: ModelConfig,
+    device: Device,
+    *,
+    is_compiled: bool,
+) -> Expectation | None:
+    """Return the expectation from `megatoken plan --calibrate`, or for a known GPU from arithmetic.
+
+    None where neither is available.
+    """
+    batch_seqs = steps.batch_tokens // model.seq_len
+    if state.comm.is_single_process:
+        calibration = find_calibration(config, model, device, steps.micro_batch)
+        if calibration:
+            return Expectation(
+                step_seconds=calibration.step_seconds(model.n_layer, batch_seqs),
+                memory_bytes=count_run_bytes(calibration, config, model, device),
+                source="this machine, measured before",
+            )
+    gpu = find_driver(device.name)
+    if gpu is None:
+        return None
+    layout, memory = build_layout(
+        config,
+        model,
+        gpu,
+        state.dims,
+        precision=device.precision,
+        micro_batch=steps.micro_batch,
+        micro_steps=batch_seqs // state.dims.dp_size // steps.micro_batch,
+        compiled=is_compiled,
+        attention=state.model.attention_name,
+        checkpointing=config.machine.activation_checkpointing,
+    )
+    return Expectation(
+        step_seconds=estimate_step(model, gpu, layout).seconds,
+        memory_bytes=memory.total_bytes,
+        source="arithmetic",
+    )

@@ -1,0 +1,191 @@
+"""Read the numbers of steps from the device, log and show them, and hand bad steps to recovery."""
+
+import shlex
+import time
+from collections.abc import Sequence
+
+from megatoken.config.schema import Config
+from megatoken.console import format_duration, format_step
+from megatoken.data.chat_dataset import ROW_OBJECTIVES
+from megatoken.distributed.stragglers import StragglerDetector
+from megatoken.errors import ExitCode
+from megatoken.plots import draw_run
+from megatoken.train.actions import Action, is_due
+from megatoken.train.checkpoint_saver import BEST, CheckpointSaver
+from megatoken.train.expectation import Expectation
+from megatoken.train.recovery import Recovery
+from megatoken.train.run import Run
+from megatoken.train.step import PendingStep, StepMetrics, wait_for_steps
+from megatoken.train.throughput import ThroughputMeter
+
+SYNC_SECONDS = 1.0  # between reads of losses from a GPU; each read waits for all queued GPU work
+
+
+class StepLog:
+    """Collects pending steps until they are read. All ranks must make the same calls."""
+
+    def __init__(self, run: Run, recovery: Recovery) -> None:
+        self._run = run
+        self._recovery = recovery
+        self._pending: list[tuple[PendingStep, dict[str, float]]] = []  # with values of the batch
+        self._every = run.step_config.steps(run.config.log.every)
+        # Where spikes are skipped, a step is held to the limits of all steps before it.
+        self._reads_each_step = run.device.type == "cpu" or run.step_config.skip_spikes
+        self.meter = ThroughputMeter(
+            run.device,
+            run.data.model_config,
+            run.step_config,
+            run.comm.dist_env.world_size,
+            is_dense=run.config.objective.name not in ROW_OBJECTIVES,
+        )
+        self.stragglers = StragglerDetector(run.comm, run.device.type)
+        run.state.compute_timer = self.stragglers.compute
+
+    @property
+    def is_late(self) -> bool:
+        """Whether steps have been pending for SYNC_SECONDS."""
+        return bool(self._pending) and self.meter.elapsed_seconds > SYNC_SECONDS
+
+    @property
+    def reads_each_step(self) -> bool:
+        return self._reads_each_step
+
+    def begin_step(self) -> None:
+        """Start timing, unless steps are queued on the device."""
+        if not self._pending:
+            self._run.log.begin("step")
+            self.meter.start()  # leaves actions out of the step's time
+
+    def add(self, step: PendingStep, batch_values: dict[str, float]) -> None:
+        """Add a step and the values to log with its batch."""
+        self._pending.append((step, batch_values))
+
+    def read(self) -> None:
+        """Wait for the pending steps, log and show them. A bad step resets `state.step`."""
+        if not self._pending:
+            return
+        run = self._run
+        steps = [step for step, _ in self._pending]
+        values = [batch_values for _, batch_values in self._pending]
+        self._pending.clear()
+        metrics = wait_for_steps(run.state, steps)
+        tokens_before = run.step_config.tokens_before
+        tokens = tokens_before(steps[-1].step) - tokens_before(steps[0].step - 1)
+        speed = self.meter.read(tokens, len(steps))
+        now = run.log.file.elapsed_seconds
+        seconds = speed["seconds"] or 0.0
+        run.stop.observe(seconds * len(steps))
+        self._report_stragglers()
+        for number, (step, batch_values) in enumerate(zip(metrics, values, strict=False), start=1):
+            if step.bad:
+                self._recovery.skip(step)
+                continue
+            self._recovery.accept(step)
+            ended = now - (len(steps) - number) * seconds
+            self._log(step, {**batch_values, **speed}, elapsed_seconds=ended)
+
+    def _report_stragglers(self) -> None:
+        for slow in self.stragglers.find():
+            self._run.log.write(
+                "event", what="slow rank", rank=slow.rank, phase=slow.phase, message=str(slow)
+            )
+            self._run.console.warn(str(slow))
+
+    def _log(
+        self, step: StepMetrics, values: dict[str, float | None], elapsed_seconds: float
+    ) -> None:
+        run = self._run
+        row = {
+            "loss": step.loss,
+            "grad_norm": step.grad_norm,
+            "lr": step.lr,
+            **step.values,
+            **values,
+        }
+        total_steps = run.step_config.total_steps
+        is_last = step.step == total_steps
+        run.log.write(
+            "train",
+            step=step.step,
+            to_file=is_last or is_due(self._every, step.step),
+            elapsed_seconds=elapsed_seconds,
+            **row,
+        )
+        if step.overflowed:
+            message = "fp16 gradients overflowed; loss scale lowered"
+            run.log.write("event", what="step skipped", message=message)
+        left = self.meter.remaining_seconds(step.step)
+        run.log.file.progress(
+            step=step.step,
+            loss=step.loss,
+            tokens_per_second=values["tokens_per_second"],
+            eta_seconds=round(left, 1),
+        )
+        memory = run.device.peak_memory_bytes()
+        line = format_step({"step": step.step, **row}, total_steps, memory, left)
+        run.console.step(line, share=step.step / total_steps, last=is_last)
+
+
+def report_early_stop(run: Run) -> None:
+    """Log and print that the validation loss has not fallen for `evaluate.patience` validations."""
+    progress = run.progress
+    best = progress.best_step(progress.val_losses)
+    lowest = "never finite" if best is None else f"{progress.val_losses[best]:.4f} at step {best}"
+    n = run.config.evaluate.patience
+    message = f"the validation loss has not improved on {lowest} for {n} validations"
+    run.log.write("event", what="early stop", message=message)
+    run.console.print(f"step {run.state.step}: {message}: stopping early")
+
+
+def finish(
+    run: Run,
+    code: ExitCode,
+    steps: StepLog,
+    saver: CheckpointSaver,
+    expectation: Expectation | None,
+) -> None:
+    """Write the final status, draw the curves, and print the next command. Rank 0 only."""
+    step = run.state.step
+    console = run.console
+    if code != ExitCode.DONE:
+        reason = run.stop.stop_requested or "another rank"
+        run.log.file.status(
+            state="stopped", phase="", exit_code=int(code), step=step, message=reason
+        )
+        left = format_duration(steps.meter.remaining_seconds(step))
+        resume = f"the same command, or megatoken train {shlex.quote(str(run.out))}, resumes"
+        console.print(f"stopped by {reason} at step {step}, all saved ({left} left); {resume}")
+        return
+    run.log.file.status(state="done", phase="", exit_code=int(code), step=step, message="")
+    if expectation and steps.meter.total_tokens:
+        batches = steps.meter.total_tokens / run.step_config.batch_tokens
+        memory = run.device.peak_memory_bytes()
+        text = expectation.describe_error(batches, steps.meter.total_seconds, memory)
+        console.print(f"plan     {text}")
+    if run.config.log.plots:
+        console.print(draw_run(run.out, pictures=run.config.log.pictures))
+    best = saver.find_best()
+    if best is not None and best != step:
+        loss = run.progress.val_losses[best]
+        console.print(f"best: {run.out / BEST}, step {best:,}, validation loss {loss:.4f}")
+    console.print(f"done: {run.out}; next: megatoken {_next_command(run.config, str(run.out))}")
+
+
+def _next_command(config: Config, out: str) -> str:
+    out = shlex.quote(out)
+    if config.objective.name == "pretrain":
+        return f'sample {out} "your prompt"'
+    if config.objective.name == "reward":
+        start = shlex.quote(config.model.init or "RUN")
+        return f"train ppo --init {start} data.path=PROMPTS objective.reward={out}"
+    return f"chat {out}"
+
+
+def call_actions(run: Run, actions: Sequence[Action]) -> None:
+    """Call actions in order, each unless the time limit comes before its end."""
+    for action in actions:
+        run.check_stop(action.seconds)
+        start = time.monotonic()
+        action.call()
+        run.comm.barrier()  # rank 0 may have worked alone for longer than collectives wait
+        action.seconds = max(action.seconds, time.monotonic() - start)

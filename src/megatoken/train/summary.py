@@ -1,0 +1,110 @@
+"""The lines that a run prints before its first step."""
+
+from megatoken.config.model_config import describe_heads
+from megatoken.config.schema import Config
+from megatoken.console import Console, format_count, format_quantity
+from megatoken.data.chat_dataset import ROW_OBJECTIVES
+from megatoken.data.mixture import Mixture
+from megatoken.distributed.parallel_dims import ParallelDims
+from megatoken.model.flops import (
+    count_matmul_parameters,
+    count_parameters,
+    expected_initial_loss,
+    flops_per_token,
+)
+from megatoken.train.run import RunContext, RunData
+from megatoken.train.state import StepConfig
+
+
+def print_summary(
+    name: str,
+    config: Config,
+    data: RunData,
+    steps: StepConfig,
+    dims: ParallelDims,
+    context: RunContext,
+) -> None:
+    """Print the model, data, budget, machine and expected initial loss, and warnings about them."""
+    device = context.device
+    model = data.model_config
+    tokenizer = data.tokenizer
+    tokens = steps.tokens_before(steps.total_steps)
+    flops = flops_per_token(model, causal=False)
+    work = f"{flops:,} FLOPs a token (full attention)"
+    if config.objective.name not in ROW_OBJECTIVES:  # rows are shorter than contexts
+        work += f", {format_quantity(flops * tokens, 'FLOP')} in all"
+    machine = [str(device.torch_device), device.name, device.precision]
+    if device.peak_flops:
+        peak = format_quantity(device.peak_flops, "FLOP/s")
+        machine.append(f"peak {peak} ({device.peak_source})")
+    rows = [
+        ("run", f"{name} in {context.out}"),
+        (
+            "model",
+            f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model}, context "
+            f"{model.seq_len}: {count_parameters(model):,} parameters, "
+            f"{count_matmul_parameters(model):,} in matrix products",
+        ),
+        (
+            "data",
+            f"{data.dataset}: {len(data.dataset.train):,} train and {data.dataset.n_val:,} "
+            f"held-out tokens, tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} ids)",
+        ),
+        ("budget", _describe_budget(steps)),
+        *(("", line) for line in _describe_parts(data.dataset, model.seq_len, tokens)),
+        ("work", work),
+        ("machine", ", ".join(text for text in machine if text)),
+    ]
+    if dims != ParallelDims():
+        rows.append(("layout", str(dims)))
+    if not config.model.init:
+        first_loss = f"ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"
+        rows.append(("loss", f"expected at first: {first_loss}"))
+    context.console.table(rows)
+    _warn(config, data, steps, context.console)
+
+
+def _warn(config: Config, data: RunData, steps: StepConfig, console: Console) -> None:
+    schedule = steps.schedule
+    unit = "tokens" if steps.ramp else "steps"
+    lengths = {"optim.warmup": schedule.warmup, "optim.decay": schedule.decay_length or 0}
+    for key, length in lengths.items():
+        if length > schedule.total:
+            console.warn(f"{key}: {length:,} {unit} exceed the run's {schedule.total:,}")
+    vocab_size = data.model_config.vocab_size
+    n_unused = vocab_size - data.tokenizer.vocab_size
+    # Fewer may pad the vocabulary of another program.
+    if n_unused >= data.model_config.vocab_multiple and not config.model.init:
+        what = f"{n_unused:,} of the model's {vocab_size:,} ids are not in the tokenizer"
+        fix = f"model.vocab_size=0 uses the tokenizer's {data.tokenizer.vocab_size:,}"
+        console.warn(f"{what}; {fix}")
+    if not data.dataset.n_val:
+        console.warn("the dataset has no validation split: no held-out loss will be measured")
+
+
+def _describe_budget(steps: StepConfig) -> str:
+    tokens = steps.tokens_before(steps.total_steps)
+    size = f"{steps.batch_tokens:,}"
+    if steps.ramp:
+        size = f"{steps.ramp.start:,} to {size}"
+    epochs = _format_epochs(tokens / steps.epoch_tokens)
+    n_steps = format_count(steps.total_steps, "step")
+    return f"{n_steps} of {size} tokens = {format_quantity(tokens)} tokens = {epochs} epochs"
+
+
+def _describe_parts(dataset: Mixture, seq_len: int, tokens: int) -> list[str]:
+    """Return a line for each dataset of a mixture."""
+    if len(dataset.parts) == 1:
+        return []
+    lines = []
+    for part in dataset.parts:
+        size = (len(part.dataset.train) - 1) // seq_len * seq_len
+        epochs = _format_epochs(tokens * part.share / size)
+        lines.append(
+            f"{part.name}: {part.share:.1%} of the batches, {epochs} epochs of {size:,} tokens"
+        )
+    return lines
+
+
+def _format_epochs(epochs: float) -> str:
+    return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"
