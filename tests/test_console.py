@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.color import Color
 
-from megatoken.cli.progress import PrepareBar
+from megatoken.cli.prepare import PrepareBar
 from megatoken.console import (
     ACCENT,
     MUTED,

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import megatoken
+from megatoken.cli import COMMANDS
 from megatoken.cli.arguments import parse
-from megatoken.cli.main import COMMANDS, main
+from megatoken.cli.main import main
 from megatoken.errors import ConfigError
 from tests.ranks import start_process
 
@@ -109,7 +110,7 @@ def test_commands_parse(page: Path) -> None:
         if "--help" in words:
             continue
         try:
-            parse([PLACEHOLDERS.get(word, word) for word in words], COMMANDS)
+            parse([PLACEHOLDERS.get(word, word) for word in words])
         except ConfigError as error:
             if "arguments are required" not in str(error):
                 raise

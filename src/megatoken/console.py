@@ -142,9 +142,9 @@ class Console:
         """Print a warning."""
         self.print(f"warning: {text}", WARNING)
 
-    def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print `name  value` lines in two aligned columns."""
-        for line in self.align(rows, 2):
+    def table(self, rows: Sequence[Sequence[str]], left: int = 2) -> None:
+        """Print rows in aligned columns. left: number of left-aligned columns."""
+        for line in self.align(rows, left):
             self.print(line)
 
     def align(self, rows: Sequence[Sequence[str]], left: int) -> list[str]:

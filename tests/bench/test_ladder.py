@@ -21,7 +21,7 @@ from megatoken.bench.runner import Worker
 from megatoken.bench.scoreboard import list_speeds
 from megatoken.bench.spec import OURS, WorkerSpec
 from megatoken.cli.main import main
-from megatoken.cli.report import tabulate_ladder
+from megatoken.cli.report_page import tabulate_ladder
 from megatoken.config.presets import PRESETS
 from megatoken.console import Console
 from megatoken.errors import ExitCode, MegatokenError

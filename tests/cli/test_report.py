@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatoken.cli.main import main
-from megatoken.cli.report import MOST_POINTS, PUBLISHED, build_page, read_curves, serve
+from megatoken.cli.report_page import MOST_POINTS, PUBLISHED, build_page, read_curves, serve
 from megatoken.config.load import render, resolve
 from megatoken.console import Console
 from megatoken.errors import ExitCode

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from megatoken.cli.arguments import build_parser
-from megatoken.cli.main import COMMANDS, main
+from megatoken.cli.main import main
 from megatoken.errors import ExitCode
 from tests.config.bad_configs import KINDS, Kind
 
-PARSER = build_parser(COMMANDS)
+PARSER = build_parser("train")
 
 
 @pytest.mark.fault(42, 51)

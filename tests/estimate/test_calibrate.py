@@ -205,8 +205,9 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr("megatoken.estimate.calibrate.calibrate", lambda *_: (here, known))
     monkeypatch.setattr(type(here), "memory_bytes", lambda *_: 10**10 if fits else 10**9)
     config = load_config("quickstart", *WORDS)
-    options = Namespace(console=Console(), recipe="quickstart")
-    answer = plan.plan_here(options, config, config.model, 2 * 3600 * 32.0, 3.0)
+    options = Namespace(recipe="quickstart", price=3.0)
+    answer = plan.plan_here(options, config, config.model, 2 * 3600 * 32.0, Console()).data
+    assert answer is not None
     assert answer["tokens_per_second"] == 128 / (2 * 1.0 + 2.0)
     assert answer["fits"] == fits
     hours = 2 + 32_768 / 64 * 0.5 / 3600  # with one evaluation, in micro-batches of 64 tokens
@@ -228,11 +229,13 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> N
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
     monkeypatch.setattr("megatoken.estimate.calibrate.calibrate", lambda *_: (here, known))
     words = (*WORDS, "budget.steps=0", "budget.tokens=64000", "evaluate.tokens=0")
-    options = Namespace(console=Console(), recipe="quickstart")
+    options = Namespace(recipe="quickstart", price=0.0)
 
     def plan_seconds(*others: str) -> float:
         config = load_config("quickstart", *words, *others)
-        return 3600 * float(plan.plan_here(options, config, config.model, 64000.0, 0.0)["hours"])
+        answer = plan.plan_here(options, config, config.model, 64000.0, Console()).data
+        assert answer is not None
+        return 3600 * float(answer["hours"])
 
     assert plan_seconds() == pytest.approx(64000 / 128 * 4)
     # 300 batches of half a micro-batch, 150 of one, 100 of one and a half, each with its update, then 35,200 tokens.

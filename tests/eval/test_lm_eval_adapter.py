@@ -96,7 +96,9 @@ def test_results_equal_those_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("megatoken.cli.eval.load_pretrained", lambda name, warn: loaded)
+    monkeypatch.setattr(
+        "megatoken.convert.load_pretrained.load_pretrained", lambda name, warn: loaded
+    )
     arguments = [
         "eval",
         "any",
@@ -177,7 +179,9 @@ def test_generated_texts_equal_those_of_the_harness_own_model(tmp_path: Path) ->
 def test_unknown_task_is_a_one_line_error(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatoken.cli.eval.load_pretrained", lambda name, warn: loaded)
+    monkeypatch.setattr(
+        "megatoken.convert.load_pretrained.load_pretrained", lambda name, warn: loaded
+    )
     assert main(["eval", "any", "--harness", "--tasks", "hellaswagg", "--device", "cpu"]) == 2
     assert (
         "error: lm-evaluation-harness knows no task 'hellaswagg' — --tasks"

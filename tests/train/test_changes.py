@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatoken.checkpoint.commit import commit
-from megatoken.cli.arguments import describe_fields
+from megatoken.cli.train import describe_fields
 from megatoken.config.fields import ConfigField, Duration
 from megatoken.config.load import list_changes, render, resolve
 from megatoken.config.schema import FIELDS, Config, Resume, build_config, flatten, resume_class

@@ -1,1 +1,44 @@
-"""The `megatoken` command."""
+"""The `megatoken` command: one module per subcommand.
+
+A command module defines HELP (one line), EXAMPLE (a command line), `add_arguments(parser)` and
+`run(options, console)`. Importing it loads neither torch nor numpy; `run` imports what it needs.
+"""
+
+from argparse import ArgumentParser, Namespace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+if TYPE_CHECKING:
+    from megatoken.console import Console
+
+GROUPS = {  # in the order of `megatoken --help`
+    "start": ("quickstart", "doctor", "completion"),
+    "data": ("prepare", "verify"),
+    "train": ("train", "runs", "sweep", "race", "config", "describe", "plan", "dryrun", "launch"),
+    "measure": ("eval", "plot", "report", "sync", "scaling", "bench"),
+    "models": ("sample", "chat", "serve", "export", "consolidate"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+
+
+class Result(NamedTuple):
+    """The exit code of a command, and the object that --json prints (None: nothing)."""
+
+    exit_code: int
+    data: dict[str, Any] | None
+
+
+class Command(Protocol):
+    """What a command module defines."""
+
+    HELP: str
+    EXAMPLE: str
+
+    def add_arguments(self, parser: ArgumentParser) -> None: ...
+
+    def run(self, options: Namespace, console: "Console") -> Result: ...
+
+
+def load_command(name: str) -> Command:
+    """Import the module of a command in COMMANDS."""
+    return cast(Command, import_module(f"megatoken.cli.{name}"))

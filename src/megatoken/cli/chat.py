@@ -1,95 +1,114 @@
-"""`megatoken chat`: talk to a model in the terminal, or ask it once.
-
-Answers are shown as they come. Nothing that is said is written to a file.
-"""
+"""`megatoken chat MODEL`: talk to a model in the terminal, or ask it once. Nothing is saved."""
 
 import re
 import select
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_device_arguments, add_sampling_arguments
 from megatoken.config.schema import MachineConfig
 from megatoken.console import MUTED, Console, format_count, format_quantity, spell_controls
-from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_template import Message, find_template
-from megatoken.errors import ConfigError
+from megatoken.errors import ConfigError, ExitCode
 from megatoken.model.flops import count_parameters
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.conversation import Answer, Conversation
-from megatoken.sampling.generate import prepare_decoding
-from megatoken.system.device import memory_errors, open_device
 
 try:
     import readline
 except ImportError:  # input() then has no history
     readline = None  # type: ignore[assignment]
 
-PASTE_SECONDS = 0.05  # within which the next line of a pasted text comes
-QUOTES = '"""'  # stands before and behind a message of several lines
+if TYPE_CHECKING:
+    from megatoken.convert.load_pretrained import LoadedModel
+    from megatoken.sampling.choose import Sampling
+    from megatoken.sampling.conversation import Answer, Conversation
+
+HELP = "talk to a chat model in the terminal, or ask it once"
+EXAMPLE = "megatoken chat runs/sft"
+PASTE_SECONDS = 0.05  # between the lines of a pasted text
+QUOTES = '"""'
 COMMANDS = {
-    "/clear": "forget what was said",
-    "/exit": "leave, as Ctrl-D and a second Ctrl-C do",
-    "/help": "what can be typed here",
+    "/clear": "forget the conversation",
+    "/exit": "leave, like Ctrl-D or Ctrl-C twice",
+    "/help": "show this list",
+    QUOTES: "start and end a message of several lines",
 }
 
 
-@memory_errors("chat", "use --precision bf16 or --device cpu")
-def chat(options: Namespace) -> dict[str, Any]:
-    """Talk until the user leaves, or answer `--prompt` or what is piped in; return the last answer.
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    arg("model", metavar="MODEL", help="any MODEL of `sample` with a chat template")
+    doc = "message to answer (default: a conversation, or the message in a pipe)"
+    arg("-p", "--prompt", metavar="TEXT", help=doc)
+    arg("--system", metavar="TEXT", help="system message")
+    add_sampling_arguments(parser, 256)
+    add_device_arguments(parser)
 
-    Raises ConfigError for a model without a chat template, numbers out of range, or an empty prompt.
-    """
+
+def run(options: Namespace, console: Console) -> Result:
+    from megatoken.system.device import memory_errors
+
+    with memory_errors("chat", "use --precision bf16 or --device cpu"):
+        return chat(options, console)
+
+
+def chat(options: Namespace, console: Console) -> Result:
+    """Talk until the user leaves, or answer one message."""
+    from megatoken.convert.load_pretrained import load_pretrained
+    from megatoken.sampling.choose import Sampling
+
     sampling = Sampling(
         options.tokens, options.temperature, options.top_k, options.top_p, options.seed
     )
-    is_terminal = options.prompt is None and sys.stdin.isatty()
-    if is_terminal and options.json:
-        raise ConfigError(
-            "--json has no conversation to print",
-            "--json",
-            "give a message: -p TEXT, or from a pipe",
-        )
     text = options.prompt
-    if text is None and not is_terminal:
+    if text is None and not sys.stdin.isatty():
         text = sys.stdin.buffer.read().decode(errors="replace").strip("\n")
-    source = "standard input" if options.prompt is None else "--prompt"
-    for flag, given in ((source, text), ("--system", options.system)):
-        if given is not None and not given.strip():
-            raise ConfigError("the text is empty", flag, "give some, or leave it out")
+    if text is None and options.json:
+        raise ConfigError("--json needs a message", "--json", "give -p TEXT, or use a pipe")
+    for name, message in (("message", text), ("--system", options.system)):
+        if message is not None and not message.strip():
+            raise ConfigError("empty text", name, "give some, or leave it out")
     loaded = load_pretrained(options.model, Console(to_stderr=True).warn)
+    conversation = open_conversation(options, loaded, sampling)
+    if text is not None:
+        answer = ask(conversation, text, options, console)
+        if answer.finish_reason == "interrupted":
+            raise KeyboardInterrupt
+        return Result(ExitCode.DONE, {**asdict(answer), "model": loaded.source})
+    config = loaded.model.config
+    size = f"{format_quantity(count_parameters(config))} parameters"
+    console.print(f"{loaded.source}: {size}, context {config.seq_len:,} tokens", MUTED)
+    console.print("/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves", MUTED)
+    talk(conversation, options, console)
+    messages = [
+        {"role": message.role, "content": message.content} for message in conversation.messages
+    ]
+    return Result(ExitCode.DONE, {"messages": messages, "model": loaded.source})
+
+
+def open_conversation(
+    options: Namespace, loaded: "LoadedModel", sampling: "Sampling"
+) -> "Conversation":
+    """Return a conversation with the model. Raises ConfigError without a chat template."""
+    from megatoken.data.chat_template import Message, find_template
+    from megatoken.sampling.conversation import Conversation
+    from megatoken.sampling.generate import prepare_decoding
+    from megatoken.system.device import open_device
+
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
     template = find_template(loaded.tokenizer)
     prepare_decoding(loaded.model.to(device.torch_device), device)
     system = [Message("system", options.system)] if options.system else []
-    conversation = Conversation(loaded.model, template, sampling, device, system)
-    if text is not None:
-        answer = ask(conversation, text, options)
-        if answer.finish_reason == "interrupted":
-            raise KeyboardInterrupt
-        return {**asdict(answer), "model": loaded.source}
-    size = format_quantity(count_parameters(loaded.model.config))
-    about = f"{loaded.source}: {size} parameters, a context of {loaded.model.config.seq_len:,} tokens, {template.name}"
-    options.console.print(about, MUTED)
-    options.console.print(
-        "/help for what can be typed; Ctrl-C stops an answer, Ctrl-D leaves", MUTED
-    )
-    talk(conversation, options)
-    messages = [
-        {"role": message.role, "content": message.content} for message in conversation.messages
-    ]
-    return {"messages": messages, "model": loaded.source}
+    return Conversation(loaded.model, template, sampling, device, system)
 
 
-def talk(conversation: Conversation, options: Namespace) -> None:
+def talk(conversation: "Conversation", options: Namespace, console: Console) -> None:
     """Read messages from the terminal and answer them until the user leaves."""
-    if readline:
-        readline.parse_and_bind(
-            "set enable-bracketed-paste on"
-        )  # several pasted lines are one message
-    console, may_leave = options.console, False  # may_leave: by another Ctrl-C
+    if readline:  # several pasted lines are one message
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    was_interrupted = False
     while True:
         try:
             text = read_message().strip()
@@ -98,61 +117,52 @@ def talk(conversation: Conversation, options: Namespace) -> None:
             return
         except KeyboardInterrupt:
             print()
-            if may_leave:
+            if was_interrupted:
                 return
-            may_leave = True
-            console.print("Ctrl-C once more leaves", MUTED)
+            was_interrupted = True
+            console.print("press Ctrl-C again to leave", MUTED)
             continue
-        may_leave = False
+        was_interrupted = False
         if text == "/exit":
             return
         if text == "/clear":
             conversation.clear()
         elif re.fullmatch(r"/\w+", text):
-            if text != "/help":
-                console.print(f"no command {text}", MUTED)
-            console.table(
-                [*COMMANDS.items(), (QUOTES, "before and behind a message of several lines")]
-            )
+            console.table(list(COMMANDS.items()))
         elif text:
             try:
-                may_leave = ask(conversation, text, options).finish_reason == "interrupted"
+                answer = ask(conversation, text, options, console)
+                was_interrupted = answer.finish_reason == "interrupted"
             except ConfigError as error:
                 console.print(f"error: {error}")
 
 
-def ask(conversation: Conversation, text: str, options: Namespace) -> Answer:
-    """Print the answer to a message while it comes, unless `--json`; say when old turns begin to be left out."""
-    shown = (
-        spell_controls if options.console.is_live else str
-    )  # a file or pipe gets the text alone, as it is
-    dropped = conversation.dropped
+def ask(conversation: "Conversation", text: str, options: Namespace, console: Console) -> "Answer":
+    """Answer a message. Print the answer as it is generated, unless --json, and a note if cut."""
+    n_dropped = conversation.dropped
 
-    def print_part(part: str) -> None:
-        sys.stdout.write(shown(part))
-        sys.stdout.flush()
+    def write(part: str) -> None:
+        if not options.json:
+            sys.stdout.write(spell_controls(part) if console.is_live else part)
+            sys.stdout.flush()
 
-    answer = conversation.ask(text, (lambda _: None) if options.json else print_part)
-    if not options.json:
-        print(flush=True)
+    answer = conversation.ask(text, write)
+    write("\n")
     notes = Console(to_stderr=True)
-    if conversation.dropped and not dropped:
-        what = format_count(conversation.dropped, "message")
-        notes.print(
-            f"note: the context is full: the oldest {what} left out, and more from here on", MUTED
-        )
+    if conversation.dropped and not n_dropped:
+        count = format_count(conversation.dropped, "message")
+        notes.print(f"note: the context is full; dropped the oldest {count}", MUTED)
     if answer.finish_reason == "length":
         notes.print(f"note: cut after {format_count(len(answer.ids), 'token')}", MUTED)
     return answer
 
 
 def read_message() -> str:
-    """A message from the terminal: a line, pasted lines, or lines between QUOTES. Raises EOFError at the end."""
+    """Read a line, pasted lines, or lines between QUOTES. Raises EOFError at the end of input."""
     lines = [input("> ")]
-    with suppress(EOFError):  # which comes again when the next message is read
-        while select.select([sys.stdin], [], [], PASTE_SECONDS)[
-            0
-        ]:  # where readline does not take a paste whole
+    with suppress(EOFError):  # raised again by the next call
+        # Without readline's bracketed paste, the lines of a paste come one by one.
+        while select.select([sys.stdin], [], [], PASTE_SECONDS)[0]:
             lines.append(input())
     text = "\n".join(lines)
     if text.startswith(QUOTES):

@@ -1,29 +1,32 @@
-"""`megatoken doctor`: checks of this machine, each with a remedy."""
+"""`megatoken doctor`: check that this machine can train."""
 
 import os
 import platform
 import shutil
 import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-
+from megatoken.cli import Result
 from megatoken.config.schema import MachineConfig
-from megatoken.console import format_quantity
-from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import MegatokenError
-from megatoken.native.library import NO_LIBRARY, find_library
-from megatoken.system.device import choose_device, misses_triton
+from megatoken.console import Console, format_quantity
+from megatoken.errors import ExitCode, MegatokenError
+from megatoken.system.atomic_write import local_path
 from megatoken.system.environment import python_command
 from megatoken.system.machine import cpu_count, find_compiler, free_memory_bytes
 from megatoken.system.process import run_child
 
-MEET_SECONDS = 90.0  # for two processes to start on a busy machine, to join and to sum
-MIN_DISK = 5e9  # bytes: less does not hold a GPT-2 124M run
-MIN_TORCH = (2, 11)
+if TYPE_CHECKING:
+    from megatoken.system.device import Device
 
-# Each of two processes joins a group and sums rank + 1 over it.
+HELP = "check that this machine can train, with a remedy for each problem"
+EXAMPLE = "megatoken doctor"
+MEET_SECONDS = 90.0  # for two processes on a busy machine to start, join and sum
+MIN_DISK = 5e9  # bytes: a run of GPT-2 124M
+MIN_TORCH = (2, 11)
+# Two processes join a group and sum rank + 1.
 PROGRAM = """
 import torch
 from megatoken.distributed import comm
@@ -39,119 +42,135 @@ sys.exit(0 if total == 3.0 else f"1 + 2 is {total}")
 """
 LAUNCH = "from megatoken.launch.local import launch; sys.exit(launch(sys.argv[1:], 2))"
 
-# good; lacking: a run works, slower or with less; bad: a run would fail. Then what was found, and the remedy.
-Result = tuple[str, str, str]
+
+class Finding(NamedTuple):
+    """The result of a check. lacking: runs work, but slower or with less; bad: runs fail."""
+
+    state: Literal["good", "lacking", "bad"]
+    found: str
+    remedy: str = ""
 
 
-def run_checks(folder: Path) -> list[dict[str, str]]:
-    """The findings of all checks, for runs in `folder`, by name; an exception in one is a finding."""
-    findings = []
-    for name, check in CHECKS.items():
-        try:
-            state, found, remedy = check(folder)
-        except MegatokenError as error:  # names its remedy
-            what, *rest = str(error).rsplit(" — ", 1)
-            state, found, remedy = "bad", what, *(rest or [""])
-        except Exception as error:  # drivers and libraries may raise anything
-            state, found, remedy = (
-                "bad",
-                f"{type(error).__name__}: {error}",
-                "unexpected: this is the system's message",
-            )
-        findings.append(
-            {
-                "name": name,
-                "state": state,
-                "found": found,
-                "remedy": "" if state == "good" else remedy,
-            }
-        )
-    return findings
+def add_arguments(parser: ArgumentParser) -> None:
+    doc = "where to train (default .)"
+    parser.add_argument("folder", metavar="DIR", nargs="?", type=local_path, default=".", help=doc)
 
 
-def check_versions(_: Path) -> Result:
-    outdated = tuple(int(number) for number in torch.__version__.split(".")[:2]) < MIN_TORCH
-    found = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return (
-        "bad" if outdated else "good",
-        found,
-        f"install torch {'.'.join(map(str, MIN_TORCH))} or newer",
+def run(options: Namespace, console: Console) -> Result:
+    findings = {name: run_check(check, options.folder) for name, check in CHECKS.items()}
+    rows = [
+        (finding.state, name, f"{finding.found}{finding.remedy and f' — {finding.remedy}'}")
+        for name, finding in findings.items()
+    ]
+    console.table(rows, left=3)
+    is_bad = any(finding.state == "bad" for finding in findings.values())
+    data = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
+    return Result(ExitCode.CONFIG if is_bad else ExitCode.DONE, {"findings": data})
+
+
+def run_check(check: Callable[[Path], Finding], folder: Path) -> Finding:
+    """Run a check for runs in `folder`. An exception is a bad finding."""
+    try:
+        return check(folder)
+    except MegatokenError as error:
+        return Finding("bad", str(error))
+    except Exception as error:  # drivers and libraries may raise anything
+        return Finding("bad", f"{type(error).__name__}: {error}", "see the system's message")
+
+
+def check_versions(_: Path) -> Finding:
+    import torch
+
+    text = f"Python {platform.python_version()}, torch {torch.__version__}"
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < MIN_TORCH:
+        return Finding("bad", text, f"install torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer")
+    return Finding("good", text)
+
+
+def _choose_device() -> "Device":
+    from megatoken.system.device import choose_device
+
+    return choose_device(MachineConfig())
+
+
+def check_device(_: Path) -> Finding:
+    device = _choose_device()
+    memory = f"{format_quantity(free_memory_bytes(), 'B')} of memory free"
+    text = (
+        f"{device.name} ({device.torch_device}), {device.precision}, {cpu_count()} cores, {memory}"
     )
+    driver = shutil.which("nvidia-smi")
+    if device.type == "cpu" and driver:
+        return Finding("lacking", f"{text}; found {driver}", "install a CUDA build of torch")
+    return Finding("good", text)
 
 
-def check_device(_: Path) -> Result:
-    device = choose_device(MachineConfig())
-    found = f"{device.name} ({device.torch_device}), {device.precision}, {cpu_count()} processors, "
-    found += f"{format_quantity(free_memory_bytes(), 'B')} of memory free"
-    if device.type == "cpu" and (driver := shutil.which("nvidia-smi")):
-        remedy = "this torch is a CPU build, or older than the driver: install a CUDA build"
-        return "lacking", f"{found}; found {driver}", remedy
-    return "good", found, ""
+def check_compiler(_: Path) -> Finding:
+    from megatoken.system.device import misses_triton
+
+    device = _choose_device()
+    reason = misses_triton(device) if device.type == "cuda" else ""
+    if reason:
+        return Finding("lacking", f"no compiled kernels: {reason}", "pip install triton")
+    compiler = find_compiler()
+    if compiler:
+        return Finding("good", compiler)
+    return Finding("lacking", "no C++ compiler: models run uncompiled", "install g++")
 
 
-def check_compiler(_: Path) -> Result:
-    device = choose_device(MachineConfig())
-    if device.type == "cuda" and (reason := misses_triton(device)):
-        return "lacking", f"plain PyTorch: {reason}", "pip install triton"
-    if compiler := find_compiler():
-        return "good", compiler, ""
-    return (
-        "lacking",
-        "no C++ compiler: models run uncompiled",
-        "install g++ to use machine.compile=on",
-    )
+def check_native(_: Path) -> Finding:
+    from megatoken.native.library import NO_LIBRARY, find_library
+
+    library = find_library()
+    if library:
+        return Finding("good", f"kernels for {library.instruction_set}")
+    return Finding("lacking", "no native kernels for this CPU", NO_LIBRARY)
 
 
-def check_native(_: Path) -> Result:
-    if library := find_library():
-        return "good", f"kernels for {library.instruction_set}", ""
-    return "lacking", "no native kernels for this processor, which train faster on it", NO_LIBRARY
-
-
-def check_disk(folder: Path) -> Result:
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-    )
+def check_disk(folder: Path) -> Finding:
+    folders = (folder.absolute(), *folder.absolute().parents)
+    existing = next(path for path in folders if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"x")
             os.fsync(file.fileno())
     except OSError as error:
-        return "bad", f"{existing}: {error.strerror}", "choose a folder you can write"
+        return Finding("bad", f"{existing}: {error.strerror}", "choose a writable folder")
     free = shutil.disk_usage(existing).free
-    found, remedy = (
-        f"{format_quantity(free, 'B')} free at {existing}",
-        "free some space, or choose another folder",
-    )
-    return "lacking" if free < MIN_DISK else "good", found, remedy
+    text = f"{format_quantity(free, 'B')} free at {existing}"
+    if free < MIN_DISK:
+        return Finding("lacking", text, "free some space, or choose another folder")
+    return Finding("good", text)
 
 
-def check_tokenizer(_: Path) -> Result:
+def check_tokenizer(_: Path) -> Finding:
+    from megatoken.data.tokenizer import load_tokenizer
+
     try:
-        return "good", f"gpt2, {load_tokenizer('gpt2').vocab_size:,} ids", ""
+        return Finding("good", f"gpt2, {load_tokenizer('gpt2').vocab_size:,} ids")
     except MegatokenError as error:
-        return "lacking", str(error), "go online once, or use --tokenizer bpe:N or bytes"
+        remedy = "go online once, or use --tokenizer bpe:N or bytes"
+        return Finding("lacking", str(error), remedy)
 
 
-def check_collective(_: Path) -> Result:
+def check_collective(_: Path) -> Finding:
+    import torch
+
     command = [*python_command(LAUNCH), *python_command(PROGRAM)]
     lines: list[str] = []
     try:
         exit_code = run_child(command, on_line=lines.append, timeout=MEET_SECONDS)
     except TimeoutError:
-        return (
-            "bad",
-            f"two processes did not meet in {MEET_SECONDS:.0f} s",
-            "check that the machine is not overloaded",
-        )
+        text = f"two processes did not meet in {MEET_SECONDS:.0f} s"
+        return Finding("bad", text, "check the load of the machine")
     if exit_code:
-        remedy = "check that this host's name resolves and no firewall blocks loopback, or set GLOO_SOCKET_IFNAME=lo"
-        return "bad", "".join(lines[-1:]).strip(), remedy
+        remedy = "check the host name and the firewall, or set GLOO_SOCKET_IFNAME=lo"
+        return Finding("bad", "".join(lines[-1:]).strip(), remedy)
     nccl = "; NCCL is available" if torch.distributed.is_nccl_available() else ""
-    return "good", f"two processes joined by gloo and summed{nccl}", ""
+    return Finding("good", f"two processes joined by gloo and summed{nccl}")
 
 
-CHECKS: dict[str, Callable[[Path], Result]] = {
+CHECKS: dict[str, Callable[[Path], Finding]] = {
     "versions": check_versions,
     "device": check_device,
     "compiler": check_compiler,

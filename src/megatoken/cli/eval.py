@@ -1,119 +1,156 @@
-"""`megatoken eval`: evaluate models; prints a table, draws scores over sizes, returns the dictionary for --json."""
+"""`megatoken eval MODEL...`: score models on tasks, questions or text."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_device_arguments
+from megatoken.cli.ranks import launch_ranks
+from megatoken.cli.runs import find_own_data
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console, format_quantity
-from megatoken.convert.hf.load import refuse_missing_path
-from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
-from megatoken.data.chat_template import find_template
-from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import read_dist_env
-from megatoken.eval.answers import (
-    DEFAULT_TOKENS,
-    AnswerSettings,
-    describe_answers,
-    evaluate_answers,
-    read_questions,
-)
-from megatoken.eval.evaluate import evaluate_loss, evaluate_tasks
-from megatoken.eval.multiple_choice import describe_cut, format_score
+from megatoken.errors import ConfigError, ExitCode
 from megatoken.eval.rewards import REWARDS, load_reward
-from megatoken.eval.tasks import SCORES, find_tasks, read_examples
+from megatoken.eval.tasks import SCORES, TASKS, find_tasks, read_examples
 from megatoken.model.flops import count_parameters
-from megatoken.plots import check_picture, load_pyplot, save_figure
-from megatoken.sampling.choose import Sampling
-from megatoken.system.device import Device, memory_errors, open_device
+from megatoken.system.atomic_write import local_path
+from megatoken.system.object_store import path_or_address
 
-Evaluation = Callable[[Namespace, LoadedModel, Device, Comm, Console], dict[str, Any]]
+if TYPE_CHECKING:
+    from megatoken.convert.load_pretrained import LoadedModel
+    from megatoken.distributed.comm import Comm
+    from megatoken.system.device import Device
+
+    # Evaluates one model and returns its part of the answer.
+    Evaluation = Callable[[Namespace, LoadedModel, Device, Comm, Console], dict[str, Any]]
+
+HELP = "score models on tasks, or compute their loss"
+EXAMPLE = "megatoken eval runs/mine --tasks hellaswag"
 
 
-@memory_errors("eval", "use --precision bf16 or --device cpu")
-def evaluate_models(
-    options: Namespace, run_harness: Evaluation | None = None
-) -> dict[str, Any] | None:
-    """Load each model and evaluate it, by lm-evaluation-harness if given. None on every rank but the first.
-
-    The answer for one model; for several {"models": [one for each, with its `parameters`]}.
-    """
-    for name in options.models:
-        refuse_missing_path(name)
-    if options.plot:
-        check_picture(options.plot)
-    own_tasks = options.tasks and not run_harness
-    # Examples are read and checked before a model is loaded.
-    tasks = (
-        read_examples(find_tasks(options.tasks), options.data, options.limit) if own_tasks else {}
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    doc = "any MODEL of `sample`; several are compared in one table"
+    arg("models", metavar="MODEL", nargs="+", help=doc)
+    arg("--tasks", metavar="NAMES", help=f"comma-separated: {', '.join(TASKS)}")
+    doc = "with --tasks: file of examples, or folder with TASK.jsonl (default: Hugging Face hub); "
+    doc += "without: shards or text, also at an address (default: what the run trained on)"
+    arg("--data", type=path_or_address, metavar="PATH", help=doc)
+    doc = "most examples per task, prompts, or tokens; 0: all (default 0)"
+    arg("--limit", type=int, default=0, metavar="N", help=doc)
+    arg("--split", choices=("train", "val"), help="split of the shards (default val if any)")
+    arg("--examples", action="store_true", help="also return the prediction for each example")
+    arg(
+        "--no-token-mean",
+        action="store_true",
+        help="skip acc_token_mean: HellaSwag in half the time",
     )
-    dist_env = read_dist_env()
-    console = Console(to_stderr=options.json, quiet=not dist_env.is_main_process)
-    machine = MachineConfig(device=options.device, precision=options.precision)
-    device = open_device(
-        machine, local_rank=dist_env.local_rank, local_world_size=dist_env.local_world_size
+    arg("--nproc", type=int, default=1, metavar="N", help="local processes (default 1)")
+    doc = "PNG of the scores, or the loss, by model size"
+    arg("--plot", type=local_path, metavar="FILE", help=doc)
+    chat = parser.add_argument_group("chat models")
+    doc = "questions to answer: rows of prompt and answer, conversations, or exercises-test"
+    chat.add_argument("--chat", metavar="SOURCE", help=doc)
+    doc = f"{', '.join(REWARDS)}, or module:function (default exact)"
+    chat.add_argument("--reward", metavar="NAME", default="exact", help=doc)
+    doc = "answers to sample per question, for pass@k (default 0)"
+    chat.add_argument("--samples", type=int, default=0, metavar="N", help=doc)
+    doc = "of the sampled answers (default 1)"
+    chat.add_argument("--temperature", type=float, default=1.0, metavar="T", help=doc)
+    doc = "most new tokens per answer (default 256)"
+    chat.add_argument("--tokens", type=int, default=256, metavar="N", help=doc)
+    harness = parser.add_argument_group("lm-evaluation-harness")
+    doc = "evaluate --tasks, any it has, by lm-evaluation-harness"
+    harness.add_argument("--harness", action="store_true", help=doc)
+    harness.add_argument("--no-template", action="store_true", help="no chat template")
+    harness.add_argument("--include", type=local_path, metavar="DIR", help="folder of task files")
+    harness.add_argument("--fewshot", type=int, metavar="K", help="examples in each prompt")
+    add_device_arguments(parser)
+
+
+def run(options: Namespace, console: Console) -> Result:
+    if options.limit < 0:
+        raise ConfigError(f"--limit is {options.limit}", "--limit", "give 0 or more")
+    if options.tasks is None and not (options.data or options.chat or options.harness):
+        options.data = find_own_data(options.models)
+        if not options.data:
+            fix = "give --tasks, --data or --chat"
+            raise ConfigError("nothing to evaluate on", "megatoken eval", fix)
+        console.print(f"data: {options.data}, which the run was trained on")
+    if options.tasks is not None and not options.harness:
+        find_tasks(options.tasks)
+    code = launch_ranks(options)
+    if code is not None:
+        return Result(code, None)
+    from megatoken.system.device import memory_errors
+
+    with memory_errors("eval", "use --precision bf16 or --device cpu"):
+        return evaluate_models(options)
+
+
+def choose_evaluation(options: Namespace) -> "Evaluation":
+    """Return the evaluation that the options ask for. Reads and checks its examples."""
+    if options.chat:
+        return prepare_questions(options)
+    if options.harness:
+        from megatoken.eval.lm_eval_adapter import run_harness
+
+        return run_harness
+    from megatoken.eval.evaluate import evaluate_loss, evaluate_tasks
+
+    tasks = {}
+    if options.tasks:
+        tasks = read_examples(find_tasks(options.tasks), options.data, options.limit)
+
+    def evaluate_model(
+        options: Namespace, loaded: "LoadedModel", device: "Device", comm: "Comm", console: Console
+    ) -> dict[str, Any]:
+        if tasks:
+            return evaluate_tasks(
+                loaded.model,
+                loaded.tokenizer,
+                tasks,
+                device,
+                comm,
+                token_mean=not options.no_token_mean,
+                per_example=options.examples,
+            )
+        return evaluate_loss(
+            loaded.model,
+            loaded.tokenizer,
+            options.data,
+            device,
+            comm,
+            limit=options.limit,
+            split=options.split,
+        )
+
+    return evaluate_model
+
+
+def prepare_questions(options: Namespace) -> "Evaluation":
+    """Return the evaluation of `--chat`."""
+    from megatoken.data.chat_template import find_template
+    from megatoken.eval.answers import (
+        AnswerSettings,
+        describe_answers,
+        evaluate_answers,
+        read_questions,
     )
-    answers: list[dict[str, Any]] = []
-    with join_process_group(dist_env, device.type) as comm:
-        for name in options.models:
-            loaded = load_pretrained(name, console.warn)
-            loaded.model.to(device.torch_device)
-            about = {"model": loaded.source, "parameters": count_parameters(loaded.model.config)}
-            if run_harness:
-                answers.append(about | run_harness(options, loaded, device, comm, console))
-                continue
-            if tasks:
-                result = evaluate_tasks(
-                    loaded.model,
-                    loaded.tokenizer,
-                    tasks,
-                    device,
-                    comm,
-                    token_mean=not options.no_token_mean,
-                    per_example=options.examples,
-                )
-            else:
-                result = evaluate_loss(
-                    loaded.model,
-                    loaded.tokenizer,
-                    options.data,
-                    device,
-                    comm,
-                    limit=options.limit,
-                    split=options.split,
-                )
-            answers.append(about | result)
-            if len(options.models) > 1:
-                width = max(map(len, options.models)) + 2
-                head = "" if len(answers) > 1 else f"{'model':<{width}}{'parameters':>14}  "
-                print_row(head, f"{name:<{width}}{about['parameters']:>14,}  ", result, console)
-            elif not options.json:
-                print_tasks(result, console) if tasks else print_loss(
-                    result, options.limit, console
-                )
-    if not dist_env.is_main_process:
-        return None
-    if options.plot:
-        console.print(f"picture: {draw_scores(options.models, answers, options.plot)}")
-    if len(answers) > 1:
-        return {"models": answers}
-    return {key: value for key, value in answers[0].items() if key != "parameters"}
+    from megatoken.sampling.choose import Sampling
 
-
-def answer_questions(options: Namespace) -> Evaluation:
-    """The evaluation of `--chat`, whose rows and numbers are checked now."""
-    temperature = 1.0 if options.temperature is None else options.temperature
-    new_tokens = DEFAULT_TOKENS if options.tokens is None else options.tokens
-    name = options.reward or "exact"
-    reward = REWARDS.get(name) or load_reward(name)
-    sampling = Sampling(new_tokens, temperature)
-    samples = options.samples or 0
-    settings = AnswerSettings(reward, name, samples, sampling, per_example=options.examples)
+    reward = REWARDS.get(options.reward) or load_reward(options.reward)
+    sampling = Sampling(options.tokens, options.temperature)
+    settings = AnswerSettings(
+        reward, options.reward, options.samples, sampling, per_example=options.examples
+    )
     questions = read_questions(options.chat, options.limit)
 
     def evaluate_chat(
-        options: Namespace, loaded: LoadedModel, device: Device, comm: Comm, console: Console
+        options: Namespace, loaded: "LoadedModel", device: "Device", comm: "Comm", console: Console
     ) -> dict[str, Any]:
         result = evaluate_answers(
             loaded.model,
@@ -130,91 +167,143 @@ def answer_questions(options: Namespace) -> Evaluation:
     return evaluate_chat
 
 
-def print_row(head: str, lead: str, result: dict[str, Any], console: Console) -> None:
-    """The lines of one model of several behind `lead`, below the heads of the columns if `head` begins them."""
-    if "tasks" in result:
-        print_tasks(result, console, head, lead)
-        return
-    if head:
-        console.print(f"{head}{'loss':>10}{'bits per byte':>16}{'perplexity':>16}{'tokens':>16}")
-    bits = "-" if result["bits_per_byte"] is None else f"{result['bits_per_byte']:.4f}"
-    values = f"{result['loss']:>10.4f}{bits:>16}{result['perplexity']:>16.3f}{result['target_tokens']:>16,}"
-    console.print(lead + values)
+def evaluate_models(options: Namespace) -> Result:
+    """Load each model and evaluate it. Only rank 0 prints and returns data.
+
+    The data is that of one model, or {"models": [...]} with the `parameters` of each.
+    """
+    from megatoken.convert.hf.load import refuse_missing_path
+    from megatoken.convert.load_pretrained import load_pretrained
+    from megatoken.distributed.comm import join_process_group
+    from megatoken.plots import check_picture
+    from megatoken.system.device import open_device
+
+    for name in options.models:
+        refuse_missing_path(name)
+    if options.plot:
+        check_picture(options.plot)
+    evaluate_model = choose_evaluation(options)
+    dist_env = read_dist_env()
+    console = Console(to_stderr=options.json, quiet=not dist_env.is_main_process)
+    device = open_device(
+        MachineConfig(device=options.device, precision=options.precision),
+        local_rank=dist_env.local_rank,
+        local_world_size=dist_env.local_world_size,
+    )
+    answers: list[dict[str, Any]] = []
+    with join_process_group(dist_env, device.type) as comm:
+        for name in options.models:
+            loaded = load_pretrained(name, console.warn)
+            loaded.model.to(device.torch_device)
+            about = {"model": loaded.source, "parameters": count_parameters(loaded.model.config)}
+            answers.append(about | evaluate_model(options, loaded, device, comm, console))
+    if not dist_env.is_main_process:
+        return Result(ExitCode.DONE, None)
+    if not options.json and not options.chat and not options.harness:
+        print_answers(options.models, answers, console)
+    if options.plot:
+        console.print(f"picture: {draw_scores(options.models, answers, options.plot)}")
+    if len(answers) > 1:
+        return Result(ExitCode.DONE, {"models": answers})
+    del answers[0]["parameters"]
+    return Result(ExitCode.DONE, answers[0])
 
 
-def print_tasks(
-    result: dict[str, Any], console: Console, head: str | None = None, lead: str = ""
+def print_answers(
+    names: Sequence[str], answers: Sequence[Mapping[str, Any]], console: Console
 ) -> None:
-    """One line per task: scores in percent with their standard errors. head: of the column of `lead`; "": no heads."""
-    width = max(map(len, [*result["tasks"], "task"])) + 2
-    if head != "":
-        console.print(
-            f"{head or ''}{'task':<{width}}{'n':>7}" + "".join(f"{score:>18}" for score in SCORES)
-        )
-    for name, metrics in result["tasks"].items():
-        scores = "".join(f"{format_score(metrics, score):>18}" for score in SCORES)
-        perplexity = f"   perplexity {metrics['perplexity']:.2f}" if "perplexity" in metrics else ""
-        console.print(
-            f"{lead}{name:<{width}}{metrics['n']:>7,}{scores}{perplexity}{describe_cut(metrics)}"
-        )
+    """Print a table of the scores of each task, or of the losses, of each model."""
+    has_tasks = "tasks" in answers[0]
+    if has_tasks:
+        heads = ["task", "n", *SCORES, ""]
+    else:
+        heads = ["data", "loss", "bits/byte", "perplexity", "tokens", "bytes"]
+    rows = [["model", "parameters", *heads]]
+    for name, answer in zip(names, answers, strict=True):
+        lines = list_task_cells(answer) if has_tasks else [list_loss_cells(answer)]
+        rows += [[name, f"{answer['parameters']:,}", *cells] for cells in lines]
+    console.table(rows, left=3)
 
 
-def print_loss(result: dict[str, Any], limit: int, console: Console) -> None:
-    spread = "spread evenly over " if limit else ""
-    over = f"{result['target_tokens']:,} tokens, {result['text_bytes']:,} bytes of text, {spread}"
-    loss = f"{result['loss']:.4f} nats per token, perplexity {result['perplexity']:.3f}"
-    bits = result["bits_per_byte"]
-    rows = [
-        ("loss", loss),
-        ("bits per byte", "no token is text" if bits is None else f"{bits:.4f}"),
+def list_task_cells(answer: Mapping[str, Any]) -> list[list[str]]:
+    """Return the cells of each task: scores in percent with standard errors, and remarks."""
+    from megatoken.eval.multiple_choice import describe_cut, format_score
+
+    rows = []
+    for task, metrics in answer["tasks"].items():
+        scores = [format_score(metrics, score) for score in SCORES]
+        remark = describe_cut(metrics).removeprefix(", ")
+        if "perplexity" in metrics:
+            remark = f"perplexity {metrics['perplexity']:.2f} {remark}"
+        rows.append([task, f"{metrics['n']:,}", *scores, remark])
+    return rows
+
+
+def list_loss_cells(answer: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a loss: data, nats per token, bits per byte, perplexity, counts."""
+    bits = answer["bits_per_byte"]
+    return [
+        f"{answer['split']} of {answer['data']}",
+        f"{answer['loss']:.4f}",
+        "-" if bits is None else f"{bits:.4f}",
+        f"{answer['perplexity']:.3f}",
+        f"{answer['target_tokens']:,}",
+        f"{answer['text_bytes']:,}",
     ]
-    console.table([*rows, ("over", f"{over}{result['split']} of {result['data']}")])
 
 
 def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], target: Path) -> Path:
-    """Draw over the parameters of the models a panel for each task with its scores, or the loss and bits per byte."""
+    """Draw the scores of each task, or the loss and bits per byte, over the models' sizes."""
+    from megatoken.plots import load_pyplot, save_figure
+
     pyplot = load_pyplot()
-    order = sorted(range(len(names)), key=lambda index: float(answers[index]["parameters"]))
-    ordered, tasks = [answers[index] for index in order], list(answers[0].get("tasks", ()))
+    tasks = list(answers[0].get("tasks", ()))
     panels = tasks or ["loss", "bits_per_byte"]
-    columns = min(len(panels), 2)
-    size = {
-        "figsize": (5.5 * columns, 4.2 * -(-len(panels) // columns)),
-        "layout": "constrained",
-        "squeeze": False,
-    }
-    figure, axes = pyplot.subplots(-(-len(panels) // columns), columns, **size)
-    parameters = [answer["parameters"] for answer in ordered]
-    sizes = sorted({*parameters})
+    n_columns = min(len(panels), 2)
+    n_rows = -(-len(panels) // n_columns)
+    figsize = (5.5 * n_columns, 4.2 * n_rows)
+    figure, axes = pyplot.subplots(
+        n_rows, n_columns, figsize=figsize, layout="constrained", squeeze=False
+    )
+    order = sorted(range(len(names)), key=lambda index: float(answers[index]["parameters"]))
+    sizes = [answers[index]["parameters"] for index in order]
     for axis, panel in zip(axes.flat, panels, strict=False):
-        curves = {panel: [(answer.get(panel), 0.0) for answer in ordered]}
-        if tasks:
-            scored = [answer["tasks"][panel] for answer in ordered]
-            curves = {
-                score: [(each[score], each["stderr"][score] or 0.0) for each in scored]
-                for score in SCORES
-            }
-        for (curve, values), marker in zip(curves.items(), "osv", strict=False):
-            y, errors = zip(*values, strict=True)
+        for (label, points), marker in zip(
+            list_curves(panel, [answers[index] for index in order]).items(), "osv", strict=False
+        ):
+            y, errors = zip(*points, strict=True)
             if None not in y:
-                axis.errorbar(parameters, y, errors, marker=marker, ms=5, lw=1, label=curve)
-        for size in sizes:
-            models = "\n".join(
-                Path(names[i]).name for i in order if answers[i]["parameters"] == size
-            )
+                axis.errorbar(sizes, y, errors, marker=marker, ms=5, lw=1, label=label)
+        for size in {*sizes}:
+            models = [Path(names[i]).name for i in order if answers[i]["parameters"] == size]
             axis.axvline(size, color="0.9", zorder=0)
-            axis.annotate(models, (size, 0), xycoords=axis.get_xaxis_transform(),
-                          rotation=90, fontsize=8, xytext=(2, 4), textcoords="offset points")  # fmt: skip
-        axis.set(
-            title=panel.replace("_", " ") if not tasks else panel, xlabel="parameters", xscale="log"
-        )
+            axis.annotate(
+                "\n".join(models),
+                (size, 0),
+                xycoords=axis.get_xaxis_transform(),
+                rotation=90,
+                fontsize=8,
+            )
+        axis.set(title=panel.replace("_", " "), xlabel="parameters", xscale="log")
         axis.set_xticks(sizes, map(format_quantity, sizes))
         axis.minorticks_off()
         axis.margins(x=0.1, y=0.2)
         if tasks:
-            axis.set_ylim(bottom=max(0.0, axis.get_ylim()[0]))
             axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
             axis.legend()
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     return save_figure(pyplot, figure, target)
+
+
+def list_curves(
+    panel: str, answers: Sequence[Mapping[str, Any]]
+) -> dict[str, list[tuple[float | None, float]]]:
+    """Return the points (value, standard error) of each curve of a panel: a task or a loss."""
+    if "tasks" not in answers[0]:
+        return {panel: [(answer[panel], 0.0) for answer in answers]}
+    metrics = [answer["tasks"][panel] for answer in answers]
+    return {
+        score: [(values[score], values["stderr"][score] or 0.0) for values in metrics]
+        for score in SCORES
+    }

@@ -1,6 +1,6 @@
-"""`megatoken quickstart`: prepare the default corpus or your text, train a small GPT on it, measure it, sample from it.
+"""`megatoken quickstart`: prepare text, train a small GPT on it, evaluate it and sample from it.
 
-Each command is printed before it runs; finished ones are skipped when it is run again.
+Each command is printed before it runs. Run again, it skips what is finished.
 """
 
 import gzip
@@ -8,79 +8,101 @@ import re
 import shlex
 import shutil
 import sys
-from argparse import Namespace
-from collections.abc import Mapping
+from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatoken.cli.arguments import Command, parse
+from megatoken.cli import Result, load_command
+from megatoken.cli.arguments import add_settings, parse
 from megatoken.config.load import prepare_words, resolve
+from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
+from megatoken.system.atomic_write import local_path
 
+if TYPE_CHECKING:
+    from megatoken.data.dataset import Dataset
+
+HELP = "train a small GPT on this machine's Python files or your text, and sample from it"
+EXAMPLE = "megatoken quickstart"
 RECIPE = "quickstart"
-EVAL_TOKENS = 250_000  # to measure at most; the default corpus holds out fewer
+EVAL_TOKENS = 250_000  # at most; the default corpus holds out fewer
 SAMPLES = 3
 
 
-def quickstart(options: Namespace, commands: Mapping[str, Command]) -> tuple[int, dict[str, Any]]:
-    """Run `prepare`, `train`, `eval` and `sample`. commands: the function of each command by name.
+def add_arguments(parser: ArgumentParser) -> None:
+    add_settings(parser)
+    arg = parser.add_argument
+    arg("--data", metavar="TEXT", help="dataset, or any SOURCE of `prepare` (default python)")
+    doc = "text to continue (default: the recipe's, or the first held-out words of your text)"
+    arg("--prompt", metavar="TEXT", help=doc)
+    doc = "run folder (default runs/quickstart, or runs/NAME for your text)"
+    arg("--out", type=local_path, help=doc)
 
-    Returns the exit code of `train`, and the answer of each command by name; "compressors" is the bits per byte that
-    they need for the text of `eval`.
+
+def run(options: Namespace, console: Console) -> Result:
+    """Run `prepare`, `train`, `eval` and `sample`.
+
+    The result has the exit code of `train`, and the data of each command by name; `compressors` is
+    the bits per byte that they need for the text of `eval`.
     """
     from megatoken.data.dataset import load_dataset
     from megatoken.data.shard_format import MANIFEST_NAME
 
-    console, overrides, own = options.console, list(options.overrides), options.data
-    if own == "":
-        raise ConfigError(
-            "--data is empty",
-            "--data",
-            "name a text, or leave it out for this machine's Python files",
-        )
-    name = RECIPE if own is None else re.sub(r"[^\w.-]+", "-", Path(own).stem).strip("-.") or "mine"
-    out, answers = str(options.out or Path("runs") / name), dict[str, Any]()
-
-    def run(*words: str) -> int:
-        console.print(f"\n$ megatoken {shlex.join(words)}")
-        command = parse([*words], commands)
-        command.json, command.console = options.json, console
-        code, answers[words[0]] = command.call(command)
-        return int(code)
-
-    is_dataset = own is not None and (Path(own) / MANIFEST_NAME).is_file()
-    if own is not None:
-        overrides.insert(0, f"data.path={own if is_dataset else Path('data') / name}")
-    data, default = resolve(RECIPE, overrides).config.data.path, resolve(RECIPE).config.data.path
-    # The default corpus is not read again: a dataset that an earlier version or another Python made is used as it is.
-    if not is_dataset and (own is not None or not (Path(data) / MANIFEST_NAME).is_file()):
-        _, source, *how = prepare_words(default, data)
-        run("prepare", own or source, *how)
+    overrides = list(options.overrides)
+    source = options.data
+    if source == "":
+        raise ConfigError("--data is empty", "--data", "name a text, or leave it out")
+    name = RECIPE
+    if source is not None:
+        name = re.sub(r"[^\w.-]+", "-", Path(source).stem).strip("-.") or "mine"
+    out = str(options.out or Path("runs") / name)
+    answers = dict[str, Any]()
+    is_dataset = source is not None and (Path(source) / MANIFEST_NAME).is_file()
+    if source is not None:
+        overrides.insert(0, f"data.path={source if is_dataset else Path('data') / name}")
+    data = resolve(RECIPE, overrides).config.data.path
+    # A prepared default corpus is used as it is, even if another Python made it.
+    if not is_dataset and (source is not None or not (Path(data) / MANIFEST_NAME).is_file()):
+        _, default, *words = prepare_words(resolve(RECIPE).config.data.path, data)
+        run_step(["prepare", source or default, *words], options, console, answers)
     dataset = load_dataset(data)
-    config, prompt = resolve(RECIPE, overrides).config, options.prompt
+    config = resolve(RECIPE, overrides).config
+    prompt = options.prompt
     if prompt is None:
-        is_chosen = own is None or any(word.startswith("sample.prompt=") for word in overrides)
-        prompt = config.sample.prompt if is_chosen else find_prompt(dataset)
+        is_set = source is None or any(word.startswith("sample.prompt=") for word in overrides)
+        prompt = config.sample.prompt if is_set else find_prompt(dataset)
     if config.sample.every.value and prompt != config.sample.prompt:
         overrides.insert(0, f"sample.prompt={prompt}")
-    if code := run("train", RECIPE, "--out", out, *overrides):
-        return code, answers
+    code = run_step(["train", RECIPE, "--out", out, *overrides], options, console, answers)
+    if code:
+        return Result(code, answers)
     if len(dataset.val) > 1:
         limit = ["--limit", str(EVAL_TOKENS)] if len(dataset.val) > EVAL_TOKENS else []
-        run("eval", out, "--data", data, "--split", "val", *limit)
+        words = ["eval", out, "--data", data, "--split", "val", *limit]
+        run_step(words, options, console, answers)
         answers["compressors"] = measure_compressors(dataset, config.model.seq_len)
-    run("sample", out, prompt, "-n", str(SAMPLES))
+    run_step(["sample", out, prompt, "-n", str(SAMPLES)], options, console, answers)
     console.print("")
-    console.table(describe_end(out, answers, prompt if own else "class", is_own=own is not None))
-    return ExitCode.DONE, answers
+    console.table(describe_end(out, answers, prompt if source else "class", source is not None))
+    return Result(ExitCode.DONE, answers)
 
 
-def find_prompt(dataset: Any) -> str:
-    """The first words of the held-out text, of all text where nothing is held out, from one with a letter on.
+def run_step(words: list[str], parent: Namespace, console: Console, answers: dict[str, Any]) -> int:
+    """Run another command, store its data in `answers`, and return its exit code."""
+    console.print(f"\n$ megatoken {shlex.join(words)}")
+    options = parse(words)
+    options.json = parent.json
+    code, answers[words[0]] = load_command(words[0]).run(options, console)
+    return code
 
-    Without a blank at the end: the tokens of a word begin with the blank before it.
+
+def find_prompt(dataset: "Dataset") -> str:
+    """Return the first words, at most three, of the held-out text (or of all text).
+
+    They start at a word with a letter, and end without a space: tokens begin with the space before
+    a word.
     """
     tokens = dataset.val if len(dataset.val) else dataset.train
     ids = tokens.read(0, min(32, len(tokens))).tolist()
@@ -89,8 +111,8 @@ def find_prompt(dataset: Any) -> str:
     return words[0] if words else document.strip()
 
 
-def measure_compressors(dataset: Any, seq_len: int) -> dict[str, float]:
-    """Bits per byte that gzip -9 and, where this Python has it, xz -9 need for the text that `eval` measures."""
+def measure_compressors(dataset: "Dataset", seq_len: int) -> dict[str, float]:
+    """Return the bits per byte of gzip -9 and, if available, xz -9 on the text of `eval`."""
     from megatoken.data.dataloader import evaluation_windows
 
     ids = dataset.val.read(1, len(dataset.val) - 1)
@@ -107,39 +129,29 @@ def measure_compressors(dataset: Any, seq_len: int) -> dict[str, float]:
 
 
 def describe_end(
-    out: str, answers: dict[str, Any], prompt: str, *, is_own: bool
+    out: str, answers: dict[str, Any], prompt: str, has_source: bool
 ) -> list[tuple[str, str]]:
-    """(name, value) for the user: what was made, how good it is, what to type next."""
-    curves, program = Path(out) / "plots" / "curves.png", name_program()
-    rows = [
-        ("run folder", out),
-        (
-            "curves",
-            str(curves)
-            if curves.is_file()
-            else f"pip install matplotlib, then: {program} plot {shlex.quote(out)}",
-        ),
-        ("next", f"{program} sample {shlex.join([out, prompt])}"),
-    ]
-    if not is_own:
-        rows.append(
-            ("your text", f'{program} quickstart --data FOLDER_OR_FILE --prompt "Once upon a time"')
-        )
+    """Return (name, value) rows: what was made, how good it is, what to run next."""
+    program = name_program()
+    rows = [("run folder", out)]
     if "eval" in answers:
-        others = ", ".join(f"{name} {bits:.3f}" for name, bits in answers["compressors"].items())
-        rows.insert(
-            1,
-            ("held out", f"{answers['eval']['bits_per_byte']:.3f} bits per byte of text; {others}"),
-        )
+        bits = f"{answers['eval']['bits_per_byte']:.3f} bits per byte"
+        sizes = [f"{name} {size:.3f}" for name, size in answers["compressors"].items()]
+        rows.append(("held out", ", ".join([bits, *sizes])))
+    curves = Path(out) / "plots" / "curves.png"
+    if curves.is_file():
+        rows.append(("curves", str(curves)))
+    rows.append(("next", f"{program} sample {shlex.join([out, prompt])}"))
+    if not has_source:
+        rows.append(("your text", f"{program} quickstart --data FOLDER_OR_FILE"))
     return rows
 
 
 def name_program() -> str:
-    """How this program is started from a shell."""
-    if Path(sys.argv[0]).name == "__main__.py":
+    """Return how a shell starts this program."""
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
         return "python -m megatoken"
-    return (
-        sys.argv[0]
-        if Path(sys.argv[0]).stem == "megatoken" and not shutil.which("megatoken")
-        else "megatoken"
-    )
+    if path.stem == "megatoken" and not shutil.which("megatoken"):
+        return sys.argv[0]
+    return "megatoken"

@@ -9,27 +9,31 @@ The same command goes on after a kill, and with more seeds or contenders trains 
 import re
 import shlex
 import threading
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatoken.checkpoint.commit import list_steps
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_settings
 from megatoken.cli.child_runs import find_log, stop_on_signal, train
-from megatoken.cli.race_report import report
+from megatoken.cli.recipe import RECIPE_HELP
 from megatoken.cli.runs import read_config
 from megatoken.config.fields import parse_time, parse_value
 from megatoken.config.load import ALTERNATIVES, RUN_CONFIG, list_changes, resolve
 from megatoken.config.schema import FIELDS, Config
 from megatoken.console import Console, format_count
-from megatoken.data.mixture import Mixture, load_mixture
 from megatoken.errors import ConfigError, DataError, ExitCode, error_from_code
-from megatoken.system.atomic_write import read_object
+from megatoken.system.atomic_write import local_path, read_object
 from megatoken.system.file_lock import lock_folder
 from megatoken.train.metrics_log import STATUS, find_last_rows
 from megatoken.train.run_folder import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from megatoken.data.mixture import Mixture
 
 # Validations of the longest contender: as many as take a third of its FLOPs, at a third of a training token's for each
 # held-out one, but no fewer and no more than these.
@@ -50,7 +54,7 @@ class Contender:
     recipe: str
     words: tuple[str, ...]
     config: Config
-    data: Mixture
+    data: "Mixture"
 
     @property
     def folder(self) -> str:
@@ -104,6 +108,8 @@ def race(options: Namespace) -> tuple[int, dict[str, Any]]:
     Raises ConfigError for contenders that cannot be compared or have changed, DataError for their data, StorageError
     when another process races in the folder, and the error of a run that fails.
     """
+    from megatoken.cli.race_report import report
+
     turn_seconds = check_options(options)
     settings = [
         read_settings(text, options) for text in options.contenders
@@ -185,6 +191,8 @@ def read_settings(text: str, options: Namespace) -> tuple[str, tuple[str, ...], 
 
 def open_contender(text: str, recipe: str, words: tuple[str, ...], config: Config) -> Contender:
     """A contender with its dataset opened. Raises ConfigError and DataError."""
+    from megatoken.data.mixture import load_mixture
+
     data = load_mixture(config.data.path, external_tokenizer=config.data.tokenizer)
     return Contender(text, recipe, words, config, data)
 
@@ -297,3 +305,29 @@ def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
         )
     elif run.step == before:
         run.turn_seconds *= 2  # its set-up or validation takes longer than a turn
+
+
+HELP = "race recipes to a loss: fewest tokens, least time, with p-values"
+EXAMPLE = "megatoken race quickstart 'quickstart optim.lr=8e-3' --tokens 2M"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    doc = f"recipe, optionally with its own settings in quotes; {RECIPE_HELP}"
+    arg("contenders", metavar="RECIPE", nargs="+", help=doc)
+    add_settings(parser)
+    doc = "target validation loss, nats per token (bits per byte across tokenizers)"
+    arg("--target-loss", type=float, metavar="L", help=doc)
+    doc = "training tokens, such as 10M; alone, the target is the final loss of the first RECIPE"
+    arg("--tokens", metavar="T", help=doc)
+    doc = "runs of each RECIPE; a larger number continues a finished race (default 3)"
+    arg("--seeds", type=int, default=3, metavar="N", help=doc)
+    doc = "time slice of a run; 0: run each to its end (default 5m)"
+    arg("--turn", default="5m", metavar="TIME", help=doc)
+    doc = "folder of the race and its runs (default races/FIRST)"
+    arg("--out", type=local_path, metavar="DIR", help=doc)
+
+
+def run(options: Namespace, console: Console) -> Result:
+    options.console = console
+    return Result(*race(options))

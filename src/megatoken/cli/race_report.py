@@ -11,7 +11,7 @@ import numpy as np
 
 from megatoken.bench.report import save_picture, show_rows, write_record
 from megatoken.bench.workload import describe_seconds
-from megatoken.cli.scaling import read_model
+from megatoken.cli.scaling_fit import read_model
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError

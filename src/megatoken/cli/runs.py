@@ -5,19 +5,23 @@ A folder counts as a run when it holds two or more of MARKS. One that cannot be 
 
 import os
 import socket
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatoken.checkpoint.commit import is_copy
+from megatoken.cli import Result
 from megatoken.config.load import format_value, resolve
 from megatoken.config.schema import Config, flatten
 from megatoken.console import WARNING, Console, format_duration, format_quantity
-from megatoken.errors import ConfigError, DataError, MegatokenError
-from megatoken.system.atomic_write import read_json
+from megatoken.errors import ConfigError, DataError, ExitCode, MegatokenError
+from megatoken.system.atomic_write import local_path, read_json
 from megatoken.train.metrics_log import METRICS, STATUS, find_last_rows
 
+HELP = "list runs, or compare their settings and losses"
+EXAMPLE = "megatoken runs --sort val_loss"
 MARKS = {"config.yaml", "provenance.json", METRICS, STATUS, "checkpoints"}
 # Keys of --sort: the key of a row, and whether the largest is the best.
 SORT_KEYS = {
@@ -36,6 +40,18 @@ DEFAULT = Path("runs")  # where `train` puts them; it need not be there yet
 COLUMNS = ("run", "state", "step", "loss", "val loss", "tokens/s", "left", "size")
 OBJECTIVE = 2  # the column before which the objectives stand, where there is another than PRETRAIN
 Row = dict[str, Any]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    doc = "folder with runs at any depth (default runs); two or more RUNs are compared"
+    parser.add_argument("folders", metavar="DIR", nargs="*", type=local_path, help=doc)
+    doc = f"column to sort by, best first: {', '.join(SORT_KEYS)} (default: by folder)"
+    parser.add_argument("--sort", metavar="COLUMN", choices=list(SORT_KEYS), help=doc)
+
+
+def run(options: Namespace, console: Console) -> Result:
+    rows, differences = show_runs(options.folders or [DEFAULT], options.sort, console)
+    return Result(ExitCode.DONE, {"runs": rows, "differences": differences})
 
 
 def show_runs(

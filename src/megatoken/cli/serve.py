@@ -1,22 +1,42 @@
 """`megatoken serve MODEL`: serve a model over HTTP, with OpenAI's API and a chat page."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_device_arguments
 from megatoken.config.schema import MachineConfig
-from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.data.chat_template import find_template
-from megatoken.errors import ConfigError
+from megatoken.console import Console
+from megatoken.errors import ConfigError, ExitCode
 from megatoken.launch.local import handle_signals
-from megatoken.sampling.generate import prepare_decoding
-from megatoken.system.device import memory_errors, open_device
 
+HELP = "serve a model over HTTP: an OpenAI-compatible API and a chat page"
+EXAMPLE = "megatoken serve runs/mine --port 8000"
 LOOPBACK = ["127.0.0.1", "::1", "localhost"]
 
 
-@memory_errors("serve", "use --precision bf16 or --device cpu, or lower --parallel")
-def serve(options: Namespace) -> dict[str, Any]:
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    arg("model", metavar="MODEL", help="any MODEL of `sample`")
+    doc = "address to listen on; others than localhost need --api-key (default 127.0.0.1)"
+    arg("--host", default="127.0.0.1", help=doc)
+    arg("--port", type=int, default=8000, help="0: a free port (default 8000)")
+    arg("--api-key", metavar="KEY", help="key that clients must send (default: none)")
+    doc = "answers decoded at once (default 8)"
+    arg("--parallel", type=int, default=8, metavar="N", help=doc)
+    doc = "requests that may wait; others are refused (default 64)"
+    arg("--queue", type=int, default=64, metavar="N", help=doc)
+    add_device_arguments(parser)
+
+
+def run(options: Namespace, console: Console) -> Result:
+    from megatoken.system.device import memory_errors
+
+    with memory_errors("serve", "use --precision bf16 or --device cpu, or lower --parallel"):
+        return serve(options, console)
+
+
+def serve(options: Namespace, console: Console) -> Result:
     """Serve until SIGTERM or Ctrl-C, then finish running answers; a second Ctrl-C ends them.
 
     Raises ConfigError for options out of range, an open host without a key, or a port in use.
@@ -28,8 +48,12 @@ def serve(options: Namespace) -> dict[str, Any]:
     except ImportError as error:
         fix = 'pip install "megatoken[serve]"'
         raise ConfigError(f"serve needs {error.name}, which is not installed", fix=fix) from None
+    from megatoken.convert.load_pretrained import load_pretrained
+    from megatoken.data.chat_template import find_template
+    from megatoken.sampling.generate import prepare_decoding
+    from megatoken.system.device import open_device
+
     check_options(options)
-    console = options.console
     loaded = load_pretrained(options.model, console.warn)
     device = open_device(MachineConfig(device=options.device, precision=options.precision))
     loaded.model.to(device.torch_device)
@@ -57,7 +81,7 @@ def serve(options: Namespace) -> dict[str, Any]:
         # Before and after its own handlers: uvicorn raises the signals that stopped it again.
         with handle_signals(("SIGTERM", "SIGINT"), server.handle_exit):
             server.run([listener])
-    return {"model": loaded.source, "address": address}
+    return Result(ExitCode.DONE, {"model": loaded.source, "address": address})
 
 
 def check_options(options: Namespace) -> None:

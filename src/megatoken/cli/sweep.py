@@ -10,7 +10,7 @@ import re
 import shlex
 import threading
 import warnings
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megatoken.bench.report import save_picture, show_rows
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_settings
 from megatoken.cli.child_runs import find_error, find_log, stop_on_signal, train
+from megatoken.cli.recipe import RECIPE_HELP
 from megatoken.config.load import render, resolve
 from megatoken.config.schema import FIELDS
 from megatoken.console import Console
-from megatoken.data.mixture import load_mixture
 from megatoken.errors import ConfigError, DataError, ExitCode
-from megatoken.plots import save_figure
 from megatoken.redact import redact
-from megatoken.system.atomic_write import read_object, replace_file, storage_errors
+from megatoken.system.atomic_write import local_path, read_object, replace_file, storage_errors
 from megatoken.system.file_lock import lock_folder
 from megatoken.system.machine import cpu_count
 from megatoken.train.metrics_log import METRICS, STATUS, parse_row
@@ -131,6 +131,8 @@ def check_data(
 
     Raises DataError where it is missing or damaged or has nothing held out, ConfigError where no loss is measured.
     """
+    from megatoken.data.mixture import load_mixture
+
     paths = next((space.choices for space in ranges if space.key == "data.path"), ())
     for words in [[*fixed, f"data.path={path}"] for path in paths] or [[*fixed]]:
         config = resolve(recipe, words).config
@@ -362,6 +364,8 @@ def _report(
     study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str], options: Namespace
 ) -> dict[str, Any]:
     """Print the trials, best first; write the best recipe and the picture."""
+    from megatoken.bench.report import save_picture, show_rows
+
     console: Console = options.console
     rows = []
     for trial in list_trials(study):
@@ -409,6 +413,8 @@ def draw_sweep(
     pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], ranges: Sequence[SearchRange]
 ) -> Path:
     """Loss over each setting: finished trials, stopped ones with their last loss, the best."""
+    from megatoken.plots import save_figure
+
     figure, grid = pyplot.subplots(
         1, len(ranges), figsize=(5.5 * len(ranges), 4), layout="constrained", squeeze=False
     )
@@ -434,3 +440,25 @@ def draw_sweep(
         axis.grid(alpha=0.25)
     grid[0, 0].legend()
     return save_figure(pyplot, figure, path)
+
+
+HELP = "search settings by short runs"
+EXAMPLE = "megatoken sweep quickstart optim.lr=log:1e-4..1e-2 --trials 12"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    arg("recipe", metavar="RECIPE", help=RECIPE_HELP)
+    add_settings(parser)
+    doc = "total runs; a larger number continues a finished sweep (default 20)"
+    arg("--trials", type=int, default=20, help=doc)
+    arg("--jobs", type=int, default=1, help="parallel runs, which share the CPU (default 1)")
+    arg("--seed", type=int, default=0, help="seed of the search (default 0)")
+    doc = "folder of the search and its runs (default sweeps/RECIPE)"
+    arg("--out", type=local_path, metavar="DIR", help=doc)
+    parser.epilog = f"{parser.epilog}\n\nranges: KEY=A..B, KEY=log:A..B, or KEY=A|B|C"
+
+
+def run(options: Namespace, console: Console) -> Result:
+    options.console = console
+    return Result(*sweep(options))

@@ -10,17 +10,19 @@ import math
 import os
 import tempfile
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatoken.cli import Result
 from megatoken.cli.runs import read_config, read_run
 from megatoken.config.load import format_value
 from megatoken.config.schema import SINKS, flatten, split_sinks
-from megatoken.errors import ConfigError, MegatokenError, StorageError
+from megatoken.console import Console
+from megatoken.errors import ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.redact import redact
-from megatoken.system.atomic_write import read_object, replace_file, storage_errors
+from megatoken.system.atomic_write import local_path, read_object, replace_file, storage_errors
 from megatoken.system.file_lock import LockedError, lock_folder
 from megatoken.train.metrics_log import METRICS, parse_row
 
@@ -261,3 +263,20 @@ def read_rows(run: Path, *, follow: bool) -> Iterator[Row | None]:
 
 def has_ended(run: Path) -> bool:
     return read_run(run)["state"] not in ("running", "broken", "copy")
+
+
+HELP = "send the metrics of a run to tensorboard, wandb or trackio"
+EXAMPLE = "megatoken sync runs/mine --to tensorboard"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=local_path)
+    doc = "comma-separated: tensorboard, wandb, trackio"
+    parser.add_argument("--to", required=True, metavar="SINKS", help=doc)
+    doc = "keep sending until the run ends (one sink)"
+    parser.add_argument("--follow", action="store_true", help=doc)
+
+
+def run(options: Namespace, console: Console) -> Result:
+    options.console = console
+    return Result(ExitCode.DONE, sync(options))

@@ -1,5 +1,6 @@
-"""`megatoken verify`: recompute every hash of a dataset or of a run's checkpoints."""
+"""`megatoken verify PATH`: check every hash of a dataset, run or checkpoint."""
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,70 +8,100 @@ from typing import Any
 
 from megatoken.checkpoint.commit import is_checkpoint, is_copy, list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
-from megatoken.checkpoint.mirror import list_mirrored, verify_mirror
+from megatoken.cli import Result
 from megatoken.config.load import resolve
-from megatoken.data.dataset import load_dataset, verify_dataset
-from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
-from megatoken.data.shard_format import MANIFEST_NAME
-from megatoken.data.tokenizer import load_saved_tokenizer
-from megatoken.errors import CheckpointError, DataError, MegatokenError
-from megatoken.system.object_store import ObjectStore
+from megatoken.console import Console
+from megatoken.errors import CheckpointError, DataError, ExitCode, MegatokenError
+from megatoken.system.object_store import ObjectStore, path_or_address
+
+HELP = "check every hash of a dataset, run or checkpoint"
+EXAMPLE = "megatoken verify data/mine"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """kind: dataset, run or checkpoint; checked: number of shards or checkpoints; errors: what is damaged."""
+    """kind: dataset, run or checkpoint. checked: number of shards or checkpoints."""
 
     kind: str
     checked: int
     errors: list[MegatokenError]
 
 
-def verify_folder(folder: Path | str) -> Report:
-    """Check a dataset, run or checkpoint folder, or a dataset at an address; damage is reported, not raised.
+def add_arguments(parser: ArgumentParser) -> None:
+    doc = "folder, or an address such as s3://bucket/data"
+    parser.add_argument("folder", metavar="DIR", type=path_or_address, help=doc)
 
-    DataError if it is none of them.
+
+def run(options: Namespace, console: Console) -> Result:
+    report = verify_folder(options.folder)
+    messages = [str(error) for error in report.errors]
+    for message in messages:
+        console.print(f"damaged: {message}")
+    counts = f"{report.checked} checked, {len(messages)} damaged"
+    console.print(f"{report.kind} {options.folder}: {counts}")
+    code = report.errors[0].code if report.errors else ExitCode.DONE
+    return Result(code, {"kind": report.kind, "checked": report.checked, "damaged": messages})
+
+
+def verify_folder(folder: Path | str) -> Report:
+    """Check a dataset, run or checkpoint, in a folder or at an address.
+
+    Raises DataError if it is none of them; damage is returned.
     """
+    from megatoken.data.dataset import load_dataset, verify_dataset
+    from megatoken.data.shard_format import MANIFEST_NAME
+
     if isinstance(folder, str):
-        if list_mirrored(store := ObjectStore(folder)):
-            return Report("run", *verify_mirror(store))
-        if (remote := list_remote(folder)).shards:
-            return Report("dataset", len(remote.shards), verify_remote(remote))
-        folder = fetch_dataset(folder)  # external shards, which record no hashes
-    root = folder / "checkpoints"
-    if root.is_dir() or (folder / "provenance.json").is_file():
-        steps = list_steps(root)
-        errors = [
-            error for step in steps for error in _catch(_verify_checkpoint, step_folder(root, step))
-        ]
-        errors += _catch(resolve, str(folder / "config.yaml"))
-        if not is_copy(folder):  # in which only the checkpoints have a tokenizer
-            errors += _catch(load_saved_tokenizer, folder / "tokenizer")
-        return Report("run", len(steps), errors)
+        return _verify_address(folder)
+    if (folder / "checkpoints").is_dir() or (folder / "provenance.json").is_file():
+        return _verify_run(folder)
     if is_checkpoint(folder):
         return Report("checkpoint", 1, _catch(_verify_checkpoint, folder))
-    if not folder.is_dir():
-        raise DataError("not a folder", str(folder), "name a dataset or run folder")
-    shards, is_prepared = (
-        [*folder.glob("*.bin"), *folder.glob("*.npy")],
-        (folder / MANIFEST_NAME).is_file(),
-    )
+    shards = [*folder.glob("*.bin"), *folder.glob("*.npy")]
+    is_prepared = (folder / MANIFEST_NAME).is_file()
     if not shards and not is_prepared:
-        raise DataError(
-            "neither a dataset nor a run",
-            str(folder),
-            "name a dataset, a run or one of its checkpoints",
-        )
+        fix = "name a dataset, run or checkpoint folder"
+        raise DataError("not a dataset or run", str(folder), fix)
     errors = list(verify_dataset(folder))
     if not errors and is_prepared:
-        errors += _catch(lambda _: load_dataset(folder).tokenizer, folder)
+        errors += _catch(lambda path: load_dataset(path).tokenizer, folder)
     return Report("dataset", len(shards), errors)
 
 
+def _verify_address(address: str) -> Report:
+    from megatoken.checkpoint.mirror import list_mirrored, verify_mirror
+    from megatoken.data.remote import fetch_dataset, list_remote, verify_remote
+
+    store = ObjectStore(address)
+    if list_mirrored(store):
+        return Report("run", *verify_mirror(store))
+    remote = list_remote(address)
+    if remote.shards:
+        return Report("dataset", len(remote.shards), verify_remote(remote))
+    return verify_folder(fetch_dataset(address))  # external shards, which have no hashes
+
+
+def _verify_run(folder: Path) -> Report:
+    from megatoken.data.tokenizer import load_saved_tokenizer
+
+    root = folder / "checkpoints"
+    steps = list_steps(root)
+    errors = []
+    for step in steps:
+        errors += _catch(_verify_checkpoint, step_folder(root, step))
+    errors += _catch(resolve, str(folder / "config.yaml"))
+    if not is_copy(folder):  # a copy has tokenizers only in its checkpoints
+        errors += _catch(load_saved_tokenizer, folder / "tokenizer")
+    return Report("run", len(steps), errors)
+
+
 def _verify_checkpoint(folder: Path) -> None:
+    from megatoken.data.tokenizer import load_saved_tokenizer
+
     expected = str(verify(folder).meta.get("tokenizer"))
-    if (found := load_saved_tokenizer(folder / "tokenizer").fingerprint) != expected:
-        what = f"the checkpoint was trained with another tokenizer: expected {expected[:12]}, found {found[:12]}"
+    fingerprint = load_saved_tokenizer(folder / "tokenizer").fingerprint
+    if fingerprint != expected:
+        what = f"another tokenizer: expected {expected[:12]}, found {fingerprint[:12]}"
         raise CheckpointError(what, str(folder / "tokenizer"), "use another checkpoint")
 
 

@@ -1,0 +1,28 @@
+"""`megatoken config RECIPE`: print a resolved recipe."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_settings
+from megatoken.cli.recipe import add_recipe_arguments, find_recipe, render_with_notes
+from megatoken.console import Console
+from megatoken.errors import ExitCode
+from megatoken.redact import redact
+
+HELP = "print every setting of a recipe and its origin"
+EXAMPLE = "megatoken config gpt2-124m optim.lr=1e-3"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    add_settings(parser)
+    parser.set_defaults(nproc=1)  # --llmc divides the batch by it
+
+
+def run(options: Namespace, console: Console) -> Result:
+    resolved, _ = find_recipe(options)
+    if not options.json:
+        print(redact(render_with_notes(resolved)), end="")
+    data = {"values": asdict(resolved.config), "origins": resolved.origins}
+    return Result(ExitCode.DONE, data)

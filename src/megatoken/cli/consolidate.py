@@ -1,0 +1,25 @@
+"""`megatoken consolidate CHECKPOINT`: merge the shards of a checkpoint into one file."""
+
+from argparse import ArgumentParser, Namespace
+
+from megatoken.cli import Result
+from megatoken.console import Console
+from megatoken.errors import ExitCode
+from megatoken.system.atomic_write import local_path
+
+HELP = "merge the shards of a checkpoint into one file"
+EXAMPLE = "megatoken consolidate runs/mine --out merged"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    doc = "run folder (newest checkpoint), or one of its checkpoints"
+    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=local_path, help=doc)
+    parser.add_argument("--out", required=True, type=local_path, help="folder to write step-N into")
+
+
+def run(options: Namespace, console: Console) -> Result:
+    from megatoken.checkpoint.tensor_files import consolidate
+
+    folder = consolidate(options.source, options.out, console.warn)
+    console.print(f"written: {folder}")
+    return Result(ExitCode.DONE, {"folder": str(folder)})

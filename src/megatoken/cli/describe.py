@@ -1,0 +1,106 @@
+"""`megatoken describe MODEL`: print the parameters, FLOPs and memory of a model, or its tensors."""
+
+import math
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatoken.checkpoint.manifest import encode_model_config
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_settings
+from megatoken.cli.recipe import PRESET_HELP, find_vocabulary, resolve_recipe_or_preset
+from megatoken.config.load import list_recipes
+from megatoken.config.model_config import ModelConfig, describe_heads
+from megatoken.config.presets import PRESETS
+from megatoken.console import Console, format_count, format_memory
+from megatoken.errors import ConfigError, ExitCode
+from megatoken.model import flops
+from megatoken.optim.costs import count_saved_bytes
+
+HELP = "print the parameters, FLOPs and memory of a preset or recipe"
+EXAMPLE = "megatoken describe gpt2-124m"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    doc = f"{PRESET_HELP}; with --tensors also any MODEL of `sample`"
+    parser.add_argument("preset", metavar="PRESET_OR_RECIPE", help=doc)
+    add_settings(parser)
+    doc = "list the name, shape, dtype and size of each tensor"
+    parser.add_argument("--tensors", action="store_true", help=doc)
+
+
+def run(options: Namespace, console: Console) -> Result:
+    if options.tensors:
+        return list_model_tensors(options, console)
+    resolved, model, _ = resolve_recipe_or_preset(options.preset, options.overrides)
+    config = resolved.config
+    data = {
+        "parameters": flops.count_parameters(model),
+        "matmul_parameters": flops.count_matmul_parameters(model),
+        "flops_per_token_full": flops.flops_per_token(model, causal=False),
+        "flops_per_token_causal": flops.flops_per_token(model, causal=True),
+        "state_bytes": count_saved_bytes(config.optim.name, model),
+        "expected_initial_loss": flops.expected_initial_loss(model),
+        **encode_model_config(model),
+    }
+    vocabulary = f"{model.vocab_size:,} ids, padded to {model.padded_vocab_size:,}"
+    if not config.model.vocab_size:
+        vocabulary += f" (from the tokenizer: {find_vocabulary(config)[1]})"
+    size = f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model:,}"
+    full, causal = data["flops_per_token_full"], data["flops_per_token_causal"]
+    state = f"{format_memory(data['state_bytes'])}, fp32 weights and {config.optim.name}"
+    if not options.json:
+        rows = [
+            ("model", f"{options.preset}: {size}"),
+            ("blocks", describe_blocks(model)),
+            ("context", f"{model.seq_len:,} tokens"),
+            ("vocabulary", vocabulary),
+            ("parameters", f"{data['parameters']:,}"),
+            ("in matmuls", f"{data['matmul_parameters']:,}"),
+            ("FLOPs/token", f"{full:,} full attention, {causal:,} causal"),
+            ("state", state),
+            ("first loss", f"ln(V) = {data['expected_initial_loss']:.3f} nats"),
+        ]
+        console.table(rows)
+    return Result(ExitCode.DONE, data)
+
+
+def describe_blocks(model: ModelConfig) -> str:
+    """Return the architecture of the blocks and the output layer in words."""
+    parts = [
+        model.norm,
+        f"{model.mlp} of {model.d_ff:,}",
+        f"{model.pos_emb} positions",
+        f"heads of {model.d_head}",
+        *([] if model.bias else ["no biases"]),
+        f"{'tied' if model.tie_embeddings else 'untied'} output layer",
+        *model.switched_on,
+    ]
+    return ", ".join(parts)
+
+
+def list_model_tensors(options: Namespace, console: Console) -> Result:
+    """Print the tensors of a preset, recipe or model file."""
+    from megatoken.convert.list_tensors import list_parameters, list_tensors
+
+    name = options.preset
+    if name in (*PRESETS, *list_recipes()) or Path(name).suffix in (".yaml", ".yml"):
+        tensors = list_parameters(resolve_recipe_or_preset(name, options.overrides)[1])
+    elif options.overrides:
+        raise ConfigError("a model file takes no settings", options.overrides[0], "leave them out")
+    else:
+        tensors = list_tensors(name, console.warn)
+    rows = [{**tensor._asdict(), "parameters": math.prod(tensor.shape)} for tensor in tensors]
+    total = sum(row["parameters"] for row in rows)
+    if not options.json and rows:
+        cells = [
+            (
+                row["name"],
+                " x ".join(map(str, row["shape"])),
+                row["dtype"],
+                f"{row['parameters']:,}",
+            )
+            for row in rows
+        ]
+        console.table(cells, left=3)
+    console.print(f"{total:,} parameters in {format_count(len(rows), 'tensor')}")
+    return Result(ExitCode.DONE, {"tensors": rows, "parameters": total})

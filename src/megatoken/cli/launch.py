@@ -1,0 +1,78 @@
+"""`megatoken launch ENGINE RECIPE`: write a script that trains on many machines."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_settings
+from megatoken.cli.recipe import RECIPE_HELP, check_init, check_recipe
+from megatoken.config.load import find_run, resolve
+from megatoken.console import Console
+from megatoken.errors import ConfigError, ExitCode
+from megatoken.launch.scripts import ENGINES, GPU, TIME, Job, check_job, name_job, write_script
+from megatoken.redact import redact
+from megatoken.system.atomic_write import local_path, storage_errors
+from megatoken.system.object_store import run_folder
+
+HELP = "write a script that trains on many machines"
+EXAMPLE = "megatoken launch slurm gpt2-1558m --nodes 4 --write job.sh"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    arg("engine", choices=list(ENGINES), help="torchrun (any machines), slurm, k8s or skypilot")
+    arg("recipe", metavar="RECIPE", help=RECIPE_HELP)
+    add_settings(parser)
+    arg("--nodes", type=int, default=1, help="machines (default 1)")
+    arg("--nproc", type=int, default=8, help="processes per machine, one per GPU (default 8)")
+    arg("--out", type=run_folder, help="run folder on a shared file system (default runs/RECIPE)")
+    arg("--write", type=local_path, metavar="FILE", help="script file (default stdout)")
+    doc = f"skypilot: GPU type (default {GPU}); any engine: none for CPUs"
+    arg("--gpus", default=GPU, help=doc)
+    arg("--time", default=TIME, help=f"slurm: time limit (default {TIME})")
+    arg("--partition", default="", help="slurm: partition")
+    arg("--account", default="", help="slurm: account")
+    doc = "slurm: sbatch option, such as qos=high or exclusive; repeatable"
+    arg("--sbatch", action="append", default=[], metavar="NAME=VALUE", help=doc)
+    doc = "slurm, torchrun, skypilot: shell line before the run, such as 'module load cuda'; "
+    arg("--setup", action="append", default=[], metavar="LINE", help=f"{doc}repeatable")
+    doc = "k8s, skypilot: container image with megatoken (k8s: default megatoken)"
+    arg("--image", default="", help=doc)
+    arg("--namespace", default="", help="k8s: namespace")
+
+
+def run(options: Namespace, console: Console) -> Result:
+    resolved = resolve(options.recipe, options.overrides)
+    out = options.out or find_run(options.recipe) or Path("runs") / resolved.name
+    check_recipe(resolved.config)
+    check_init(options.recipe, resolved.config, out)
+    job = Job(
+        name=name_job(resolved.name),
+        train_args=[options.recipe, "--out", str(out), *options.overrides],
+        nodes=options.nodes,
+        nproc=options.nproc,
+        setup=options.setup,
+        sbatch=[word.removeprefix("--") for word in options.sbatch],
+        image=options.image,
+        partition=options.partition,
+        account=options.account,
+        namespace=options.namespace,
+        gpus=options.gpus,
+        time=options.time,
+    )
+    check_job(job, resolved.config)
+    script = redact(write_script(options.engine, job))
+    if options.write:
+        write_file(options.write, script)
+        console.print(f"written: {options.write}")
+    elif not options.json:
+        print(script, end="")
+    return Result(ExitCode.DONE, {"script": script, "processes": job.nodes * job.nproc})
+
+
+def write_file(path: Path, script: str) -> None:
+    """Write a script. Raises ConfigError if the file exists with another content."""
+    with storage_errors(path.parent, fix="choose another file"):
+        if path.exists() and path.read_text("utf-8", "replace") != script:
+            raise ConfigError("the file exists", path, "remove it, or choose another file")
+        path.write_text(script, encoding="utf-8")

@@ -1,0 +1,40 @@
+"""`megatoken plot RUN...`: plot the curves of runs, and pictures of weights."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatoken.cli import Result
+from megatoken.console import Console
+from megatoken.errors import ExitCode
+from megatoken.redact import redact
+from megatoken.system.atomic_write import local_path
+from megatoken.train.metrics_log import METRICS
+
+HELP = "plot the curves of runs in one picture"
+EXAMPLE = "megatoken plot runs/mine runs/other"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arg = parser.add_argument
+    arg("runs", metavar="RUN", nargs="+", type=local_path)
+    arg("--x", choices=("tokens", "steps", "seconds"), default="tokens", help="default tokens")
+    arg("--out", type=local_path, help="PNG to write (default plots/curves.png in the first RUN)")
+    doc = "also plot the weights of the first RUN; of a MODEL of `sample` only these"
+    arg("--pictures", action="store_true", help=doc)
+
+
+def run(options: Namespace, console: Console) -> Result:
+    from megatoken.plots import draw_curves, draw_weights
+
+    first: Path = options.runs[0]
+    if options.pictures and len(options.runs) == 1 and not (first / METRICS).is_file():
+        name = first.stem if first.is_file() else first.name
+        pictures = draw_weights(first, options.out or Path("plots") / name)
+    else:
+        target = options.out or first / "plots"
+        file = target / "curves.png" if target.is_dir() or not options.out else target
+        pictures = [draw_curves(options.runs, file, options.x, Console(to_stderr=True).warn)]
+        pictures += draw_weights(first, first / "plots") if options.pictures else []
+    if not options.json:
+        print(redact("\n".join(map(str, pictures))))
+    return Result(ExitCode.DONE, {"pictures": [str(path) for path in pictures]})

@@ -1,0 +1,31 @@
+"""Start the processes of `--nproc`. No torch."""
+
+from argparse import Namespace
+
+from megatoken.config.schema import Config
+from megatoken.distributed.env import read_dist_env
+from megatoken.errors import ConfigError
+from megatoken.launch.local import COMMAND, launch
+from megatoken.launch.scripts import check_batch
+
+
+def launch_ranks(options: Namespace, restarts: int = 0, config: Config | None = None) -> int | None:
+    """Run this command in `--nproc` processes and return their exit code.
+
+    Return None in a process that must run the command itself. config: of a run, whose batch must
+    divide among the processes.
+    """
+    dist_env = read_dist_env()
+    nproc = options.nproc
+    if restarts < 0 or nproc < 1:
+        raise ConfigError("not a positive number", "--nproc, --restarts", "give 1 or more")
+    if nproc > 1 and dist_env.local_world_size == 1:
+        is_sized = config is not None and not config.model.init
+        if config is not None and is_sized and config.objective.name == "pretrain":
+            check_batch(config, dist_env.world_size, nproc, "--nproc")
+        return launch([*COMMAND, *options.words], nproc, restarts, dist_env)
+    if nproc not in (1, dist_env.local_world_size):
+        what = f"--nproc {nproc} in one of {dist_env.local_world_size} processes of this machine"
+        fix = "let torchrun or srun start one process on each machine, or leave it out"
+        raise ConfigError(what, "--nproc", fix)
+    return None

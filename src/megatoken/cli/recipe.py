@@ -1,0 +1,163 @@
+"""Resolve the recipe, preset or run that a command line names. No torch."""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatoken.checkpoint.commit import list_steps, step_folder
+from megatoken.checkpoint.manifest import verify
+from megatoken.config.load import (
+    PREPARE,
+    RUN_CONFIG,
+    ResolvedConfig,
+    find_run,
+    list_recipes,
+    read_recipe,
+    render,
+    resolve,
+    resolve_preset,
+    resolve_run,
+)
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import GPT2_VOCABULARY, PRESETS
+from megatoken.config.schema import FIELDS, Config
+from megatoken.distributed.parallel_dims import ParallelDims, check_dims
+from megatoken.errors import CheckpointError, ConfigError
+from megatoken.eval.tasks import find_tasks
+from megatoken.system.atomic_write import read_object
+
+RECIPE_HELP = f"YAML file, run folder, or a built-in recipe: {', '.join(list_recipes())}"
+PRESET_HELP = f"recipe, or a preset: {', '.join(PRESETS)}"
+TRANSLATED = {  # options that replace RECIPE by a recipe of another program
+    "llmc": ("FLAGS", "flags of llm.c's train_gpt2cu, in quotes"),
+    "nanogpt": ("WORDS", "nanoGPT config file and --name=value flags, in quotes"),
+    "composer": ("FILE", "YAML of Composer or llm-foundry"),
+}
+NEED_WEIGHTS = ("finetune", "sft", "dpo", "reward", "grpo", "ppo")  # recipes
+
+
+def add_recipe_arguments(parser: ArgumentParser) -> None:
+    """Add RECIPE and the options that replace it."""
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
+    for name, (metavar, doc) in TRANSLATED.items():
+        parser.add_argument(f"--{name}", metavar=metavar, help=f"instead of RECIPE: {doc}")
+
+
+def find_recipe(options: Namespace) -> tuple[ResolvedConfig, Path | None]:
+    """Resolve the recipe. Also return the run folder that it names, if it does."""
+    names = [name for name in ("recipe", *TRANSLATED) if getattr(options, name) is not None]
+    if len(names) != 1:
+        fix = f"give one of RECIPE, --{', --'.join(TRANSLATED)}"
+        raise ConfigError(f"{len(names)} recipes given", "command line", fix)
+    if options.recipe is not None:
+        folder = find_run(options.recipe)
+        if folder:
+            return resolve_run(folder, find_run_config(folder), options.overrides), folder
+        resolved = resolve(options.recipe, options.overrides)
+        check_recipe(resolved.config)
+        return resolved, None
+    from megatoken.convert.recipes import translate
+
+    translation = translate(options)
+    resolved = translation.resolve(options.overrides)
+    check_recipe(resolved.config)
+    return replace(resolved, notes=(*translation.notes, *resolved.notes)), translation.out
+
+
+def find_run_config(folder: Path) -> Path:
+    """Return the config.yaml of a run.
+
+    If it is damaged or incomplete, return the copy in the newest undamaged checkpoint.
+    """
+    path = folder / RUN_CONFIG
+    keys = set[str]()
+    with suppress(ConfigError):
+        keys = {assignment.key for assignment in read_recipe(path)}
+    for step in reversed(list_steps(folder / "checkpoints")):
+        copy = step_folder(folder / "checkpoints", step) / RUN_CONFIG
+        with suppress(CheckpointError):
+            verify(copy.parent, hashes=lambda name: name == RUN_CONFIG)
+            is_complete = keys.issuperset(assignment.key for assignment in read_recipe(copy))
+            return path if is_complete else copy
+    return path
+
+
+def check_recipe(config: Config) -> None:
+    """Check what can be checked without data, devices and processes. Raises what the run would."""
+    dims = ParallelDims(tp_size=config.machine.tensor_parallel)
+    check_dims(dims, config.model.resolve(config.model.vocab_size))
+    if config.evaluate.tasks:
+        find_tasks([name.strip().removesuffix("?") for name in config.evaluate.tasks.split(",")])
+    if config.data.tokenizer != FIELDS["data.tokenizer"].default:
+        from megatoken.data.tokenizer import load_tokenizer
+
+        load_tokenizer(config.data.tokenizer)
+
+
+def check_init(recipe: str, config: Config, out: Path) -> None:
+    """Raise ConfigError if the recipe needs initial weights and has none."""
+    if recipe in NEED_WEIGHTS and not config.model.init and not list_steps(out / "checkpoints"):
+        raise ConfigError(f"{recipe} needs initial weights", "--init", "give --init RUN_OR_HF_DIR")
+
+
+def render_with_notes(resolved: ResolvedConfig, *, given_only: bool = False) -> str:
+    """Return a recipe as YAML, with its notes as comments."""
+    notes = "".join(f"# {note}\n" for note in resolved.notes)
+    return notes + render(resolved.config, resolved.origins, given_only=given_only)
+
+
+def apply_options(options: Namespace, values: dict[str, tuple[str, Any]]) -> None:
+    """Append the settings that options stand for to the overrides.
+
+    values: setting and value (None: not given) of each option. Raises ConfigError if the command
+    line also has the setting itself.
+    """
+    keys = [word.partition("=")[0] for word in options.overrides]
+    for option, (key, value) in values.items():
+        if value is None:
+            continue
+        if value == "" or key in keys:
+            what = f"{option} is empty" if value == "" else f"both {option} and {key} are given"
+            raise ConfigError(what, "command line", f"give one of {option} and {key}")
+        options.overrides.append(f"{key}={value}")
+
+
+def resolve_recipe_or_preset(
+    name: str, overrides: Sequence[str]
+) -> tuple[ResolvedConfig, ModelConfig, bool]:
+    """Resolve a recipe, or a preset if no recipe has the name.
+
+    Also return its model, with a vocabulary, and whether it is a recipe.
+    """
+    is_recipe = name in list_recipes() or name not in PRESETS
+    if is_recipe:
+        resolved = resolve(name, overrides)
+    else:
+        resolved = resolve_preset(name, overrides)
+    if resolved.config.model.init:
+        from megatoken.train.initial_state import take_architecture
+
+        resolved = take_architecture(resolved, Path(name))
+    return resolved, resolved.config.model.resolve(find_vocabulary(resolved.config)[0]), is_recipe
+
+
+def find_vocabulary(config: Config) -> tuple[int, str]:
+    """Return the vocabulary size of a model without model.vocab_size, and where it comes from.
+
+    It is that of the dataset if that is on this machine, else of the preset, of the tokenizer in
+    the recipe's `prepare` command, or of GPT-2.
+    """
+    tokenizer = read_object(Path(config.data.path) / "manifest.json").get("tokenizer")
+    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    if isinstance(size, int) and size > 0:
+        return size, f"that of {config.data.path}"
+    if config.model.preset:
+        return PRESETS[config.model.preset].vocab_size, "the preset's assumed"
+    bpe = re.search(r"--tokenizer (bpe:(\d+))", PREPARE.get(config.data.path, ""))
+    if bpe:
+        return int(bpe[2]), f"{bpe[1]} assumed"
+    return GPT2_VOCABULARY, "GPT-2's assumed"

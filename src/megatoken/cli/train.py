@@ -1,0 +1,139 @@
+"""`megatoken train RECIPE`: train a recipe, or resume a run."""
+
+import signal
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+from megatoken.cli import Result
+from megatoken.cli.arguments import add_settings
+from megatoken.cli.ranks import launch_ranks
+from megatoken.cli.recipe import (
+    add_recipe_arguments,
+    apply_options,
+    check_init,
+    find_recipe,
+    render_with_notes,
+)
+from megatoken.config.fields import ConfigField, Duration, parse_value
+from megatoken.config.load import format_value
+from megatoken.config.schema import FIELDS, resume_class
+from megatoken.console import Console
+from megatoken.distributed.env import read_dist_env
+from megatoken.errors import ExitCode
+from megatoken.eval.rewards import REWARDS
+from megatoken.launch.local import RESTARTS, stop_at_once, write_stop_marker
+from megatoken.system.atomic_write import local_path
+from megatoken.system.environment import heartbeat_file
+from megatoken.system.object_store import run_folder
+from megatoken.system.process import at_parent_death
+from megatoken.train.run_folder import BUDGET_KEYS, check_folder
+
+HELP = "train a recipe, or resume a run"
+EXAMPLE = "megatoken train gpt2-124m --out runs/mine data.path=data/mine optim.lr=1e-3"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    add_settings(parser)
+    arg = parser.add_argument
+    arg("--out", type=run_folder, help="run folder (default runs/RECIPE, or the run)")
+    arg("--init", metavar="RUN_OR_HF_DIR", help="initial weights: model.init=...")
+    arg(
+        "--nproc", type=int, default=1, metavar="N", help="local processes, one per GPU (default 1)"
+    )
+    doc = f"restarts without progress after a process fails or hangs (default {RESTARTS})"
+    arg("--restarts", type=int, default=RESTARTS, metavar="N", help=doc)
+    doc = "continue a finished run for this much longer: 2000steps, 1e9tok, 0.5ep or 0.5dur"
+    arg("--extend", metavar="LENGTH", type=_length, help=doc)
+    doc = f"reward of grpo and ppo: {', '.join(REWARDS)}, or module:function"
+    arg("--reward", metavar="NAME", help=doc)
+    doc = "train on the first batch only: data.order=one-batch"
+    arg("--overfit-batch", action="store_true", help=doc)
+    doc = "resume with changed guarded fields or data"
+    arg("--allow-changes", action="store_true", help=doc)
+    arg("--explain", action="store_true", help="print the measurements behind each auto setting")
+    arg("--ending", type=local_path, help=SUPPRESS)  # where a stop is noted (launch/local.py)
+    parser.epilog = f"{parser.epilog}\n\n{describe_fields()}"
+
+
+def run(options: Namespace, console: Console) -> Result:
+    order = "one-batch" if options.overfit_batch else None
+    apply_options(
+        options,
+        {
+            "--init": ("model.init", options.init),
+            "--overfit-batch": ("data.order", order),
+            "--reward": ("objective.reward", options.reward),
+        },
+    )
+    with stop_at_once(options.ending):
+        resolved, named_out = find_recipe(options)
+        watch_parent(options.ending)
+        out = options.out or named_out or Path("runs") / resolved.name
+        check_init(options.recipe, resolved.config, out)
+        dist_env = read_dist_env()
+        if dist_env.world_size == 1:  # before torch is loaded and ranks are started
+            allowed = BUDGET_KEYS if options.extend else ()
+            check_folder(out, resolved.config, allow_changes=options.allow_changes, allowed=allowed)
+        code = launch_ranks(options, options.restarts, resolved.config)
+        if code is not None:
+            return Result(convert_stop(code, options.ending), None)
+        if dist_env.is_main_process and options.recipe:
+            for note in resolved.notes:
+                console.print(f"note: {note}")
+        elif dist_env.is_main_process:
+            console.print(render_with_notes(resolved, given_only=True))
+        from megatoken.pretrain import Trainer
+
+        summary = Trainer(
+            resolved,
+            out,
+            console=console,
+            explain=options.explain,
+            allow_changes=options.allow_changes,
+            extend=options.extend,
+            reward=options.reward,
+        ).fit()
+        data = asdict(summary) if dist_env.is_main_process else None
+        return Result(convert_stop(summary.code, options.ending), data)
+
+
+def watch_parent(ending: Path | None) -> None:
+    """Ask for SIGTERM when torchrun, the parent, dies."""
+    request = at_parent_death(signal.SIGTERM)
+    if ending and heartbeat_file() is None and request:
+        request()
+
+
+def convert_stop(code: int, ending: Path | None) -> int:
+    """Return an exit code; for torchrun, write STOPPED to the file `ending` and return 0."""
+    return write_stop_marker(ending) if code == ExitCode.STOPPED else code
+
+
+def _length(text: str) -> Duration:
+    """Parse a positive duration."""
+    spec = ConfigField(Duration(0), "", low=0, open_low=True, type=Duration)
+    try:
+        length = parse_value(spec, text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    assert isinstance(length, Duration)
+    return length
+
+
+def describe_fields() -> str:
+    """Return a line for each setting by section: default, resume class, meaning, unit, choices."""
+    lines = ["settings (section.field=value); on resume free ones may change:"]
+    section = ""
+    for key, spec in FIELDS.items():
+        head = key.rpartition(".")[0]
+        if head and head != section:
+            section = head
+            lines.append(f"\n {section}")
+        doc = f"{spec.doc} [{spec.unit}]" if spec.unit else spec.doc
+        if spec.expects.startswith("one of"):
+            doc += f" {{{spec.expects.removeprefix('one of ')}}}"
+        default = f"{key}={format_value(spec.default)}"
+        lines.append(f"  {default:<28} {resume_class(key):<7} {doc}")
+    return "\n".join(lines)
