@@ -80,7 +80,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 def save(state: TrainState, folder: Path) -> tuple[Path, CheckpointManifest]:
     (folder / "tokenizer").mkdir(exist_ok=True, parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    (folder / "config.yaml").write_text("version: 1\n")
+    (folder / "config.yaml").write_text("version: 2\n")
     saved = save_state(folder / "checkpoints", state, **files_of(folder), meta={"dataset": "d"})
     return saved, verify(saved)
 

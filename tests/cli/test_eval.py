@@ -34,7 +34,7 @@ model: {n_layer: 2, n_head: 2, d_model: 32, seq_len: 64}
 data: {path: SHARDS}
 optim: {lr: 1e-2, warmup: 5steps}
 budget: {steps: 20, batch_tokens: 512}
-machine: {device: cpu, precision: fp32, micro_batch: 4, threads: 1, linear: torch, attention: flash}
+machine: {device: cpu, precision: fp32, micro_batch: 4, threads: 1, gemm_backend: torch, attention: flash}
 save: {every: 10steps}
 evaluate:
   {every: 10steps, tokens: 100000, tasks: "hellaswag,lambada", tasks_every: 10steps, tasks_data: TASKS, tasks_limit: 30}
@@ -417,18 +417,6 @@ def test_resume_repeats_no_scores(run: Path, data: Path, tmp_path: Path) -> None
             "DATA/tasks/lambada.jsonl:1 — correct",
         ),
         (["--tasks", "piqa", "--limit", "-1"], ExitCode.CONFIG, "--limit is -1"),
-        (["--tasks", "piqa", "--split", "val"], ExitCode.CONFIG, "--split has no effect here"),
-        (
-            ["--data", "DATA/other", "--examples"],
-            ExitCode.CONFIG,
-            "--examples has no effect here — --examples — leave",
-        ),
-        (
-            ["--tasks", "piqa", "--harness", "--plot", "x.png"],
-            ExitCode.CONFIG,
-            "--plot has no effect here — --plot",
-        ),
-        (["--data", "DATA/other", "--fewshot", "3"], ExitCode.CONFIG, "it is for --harness"),
         (["--data", "DATA/rows.jsonl"], ExitCode.DATA, "rows.jsonl:1 — "),
         (
             ["--tasks", "piqa", "--nproc", "0"],

@@ -22,7 +22,7 @@ from megatoken.launch.local import COMMAND
 from megatoken.plots import load_pyplot
 
 optuna = pytest.importorskip("optuna")
-RECIPE = """version: 1
+RECIPE = """version: 2
 model: {{n_layer: 1, n_head: 1, d_model: 16, seq_len: 16}}
 data: {{path: {data}}}
 optim: {{schedule: constant}}

@@ -1,7 +1,8 @@
-"""Values, ranges and the rules between fields."""
+"""Values of settings, their ranges and conflicts."""
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatoken.config.fields import Duration, parse_time, parse_value
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import FIELDS, Config, build_config, flatten, validate
+from megatoken.config.schema import FIELDS, Config, build_config, flatten
+from megatoken.config.validate import validate
 
 
 @pytest.mark.parametrize(
@@ -56,41 +58,34 @@ def test_duration_in_steps() -> None:
     ],
 )
 def test_values_are_parsed(key: str, text: str, value: object) -> None:
-    found = parse_value(FIELDS[key], text)
-    assert found == value
-    assert type(found) is type(value)
+    parsed = parse_value(FIELDS[key], text)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "output"),
+    ("key", "text"),
     [
-        ("model.n_layer", "twelve", "expected a whole number, got 'twelve'"),
-        ("model.n_layer", "1.5", "expected a whole number, got '1.5'"),
-        ("model.n_layer", "-3", "must be at least 1, got -3"),
-        ("model.dropout", "1", "must be at least 0 and at most 0.99, got 1"),
-        ("optim.lr", "nan", "expected a number, got 'nan'"),
-        ("optim.lr", "-1", "must be at least 0, got -1"),
-        ("optim.eps", "0", "must be above 0, got 0"),
-        (
-            "optim.schedule",
-            "cosin",
-            "expected one of cosine, linear, wsd, wsd-sqrt, multi-step, constant, got 'cosin'",
-        ),
-        ("machine.tf32", "maybe", "expected true or false, got 'maybe'"),
-        (
-            "save.every",
-            "5 bananas",
-            "expected a duration such as 100steps, 10e9tok, 3ep or 0.01dur, got '5 bananas'",
-        ),
-        ("save.every", "-5steps", "must be at least 0, got -5steps"),
-        ("machine.micro_batch", "0", "must be at least 1, got 0"),
-        ("budget.tokens", "1e400", "expected a whole number, got '1e400'"),
+        ("model.n_layer", "twelve"),
+        ("model.n_layer", "1.5"),
+        ("model.n_layer", "-3"),
+        ("model.dropout", "1"),
+        ("optim.lr", "nan"),
+        ("optim.lr", "-1"),
+        ("optim.eps", "0"),
+        ("optim.schedule", "cosin"),
+        ("machine.tf32", "maybe"),
+        ("save.every", "5 bananas"),
+        ("save.every", "-5steps"),
+        ("save.every", "0.5"),
+        ("machine.micro_batch", "0"),
+        ("budget.tokens", "1e400"),
+        ("budget.tokens", "300steps"),
     ],
 )
-def test_wrong_values_are_refused(key: str, text: str, output: str) -> None:
-    with pytest.raises(ValueError) as wrong:
+def test_wrong_values_are_refused(key: str, text: str) -> None:
+    with pytest.raises(ValueError):
         parse_value(FIELDS[key], text)
-    assert str(wrong.value) == output
 
 
 @given(st.text(max_size=12))
@@ -100,111 +95,110 @@ def test_any_text_parses_or_raises_value_error(text: str) -> None:
             assert isinstance(parse_value(spec, text), str | int | float | bool | Duration)
 
 
-UPDATES = {"objective__name": "grpo", "objective__updates": 4}
+UPDATES = {"objective.name": "grpo", "objective.updates": 4}
+CHATS = {"objective.name": "sft"}
+RAMP = {"budget.batch_start": 32768, "budget.batch_ramp": 4_000_000_000}
 
 
-def run_with(**values: object) -> Config:
-    return build_config(
-        {"budget.steps": 1, **{key.replace("__", "."): value for key, value in values.items()}}
-    )
+def build(values: Mapping[str, object]) -> Config:
+    return build_config({"budget.steps": 1, **values})
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "fix"),
+    ("values", "key"),
     [
-        ({"model__n_head": 7}, "model.n_head", "nearest that do: 4, 6, 8"),
-        ({"budget__batch_tokens": 1500}, "budget.batch_tokens", "nearest that are: 1024, 2048"),
-        ({"budget__batch_tokens": 500}, "budget.batch_tokens", "nearest that are: 1024"),
-        ({"budget__batch_tokens": 12288, "machine__micro_batch": 5}, "machine.micro_batch", "4, 6"),
-        ({"budget__tokens": 5}, "budget.tokens", "set one of"),
-        ({"model__preset": "gpt5"}, "model.preset", "gpt2-124m"),
-        ({"model__n_kv_head": 5}, "model.n_kv_head", "nearest that divide: 3, 4, 6"),
-        ({"model__pos_emb": "rotary", "model__d_model": 36}, "model.n_head", "even"),
-        ({"model__rope_factor": 8.0, "model__rope_low": 4.0}, "model.rope_low", "1 and 4"),
-        ({"machine__device": "tpu"}, "machine.device", "use auto, cpu"),
-        ({"machine__device": "cpu", "machine__precision": "fp16"}, "machine.precision", "bf16"),
-        ({"optim__warmup": Duration(2, "dur")}, "optim.warmup", "at most 1dur"),
-        ({"save__time_limit": "soon"}, "save.time_limit", "90m"),
+        ({"model.n_head": 7}, "model.n_head"),
+        ({"model.n_kv_head": 5}, "model.n_kv_head"),
+        ({"model.pos_emb": "rotary", "model.d_model": 36}, "model.n_head"),
+        ({"model.window_pattern": "SXL"}, "model.window_pattern"),
+        ({"model.rope_factor": 8.0, "model.rope_low": 4.0}, "model.rope_low"),
+        ({"model.preset": "gpt5"}, "model.preset"),
+        ({"budget.batch_tokens": 1500}, "budget.batch_tokens"),
+        ({"budget.batch_tokens": 12288, "machine.micro_batch": 5}, "machine.micro_batch"),
+        ({"budget.tokens": 5}, "budget.tokens"),
+        ({"budget.steps": 0}, "budget.steps"),
+        (RAMP | {"budget.batch_ramp": 0}, "budget.batch_start"),
+        (RAMP | {"budget.batch_start": 0}, "budget.batch_ramp"),
+        (RAMP | {"budget.batch_start": 1000}, "budget.batch_start"),
+        (RAMP | {"budget.batch_start": 1 << 20}, "budget.batch_start"),
+        (RAMP | {"data.order": "sequential"}, "data.order"),
+        ({"optim.warmup": Duration(2, "dur")}, "optim.warmup"),
+        ({"optim.schedule": "wsd", "optim.warmup": Duration(0.9, "dur")}, "optim.warmup"),
+        ({"optim.schedule": "multi-step", "optim.min_lr_ratio": 0.0}, "optim.min_lr_ratio"),
+        ({"machine.device": "tpu"}, "machine.device"),
+        ({"machine.device": "cpu", "machine.precision": "fp16"}, "machine.precision"),
+        ({"machine.sharding": "zero3", "machine.master_weights": "on"}, "machine.master_weights"),
         (
-            {**UPDATES, "save__every": Duration(10)},
-            "save.every",
-            "objective.updates: 8steps, 12steps",
+            {"machine.tensor_parallel": 2, "machine.activation_checkpointing": "gelu"},
+            "machine.activation_checkpointing",
         ),
-        (
-            {**UPDATES, "save__every": Duration(0.1, "dur")},
-            "save.every",
-            "objective.updates: 4steps",
-        ),
-        (
-            {**UPDATES, "evaluate__every": Duration(6), "save__keep_best": True},
-            "evaluate.every",
-            "4steps, 8steps",
-        ),
+        ({"machine.tensor_parallel": 2, "data.document_mask": True}, "machine.tensor_parallel"),
+        ({"machine.attention": "fa2", "data.document_mask": True}, "machine.attention"),
+        (CHATS | {"machine.tensor_parallel": 2}, "machine.tensor_parallel"),
+        (CHATS | {"data.order": "sequential"}, "data.order"),
+        (CHATS | {"model.value_head": True}, "model.value_head"),
+        ({"objective.name": "ppo"}, "model.value_head"),
+        (UPDATES | {"objective.group": 1}, "objective.group"),
+        (UPDATES | {"objective.group": 7}, "objective.group"),
+        (UPDATES | {"save.every": Duration(10)}, "save.every"),
+        (UPDATES | {"save.every": Duration(0.1, "dur")}, "save.every"),
+        (UPDATES | {"evaluate.every": Duration(6), "save.keep_best": True}, "evaluate.every"),
+        ({"log.sinks": "wandb,mlflow"}, "log.sinks"),
+        ({"save.time_limit": "soon"}, "save.time_limit"),
     ],
 )
-def test_conflicting_settings_are_reported_with_a_fix_that_works(
-    values: dict[str, object], key: str, fix: str
-) -> None:
-    found = list(validate(run_with(**values)))
-    assert [k for k, _, _ in found] == [key]
-    assert fix in found[0][2]
+def test_conflicting_settings_are_reported(values: dict[str, object], key: str) -> None:
+    assert [conflict[0] for conflict in validate(build(values))] == [key]
 
 
-def test_valid_config_has_no_conflicts() -> None:
-    assert list(validate(run_with())) == []
-    assert (
-        list(validate(run_with(**UPDATES, save__every=Duration(8), evaluate__every=Duration(6))))
-        == []
-    )
-    assert list(validate(run_with(objective__updates=4, save__every=Duration(6)))) == []
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        RAMP,
+        UPDATES | {"save.every": Duration(8), "evaluate.every": Duration(6)},
+        {"objective.updates": 4, "save.every": Duration(6)},
+        {"optim.warmup": Duration(0.1, "dur"), "optim.decay": Duration(1, "dur")},
+    ],
+)
+def test_valid_configs_have_no_conflicts(values: dict[str, object]) -> None:
+    assert list(validate(build(values))) == []
 
 
 def test_preset_fills_unset_fields() -> None:
-    config = run_with(model__preset="gpt2-355m", model__n_layer=3)
-    assert (
-        config.model.n_layer,
-        config.model.d_model,
-        config.model.n_head,
-        config.model.vocab_size,
-    ) == (3, 1024, 16, 50257)
-
-
-def test_llama_preset_sets_its_switches() -> None:
-    config = run_with(model__preset="llama3.2-1b", model__seq_len=4096)
-    model_config = config.model.resolve(50257)
-    assert model_config == dataclasses.replace(PRESETS["llama3.2-1b"], seq_len=4096)
-    assert (
-        run_with(model__preset="llama3.2-1b", model__vocab_size=0).model.resolve(50257).vocab_size
-        == 50257
-    )
+    model = build({"model.preset": "gpt2-355m", "model.n_layer": 3}).model
+    assert (model.n_layer, model.d_model, model.n_head, model.vocab_size) == (3, 1024, 16, 50257)
+    model = build({"model.preset": "llama3.2-1b", "model.vocab_size": 0}).model
+    assert model.resolve(50257).vocab_size == 50257
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_valid_and_round_trip(name: str) -> None:
-    config = run_with(model__preset=name, budget__batch_tokens=PRESETS[name].seq_len)
+    config = build({"model.preset": name, "budget.batch_tokens": PRESETS[name].seq_len})
     assert list(validate(config)) == []
     assert config.model.resolve(1) == PRESETS[name]
 
 
-def test_d_ff_follows_d_model_unless_given() -> None:
-    def d_ff(**values: object) -> int:
-        return run_with(**values).model.resolve(1).d_ff
-
-    assert d_ff(model__d_model=384) == 1536
-    assert d_ff(model__preset="gpt2-124m", model__d_model=384) == 1536
-    assert d_ff(model__preset="llama2-7b", model__d_model=5120) == 13824
-    assert d_ff(model__preset="llama3-8b", model__d_model=5120) == 14336
-    assert d_ff(model__mlp="swiglu", model__d_model=768) == 2048
+@pytest.mark.parametrize(
+    ("preset", "mlp", "d_model", "d_ff"),
+    [
+        ("", "gelu", 384, 1536),
+        ("", "swiglu", 768, 2048),
+        ("gpt2-124m", "gelu", 384, 1536),
+        ("llama2-7b", "swiglu", 5120, 13824),
+        ("llama3-8b", "swiglu", 5120, 14336),
+    ],
+)
+def test_d_ff_follows_d_model_unless_given(preset: str, mlp: str, d_model: int, d_ff: int) -> None:
+    config = build({"model.preset": preset, "model.mlp": mlp, "model.d_model": d_model})
+    assert config.model.resolve(1).d_ff == d_ff
 
 
 def test_total_steps() -> None:
-    assert run_with().total_steps(10) == 1
-    tokens = build_config({"budget.tokens": 10_000_000_000})
-    assert tokens.total_steps(10) == 19073
-    assert (
-        build_config({"budget.epochs": 2.0, "budget.batch_tokens": 1024}).total_steps(10 * 1024)
-        == 20
-    )
+    assert build({}).total_steps(10) == 1
+    assert build_config({"budget.tokens": 10_000_000_000}).total_steps(10) == 19073
+    epochs = build_config({"budget.epochs": 2.0, "budget.batch_tokens": 1024})
+    assert epochs.total_steps(10 * 1024) == 20
 
 
 @pytest.mark.parametrize(
@@ -220,5 +214,5 @@ def test_config_is_frozen() -> None:
 
 
 def test_flatten_is_the_inverse_of_build() -> None:
-    config = run_with(model__n_layer=3, optim__lr=0.5)
+    config = build({"model.n_layer": 3, "optim.lr": 0.5})
     assert build_config(flatten(config)) == config

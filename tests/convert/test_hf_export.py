@@ -218,7 +218,7 @@ def test_a_model_of_transformers_has_the_same_gradients_and_text(
             {"head_dim": 16},
             r"head_dim is 16: 4 heads of it do not fill the width 32 .* heads fill its width",
         ),
-        ({"num_key_value_heads": 3}, "4 heads cannot share 3 of keys and values"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3 key/value heads"),
         ({"num_key_value_heads": None}, r"k_proj\.weight is \(16, 32\), its sizes say \(32, 32\)"),
         ({"tie_word_embeddings": True}, r"lm_head\.weight differs from the token embedding"),
         (

@@ -322,7 +322,7 @@ def resume(name: str, dims: ParallelDims, world: int, folder: Path) -> None:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The folder with the ranks' results, and the results of a single process."""
     folder = tmp_path_factory.mktemp("layouts")
-    (folder / "config.yaml").write_text("version: 1\n")
+    (folder / "config.yaml").write_text("version: 2\n")
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "vocab.json").write_text("{}")
     found = {

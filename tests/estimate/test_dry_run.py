@@ -244,7 +244,7 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-124m", "--gpus", "7"], "does not divide among 7"),
         (["gpt2-124m", "--shard", "zero9"], "machine.sharding"),
         (["gpt2-124m", "--gpus", "8", "--tp", "5"], "does not divide into groups of 5"),
-        (["gpt2-124m", "machine.micro_batch=3"], "nearest that do: 1, 2, 4"),
+        (["gpt2-124m", "machine.micro_batch=3"], "machine.micro_batch: 3 does not divide"),
         (["gpt2-125m"], "no recipe named 'gpt2-125m'"),
     ):
         assert main(["dryrun", *words]) == ExitCode.CONFIG

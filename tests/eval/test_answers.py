@@ -173,8 +173,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(words) == ExitCode.DONE
     assert "exact   0.00% ±0.00% of 4 greedy answers" in capsys.readouterr().out
     for extra, message in (
-        (["--tasks", "piqa"], "--tasks has no effect here"),
-        (["--temperature", "1"], "--temperature has no effect here"),
         (["--samples", "-1"], "samples is -1"),
         (["--reward", "best"], "'best' names no function"),
     ):

@@ -188,14 +188,6 @@ def test_skypilot_installs_what_is_there() -> None:
             "--partition has no effect on k8s — --partition — leave it out: it is for slurm",
         ),
         (["slurm", "--image", "x"], "--image has no effect on slurm"),
-        (
-            ["slurm", "--gpus", "A100"],
-            "--gpus has no effect here — --gpus — leave it out: it is for skypilot, or none; their number",
-        ),
-        (
-            ["k8s", "--time", "1:00:00"],
-            "--time has no effect here — --time — leave it out: it is for slurm",
-        ),
         (["k8s", "--setup", "x=1"], "--setup has no effect on k8s"),
         (["torchrun", "--sbatch", "qos=high"], "--sbatch has no effect on torchrun"),
         (["slurm", "--partition", "x\n#SBATCH --uid=0"], "--partition is not one line of text"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatoken.config.schema import ObjectiveConfig
+from megatoken.config.objective_config import ObjectiveConfig
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.objectives.answer_scores import AnswerScorer, take_last

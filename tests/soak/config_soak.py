@@ -9,7 +9,6 @@ while every command runs and fails: none may be in any output or file.
 
 import argparse
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -26,12 +25,10 @@ def run_case(case: BadConfig, folder: Path) -> tuple[float, list[str]]:
     recipe = folder / "r.yaml"
     recipe.write_bytes(case.recipe)
     words = [*COMMAND, "train", *case.arguments(str(recipe))]
-    environment = os.environ | dict(case.environment)
+
     start = time.monotonic()
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, cwd=folder, env=environment, timeout=60
-        )
+        done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=60)
     except ValueError:  # a NUL, which no system passes on
         return 0.0, []
     seconds = time.monotonic() - start

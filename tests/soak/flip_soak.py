@@ -41,7 +41,7 @@ def write_runs(folder: Path) -> dict[str, Path]:
     """Two folders of checkpoints: with whole tensors, and with a pair of files for each of three ranks."""
     tokenizer = load_tokenizer("bytes")
     tokenizer.save(folder / "tokenizer")
-    (folder / "config.yaml").write_text("version: 1\n")
+    (folder / "config.yaml").write_text("version: 2\n")
     files = {"config": folder / "config.yaml", "tokenizer": folder / "tokenizer"}
     roots = {name: folder / name / "checkpoints" for name in ("whole", "sharded")}
     for steps in STEPS:

@@ -13,7 +13,7 @@ from megatoken.checkpoint.commit import list_steps
 from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import ConfigError, ExitCode
+from megatoken.errors import ExitCode
 from megatoken.pretrain import Summary, Trainer
 from megatoken.train import actions
 from megatoken.train.metrics_log import read_metrics
@@ -144,11 +144,3 @@ def test_a_sample_before_the_first_step(recipe: Path, tmp_path: Path) -> None:
         steps = [row["step"] for row in read_metrics(out) if row["kind"] == "sample"]
         assert steps == ([0, 2, 3] if start else [2, 3])
     assert (tmp_path / "True" / "samples" / "step-00000000.txt").stat().st_size > 1
-
-
-@pytest.mark.parametrize("words", [["evaluate.every=0"], ["sample.at_start=true"]])
-def test_what_has_no_effect_is_refused(recipe: Path, words: list[str]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"has no effect (with|beside) (evaluate|sample)\.every=0"
-    ):
-        resolve(str(recipe), words)

@@ -230,7 +230,7 @@ def test_the_micro_batch_and_the_kernels_change_nothing(
     assert curve(tmp_path / "run") == pytest.approx(curve(masked), rel=1e-5)
 
 
-def test_what_has_no_effect_or_is_not_split_is_refused(shards: Path, tmp_path: Path) -> None:
+def test_data_without_document_boundaries_are_refused(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("to be or not to be, that is the question. " * 100)
     prepare(str(tmp_path / "one.txt"), tmp_path / "one", tokenizer="bytes")
     with pytest.raises(
@@ -240,11 +240,3 @@ def test_what_has_no_effect_or_is_not_split_is_refused(shards: Path, tmp_path: P
     np.save(tmp_path / "train_0.npy", np.arange(1000, dtype=np.uint16) % 256)
     with pytest.raises(ConfigError, match=r"data.document_mask has no effect"):
         train(tmp_path, tmp_path / "run", MASK, "data.tokenizer=bytes")
-    wrong = {
-        "machine.tensor_parallel=2": "windows with data.document_mask are not split over tensor-parallel processes",
-        "machine.attention=cudnn": "attention 'cudnn' takes no mask, which data.document_mask needs",
-        "objective.name=sft": "data.document_mask has no effect beside objective.name=sft: it is for text",
-    }
-    for word, message in wrong.items():
-        with pytest.raises(ConfigError, match=message):
-            resolve("quickstart", [f"data.path={shards}", *WORDS, MASK, word])

@@ -17,7 +17,7 @@ from megatoken.bench.workload import SPEED, describe_peak, describe_seconds, for
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import default_d_ff, validate_model
 from megatoken.config.presets import PRESETS
-from megatoken.config.schema import ALIASES, FIELDS, MachineConfig
+from megatoken.config.schema import FIELDS, MachineConfig
 from megatoken.console import Console
 from megatoken.errors import ConfigError, PeerError
 from megatoken.system.device import Device, open_device, with_peak
@@ -169,12 +169,8 @@ def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec
 
 
 def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
-    """(setting, its parsed values as written): those of `text`, or all of a setting that has words for them.
-
-    Earlier names of settings and values are accepted.
-    """
+    """(setting, its parsed values as written): those of `text`, or all of a setting that has words for them."""
     key = f"machine.{name.removeprefix('machine.')}"
-    key = ALIASES.get(key, key)
     setting = key.removeprefix("machine.")
     if key not in FIELDS or setting in NOT_TIMED:
         settings = [k.removeprefix("machine.") for k in FIELDS if k.startswith("machine.")]
@@ -190,9 +186,7 @@ def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
             f"machine.{setting} has no list of values", "--values", "name some, as in 1,2,4"
         )
     try:
-        return setting, {
-            word: parse_value(field, (field.alias_values or {}).get(word, word)) for word in words
-        }
+        return setting, {word: parse_value(field, word) for word in words}
     except ValueError as error:
         raise ConfigError(
             str(error), "--values", f"see machine.{setting} in `megatoken config`"

@@ -1,69 +1,50 @@
-"""A compute-optimal run from one number: `depth-N` is a recipe for every number N of layers.
+"""Derive a compute-optimal run from its number of layers: the recipes `depth-N`.
 
-It is the recipe modern-124m with the sizes, length, batch and rate that follow from N by published rules, which the
-origins of the values and the notes of the recipe repeat. C is the run's FLOPs without the vocabulary, (72 L d^2 +
-12 L d T) a token, as Bi et al. count them. Rates follow from modern-124m's.
+It is the recipe modern-124m with sizes, length, batch and learning rates that follow from N by
+published rules. C, the FLOPs of the run without the vocabulary, is (72 L d^2 + 12 L d T) per token,
+as Bi et al. count them. Learning rates scale from modern-124m's (docs/recipes.md, Muon).
 """
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import NamedTuple
 
 from megatoken.config.presets import PRESETS
 from megatoken.errors import ConfigError
 
-RECIPE = "modern-124m"  # has all other settings
+RECIPE = "modern-124m"  # the source of all other settings
 NAME = re.compile(r"depth-(\d+)")
 DEEPEST = 200
-WIDTH, SOURCE_OF_WIDTH = 64, "64 a layer, as nanochat (Karpathy 2025)"
+WIDTH_PER_LAYER = 64
 TOKENS_PER_WEIGHT = 20
-CHINCHILLA = (
-    "20 for each weight in matrix products (Hoffmann et al. 2022), counted with GPT-2's vocabulary"
-)
-DEEPSEEK = "Bi et al. 2024 (DeepSeek LLM)"
-# Of modern-124m, and its width and batch; what rates do with both: docs/recipes.md, Muon
-RATE, MATRIX_RATE, OWN_WIDTH, OWN_BATCH = 4e-3, 0.02, 768, 524288
-BATCH_ROOT, WIDTH_ROOT = (
-    "the root of the batch (Malladi et al. 2022)",
-    "the inverse root of the width (nanochat)",
-)
+# Of modern-124m.
+LR = 4e-3
+MATRIX_LR = 0.02
+WIDTH = 768
+BATCH_TOKENS = 524288
 
 
-class Derived(NamedTuple):
-    """A setting, its value, and the rule it follows."""
-
-    key: str
-    value: str
-    rule: str
-
-
-def derive_run(depth: int) -> Iterator[Derived]:
-    """The settings that follow from the number of layers. Raises ConfigError for one that no run has."""
+def derive_run(depth: int) -> Iterator[tuple[str, str, str]]:
+    """Yield (setting, value, rule) for a run of `depth` layers. Raises ConfigError."""
     if not 1 <= depth <= DEEPEST:
-        raise ConfigError(
-            f"no run is {depth} layers deep", "recipe", f"give 1 to {DEEPEST}, such as depth-12"
-        )
-    d = WIDTH * depth
+        raise ConfigError(f"no recipe of {depth} layers", "recipe", f"use depth-1 to -{DEEPEST}")
+    d = WIDTH_PER_LAYER * depth
     d_head = 128 if d % 128 == 0 else 64
-    model = replace(PRESETS[RECIPE], n_layer=depth, d_model=d, n_head=d // d_head)
-    weights = 12 * depth * d**2 + model.vocab_size * d
+    seq_len = PRESETS[RECIPE].seq_len
+    weights = 12 * depth * d**2 + PRESETS[RECIPE].vocab_size * d
     tokens = TOKENS_PER_WEIGHT * weights
-    flops = (72 * depth * d**2 + 12 * depth * d * model.seq_len) * tokens
+    flops = (72 * depth * d**2 + 12 * depth * d * seq_len) * tokens
     batch = 0.2920 * flops**0.3271
-    rounded = 2 ** max(round(math.log2(batch)), math.ceil(math.log2(model.seq_len)))
-    root = math.sqrt(rounded / OWN_BATCH)
-    yield Derived("model.preset", RECIPE, "its switches")
-    yield Derived("model.n_layer", str(depth), "the depth")
-    yield Derived("model.d_model", str(d), SOURCE_OF_WIDTH)
-    yield Derived("model.n_head", str(model.n_head), f"heads of {d_head}")
-    yield Derived("budget.tokens", str(tokens), CHINCHILLA)
-    yield Derived(
-        "budget.batch_tokens",
-        str(rounded),
-        f"0.2920 C^0.3271 = {batch:,.0f}, C = {flops:.2e}: {DEEPSEEK}",
-    )
-    yield Derived("optim.matrix_lr", f"{MATRIX_RATE * root:.2e}", f"{RECIPE}'s times {BATCH_ROOT}")
-    rate = RATE * root * math.sqrt(OWN_WIDTH / d)
-    yield Derived("optim.lr", f"{rate:.2e}", f"{RECIPE}'s times {BATCH_ROOT} and {WIDTH_ROOT}")
+    batch_tokens = 2 ** max(round(math.log2(batch)), math.ceil(math.log2(seq_len)))
+    matrix_lr = MATRIX_LR * math.sqrt(batch_tokens / BATCH_TOKENS)
+    lr = LR * math.sqrt(batch_tokens / BATCH_TOKENS) * math.sqrt(WIDTH / d)
+    by_batch = f"{RECIPE}'s x square root of the batch (Malladi et al. 2022)"
+    yield "model.preset", RECIPE, "switches of the architecture"
+    yield "model.n_layer", str(depth), "depth"
+    yield "model.d_model", str(d), "64 per layer, as in nanochat (Karpathy 2025)"
+    yield "model.n_head", str(d // d_head), f"heads of {d_head}"
+    yield "budget.tokens", str(tokens), "20 per weight in matrix products (Hoffmann et al. 2022)"
+    rule = f"0.2920 C^0.3271 = {batch:,.0f} for C = {flops:.2e} (Bi et al. 2024, DeepSeek LLM)"
+    yield "budget.batch_tokens", str(batch_tokens), rule
+    yield "optim.matrix_lr", f"{matrix_lr:.2e}", by_batch
+    yield "optim.lr", f"{lr:.2e}", f"{by_batch}, / square root of the width (nanochat)"

@@ -1,23 +1,24 @@
-"""What a configuration field is (a help line, a unit, a range) and how its value is parsed from text."""
+"""Describe settings (help line, unit, range) and parse their values."""
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
+LARGEST = 1e15  # of any number: beyond every run, and exact as a float
 NUMBER = re.compile(
     r"([-+]?[\d._]+(?:[eE][-+]?\d+)?)\s*([kKMBT]?)\s*(steps?|tok|tokens|ep|epochs?|dur)?"
 )
-LARGEST = 1e15  # of any number: beyond every run, and exact as a float
-UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}
-TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+INTEGER = re.compile(r"[-+]?\d[\d_]*")
+PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+UNITS = {"s": "steps", "t": "tok", "e": "ep", "d": "dur"}  # by first letter
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """A length of training: `20000steps`, `10e9tok`, `3ep` (epochs), `0.01dur` (a share of the run)."""
+    """A length of training: `20000steps`, `10e9tok`, `3ep` (epochs), `0.01dur` (share of the run)."""
 
     value: float
     unit: str = "steps"
@@ -27,7 +28,7 @@ class Duration:
         return f"{number}{self.unit}"
 
     def steps(self, *, batch_tokens: int, epoch_tokens: int = 0, total_steps: int = 0) -> int:
-        """Length in optimizer steps, rounded to the nearest; anything above zero is at least one step."""
+        """Return the length in optimizer steps, rounded; at least 1 unless the value is 0."""
         return self._count(
             steps=1.0,
             tok=1.0 / batch_tokens,
@@ -36,7 +37,7 @@ class Duration:
         )
 
     def tokens(self, *, batch_tokens: int, epoch_tokens: int, total_tokens: int) -> int:
-        """Length in tokens, steps as full batches; anything above zero is at least one token."""
+        """Return the length in tokens, with full batches; at least 1 unless the value is 0."""
         return self._count(steps=batch_tokens, tok=1, ep=epoch_tokens, dur=total_tokens)
 
     def _count(self, **units: float) -> int:
@@ -45,9 +46,10 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """A field: its default, one line of help, its unit and the range it must lie in (open_low: above `low`).
+    """A setting: its default, one line of help, unit and range.
 
-    alias: the name that earlier versions gave it, still accepted; alias_values: what its values were called then.
+    open_low: exclude `low` itself. only_if: a condition on another setting without which this one
+    is ignored: `optim.name=muon`, `objective.name=grpo|ppo` or `model.window!=0`.
     """
 
     default: Any
@@ -56,136 +58,116 @@ class ConfigField:
     low: float = -LARGEST
     high: float = LARGEST
     open_low: bool = False
-    alias: str = ""
-    alias_values: Mapping[str, str] | None = None
+    only_if: str = ""
     key: str = ""
     type: Any = None
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a field that is one of several names; empty for others."""
-        return (
-            (*get_args(self.type), *_REGISTERED.get(self.key, ()))
-            if get_origin(self.type) is Literal
-            else ()
-        )
+        """Names that the field accepts; empty if its values are not names."""
+        if get_origin(self.type) is not Literal:
+            return ()
+        return (*get_args(self.type), *_REGISTERED.get(self.key, ()))
 
     def is_registered(self, value: Any) -> bool:
-        """Whether the value was added by `register_choice`."""
+        """Return whether `register_choice` added the value."""
         return value in _REGISTERED.get(self.key, ())
 
     @property
-    def is_duration(self) -> bool:
-        """Whether its values are durations, or such and `auto`."""
-        return Duration in (self.type, *get_args(self.type))
+    def value_type(self) -> Any:
+        """The type of values other than `auto`."""
+        return (*get_args(self.type), self.type)[0]
 
     @property
     def expects(self) -> str:
         """The accepted values, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-        words[Duration] = "a duration such as 100steps, 10e9tok, 3ep or 0.01dur"
-        return words.get(self.type) or (
-            "a duration, or auto" if self.is_duration else "a whole number or auto"
-        )
+        words = {
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            str: "text",
+            Duration: "a duration such as 100steps, 10e9tok, 3ep or 0.01dur",
+        }
+        return words[self.value_type] + (" or auto" if self.default == "auto" else "")
 
 
 def config_field(
     default: Any, doc: str, unit: str = "", *, compare: bool = True, **options: Any
 ) -> Any:
-    """A field of a section. options: of `ConfigField`."""
-    return field(
-        default=default,
-        metadata={"spec": ConfigField(default, doc, unit, **options)},
-        compare=compare,
-    )
+    """Declare a field of a section. options: of `ConfigField`."""
+    spec = ConfigField(default, doc, unit, **options)
+    return field(default=default, metadata={"spec": spec}, compare=compare)
 
 
-_REGISTERED: dict[str, list[str]] = {}  # names that Python code added to a field's choices
+_REGISTERED: dict[str, list[str]] = {}  # names that Python code added, by setting
 
 
 def register_choice(key: str, name: str) -> None:
-    """Accept `name` as a value of the field `key`, for what is registered from Python (an optimizer, an attention)."""
+    """Accept `name` as a value of the setting `key`."""
     names = _REGISTERED.setdefault(key, [])
-    names += [] if name in names else [name]
+    if name not in names:
+        names.append(name)
 
 
 def list_fields(section: Any, prefix: str = "") -> Iterator[ConfigField]:
-    """Every field of a dataclass of sections by dotted key, in the order of declaration."""
-    for each in fields(section):
-        if each.metadata:
-            yield replace(each.metadata["spec"], key=prefix + each.name, type=each.type)
-        elif is_dataclass(each.type):
-            yield from list_fields(each.type, f"{each.name}.")
+    """Yield every field of nested dataclasses, with its dotted key, in order of declaration."""
+    for item in fields(section):
+        if item.metadata:
+            yield replace(item.metadata["spec"], key=prefix + item.name, type=item.type)
+        elif is_dataclass(item.type):
+            yield from list_fields(item.type, f"{item.name}.")
 
 
 def parse_value(spec: ConfigField, text: str) -> Any:
-    """The value that `text` means for this field.
-
-    Raises ValueError, whose message says what was expected, on another type or a value out of range.
-    """
+    """Parse and check a value of the field. Raises ValueError with what was expected."""
     try:
         value = _parse(spec, text)
     except (ValueError, OverflowError, KeyError):
         raise ValueError(f"expected {spec.expects}, got {text!r:.80}") from None
     number = value.value if isinstance(value, Duration) else value
-    if isinstance(number, str) or (
-        spec.low <= number <= spec.high and not (spec.open_low and number == spec.low)
-    ):
+    if isinstance(number, str):
+        return value
+    if spec.low <= number <= spec.high and not (spec.open_low and number == spec.low):
         return value
     low = f"above {spec.low:g}" if spec.open_low else f"at least {spec.low:g}"
-    high = "" if spec.high == LARGEST >= number else f" and at most {spec.high:g}"
-    raise ValueError(f"must be {low}{high}, got {text:.80}")
+    raise ValueError(f"must be {low} and at most {spec.high:g}, got {text:.80}")
 
 
 def _parse(spec: ConfigField, text: str) -> Any:
     if spec.type is str or text in spec.choices or text == "auto" == spec.default:
         return text
-    if spec.type is bool:
-        return TRUTHS[text.lower()]
     if spec.choices:
         raise ValueError
+    if spec.type is bool:
+        return BOOLEANS[text.lower()]
     if spec.type is float:
-        return _finite(text)
+        return float(text)
+    if spec.value_type is int and INTEGER.fullmatch(text.strip()):
+        return int(text)  # exact beyond 2**53
     match = NUMBER.fullmatch(text.strip())
     if match is None:
         raise ValueError
-    digits, prefix, unit = match[1], match[2].upper(), UNITS[(match[3] or "steps")[0]]
-    number = _finite(digits) * PREFIXES[prefix]
-    if spec.is_duration:
-        if not match[3] and number != int(
-            number
-        ):  # a share of the run is meant, and would be one step
+    number = float(match[1]) * PREFIXES[match[2]]
+    unit = UNITS[(match[3] or "steps")[0]]
+    is_whole = number == int(number)
+    if spec.value_type is Duration:
+        if not match[3] and not is_whole:  # probably a share of the run, not a step
             raise ValueError
         return Duration(number, unit)
-    if number != int(number) or (match[3] and not spec.unit.startswith(unit)):
+    if not is_whole or (match[3] and not spec.unit.startswith(unit)):
         raise ValueError
-    return (
-        int(digits)
-        if digits.lstrip("-+").replace("_", "").isdigit() and not prefix
-        else int(number)
-    )
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
+    return int(number)
 
 
 def parse_time(text: str) -> float:
-    """Seconds in a wall-clock time such as `90`, `45s`, `90m`, `11h30m` or `2d`; 0 for an empty text.
+    """Return the seconds in a time such as `90`, `45s`, `90m`, `11h30m` or `2d`; 0 if empty.
 
-    Raises ValueError on anything else.
+    Raises ValueError on other text.
     """
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text.strip())
-    if not match:
-        raise ValueError(f"expected a time such as 90m or 11h30m, got {text!r}")
-    return float(
-        sum(
-            int(part or 0) * size
-            for part, size in zip(match.groups(), (86400, 3600, 60, 1), strict=True)
-        )
-    )
+    match = TIME.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"expected a time such as 45s, 90m, 11h30m or 2d, got {text!r:.80}")
+    days, hours, minutes, seconds = [int(count or 0) for count in match.groups()]
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,13 +1,11 @@
-"""Loads a recipe (a YAML file, or the name of one that ships with the package) and `section.field=value` overrides.
+"""Load a recipe: a YAML file or the name of a shipped one, with `section.field=value` overrides.
 
-The result is a checked `Config` with the origin of every value. Every mistake is a one-line ConfigError with
-file:line. YAML tags, anchors and merges are refused: nothing in a recipe is executed.
+The result is a checked `Config` with the origin of every value. Mistakes are one-line ConfigErrors
+with file:line. Nothing in a recipe is executed: YAML tags, anchors and merges are refused.
 """
 
 import math
 import re
-import shlex
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,54 +14,44 @@ from typing import Any
 
 import yaml
 
-from megatoken.config.depth import NAME as DEPTH
-from megatoken.config.depth import RECIPE as DEPTH_RECIPE
-from megatoken.config.depth import derive_run
-from megatoken.config.effects import list_without_effect
+from megatoken.config import depth
 from megatoken.config.fields import parse_value
 from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS, suggest_preset
 from megatoken.config.schema import (
-    ALIASES,
     FIELDS,
     Config,
     Resume,
     build_config,
     flatten,
+    is_ignored,
     resume_class,
-    validate,
 )
-from megatoken.config.words import (
-    MAIN_FIELDS,
-    TEXTS,
-    WEIGHTS,
-    find_value,
-    nearest,
-    suggest_key,
-    suggest_recipe,
-    suggest_value,
-)
+from megatoken.config.validate import validate
+from megatoken.config.words import suggest_setting
 from megatoken.errors import ConfigError
 from megatoken.redact import redact
+from megatoken.suggest import suggest
 
-VERSION = 2  # in version 1 optim.decay had a meaning under wsd and wsd-sqrt only, and every run folder gives it
+VERSION = "2"  # of recipes
 SHIPPED = Path(__file__).parent / "recipes"
 RUN_CONFIG = "config.yaml"  # of a run folder
 LARGEST_BYTES = 1 << 20
 NULL = "tag:yaml.org,2002:null"  # the tag of null, ~ and an empty value
 COMMAND_LINE = "command line"  # the origin of an override
-# The datasets that shipped recipes name: source and options of the `megatoken prepare` command that makes each.
+# Datasets of shipped recipes: source and options of the `megatoken prepare` command for each.
 PREPARE = {
     "data/python": "python --tokenizer bpe:4096 --val-fraction 0.05",
     "data/shakespeare": "tinyshakespeare --val-fraction 0.1",
-    **{
-        f"data/{name}": name
-        for name in ("fineweb", "fineweb-100bt", "fineweb-350bt", "fineweb-edu")
-    },
+    "data/fineweb": "fineweb",
+    "data/fineweb-100bt": "fineweb-100bt",
+    "data/fineweb-350bt": "fineweb-350bt",
+    "data/fineweb-edu": "fineweb-edu",
 }
 OPTIMIZER_NUMBERS = ("optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay")
 # Setting one of these in a later layer unsets the others.
 ALTERNATIVES = ("budget.steps", "budget.tokens", "budget.epochs")
-# A preset in a later layer unsets these. The vocabulary goes with the data.
+# A preset in a later layer unsets these.
 PRESET_FIELDS = tuple(
     f"model.{name}"
     for name in (*ModelConfig().architecture(), "zero_init")
@@ -91,153 +79,65 @@ class ResolvedConfig:
 
 
 def list_recipes() -> list[str]:
-    """Names of the recipes that ship with the package."""
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def prepare_words(dataset: str, out: str) -> list[str]:
-    """The words behind `megatoken` that make `dataset`, the data.path of a shipped recipe, in `out`."""
+    """Return the arguments of `megatoken` that make a shipped recipe's data.path in `out`."""
     source, *options = PREPARE.get(dataset, "SOURCE").split()
     return ["prepare", source, "--out", out, *options]
 
 
-def resolve(
-    recipe: str, overrides: Sequence[str] = (), others: Sequence[str] = ()
-) -> ResolvedConfig:
-    """Read a recipe by file or name, or the settings of a run by its folder, apply `a.b=c` overrides, check everything.
+def load_config(recipe: str | Path, *overrides: str) -> Config:
+    """Load a recipe by file or name, with `section.field=value` overrides. Raises ConfigError."""
+    return resolve(str(recipe), overrides).config
 
-    others: names that the command knows beside recipes, for a suggestion. Raises ConfigError naming file:line, the key
-    and the nearest valid one.
-    """
+
+def resolve(recipe: str, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Load a recipe by file or name, or the settings of a run folder. Raises ConfigError."""
     if folder := find_run(recipe):
         return resolve_run(folder, folder / RUN_CONFIG, overrides)
-    if match := DEPTH.fullmatch(recipe):
-        derived = list(derive_run(int(match[1])))
-        own = [Assignment(key, value, f"{recipe}: {rule}") for key, value, rule in derived]
-        base = read_recipe(SHIPPED / f"{DEPTH_RECIPE}.yaml")
-        resolved = resolve_assignments(recipe, [*base, *own], overrides)
-        return replace(
-            resolved,
-            notes=(*(f"{key}={value}: {rule}" for key, value, rule in derived), *resolved.notes),
-        )
-    path = _find_recipe(recipe, others)
-    assignments = read_recipe(path)
-    # What `config` and a run folder write holds every value.
-    is_own = path.parent != SHIPPED and not {
-        assignment.key for assignment in assignments
-    }.issuperset(ALTERNATIVES)
-    return resolve_assignments(path.stem, assignments, overrides, is_own=is_own)
+    if match := depth.NAME.fullmatch(recipe):
+        return _resolve_depth(recipe, int(match[1]), overrides)
+    path = _find_recipe(recipe)
+    return resolve_assignments(path.stem, read_recipe(path), overrides)
 
 
-def find_run(recipe: str) -> Path | None:
-    """The run folder that a recipe's argument names, None where it names something else.
-
-    Raises ConfigError where a run folder and a recipe have that name.
-    """
-    folder = Path(recipe)
-    with suppress(OSError, ValueError):  # no path, as _find_recipe says
-        if recipe and ((folder / RUN_CONFIG).is_file() or (folder / "checkpoints").is_dir()):
-            if recipe in list_recipes():
-                fix = f"write ./{recipe} for the folder, {recipe}.yaml for the recipe"
-                raise ConfigError(
-                    f"'{recipe}' is both a run folder and a recipe", "command line", fix
-                )
-            return folder
-    return None
+def _resolve_depth(recipe: str, n_layer: int, overrides: Sequence[str]) -> ResolvedConfig:
+    assignments = read_recipe(SHIPPED / f"{depth.RECIPE}.yaml")
+    notes = []
+    for key, value, rule in depth.derive_run(n_layer):
+        assignments.append(Assignment(key, value, f"{recipe}: {rule}"))
+        notes.append(f"{key}={value}: {rule}")
+    resolved = resolve_assignments(recipe, assignments, overrides)
+    return replace(resolved, notes=tuple(notes))
 
 
 def resolve_run(folder: Path, file: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """The settings of a run from `file`, its config.yaml or a checkpoint's copy, with the origins that stand there."""
-    resolved = resolve_assignments(folder.absolute().name, read_recipe(file), overrides)
-    lines = file.read_text(encoding="utf-8").splitlines()
-    noted = {
-        f"{file}:{number}": line.rpartition("  # ")[2]
-        for number, line in enumerate(lines, 1)
-        if "  # " in line
-    }
-    return replace(
-        resolved, origins={key: noted.get(where, where) for key, where in resolved.origins.items()}
-    )
+    """Load a run's settings, with the origins in the comments of `file`.
 
-
-def list_runs(folder: Path) -> list[str]:
-    """Paths of the runs in a folder; none where it cannot be read."""
-    with suppress(OSError, ValueError):  # no folder, or no path at all
-        paths = sorted(folder.iterdir())
-        return [
-            str(path)
-            for path in paths
-            if (path / RUN_CONFIG).is_file() or (path / "checkpoints").is_dir()
-        ]
-    return []
-
-
-def load_config(recipe: str | Path, *overrides: str) -> Config:
-    """The config of a recipe, by file or name, with `section.field=value` overrides. Raises ConfigError."""
-    resolved = resolve(str(recipe), overrides)
-    for note in (
-        () if DEPTH.fullmatch(str(recipe)) else resolved.notes
-    ):  # those of a depth warn of nothing
-        warnings.warn(note, stacklevel=2)
-    return resolved.config
-
-
-def resolve_assignments(
-    name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = (), *, is_own: bool = False
-) -> ResolvedConfig:
-    """Check assignments that were read already. Raises ConfigError naming where a wrong value was written.
-
-    name: of the run, and of its folder in runs/ unless --out is given. is_own: the recipe holds what its user chose, of
-    which nothing may be without effect; of the overrides nothing may be either way.
+    file: the run's config.yaml or a checkpoint's copy.
     """
-    if (
-        not Path(name).parts
-        or Path(name).is_absolute()
-        or ".." in Path(name).parts
-        or not name.isprintable()
-    ):
-        raise ConfigError(
-            f"a run cannot be called {name!r:.80}", fix="rename the recipe, or its run_name"
-        )
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    notes = _apply(recipe, values, origins)
-    preset_of_recipe = values.get("model.preset", "")
-    notes += _apply([_split_override(word) for word in overrides], values, origins)
-    config = build_config(values)
-    notes += _note_other_preset(preset_of_recipe, config, origins)
-    _refuse_conflicts(config, origins)
-    layers = dict.fromkeys(origins if is_own else (), 1)
-    layers |= {key: 2 for key, origin in origins.items() if overrides and origin == COMMAND_LINE}
-    for key, cause, why in list_without_effect(config, layers):
-        what = f"{key} has no effect beside {cause}={format_value(flatten(config)[cause])}: {why}"
-        raise ConfigError(what, origins[key], f"leave it out, or change {cause}")
-    preset = config.model.preset
-    given = {*PRESET_FIELDS, "model.vocab_size"} if preset else set()
-    defaults = {key: f"preset {preset}" if key in given else "default" for key in FIELDS}
-    return ResolvedConfig(config, name, defaults | origins, tuple(dict.fromkeys(notes)))
-
-
-def _note_other_preset(preset_of_recipe: str, config: Config, origins: dict[str, str]) -> list[str]:
-    """A note where the command line takes another preset, and leaves the rate that was chosen for the recipe's."""
-    preset, rate = config.model.preset, origins.get("optim.lr", "")
-    if preset_of_recipe in ("", preset) or preset not in list_recipes() or rate == COMMAND_LINE:
-        return []
-    rest = f"optim.lr {config.optim.lr:g} and budget.batch_tokens {config.budget.batch_tokens} stay {preset_of_recipe}'s"
-    return [f"{rest}: the recipe {preset} has its own"]
+    resolved = resolve_assignments(folder.absolute().name, read_recipe(file), overrides)
+    comments = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        _, separator, comment = line.rpartition("  # ")
+        if separator:
+            comments[f"{file}:{number}"] = comment
+    origins = {key: comments.get(where, where) for key, where in resolved.origins.items()}
+    return replace(resolved, origins=origins)
 
 
 def resolve_preset(name: str, overrides: Sequence[str]) -> ResolvedConfig:
-    """One step of a published architecture, with `a.b=c` overrides. Raises ConfigError like `resolve`."""
-    one_step = [
-        Assignment("model.preset", name, "preset"),
-        Assignment("budget.steps", "1", "preset"),
-    ]
-    return resolve_assignments(name, [*one_step, *map(_split_override, overrides)])
+    """Resolve one step of a published architecture. Raises ConfigError."""
+    preset = Assignment("model.preset", name, "preset")
+    steps = Assignment("budget.steps", "1", "preset")
+    return resolve_assignments(name, [preset, steps], overrides)
 
 
 def from_python(config: Config, name: str) -> ResolvedConfig:
-    """A config that was built in Python, checked. Raises ConfigError."""
+    """Check a config that was built in Python. Raises ConfigError."""
     values = flatten(config)
     origins = {
         key: "default" if values[key] == spec.default else "Python" for key, spec in FIELDS.items()
@@ -246,113 +146,120 @@ def from_python(config: Config, name: str) -> ResolvedConfig:
     return ResolvedConfig(config, name, origins)
 
 
-def _refuse_conflicts(config: Config, origins: dict[str, str]) -> None:
-    for key, what, fix in validate(config):
-        raise ConfigError(f"{key}: {what}", origins.get(key, "default"), fix)
+def resolve_assignments(
+    name: str, recipe: Sequence[Assignment], overrides: Sequence[str] = ()
+) -> ResolvedConfig:
+    """Parse and check the assignments of a recipe, then of overrides.
 
-
-def _apply(
-    layer: Sequence[Assignment], values: dict[str, Any], origins: dict[str, str]
-) -> list[str]:
-    """Parse and set the assignments; return a note for each that uses an old name."""
-    notes = []
-    given = {assignment.key for assignment in layer if assignment.text}
-    unset = ALTERNATIVES if given.intersection(ALTERNATIVES) else ()
-    for key in (*unset, *(PRESET_FIELDS if "model.preset" in given else ())):
-        values.pop(key, None)
-        origins.pop(key, None)
-    unknown: list[Assignment] = []
-    for assignment in layer:
-        key, text, where = assignment.key, assignment.text, assignment.where
-        if key in ALIASES:
-            key = ALIASES[key]
-            text = (FIELDS[key].alias_values or {}).get(text, text)
-            notes.append(
-                f"{assignment.key} is now called {key}"
-                + (f"={text}" if text != assignment.text else "")
-            )
-        if any(known.startswith(f"{key}.") for known in FIELDS):
-            fix = "write `field: value` lines below it"
-            if where == COMMAND_LINE and (main := MAIN_FIELDS.get(key)):
-                fix = f"did you mean {main}={find_value(FIELDS[main], text) or text:.80}?"
-            raise ConfigError(f"{key} is a section, got {text!r:.80}", where, fix)
-        if key not in FIELDS:
-            unknown.append(assignment)
-            continue
-        spec = FIELDS[key]
-        try:
-            values[key] = parse_value(spec, text)
-        except ValueError as wrong:
-            what_it_is = f"{spec.doc}{f' [{spec.unit}]' if spec.unit else ''}; default {format_value(spec.default)}"
-            fix = f"{suggest_value(spec, text)} {what_it_is}"
-            raise ConfigError(f"{key}: {wrong}", where, fix) from None
-        origins[key] = where
-    if unknown:
-        keys = ", ".join(f"'{each.key:.200}'" for each in unknown)
-        places, fixes = (
-            dict.fromkeys(each.where for each in unknown),
-            dict.fromkeys(suggest_key(e.key, e.text) for e in unknown),
-        )
+    name: of the run, and of its folder in runs/ unless --out is given. Raises ConfigError naming
+    where a wrong value was written.
+    """
+    parts = Path(name).parts
+    if not parts or parts[0] == "/" or ".." in parts or not name.isprintable():
         raise ConfigError(
-            f"unknown key{'s' * (len(unknown) > 1)} {keys}", ", ".join(places), " ".join(fixes)
+            f"{name!r:.80} cannot name a run", fix="rename the recipe or its run_name"
         )
-    return notes
+    settings: dict[str, Assignment] = {}
+    for layer in (recipe, [_split_override(word) for word in overrides]):
+        keys = {assignment.key for assignment in layer if assignment.text}
+        unset = [*ALTERNATIVES] if keys.intersection(ALTERNATIVES) else []
+        if "model.preset" in keys:
+            unset += PRESET_FIELDS
+        for key in unset:
+            settings.pop(key, None)
+        settings |= {assignment.key: assignment for assignment in layer}
+    config = build_config({key: _parse_assignment(item) for key, item in settings.items()})
+    preset = config.model.preset
+    from_preset = {*PRESET_FIELDS, "model.vocab_size"} if preset else set()
+    origins = {key: f"preset {preset}" if key in from_preset else "default" for key in FIELDS}
+    origins |= {key: assignment.where for key, assignment in settings.items()}
+    _refuse_conflicts(config, origins)
+    values = flatten(config)
+    for key, spec in FIELDS.items():
+        is_chosen = origins[key] == COMMAND_LINE and values[key] != spec.default
+        if is_chosen and is_ignored(config, key):
+            raise ConfigError(f"{key} only applies if {spec.only_if}", COMMAND_LINE, "leave it out")
+    return ResolvedConfig(config, name, origins)
+
+
+def _refuse_conflicts(config: Config, origins: dict[str, str]) -> None:
+    for key, problem, fix in validate(config):
+        raise ConfigError(f"{key}: {problem}", origins[key], fix)
 
 
 def _split_override(word: str) -> Assignment:
     key, equals, text = word.partition("=")
     if not equals:
-        raise ConfigError(
-            f"cannot read override '{word}'", COMMAND_LINE, "write section.field=value"
-        )
+        fix = "write section.field=value"
+        raise ConfigError(f"cannot read override '{word}'", COMMAND_LINE, fix)
     return Assignment(key, text, COMMAND_LINE)
 
 
-def _find_recipe(recipe: str, others: Sequence[str]) -> Path:
-    known = list_recipes()
+def _parse_assignment(assignment: Assignment) -> Any:
+    key, where = assignment.key, assignment.where
+    if key not in FIELDS:
+        raise ConfigError(f"unknown key '{key:.200}'", where, suggest_setting(key))
+    spec = FIELDS[key]
     try:
-        if Path(recipe).is_file() and Path(recipe).suffix not in (*TEXTS, *WEIGHTS):
+        return parse_value(spec, assignment.text)
+    except ValueError as error:
+        unit = f" [{spec.unit}]" if spec.unit else ""
+        fix = f"{spec.doc}{unit}; default {format_value(spec.default)}"
+        raise ConfigError(f"{key}: {error}", where, fix) from None
+
+
+def find_run(recipe: str) -> Path | None:
+    """Return the run folder at this path; None if there is none, or a shipped recipe's name."""
+    folder = Path(recipe)
+    is_path = bool(recipe) and recipe not in list_recipes()
+    return folder if is_path and _is_run(folder) else None
+
+
+def list_runs(folder: Path) -> list[str]:
+    """Return the paths of the runs in a folder; none if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return [str(path) for path in sorted(folder.iterdir()) if _is_run(path)]
+    return []
+
+
+def _is_run(folder: Path) -> bool:
+    with suppress(OSError):  # such as a name that is too long
+        return (folder / RUN_CONFIG).is_file() or (folder / "checkpoints").is_dir()
+    return False
+
+
+def _find_recipe(recipe: str) -> Path:
+    with suppress(OSError):
+        if Path(recipe).is_file():
             return Path(recipe)
-    except OSError as error:  # a folder that may not be entered, a name that is too long
-        raise ConfigError(
-            f"cannot read recipe: {error.strerror}", recipe, "check the path"
-        ) from None
-    if recipe.removesuffix(".yaml") in known:
-        return SHIPPED / f"{recipe.removesuffix('.yaml')}.yaml"
-    is_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
-    if recipe and (runs := list_runs(Path(recipe))):
-        raise ConfigError(f"'{recipe}' is a folder of runs", fix=f"name one: {', '.join(runs[:5])}")
-    if recipe and Path(recipe).is_dir():
-        what = f"'{recipe}' is a folder without a run"
-        as_data, as_text = shlex.join([f"data.path={recipe}"]), shlex.quote(recipe)
-        fix = f"if it is a dataset: megatoken train RECIPE {as_data}; if text: megatoken quickstart --data {as_text}"
-        raise ConfigError(what, fix=fix)
-    what = f"no recipe named '{recipe}'{', and no such file or run folder' if is_path else ''}"
-    what = f"'{recipe}' is no recipe" if Path(recipe).is_file() else what
-    names = [*dict.fromkeys([*known, "depth-N", *others])]
-    fix = f"{suggest_recipe(recipe, names)}, or the path of a .yaml file or a run"
-    beside = {Path(run).name: run for run in list_runs(Path(recipe).parent)} if is_path else {}
-    if near := nearest(Path(recipe).name, beside):
-        fix = f"did you mean {beside[near]}?"
-    raise ConfigError(what, fix=fix)
+    name = recipe.removesuffix(".yaml")
+    recipes = list_recipes()
+    if name in recipes:
+        return SHIPPED / f"{name}.yaml"
+    if name in PRESETS:
+        fix = f"a preset; use it in a recipe: RECIPE model.preset={name}"
+        raise ConfigError(f"no recipe named '{recipe}'", fix=fix)
+    near = suggest(name, recipes) or suggest_preset(name)
+    fix = f"did you mean '{near}'? " if near else ""
+    fix += f"give a .yaml file, a run folder or one of {', '.join(recipes)}, depth-N"
+    raise ConfigError(f"no recipe named '{recipe}'", fix=fix)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses tags, anchors and aliases: a few lines of them can run code or expand to gigabytes."""
+    """Refuses tags, anchors and aliases, which can run code or expand to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) or getattr(event, "tag", None):
-            raise yaml.MarkedYAMLError(
-                problem="tags, anchors and aliases are not read", problem_mark=event.start_mark
-            )
+            problem = "tags, anchors and aliases are not read"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
 
 def compose_yaml(path: Path) -> yaml.Node | None:
-    """The root node of a YAML file; None for an empty one.
+    """Return the root node of a YAML file, or None for an empty one.
 
-    Raises ConfigError naming file:line for what is not YAML, larger than 1 MiB, or has tags, anchors or aliases.
+    Raises ConfigError naming file:line for invalid YAML, files above 1 MiB, tags, anchors, aliases.
     """
     try:
         with path.open("rb") as file:
@@ -360,89 +267,87 @@ def compose_yaml(path: Path) -> yaml.Node | None:
         if len(text) > LARGEST_BYTES:
             raise ConfigError("recipe is larger than 1 MiB", path, "is this the right file?")
         return yaml.compose(text.decode(), Loader=_Loader)
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError(f"cannot read recipe: {reason}", path, "check the file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read recipe: {error}", path, "check the file") from None
+    except RecursionError:
+        raise ConfigError("recipe is nested too deeply", path, "check the file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or "unreadable"
+        problem = getattr(error, "problem", None) or "unreadable"
         where = f"{path}:{mark.line + 1}" if mark else path
-        raise ConfigError(
-            f"not valid YAML: {reason}", where, "check indentation and quotes"
-        ) from None
+        fix = "check indentation and quotes"
+        raise ConfigError(f"not valid YAML: {problem}", where, fix) from None
 
 
 def read_recipe(path: Path) -> list[Assignment]:
-    """Every value of a YAML recipe with its file:line; a null is no value.
+    """Return every value of a YAML recipe with its file:line, without nulls.
 
     Raises ConfigError on anything but `key: value` and `section:` with `key: value` below it.
     """
     root = compose_yaml(path)
-    seen: dict[str, Assignment] = {}
-    for assignment in _walk(root, f"{path}:1", path) if root else ():
-        key = ALIASES.get(assignment.key, assignment.key)
-        if key in seen:
-            raise ConfigError(
-                f"key '{key}' is given twice", assignment.where, f"first given at {seen[key].where}"
-            )
-        seen[key] = assignment
-    version = seen.pop("version", None)
-    if version and version.text not in ("1", str(VERSION)):
-        what = f"recipe is of version {version.text}, this megatoken reads versions 1 and {VERSION}"
-        raise ConfigError(
-            what, version.where, "use the megatoken that wrote it, or adapt the recipe"
-        )
-    if version and version.text == "1" and (decay := seen.get("optim.decay")):
-        schedule = seen.get("optim.schedule")
-        if not (schedule and schedule.text.startswith("wsd")):
-            seen["optim.decay"] = replace(decay, text="auto")
-    return list(seen.values())
+    assignments: dict[str, Assignment] = {}
+    for assignment in _list_assignments(root, f"{path}:1", path) if root else ():
+        key, where = assignment.key, assignment.where
+        if key in assignments:
+            first = assignments[key].where
+            raise ConfigError(f"key '{key}' is given twice", where, f"first given at {first}")
+        assignments[key] = assignment
+    version = assignments.pop("version", None)
+    if version and version.text != VERSION:
+        problem = f"recipe of version {version.text}, not {VERSION}"
+        raise ConfigError(problem, version.where, "use the megatoken that wrote it")
+    return list(assignments.values())
 
 
-def _walk(node: yaml.Node, where: str, path: Path, prefix: str = "") -> Iterator[Assignment]:
-    if not isinstance(node, yaml.MappingNode) or not all(
-        isinstance(key, yaml.ScalarNode) for key, _ in node.value
-    ):
-        what = f"{prefix.removesuffix('.') or 'the recipe'} is neither a value nor a section of field: value lines"
-        raise ConfigError(what, where, "see `megatoken config`")
+def _list_assignments(
+    node: yaml.Node, where: str, path: Path, prefix: str = ""
+) -> Iterator[Assignment]:
+    is_mapping = isinstance(node, yaml.MappingNode)
+    if not is_mapping or not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+        name = prefix.removesuffix(".") or "the recipe"
+        problem = f"{name} is neither a value nor a section of field: value lines"
+        raise ConfigError(problem, where, "see `megatoken config`")
     for key, value in node.value:
-        name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+        name = f"{prefix}{key.value}"
+        where = f"{path}:{key.start_mark.line + 1}"
         if value.tag == NULL:
             continue
         if isinstance(value, yaml.ScalarNode):
             yield Assignment(name, value.value, where)
         else:
-            yield from _walk(value, where, path, f"{name}.")
+            yield from _list_assignments(value, where, path, f"{name}.")
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written in YAML."""
-    if isinstance(value, str):
-        # `-` and `*` mean something else in front
-        plain = re.fullmatch(r"(?!null$)[\w./][\w./:*-]*(?<!:)", value, re.IGNORECASE)
-        quoted: str = yaml.safe_dump(
-            value, default_style='"', allow_unicode=True, width=math.inf
-        ).rstrip("\n")
-        return value if plain else quoted
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Format a value as YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return str(value)
+    # A leading `-` or `*` has a meaning in YAML.
+    if re.fullmatch(r"(?!null$)[\w./][\w./:*-]*(?<!:)", value, re.IGNORECASE):
+        return value
+    quoted: str = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf)
+    return quoted.rstrip("\n")
 
 
 def render(config: Config, origins: dict[str, str], *, given_only: bool = False) -> str:
-    """The resolved config as YAML that can be trained from again, each value followed by its origin.
+    """Return the config as YAML that can be trained from again, with each value's origin.
 
     given_only: without defaults and preset values.
     """
-    lines, section = [f"version: {VERSION}"], ""
+    lines = [f"version: {VERSION}"]
+    section = ""
     for key, value in flatten(config).items():
-        if given_only and (origins[key] == "default" or origins[key].startswith("preset ")):
+        origin = origins[key]
+        if given_only and (origin == "default" or origin.startswith("preset ")):
             continue
         head, _, name = key.rpartition(".")
         if head != section:
             section = head
             lines.append(f"{head}:")
-        written = f"{'  ' if head else ''}{name}: {format_value(value)}"
-        origin = origins[key]
-        lines.append(f"{written:<44}  # {origin if origin.isprintable() else ascii(origin)}")
+        line = f"{'  ' if head else ''}{name}: {format_value(value)}"
+        lines.append(f"{line:<44}  # {origin if origin.isprintable() else ascii(origin)}")
     return "\n".join(lines) + "\n"
 
 
@@ -460,36 +365,35 @@ class Change:
 
 
 def list_changes(old: Config, new: Config) -> list[Change]:
-    """Every setting that differs, as a resume judges it.
+    """Return every setting that a resume would change.
 
-    It may leave out model.init, which it does not read. A free setting is guarded where one of its values was
-    registered from Python: it may compute something else. The numbers of an optimizer registered from Python come from
-    its checkpoint.
+    `new` may leave out model.init, and sizes that are read from it.
     """
-    before, after = flatten(old), flatten(new)
-    after["model.init"] = after["model.init"] or before["model.init"]
-    default, given = ModelConfig().architecture(), new.model.architecture()
+    old_values = flatten(old)
+    new_values = flatten(new)
+    new_values["model.init"] = new_values["model.init"] or old_values["model.init"]
+    default = ModelConfig().architecture()
+    sizes = new.model.architecture()
     free = ("seq_len", "value_head")
-    if new.model.init and all(given[name] == default[name] for name in given if name not in free):
-        sizes = [
-            f"model.{name}" for name in given if given[name] == default[name]
-        ]  # still to be taken from model.init
-        after |= {key: before[key] for key in sizes if key in before}
-    before["optim.decay"], after["optim.decay"] = (
-        old.optim.decay_length or "auto",
-        new.optim.decay_length or "auto",
-    )
+    if new.model.init and all(sizes[name] == default[name] for name in sizes if name not in free):
+        unread = [f"model.{name}" for name in sizes if sizes[name] == default[name]]
+        new_values |= {key: old_values[key] for key in unread if key in old_values}
     changes = []
-    for key, spec in FIELDS.items():
-        # A folder may move: the dataset in it is compared by its fingerprint (train/restore.py).
-        resume: Resume = "free" if key == "data.path" else resume_class(key)
-        if resume == "free" and (spec.is_registered(before[key]) or spec.is_registered(after[key])):
-            resume = "guarded"
-        if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].is_registered(new.optim.name):
-            resume = "fatal"
-        was, is_now = (
-            redact(format_value(values[key])) for values in (before, after)
-        )  # a run folder holds no secret
-        if was != is_now:
-            changes.append(Change(key, was, is_now, resume))
+    for key in FIELDS:
+        # A run folder holds no secrets, so compare without them.
+        before = redact(format_value(old_values[key]))
+        after = redact(format_value(new_values[key]))
+        if before != after:
+            resume = _resume_class(key, old_values, new_values)
+            changes.append(Change(key, before, after, resume))
     return changes
+
+
+def _resume_class(key: str, old: dict[str, Any], new: dict[str, Any]) -> Resume:
+    if key in OPTIMIZER_NUMBERS and FIELDS["optim.name"].is_registered(new["optim.name"]):
+        return "fatal"  # they come from the checkpoint
+    if key == "data.path":
+        return "free"  # a dataset may move; its fingerprint is compared later
+    if FIELDS[key].is_registered(old[key]) or FIELDS[key].is_registered(new[key]):
+        return "guarded" if resume_class(key) == "free" else resume_class(key)
+    return resume_class(key)

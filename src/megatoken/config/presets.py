@@ -1,29 +1,35 @@
-"""Published architectures by name: pure data, no torch.
+"""Published architectures by name.
 
-GPT-2: Radford et al. 2019 and the released weights (the paper's table misprints the smallest as 117M).
-GPT-3: Brown et al. 2020, table 2.1. Two entries of that table cannot be built as printed and are resolved
-here: XL (1.3B) lists 24 heads of 128 at width 2048 (24 x 128 = 3072), taken as 16 heads of 128; 13B lists
-width 5140 with 40 heads of 128 (= 5120), taken as 5120. GPT-3's alternating banded sparse attention is not
-built: every layer is dense, as in every open reproduction.
-LLaMA: Touvron et al. 2023 (2), Dubey et al. 2024 (3, 3.1), the released configurations (3.2). llama-15m, 42m and 110m
-are the shapes of llama2.c's stories; llama-5m, with grouped queries and a vocabulary of its own, is ours.
-Modern: ours, named after the weights in matrix products (the output layer once), with all switches of model/gpt.py, and
-modern-hf with those that Qwen3 (Yang et al. 2025) has, too, so that transformers loads them. Most other parameters of
-modern-124m are value embeddings, which are looked up.
+GPT-2: Radford et al. 2019 and the released weights (the paper misprints the smallest as 117M).
+GPT-3: Brown et al. 2020, table 2.1. Two rows cannot be built as printed: XL (1.3B) has 24 heads of
+128 at width 2048, taken as 16 heads; 13B has width 5140 with 40 heads of 128, taken as 5120. All
+attention is dense, without GPT-3's alternating banded sparse layers, as in every open reproduction.
+LLaMA: Touvron et al. 2023 (2), Dubey et al. 2024 (3, 3.1), the released configurations (3.2).
+llama-15m, 42m and 110m are the shapes of llama2.c's stories; llama-5m, with grouped queries and
+its own vocabulary, is ours.
+Modern: ours, named after the weights in matrix products (the output layer once), with all switches
+of model/gpt.py. modern-hf has only the ingredients that Qwen3 (Yang et al. 2025) also has, so that
+transformers can load it. Most other parameters of modern-124m are value embeddings, which are
+looked up.
 """
 
 from typing import Any
 
 from megatoken.config.model_config import ModelConfig
+from megatoken.suggest import suggest
 
 GPT2_VOCABULARY = 50257
 
 
 def _gpt(n_layer: int, n_head: int, d_model: int, seq_len: int) -> ModelConfig:
-    sizes: dict[str, Any] = dict(
-        n_layer=n_layer, n_head=n_head, d_model=d_model, d_ff=4 * d_model, seq_len=seq_len
+    return ModelConfig(
+        n_layer=n_layer,
+        n_head=n_head,
+        d_model=d_model,
+        d_ff=4 * d_model,
+        seq_len=seq_len,
+        vocab_size=GPT2_VOCABULARY,
     )
-    return ModelConfig(**sizes, vocab_size=GPT2_VOCABULARY)
 
 
 def _llama(
@@ -34,50 +40,54 @@ def _llama(
     d_ff: int,
     vocab_size: int,
     seq_len: int,
+    *,
+    mlp: Any = "swiglu",
+    tie_embeddings: bool = False,
     **others: Any,
 ) -> ModelConfig:
-    n_kv_head = 0 if n_kv_head == n_head else n_kv_head
-    sizes: dict[str, Any] = dict(
-        n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_model=d_model, d_ff=d_ff
+    return ModelConfig(
+        n_layer=n_layer,
+        n_head=n_head,
+        n_kv_head=0 if n_kv_head == n_head else n_kv_head,
+        d_model=d_model,
+        d_ff=d_ff,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        norm="rmsnorm",
+        pos_emb="rotary",
+        mlp=mlp,
+        bias=False,
+        tie_embeddings=tie_embeddings,
+        **others,
     )
-    kind: dict[str, Any] = dict(
-        norm="rmsnorm", pos_emb="rotary", mlp="swiglu", bias=False, tie_embeddings=False
-    )
-    return ModelConfig(**sizes, **kind | others, vocab_size=vocab_size, seq_len=seq_len)
 
 
 def _modern(
-    n_layer: int,
-    n_head: int,
-    d_model: int,
-    seq_len: int,
-    vocab_size: int = GPT2_VOCABULARY,
-    **others: Any,
+    n_layer: int, n_head: int, d_model: int, seq_len: int, vocab_size: int = GPT2_VOCABULARY
 ) -> ModelConfig:
-    sizes: dict[str, Any] = dict(n_layer=n_layer, n_head=n_head, d_model=d_model, d_ff=4 * d_model)
-    kind: dict[str, Any] = dict(
-        norm="rmsnorm", pos_emb="rotary", mlp="relu2", bias=False, tie_embeddings=False
-    )
-    kind |= dict(
+    return _llama(
+        n_layer,
+        n_head,
+        n_head,
+        d_model,
+        4 * d_model,
+        vocab_size,
+        seq_len,
+        mlp="relu2",
         qk_norm=True,
         embedding_norm=True,
         residual_scales=True,
         value_embeddings=True,
         zero_init=True,
-    )
-    return ModelConfig(
-        **sizes, **kind | dict(logit_softcap=15.0) | others, vocab_size=vocab_size, seq_len=seq_len
+        logit_softcap=15.0,
     )
 
 
-def _qwen(
-    n_layer: int, n_head: int, n_kv_head: int, d_model: int, d_ff: int, *vocab_and_context: int
-) -> ModelConfig:
-    return _llama(
-        n_layer, n_head, n_kv_head, d_model, d_ff, *vocab_and_context, qk_norm=True, zero_init=True
-    )
+def _qwen(*sizes: int) -> ModelConfig:
+    return _llama(*sizes, qk_norm=True, zero_init=True)
 
 
+# Names on the Hugging Face hub.
 PUBLISHED = {
     "gpt2": "gpt2-124m",
     "gpt2-medium": "gpt2-355m",
@@ -85,7 +95,7 @@ PUBLISHED = {
     "gpt2-xl": "gpt2-1558m",
 }
 _V2, _V3 = 32000, 128256  # vocabularies of LLaMA 2 and 3
-_ROPE3 = 500000.0  # LLaMA 3's base; what it scales by, but for the factor, are the defaults of ModelConfig
+_ROPE3 = 500000.0  # LLaMA 3's base; its other scaling parameters are the defaults
 PRESETS: dict[str, ModelConfig] = {
     "gpt2-124m": _gpt(12, 12, 768, 1024),
     "gpt2-355m": _gpt(24, 16, 1024, 1024),
@@ -124,3 +134,8 @@ PRESETS: dict[str, ModelConfig] = {
     "modern-hf-124m": _qwen(12, 6, 3, 768, 2304, GPT2_VOCABULARY, 1024),
     "modern-hf-355m": _qwen(24, 8, 4, 1024, 3072, GPT2_VOCABULARY, 1024),
 }
+
+
+def suggest_preset(name: str) -> str | None:
+    """Return the preset that an unknown name may mean, or None."""
+    return PUBLISHED.get(name.lower()) or suggest(name, PRESETS)

@@ -1,29 +1,28 @@
-"""Every setting of a config: typed, frozen, documented where it is declared.
+"""Declare every setting of a config, typed and frozen.
 
-`model data objective optim budget` and `seed` are run-defining: they fix the loss curve. The other sections are runtime
-settings and must not change it. A derived value is a property, never an assignment.
+`model data objective optim budget` and `seed` are run-defining: they fix the loss curve. The other
+sections must not change it. Derived values are properties.
 """
 
-import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal
 
 from megatoken.config.batch_ramp import BatchRamp
-from megatoken.config.fields import ConfigField, Duration, config_field, list_fields, parse_time
-from megatoken.config.model_config import (
-    ModelConfig,
-    default_d_ff,
-    nearest_divisors,
-    validate_model,
-)
-from megatoken.config.presets import PRESETS, PUBLISHED
+from megatoken.config.fields import ConfigField, Duration, config_field, list_fields
+from megatoken.config.model_config import ModelConfig, default_d_ff
+from megatoken.config.objective_config import ObjectiveConfig
+from megatoken.config.presets import PRESETS
 
 Resume = Literal["free", "guarded", "fatal"]
 DataOrder = Literal["shuffled", "sequential", "one-batch"]
 DEVICE_WORDS = r"auto|cpu|mps|cuda(:\d{1,2})?"
+END_DECAYS = ("wsd", "wsd-sqrt", "multi-step")  # schedules that decay at the end of the run
+SINKS = ("tensorboard", "wandb", "trackio")  # values of log.sinks, named like their packages
+IF_MUON = "optim.name=muon"
+IF_DECAYING = "optim.schedule!=constant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,84 +31,20 @@ class DataConfig:
 
     path: str = config_field(
         "",
-        "dataset folder made by `megatoken prepare`, or a folder or glob of .bin/.npy shards; or an address: s3://...; "
-        "several with their weights: PATH:WEIGHT,PATH:WEIGHT,...",
+        "dataset: folder made by `megatoken prepare`, folder or glob of .bin/.npy shards, or "
+        "s3://... address; mixture: PATH:WEIGHT,PATH:WEIGHT,...",
     )
     order: DataOrder = config_field(
         "shuffled",
-        "of the batches; sequential: in a row through each shard, as build-nanogpt; one-batch: the first, always, "
-        "to check that a model can learn it",
+        "batch order; sequential: in order through each shard, as in build-nanogpt; one-batch: "
+        "always the first batch, to check that a model can overfit it",
     )
     document_mask: bool = config_field(
         False,
-        "tokens do not attend to earlier documents: one begins at each end-of-text token, with position 0",
+        "attend within a document only; each end-of-text token starts a document at position 0",
+        only_if="objective.name=pretrain",
     )
-    tokenizer: str = config_field(
-        "gpt2", "tokenizer that made external .bin/.npy shards; ours carry their own"
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveConfig:
-    """What training minimizes."""
-
-    name: Literal["pretrain", "sft", "dpo", "reward", "grpo", "ppo"] = config_field(
-        "pretrain",
-        "pretrain: the loss of every token of text; sft: of the assistant's answers in conversations "
-        "(supervised fine-tuning); dpo: of preferences; reward: a model of preferences; grpo, ppo: reinforce answers",
-    )
-    beta: float = config_field(
-        0.1,
-        "dpo: how far log-probabilities may go from the reference for a reward",
-        low=0.0,
-        open_low=True,
-    )
-    reward: str = config_field(
-        "exact",
-        "grpo, ppo: exact, number or gsm8k, or the run of a reward model; own code by --reward module:function",
-    )
-    group: int = config_field(8, "grpo, ppo: answers to each prompt", low=1)
-    updates: int = config_field(
-        1, "grpo, ppo: optimizer steps on the same answers, all of them each time", low=1
-    )
-    temperature: float = config_field(
-        1.0,
-        "grpo, ppo: answers are sampled from softmax(logits / temperature), and trained as such",
-        low=0.01,
-    )
-    max_new_tokens: int = config_field(64, "grpo, ppo: longest answer", "tokens", low=1)
-    kl: float = config_field(
-        0.0, "grpo, ppo: weight of the KL divergence from the model at the start; 0: none", low=0.0
-    )
-    clip: float = config_field(
-        0.2,
-        "grpo, ppo: largest change of a token's probability that is rewarded",
-        low=0.0,
-        open_low=True,
-    )
-    gamma: float = config_field(1.0, "ppo: discount of later rewards, a token", low=0.0, high=1.0)
-    lam: float = config_field(
-        0.95, "ppo: of generalized advantage estimation; 1: the rewards alone", low=0.0, high=1.0
-    )
-    value_clip: float = config_field(
-        0.2, "ppo: largest change of a value that is learnt at once", low=0.0, open_low=True
-    )
-    value_weight: float = config_field(0.1, "ppo: weight of the values' squared error", low=0.0)
-
-    @property
-    def samples(self) -> bool:
-        """Whether it trains on answers that are sampled."""
-        return self.name in ("grpo", "ppo")
-
-    @property
-    def rollout_steps(self) -> int:
-        """Steps from one sampling of answers to the next."""
-        return self.updates if self.samples else 1
-
-    @property
-    def answers(self) -> int:
-        """Sequences of the batches that a row of the dataset becomes."""
-        return self.group * self.updates if self.samples else 1
+    tokenizer: str = config_field("gpt2", "tokenizer of external .bin/.npy shards")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,25 +53,26 @@ class OptimConfig:
 
     name: Literal["adamw", "muon"] = config_field(
         "adamw",
-        "optimizer; muon: for the matrices of hidden layers, AdamW for all else; more can be registered from Python "
+        "optimizer; muon: Muon for hidden matrices, AdamW for the rest; add your own from Python "
         "(docs/hacking.md)",
     )
-    lr: float = config_field(6e-4, "peak learning rate; under muon of what AdamW updates", low=0.0)
+    lr: float = config_field(6e-4, "peak learning rate; with muon, of AdamW", low=0.0)
     matrix_lr: float = config_field(
-        0.02, "peak learning rate of the matrices that muon updates", low=0.0
+        0.02, "muon: peak learning rate of hidden matrices", low=0.0, only_if=IF_MUON
     )
     schedule: Literal["cosine", "linear", "wsd", "wsd-sqrt", "multi-step", "constant"] = (
-        config_field("cosine", "decay after warm-up")
+        config_field("cosine", "learning-rate decay after warmup")
     )
-    warmup: Duration = config_field(Duration(0), "linear warm-up from 0 to lr", low=0)
+    warmup: Duration = config_field(Duration(0), "linear warmup from 0 to lr", low=0)
     decay: Duration | Literal["auto"] = config_field(
         "auto",
-        "length of the decay: after warm-up under `cosine` and `linear`, which then stay at min_lr_ratio (auto: the "
-        "rest of the run); at the end under `wsd`, `wsd-sqrt` and `multi-step` (auto: 0.2dur)",
+        "length of the decay; cosine, linear: after warmup, then constant at min_lr_ratio (auto: "
+        "rest of the run); wsd, wsd-sqrt, multi-step: at the end (auto: 0.2dur)",
         low=0,
+        only_if=IF_DECAYING,
     )
     min_lr_ratio: float = config_field(
-        0.1, "final learning rate, as a share of lr", low=0.0, high=1.0, alias="floor"
+        0.1, "final learning rate / lr", low=0.0, high=1.0, only_if=IF_DECAYING
     )
     beta1: float = config_field(0.9, "decay of the first moment", low=0.0, high=0.9999999)
     beta2: float = config_field(0.95, "decay of the second moment", low=0.0, high=0.9999999)
@@ -144,32 +80,30 @@ class OptimConfig:
         1e-8, "added to the root of the second moment", low=0.0, open_low=True
     )
     momentum: float = config_field(
-        0.95, "of muon, with Nesterov's look-ahead", low=0.0, high=0.9999999
+        0.95, "muon: Nesterov momentum", low=0.0, high=0.9999999, only_if=IF_MUON
     )
     momentum_warmup: Duration = config_field(
-        Duration(0), "linear growth of muon's momentum from 0.85", low=0
+        Duration(0), "muon: linear warmup of the momentum from 0.85", low=0, only_if=IF_MUON
     )
-    weight_decay: float = config_field(0.1, "decoupled decay, on matrices only", low=0.0)
+    weight_decay: float = config_field(0.1, "decoupled weight decay of matrices", low=0.0)
     cautious_decay: bool = config_field(
-        False, "muon decays a weight only where its update points to 0, too (Chen et al. 2025)"
+        False,
+        "muon: decay a weight only if its update also shrinks it (Chen et al. 2025)",
+        only_if=IF_MUON,
     )
-    grad_clip: float = config_field(
-        1.0, "largest global gradient norm; 0: no clipping", low=0.0, alias="clip"
-    )
+    grad_clip: float = config_field(1.0, "largest global gradient norm; 0: no clipping", low=0.0)
     spike: Literal["warn", "skip", "off"] = config_field(
         "warn",
-        "a batch whose loss or gradient norm is far above those of the last 128 steps: train on it or skip it",
+        "batches whose loss or gradient norm is far above those of the last 128 steps: warn, or "
+        "skip the update",
     )
     max_skips: int = config_field(
-        3,
-        "skipped batches in a row after which training goes back to the newest checkpoint",
-        "batches",
-        low=1,
+        3, "consecutive skipped batches before rewinding to the newest checkpoint", "batches", low=1
     )
 
     @property
     def decay_length(self) -> Duration | None:
-        """Length of the decay; None: the rest of the run."""
+        """Length of the decay; None for the rest of the run."""
         if self.decay != "auto":
             return self.decay
         return Duration(0.2, "dur") if self.schedule in END_DECAYS else None
@@ -177,7 +111,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig:
-    """Length of the config: exactly one of steps, tokens, epochs."""
+    """Length of the run (exactly one of steps, tokens, epochs) and batch size."""
 
     steps: int = config_field(0, "optimizer steps", "steps", low=0)
     tokens: int = config_field(0, "training tokens", "tokens", low=0)
@@ -187,7 +121,7 @@ class BudgetConfig:
     )
     batch_start: int = config_field(
         0,
-        "batch of the first step, which grows by its multiples over batch_ramp; 0: batch_tokens",
+        "first batch; grows by its multiples to batch_tokens over batch_ramp; 0: batch_tokens",
         "tokens",
         low=0,
     )
@@ -197,15 +131,13 @@ class BudgetConfig:
 
     @property
     def ramp(self) -> BatchRamp | None:
-        """The sizes of the batches where they grow."""
-        return (
-            BatchRamp(self.batch_start, self.batch_tokens, self.batch_ramp)
-            if self.batch_ramp
-            else None
-        )
+        """Sizes of growing batches; None for a constant batch."""
+        if not self.batch_ramp:
+            return None
+        return BatchRamp(self.batch_start, self.batch_tokens, self.batch_ramp)
 
     def tokens_before(self, batch: int) -> int:
-        """Tokens in the batches before this one; batches are counted from 0."""
+        """Return the tokens before batch number `batch`, counted from 0."""
         return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
 
 
@@ -213,124 +145,128 @@ class BudgetConfig:
 class MachineConfig:
     """How the run is computed; nothing here changes the loss curve."""
 
-    device: str = config_field("auto", "auto, cpu, cuda, cuda:N or mps; auto: the fastest present")
+    device: str = config_field("auto", "auto (fastest available), cpu, cuda, cuda:N or mps")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
-        "auto", "auto: what the device is fast at"
+        "auto", "compute dtype; auto: the fastest on the device"
     )
-    tf32: bool = config_field(True, "let fp32 matrix products on CUDA use TF32")
+    tf32: bool = config_field(True, "TF32 in fp32 matrix products on CUDA")
     compile: Literal["auto", "off", "on", "blocks", "graphs"] = config_field(
         "auto",
-        "torch.compile the model, its blocks (a shorter first step), or the model into CUDA graphs (for small ones); "
-        "auto: the model, on CUDA when the run is long enough",
+        "torch.compile; on: the model; blocks: each block, for a shorter first step; graphs: with "
+        "CUDA graphs, for small models; auto: on for long enough CUDA runs",
     )
     micro_batch: int | Literal["auto"] = config_field(
         "auto",
-        "sequences of seq_len per forward, of shorter answers more; auto: the fastest",
+        "sequences of seq_len per forward (more if answers are shorter); auto: the fastest",
         "seqs",
         low=1,
     )
     loss_chunk: int | Literal["auto"] = config_field(
         "auto",
-        "of the output layer; auto: 512 on a CPU, 4096 elsewhere; 0: all at once",
+        "chunk of the output layer; auto: 512 on a CPU, else 4096; 0: no chunks",
         "tokens",
         low=0,
     )
     master_weights: Literal["auto", "off", "on"] = config_field(
-        "auto",
-        "low precision: off casts the weights at each use (autocast), on keeps a copy in it beside fp32 masters",
-        alias="mixed",
-        alias_values={"autocast": "off", "masters": "on"},
+        "auto", "low precision; off: autocast; on: low-precision weights with fp32 masters"
     )
     gemm_backend: Literal["auto", "torch", "torch+native", "native"] = config_field(
         "auto",
-        "library of the blocks' matrix products, norms and activations; native: our own, for CPUs; torch+native: "
-        "torch's products, our norms and activations",
-        alias="linear",
-        alias_values={"numpy": "torch", "onednn": "torch"},
+        "kernels of the blocks; native: our CPU kernels; torch+native: matrix products of torch, "
+        "our norms and activations",
     )
     attention: Literal["auto", "explicit", "flash", "blocked", "native", "cudnn", "fa2"] = (
         config_field(
             "auto",
-            "attention; flash: torch's choice; native: our own, for CPUs; cudnn and fa2: that one or an error",
+            "attention kernel; flash: torch's choice; native: our CPU kernel; cudnn, fa2: that "
+            "kernel or an error",
         )
     )
-    fused: Literal["auto", "off", "on"] = config_field(
-        "auto", "the loss's softmax by our own kernel"
-    )
+    fused: Literal["auto", "off", "on"] = config_field("auto", "our kernel for the loss's softmax")
     activation_checkpointing: Literal["none", "gelu", "block"] = config_field(
-        "none",
-        "what the backward recomputes: nothing, the GELU output, whole blocks",
-        alias="recompute",
+        "none", "recompute in the backward: nothing, the GELU output, full blocks"
     )
     adamw: Literal["auto", "loop", "foreach", "fused", "native"] = config_field(
-        "auto", "AdamW by tensor, by list, in torch's kernel or in our own, for CPUs"
+        "auto", "AdamW kernel: per tensor, foreach, torch's fused, or ours for CPUs"
     )
     sharding: Literal["auto", "none", "zero1", "zero2", "zero3", "hybrid"] = config_field(
         "auto",
-        "what data-parallel processes split: optimizer state (zero1), also gradients (zero2), also weights (zero3, "
-        "FSDP); hybrid: zero3 within a machine; auto: the least that fits in memory",
-        alias="shard",
+        "what data-parallel ranks shard; zero1: optimizer state; zero2: + gradients; zero3: + "
+        "weights (FSDP); hybrid: zero3 within a machine; auto: the least that fits in memory",
     )
-    tensor_parallel: int = config_field(1, "processes that share every layer", low=1)
-    threads: int = config_field(0, "CPU threads; 0: all this process may use", low=0, high=1024)
+    tensor_parallel: int = config_field(1, "ranks that share every layer", low=1)
+    threads: int = config_field(0, "CPU threads; 0: all available", low=0, high=1024)
     deterministic: bool = config_field(
-        False, "deterministic operations only; add gradients in an order of 1, 2, 4, ... ranks"
+        False, "deterministic kernels; gradients summed in the same order on 1, 2, 4, ... ranks"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveConfig:
-    """Checkpoints: besides this schedule one is written at the end, on SIGTERM/SIGINT/SIGUSR1 and at the time limit."""
+    """Checkpoints: on this schedule, at the end, on SIGTERM/SIGINT/SIGUSR1, at the time limit."""
 
-    every: Duration = config_field(Duration(0), "0: only at the end and on a stop", low=0)
+    every: Duration = config_field(
+        Duration(0), "interval of checkpoints; 0: only at the end and on a stop", low=0
+    )
     keep_last: int = config_field(2, "newest checkpoints to keep", low=1)
     keep_best: bool = config_field(
-        False, "also save and keep the one with the lowest validation loss, as RUN/best"
+        False,
+        "also keep the checkpoint with the lowest validation loss, as RUN/best",
+        only_if="evaluate.tokens!=0",
     )
     keep_every: Duration = config_field(
-        Duration(0), "keep for ever what falls on this schedule; 0: none", low=0
+        Duration(0), "interval of checkpoints kept forever; 0: none", low=0
     )
     mirror: str = config_field(
-        "",
-        "folder or address, such as s3://bucket/run, to copy checkpoints to and to fetch them from; empty: none",
+        "", "folder or s3://... address to copy checkpoints to and restore them from"
     )
     time_limit: str = config_field(
-        "", "stop and save after this wall-clock time: seconds, or 90m, 11h30m"
+        "", "stop and save after this wall-clock time: 3600, 90m, 11h30m"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Loss over a fixed set of held-out tokens, and scores in multiple-choice tasks."""
+    """Validation loss on held-out tokens, and scores on multiple-choice tasks."""
 
-    every: Duration = config_field(Duration(0.1, "dur"), "0: only at the end", low=0)
+    every: Duration = config_field(
+        Duration(0.1, "dur"), "interval of validation; 0: only at the end", low=0
+    )
     tokens: int = config_field(
-        1048576, "to score, spread evenly over the held-out split; 0: none", "tokens", low=0
+        1048576,
+        "validation tokens, spread evenly over the held-out split; 0: none",
+        "tokens",
+        low=0,
     )
     patience: int = config_field(
-        0, "end the run after so many validations without a lower loss; 0: never", low=0
+        0,
+        "stop after this many validations without a lower loss; 0: never",
+        low=0,
+        only_if="evaluate.every!=0steps",
     )
     tasks: str = config_field(
-        "", "tasks to score, such as hellaswag,piqa; piqa?: if its examples can be had; empty: none"
+        "", "tasks to score: hellaswag,piqa,...; `piqa?` is skipped if its examples are missing"
     )
-    tasks_every: Duration = config_field(Duration(0), "0: only at the end", low=0)
+    tasks_every: Duration = config_field(
+        Duration(0), "interval of task scores; 0: only at the end", low=0
+    )
     tasks_data: str = config_field(
         "", "file of examples, or folder with TASK.jsonl; empty: the Hugging Face hub"
     )
-    tasks_limit: int = config_field(0, "first examples of each task; 0: all", low=0)
+    tasks_limit: int = config_field(0, "examples per task, from the first; 0: all", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig:
     """Text generated during training."""
 
-    every: Duration = config_field(Duration(0), "0: never", low=0)
-    at_start: bool = config_field(False, "also before the first step")
-    prompt: str = config_field("", "text to continue; empty: a fresh document")
+    every: Duration = config_field(Duration(0), "interval of samples; 0: never", low=0)
+    at_start: bool = config_field(False, "also sample before the first step")
+    prompt: str = config_field("", "text to continue; empty: a new document")
     tokens: int = config_field(64, "new tokens per sample", "tokens", low=1)
-    temperature: float = config_field(0.8, "0: greedy", low=0.0)
-    top_k: int = config_field(50, "draw from this many likeliest tokens; 0: all", low=0)
-    num_samples: int = config_field(1, "sequences per sample", low=1, alias="n")
+    temperature: float = config_field(0.8, "sampling temperature; 0: greedy", low=0.0)
+    top_k: int = config_field(50, "sample from the k likeliest tokens; 0: all", low=0)
+    num_samples: int = config_field(1, "samples each time", low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,21 +274,19 @@ class LogConfig:
     """What is logged."""
 
     every: Duration = config_field(
-        Duration(1), "steps between rows of metrics.jsonl", low=0, open_low=True
+        Duration(1), "interval of rows in metrics.jsonl", low=0, open_low=True
     )
     plots: bool = config_field(True, "draw the curves at the end (needs the plot extra)")
-    pictures: bool = config_field(False, "draw position embeddings and a weight matrix too")
-    sinks: str = config_field(
-        "", "programs that get every row, too: of tensorboard, wandb, trackio, with commas"
-    )
+    pictures: bool = config_field(False, "also draw position embeddings and a weight matrix")
+    sinks: str = config_field("", "also log to tensorboard, wandb, trackio (comma-separated)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Every setting of one training config."""
+    """Every setting of a run."""
 
     seed: int = config_field(
-        1337, "decides initial weights, data order and dropout", low=0, high=2**63 - 1
+        1337, "seed of initial weights, data order and dropout", low=0, high=2**63 - 1
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -371,242 +305,85 @@ class Config:
         return self.budget.batch_tokens // self.model.seq_len
 
     def total_steps(self, epoch_tokens: int) -> int:
-        """Optimizer steps of the whole run, given the tokens of one pass over the training split."""
+        """Return the optimizer steps of the run. epoch_tokens: size of the training split."""
         budget = self.budget
         if budget.steps:
             return budget.steps
         tokens = budget.tokens or budget.epochs * epoch_tokens
-        return max(
-            1, budget.ramp.count(tokens) if budget.ramp else round(tokens / budget.batch_tokens)
-        )
-
-
-END_DECAYS = (
-    "wsd",
-    "wsd-sqrt",
-    "multi-step",
-)  # of optim.schedule, the others decay from the warm-up on
-SINKS = ("tensorboard", "wandb", "trackio")  # of log.sinks; their packages have the same names
-
-
-def split_sinks(names: str) -> list[str]:
-    """The names in a list with commas."""
-    return [name.strip() for name in names.split(",") if name.strip()]
+        steps = budget.ramp.count(tokens) if budget.ramp else round(tokens / budget.batch_tokens)
+        return max(1, steps)
 
 
 FIELDS: dict[str, ConfigField] = {spec.key: spec for spec in list_fields(Config)}
-# Whether a resume may change a section or one of its fields: free; guarded, only by --allow-changes, because the run
-# goes on another way; fatal, never, because weights, optimizer state or the order of the data would not fit.
+# Whether a resume may change a section or a setting. free: yes. guarded: with --allow-changes,
+# because training continues differently. fatal: never, because weights, optimizer state or data
+# order would not fit.
 ON_RESUME: dict[str, Resume] = {
-    **{
-        "seed": "fatal",
-        "model": "fatal",
-        "data": "guarded",
-        "optim": "guarded",
-        "budget": "guarded",
-    },
-    **{"objective": "guarded", "objective.name": "fatal"},
-    **{"machine": "free", "save": "free", "evaluate": "free", "sample": "free", "log": "free"},
-    **{"model.preset": "free", "model.dropout": "guarded", "data.tokenizer": "fatal"},
-    **{"optim.name": "fatal", "budget.batch_tokens": "fatal"},
-    **{"budget.batch_start": "fatal", "budget.batch_ramp": "fatal"},
-}
-# What earlier versions called a field, and its field today.
-ALIASES = {
-    f"{key.rpartition('.')[0]}.{spec.alias}": key for key, spec in FIELDS.items() if spec.alias
+    "seed": "fatal",
+    "model": "fatal",
+    "model.preset": "free",
+    "model.dropout": "guarded",
+    "data": "guarded",
+    "data.tokenizer": "fatal",
+    "objective": "guarded",
+    "objective.name": "fatal",
+    "optim": "guarded",
+    "optim.name": "fatal",
+    "budget": "guarded",
+    "budget.batch_tokens": "fatal",
+    "budget.batch_start": "fatal",
+    "budget.batch_ramp": "fatal",
 }
 
 
 def resume_class(key: str) -> Resume:
-    """Whether a resume may change this field."""
-    return ON_RESUME.get(key) or ON_RESUME[key.partition(".")[0]]
+    """Return whether a resume may change this setting."""
+    return ON_RESUME.get(key) or ON_RESUME.get(key.partition(".")[0], "free")
 
 
-def build_config(values: dict[str, Any]) -> Config:
-    """A `Config` from parsed values by dotted key; fields not named keep their defaults, then their preset's."""
-    merged = dict(values)
-    if preset := PRESETS.get(values.get("model.preset", "")):
-        sizes = preset.architecture()
-        if preset.d_ff == default_d_ff(preset.d_model, preset.mlp):
-            sizes["d_ff"] = 0  # so that it follows a width that is overridden
-        sizes |= {"n_kv_head": preset.n_kv_head, "zero_init": preset.zero_init}
-        merged = {
-            key: sizes[name] for key in FIELDS if (name := key.removeprefix("model.")) in sizes
-        } | merged
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in merged.items():
+def is_ignored(config: Config, key: str) -> bool:
+    """Return whether the setting has no effect because its `only_if` does not hold."""
+    condition = FIELDS[key].only_if
+    if not condition:
+        return False
+    cause, operator, values = re.split("(!?=)", condition)
+    value = attrgetter(cause)(config)
+    if FIELDS[cause].is_registered(value):
+        return False
+    return (str(value) in values.split("|")) != (operator == "=")
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Build a `Config` from values by dotted key; the preset and then defaults fill in the rest."""
+    preset = PRESETS.get(values.get("model.preset", ""))
+    sections: dict[str, dict[str, Any]] = {"model": _preset_values(preset) if preset else {}}
+    for key, value in values.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = value
-    types: dict[str, Any] = {f.name: f.type for f in fields(Config)}
     top = sections.pop("", {})
+    types: dict[str, Any] = {f.name: f.type for f in fields(Config)}
     return Config(**top, **{name: types[name](**given) for name, given in sections.items()})
 
 
+def _preset_values(preset: ModelConfig) -> dict[str, Any]:
+    values = preset.architecture()
+    values |= {"n_kv_head": preset.n_kv_head, "zero_init": preset.zero_init}
+    if preset.d_ff == default_d_ff(preset.d_model, preset.mlp):
+        values["d_ff"] = 0  # follows an overridden width
+    return values
+
+
 def flatten(config: Config) -> dict[str, Any]:
-    """Every value of a run by dotted key, in the order of declaration."""
+    """Return every value by dotted key, in order of declaration."""
     return {key: attrgetter(key)(config) for key in FIELDS}
 
 
+def split_sinks(names: str) -> list[str]:
+    """Split a comma-separated list."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 def nearest_multiples(value: int, divisor: int) -> list[int]:
-    """The multiples of `divisor` around `value`; those above 0."""
+    """Return the positive multiples of `divisor` just below and above `value`."""
     below = value // divisor * divisor
     return [multiple for multiple in (below, below + divisor) if multiple > 0]
-
-
-def validate(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, what is wrong, what to do) for each rule between fields that is broken."""
-    model, budget, optim = config.model, config.budget, config.optim
-    if model.preset and model.preset not in PRESETS:
-        name = model.preset.lower()
-        near = PUBLISHED.get(name) or next(iter(difflib.get_close_matches(name, PRESETS, n=1)), "")
-        fix = f"{f'did you mean {near}? ' if near else ''}choose one of {', '.join(PRESETS)}"
-        yield "model.preset", f"unknown preset {model.preset!r}", fix
-    yield from validate_model(model)
-    default = ModelConfig(value_head=model.value_head).architecture()
-    if not (model.init and model.architecture() == default):  # else its sizes are still to come
-        yield from _validate_batch(config)
-    chosen = [name for name in ("steps", "tokens", "epochs") if getattr(budget, name)]
-    if len(chosen) != 1:
-        what = "no length given" if not chosen else f"{' and '.join(chosen)} are both set"
-        yield (
-            f"budget.{chosen[-1] if chosen else 'steps'}",
-            what,
-            "set one of budget.steps, tokens, epochs",
-        )
-    for key, length in (("optim.warmup", optim.warmup), ("optim.decay", optim.decay)):
-        if length != "auto" and length.unit == "dur" and length.value > 1:
-            yield key, f"{length} is longer than the run", "a share of the run is at most 1dur"
-    lengths = optim.warmup, optim.decay_length or Duration(0)
-    if (
-        optim.schedule in END_DECAYS
-        and sum(each.value for each in lengths if each.unit == "dur") > 1 + 1e-9
-    ):
-        what = f"a warm-up of {lengths[0]} and a decay of {lengths[1]} are longer than the run"
-        yield (
-            "optim.decay" if optim.decay != "auto" else "optim.warmup",
-            what,
-            "make them 1dur together, or less",
-        )
-    if optim.schedule == "multi-step" and not optim.min_lr_ratio:
-        yield (
-            "optim.min_lr_ratio",
-            "multi-step falls by its square root twice, so to 0 at once",
-            "use 0.1, or linear",
-        )
-    if not re.fullmatch(DEVICE_WORDS, config.machine.device):
-        yield (
-            "machine.device",
-            f"unknown device {config.machine.device!r}",
-            "use auto, cpu, cuda, cuda:N or mps",
-        )
-    if config.machine.device == "cpu" and config.machine.precision == "fp16":
-        yield "machine.precision", "fp16 is not trained on a CPU", "use auto, bf16 or fp32"
-    if config.machine.tensor_parallel > 1 and config.machine.activation_checkpointing == "gelu":
-        yield (
-            "machine.activation_checkpointing",
-            "tensor_parallel splits the GELU output already",
-            "use none or block",
-        )
-    if config.objective.name != "pretrain":
-        if config.machine.tensor_parallel > 1:
-            what = "rows of conversations are not split over tensor-parallel processes"
-            yield "machine.tensor_parallel", what, "use machine.sharding"
-        if config.data.order == "sequential":
-            yield "data.order", "rows of conversations are shuffled", "set data.order=shuffled"
-    if config.data.document_mask and config.objective.name == "pretrain":
-        if config.machine.tensor_parallel > 1:
-            what = "windows with data.document_mask are not split over tensor-parallel processes"
-            yield (
-                "machine.tensor_parallel",
-                what,
-                "use machine.sharding, or data.document_mask=false",
-            )
-        if config.machine.attention in ("cudnn", "fa2"):
-            what = f"attention {config.machine.attention!r} takes no mask, which data.document_mask needs"
-            yield "machine.attention", what, "use auto or flash, or data.document_mask=false"
-    if config.machine.sharding not in ("auto", "none") and config.machine.master_weights == "on":
-        yield "machine.master_weights", "sharded weights are fp32 masters already", "use auto"
-    yield from _validate_objective(config)
-    if config.evaluate.patience and not config.evaluate.every.value:
-        yield (
-            "evaluate.patience",
-            "has no effect with evaluate.every=0",
-            "set evaluate.every, or evaluate.patience=0",
-        )
-    for name in split_sinks(config.log.sinks):
-        if name not in SINKS:
-            yield "log.sinks", f"unknown sink {name!r}", f"choose of {', '.join(SINKS)}"
-    try:
-        parse_time(config.save.time_limit)
-    except ValueError as wrong:
-        yield "save.time_limit", str(wrong), "write it as 45s, 90m, 11h30m or 2d"
-
-
-def _validate_objective(config: Config) -> Iterator[tuple[str, str, str]]:
-    objective, has_head, save = config.objective, config.model.value_head, config.save
-    if objective.name == "grpo" and objective.group < 2:
-        what = f"a group of {objective.group} has no difference to learn from"
-        yield "objective.group", what, "set it to 2 or more, or use ppo"
-    steps = objective.rollout_steps
-    saves = {
-        "save.every": save.every,
-        **({"evaluate.every": config.evaluate.every} if save.keep_best else {}),
-    }
-    for key, every in saves.items():  # a resume samples from the weights of a checkpoint
-        if every.value and steps > 1 and (every.unit != "steps" or every.value % steps):
-            near = [
-                f"{n}steps"
-                for n in nearest_multiples(int(every.value), steps)
-                if every.unit == "steps"
-            ]
-            what = f"checkpoints every {every} would fall between the {steps} updates on the same answers"
-            yield (
-                key,
-                what,
-                f"set it to a multiple of objective.updates: {', '.join(near) or f'{steps}steps'}",
-            )
-    if has_head != (objective.name in ("reward", "ppo")):
-        what = (
-            f"objective {objective.name} {'has no use for' if has_head else 'needs'} a value head"
-        )
-        yield "model.value_head", what, f"set model.value_head={str(not has_head).lower()}"
-
-
-def _validate_batch(config: Config) -> Iterator[tuple[str, str, str]]:
-    budget, seq_len = config.budget, config.model.seq_len
-    if budget.batch_tokens % seq_len:
-        near = nearest_multiples(budget.batch_tokens, seq_len)
-        what = f"batch_tokens {budget.batch_tokens} is not a multiple of seq_len {seq_len}"
-        yield "budget.batch_tokens", what, f"nearest that are: {', '.join(map(str, near))}"
-    elif config.machine.micro_batch != "auto" and config.batch_seqs % config.machine.micro_batch:
-        what = f"micro_batch {config.machine.micro_batch} does not divide the batch of {config.batch_seqs} sequences"
-        fits = nearest_divisors(config.machine.micro_batch, config.batch_seqs)
-        yield "machine.micro_batch", what, f"nearest that do: {fits}, or auto"
-    elif config.objective.samples and config.batch_seqs % config.objective.group:
-        what = f"a batch of {config.batch_seqs} sequences is not whole groups of {config.objective.group} answers"
-        low = 2 if config.objective.name == "grpo" else 1  # a group of 1 is refused
-        fits = nearest_divisors(config.objective.group, config.batch_seqs, low)
-        fix = "set another budget.batch_tokens"
-        yield "objective.group", what, f"nearest that fit: {fits}, or {fix}" if fits else fix
-    if bool(budget.batch_start) != bool(budget.batch_ramp):
-        given, missing = (
-            ("batch_start", "batch_ramp") if budget.batch_start else ("batch_ramp", "batch_start")
-        )
-        yield (
-            f"budget.{given}",
-            f"has no effect without budget.{missing}",
-            f"set budget.{missing}, too",
-        )
-    elif budget.batch_start % seq_len:
-        near = nearest_multiples(budget.batch_start, seq_len)
-        what = f"batch_start {budget.batch_start} is not a multiple of seq_len {seq_len}"
-        yield "budget.batch_start", what, f"nearest that are: {', '.join(map(str, near))}"
-    elif budget.batch_start and config.data.order == "sequential":
-        yield (
-            "data.order",
-            "shards are cut into batches of one size",
-            "set budget.batch_start=0 budget.batch_ramp=0",
-        )
-    elif budget.batch_start > budget.batch_tokens:
-        what = f"batch_start {budget.batch_start} is larger than batch_tokens {budget.batch_tokens}"
-        yield "budget.batch_start", what, "the batch grows from batch_start to batch_tokens"

@@ -20,7 +20,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatoken.config.load import prepare_words
-from megatoken.config.words import TEXTS
 from megatoken.data.documents import Ids
 from megatoken.data.remote import Report, local_dataset, no_report
 from megatoken.data.shard_format import (
@@ -38,6 +37,7 @@ from megatoken.data.shard_format import (
     read_header,
     read_manifest,
 )
+from megatoken.data.sources import IN_FOLDERS
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import DataError, MegatokenError
 from megatoken.system.machine import allow_open_files
@@ -448,7 +448,7 @@ def _list_external(path: Path) -> list[Path]:
         fix = f"make it with: megatoken {' '.join(prepare_words(str(path), str(path)))}"
         if any(sign in str(path) for sign in "*?["):
             fix = "check the pattern; or make shards: megatoken prepare SOURCE --out DIR, and set data.path=DIR"
-        elif path.exists() and any(file.suffix in TEXTS for file in found):
+        elif path.exists() and any(file.suffix in IN_FOLDERS for file in found):
             what, made = (
                 "text, not a dataset",
                 f"data/{path.stem if path.is_file() else path.absolute().name}",

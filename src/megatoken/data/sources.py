@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 
-from megatoken.config.words import suggest_choice
 from megatoken.data.exercises import EXERCISES
 from megatoken.data.shard_format import DESCRIPTION_NAME, INPUTS_NAME, MANIFEST_NAME, PROGRESS_NAME
 from megatoken.errors import ConfigError, DataError
+from megatoken.suggest import suggest
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
 
@@ -208,7 +208,7 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
     if path.exists():
         raise DataError("neither a file nor a folder", spec, "write its content to a file first")
     owner, _, dataset = spec.partition("/")  # of the hub
-    near = suggest_choice(dataset if owner and re.fullmatch(r"[\w-]+", dataset) else spec, NAMES)
+    near = suggest(dataset if owner and re.fullmatch(r"[\w-]+", dataset) else spec, NAMES)
     fix = (
         f"did you mean {near}?"
         if near

@@ -20,11 +20,11 @@ import xxhash
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatoken.config.words import suggest_choice
 from megatoken.data.bpe_cache import BpeCache
 from megatoken.data.gpt2_vocab import Merges, byte_characters, find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.errors import ConfigError, DataError, MegatokenError
+from megatoken.suggest import suggest
 from megatoken.system.atomic_write import (
     MALFORMED,
     read_json,
@@ -313,7 +313,7 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
             "name a tokenizer.json or a folder that holds one",
         )
     bpe = re.fullmatch(r"bpe\W?(\d+)", spec.lower())
-    near = f"bpe:{bpe[1]}" if bpe else suggest_choice(spec, ("gpt2", "bytes", "bpe:N"))
+    near = f"bpe:{bpe[1]}" if bpe else suggest(spec, ("gpt2", "bytes", "bpe:N"))
     fix = f"{f'did you mean {near}? ' if near else ''}give one of gpt2, bytes, bpe:N, FILE"
     raise ConfigError(f"no tokenizer or file called {spec!r}", "tokenizer", fix)
 

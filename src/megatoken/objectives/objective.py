@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatoken.config.schema import ObjectiveConfig
+from megatoken.config.objective_config import ObjectiveConfig
 from megatoken.data.dataloader import Batch
 from megatoken.model.gpt import GPT
 from megatoken.objectives.answer_scores import answer_log_probs, take_last

@@ -13,7 +13,8 @@ from torch import Tensor
 from megatoken.checkpoint.commit import list_steps
 from megatoken.config.load import ResolvedConfig
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config, validate
+from megatoken.config.schema import Config
+from megatoken.config.validate import validate
 from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained, read_model_config
 from megatoken.data.chat_dataset import ROW_OBJECTIVES, require_data_for

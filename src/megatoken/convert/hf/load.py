@@ -11,13 +11,13 @@ from safetensors import SafetensorError, safe_open
 from megatoken.config.load import list_recipes, list_runs
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PUBLISHED
-from megatoken.config.words import nearest
 from megatoken.convert.fill_model import AGAIN, HEAD, fill_model
 from megatoken.convert.hf.families import Family, find_family
 from megatoken.data.shard_format import MANIFEST_NAME
 from megatoken.data.sources import IN_FOLDERS
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
+from megatoken.suggest import suggest
 from megatoken.system.atomic_write import MALFORMED, read_json
 from megatoken.system.environment import huggingface_cache
 from megatoken.system.object_store import is_address
@@ -115,7 +115,7 @@ def suggest_model(name: str) -> str:
     known |= {
         path.name: str(path) for folder in folders for path in folder.iterdir() if path.is_dir()
     }
-    near = known.get(nearest(name.lower(), known))
+    near = known.get(suggest(name, known) or "")
     return f"did you mean {near}?" if near else f"known: {', '.join(PUBLISHED)};"
 
 
@@ -137,7 +137,7 @@ def refuse_missing_path(name: str) -> None:
         )
     ):
         return
-    near = nearest(
+    near = suggest(
         path.name, sorted(other.name for other in parent.iterdir()) if parent.is_dir() else []
     )
     known = "a run folder, a Hugging Face folder, or a hub name such as openai-community/gpt2"
