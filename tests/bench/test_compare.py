@@ -361,7 +361,10 @@ def test_values_are_measured_beside_each_other(
         )
         assert row["gain"] == pytest.approx(answer["rows"][0]["seconds"] / row["seconds"])
         assert row["first_step_seconds"] > 0
-    assert json.loads((tmp_path / "again.json").read_text())["answer"]["knob"] == "activation_checkpointing"
+    assert (
+        json.loads((tmp_path / "again.json").read_text())["answer"]["knob"]
+        == "activation_checkpointing"
+    )
     assert "| block " in printed.err
 
 
