@@ -18,7 +18,7 @@ LINES = {
     "megatoken train gpt2-1": {"gpt2-124m", "gpt2-1558m"},
     "megatoken train gpt2-124m optim.l": {"optim.lr="},
     "megatoken train --allow": {"--allow-changes"},
-    "megatoken bench lo": {"loader"},
+    "megatoken bench la": {"ladder"},
 }
 
 

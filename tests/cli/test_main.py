@@ -203,7 +203,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "--top-k is -1 — sampling — give 0 (all) or more",
         ),
-        (["bench", "gemm", "--out", ".", "--name", "a/b"], 2, "--name: 'a/b' is not a file name"),
+        (["bench", "ladder", "--out", ".", "--name", "a/b"], 2, "--name: 'a/b' is not a file name"),
         (["train", "quickstart", "machine.threads=100000"], 2, "at most 1024"),
         (["train", "runs/nope"], 2, "no recipe named 'runs/nope'"),
         *(
@@ -244,16 +244,8 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             "not a path on this machine: s3:bucket — mount it",
         ),
         (["quickstart", "--data", ""], 2, "--data is empty — --data — name a text"),
-        (
-            ["bench", "knob", "machine.nope", "--out", "."],
-            2,
-            "no machine setting 'machine.nope' to time — bench knob — give one of",
-        ),
-        (
-            ["bench", "knob", "machine.shard", "--out", "."],
-            2,
-            "no machine setting 'machine.shard' to time",
-        ),
+        (["bench", "knob", "machine.nope", "--out", "."], 2, "no machine setting 'machine.nope'"),
+        (["bench", "knob", "machine.shard", "--out", "."], 2, "no machine setting 'machine.shard'"),
         (
             ["bench", "batch", "--preset", "nope"],
             2,
@@ -265,7 +257,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "not a path on this machine",
         ),
-        (["bench", "gemm", "--out", "s3://bucket/run"], 2, "not a path on this machine"),
+        (["bench", "ladder", "--out", "s3://bucket/run"], 2, "not a path on this machine"),
         (["export", "run", "--out", "s3://bucket/run"], 2, "not a path on this machine"),
         (
             ["train", "quickstart", "data.path=nothing://bucket/data"],
@@ -279,7 +271,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "quickstart", f"data.path={LONG}"], 3, "File name too long"),
         (["train", "quickstart", "--out", LONG, "data.path=NOWHERE"], 5, "File name too long"),
         (["plot", LONG], 5, "File name too long"),
-        (["bench", "gemm", "--out", LONG], 5, "File name too long"),
+        (["bench", "ladder", "--out", LONG], 5, "File name too long"),
         (["consolidate", LONG, "--out", "OUT"], 5, "File name too long"),
         (["eval", LONG, "--data", LONG], 5, "File name too long"),
         (["export", LONG, "--out", "OUT"], 5, "File name too long"),
@@ -289,13 +281,6 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
             "File name too long",
         ),
         (["train", LONG + "/x.yaml"], 2, "no recipe named"),
-        (
-            ["bench", "loader", "--out", ".", "--shard-tokens", "3000000000"],
-            2,
-            "--shard-tokens is 3,000,000,000 — give 2,147,483,647",
-        ),
-        (["bench", "attention", "--out", ".", "--seqs", "99999999999"], 2, "out of memory"),
-        (["bench", "report", LONG], 5, "File name too long"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(

@@ -1,4 +1,4 @@
-"""Tasks: prompts equal to lm-evaluation-harness 0.4.13's (tests/soak/harness_race.py compares), files of examples."""
+"""Tasks: prompts equal to lm-evaluation-harness 0.4.13's (benchmarks/harness_race.py compares), files of examples."""
 
 import json
 import sys

@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ranks_race import write_data
 from megatoken.checkpoint.commit import list_steps
 from megatoken.errors import ExitCode
 from megatoken.train.metrics_log import read_metrics
 from tests.distributed.test_training import FIXED
 from tests.processes import find_processes
-from tests.soak.ranks_race import write_data
 
 # A rank of a run. `out.order`, read by rank 1 after a step, names a fault; `out.at` is when it began.
 RANK = r"""

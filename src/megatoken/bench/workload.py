@@ -1,6 +1,6 @@
-"""The real `train_step` on a model of a given shape and seeded ids, and its speed and memory as records have them.
+"""The real training step on random ids, and its speed and memory as a record reports them.
 
-Ids follow Zipf's law as words do, so that losses fall and the embedding's gradient is as sparse as on text.
+Ids follow Zipf's law, so that losses fall and the embedding's gradient is as sparse as on text.
 """
 
 import math
@@ -35,14 +35,14 @@ SPEED = {
     "mfu_causal": "MFU causal",
     "peak_memory_bytes": "peak memory",
 }
-STEPS = 1000  # of the schedule, which no bench finishes
-SHARE = 0.8  # of the free memory that a bench uses
+STEPS = 1000  # length of the schedule; no benchmark finishes it
+SHARE = 0.8  # of free memory that a benchmark uses
 ONE_PROCESS = DistEnv()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A live model and its batches; `step` trains on the next one."""
+    """A model in training; `step` trains on the next batch."""
 
     state: TrainState
     step_config: StepConfig
@@ -51,32 +51,34 @@ class Workload:
     choice: KernelChoice
 
     def step(self) -> StepMetrics:
-        """One optimizer step on batch number `state.step`. No gradients are left when memory ends."""
-        config, seqs = self.model_config, self.step_config.batch_tokens // self.model_config.seq_len
-        ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=self.state.step).to(
-            self.device.torch_device
-        )
+        """Train on batch number `state.step`. After an out-of-memory error no gradients are left."""
+        config = self.model_config
+        seqs = self.step_config.batch_tokens // config.seq_len
+        ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=self.state.step)
         try:
-            inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-            return train_step(self.state, self.step_config, self.device, Batch(inputs, targets))
+            batch = make_batch(ids.to(self.device.torch_device))
+            return train_step(self.state, self.step_config, self.device, batch)
         except torch.OutOfMemoryError:
             self.state.compute_model.zero_grad(set_to_none=True)
             self.state.optimizer.zero_grad(set_to_none=True)
             raise
 
     def resize(self, micro_batch: int) -> "Workload":
-        """The same model with batches of exactly one micro-batch."""
+        """Return this workload with a batch of one micro-batch of another size."""
         tokens = micro_batch * self.model_config.seq_len
-        return replace(
-            self,
-            step_config=replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch),
-        )
+        step_config = replace(self.step_config, batch_tokens=tokens, micro_batch=micro_batch)
+        return replace(self, step_config=step_config)
 
 
 def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
-    """Ids (seqs, length), int64: the id of rank r with probability proportional to 1/r."""
+    """Return int64 ids (seqs, length); id r - 1 has a probability proportional to 1/r."""
     uniform = np.random.default_rng(seed).random((seqs, length))
     return torch.from_numpy(np.minimum(vocab_size**uniform, vocab_size).astype(np.int64) - 1)
+
+
+def make_batch(ids: Tensor) -> Batch:
+    """Split ids (seqs, seq_len + 1) into inputs and targets."""
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 
 def build_workload(
@@ -88,9 +90,9 @@ def build_workload(
     compiled: bool = False,
     dist_env: DistEnv = ONE_PROCESS,
 ) -> Workload:
-    """An initialized model with the optimizer and kernels that a run would have.
+    """Build a model with the optimizer and tuned kernels of a training run.
 
-    compiled: whether the caller compiles the model, which may change the choice of kernels.
+    compiled: whether the caller will compile the model, which affects the choice of kernels.
     """
     budget = BudgetConfig(steps=STEPS, batch_tokens=batch_seqs * model_config.seq_len)
     config = Config(seed=0, model=model_config, budget=budget, machine=machine)
@@ -119,7 +121,7 @@ def build_workload(
 
 
 def build_model(model_config: ModelConfig) -> GPT:
-    """An initialized model whose weights do not depend on how far its vocabulary is padded."""
+    """Build a model whose initial weights do not depend on the padding of its vocabulary."""
     if model_config.vocab_multiple == VOCAB_MULTIPLE:
         return GPT(model_config)
     weights = GPT(replace(model_config, vocab_multiple=VOCAB_MULTIPLE)).state_dict()
@@ -131,51 +133,60 @@ def build_model(model_config: ModelConfig) -> GPT:
 
 
 def count_seqs(tokens: int, seq_len: int) -> int:
-    """Sequences of a batch. Raises ConfigError for a part of one."""
+    """Return the sequences per batch. Raises ConfigError if `tokens` is not a multiple."""
     if tokens % seq_len:
-        what = f"{tokens} tokens are no whole sequences of {seq_len}"
+        what = f"{tokens} tokens is not a multiple of the context"
         raise ConfigError(what, "--batch-tokens", f"give a multiple of {seq_len}")
     return tokens // seq_len
 
 
 def describe_mfu(
-    tokens_per_second: float, model_config: ModelConfig, device: Device, peaks: int = 1
+    tokens_per_second: float, model_config: ModelConfig, device: Device, n_peaks: int = 1
 ) -> dict[str, Any]:
-    """MFU in both readings (model/flops.py), None without a known peak. peaks: devices that compute."""
-    row: dict[str, Any] = {}
-    for key, causal in (("mfu", False), ("mfu_causal", True)):
-        used = tokens_per_second * flops_per_token(model_config, causal=causal)
-        row[key] = used / (peaks * device.peak_flops) if device.peak_flops else None
-    return row
+    """Return MFU counting full and causal attention, None if the peak is unknown.
+
+    n_peaks: number of devices.
+    """
+    if not device.peak_flops:
+        return {"mfu": None, "mfu_causal": None}
+    share = tokens_per_second / (n_peaks * device.peak_flops)
+    return {
+        "mfu": share * flops_per_token(model_config, causal=False),
+        "mfu_causal": share * flops_per_token(model_config, causal=True),
+    }
 
 
 def describe_peak(device: Device) -> dict[str, Any]:
-    """The device and the peak that MFU is against."""
-    about = {"device": device.name, "precision": device.precision}
-    return {**about, "peak_flops": device.peak_flops, "peak_source": device.peak_source}
+    """Return the device and its peak, as a record has them."""
+    return {
+        "device": device.name,
+        "precision": device.precision,
+        "peak_flops": device.peak_flops,
+        "peak_source": device.peak_source,
+    }
 
 
 def format_peak(device: Device) -> str:
-    """The same for people."""
+    """Format the device and its peak for display."""
     peak = f"{format_quantity(device.peak_flops, 'FLOP/s')} ({device.peak_source})"
     return f"{device.precision} on {device.name}; MFU against {peak}"
 
 
 def describe_seconds(timing: Timing) -> dict[str, Any]:
-    """Median, quartiles (low, high) and the number of repeats."""
+    """Return a figure: median, quartiles (low, high) and number of repeats."""
     low, high = timing.quartiles
     return {"median": timing.median, "low": low, "high": high, "repeats": len(timing.seconds)}
 
 
 def find_allowed_bytes(device: Device) -> float:
-    """Memory that a bench may take without the system swapping; CUDA refuses by itself."""
+    """Return the memory a benchmark may use without swapping; CUDA enforces its own limit."""
     return math.inf if device.type == "cuda" else SHARE * (free_memory_bytes() or math.inf)
 
 
 def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
-    """Peak memory of training on a micro-batch of `tokens` in fp32, rather too high.
+    """Estimate the peak memory of an fp32 step on a micro-batch of `tokens`, on the high side.
 
-    With the weights of attention, half a row a token and head, which its fused implementations do not keep.
+    Includes causal attention weights, which fused attention does not store.
     """
     memory = estimate_memory(
         model_config,
@@ -185,14 +196,12 @@ def estimate_step_bytes(model_config: ModelConfig, tokens: int) -> float:
         accumulates=True,
         loss_chunk=LOSS_CHUNK["cpu"],
     )
-    return (
-        memory.total_bytes
-        + FP32 * model_config.n_layer * tokens * model_config.n_head * model_config.seq_len / 2
-    )
+    weights = model_config.n_layer * tokens * model_config.n_head * model_config.seq_len / 2
+    return memory.total_bytes + FP32 * weights
 
 
 def reset_peak_memory(device: Device) -> None:
-    """Measure peak memory anew on CUDA; elsewhere the peak of a process only grows."""
+    """Reset the peak memory on CUDA. Elsewhere it is the process's, which only grows."""
     if device.type == "cuda":
         torch.cuda.synchronize(device.torch_device)
         torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Benchmarks against other programs, run from a checkout: `python -m benchmarks`."""

@@ -1,0 +1,100 @@
+"""`python -m benchmarks NAME`: run one benchmark and write its record, as `megatoken bench` does.
+
+`report` shows records, compares them with older ones, or with those of other machines.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatoken.bench.arguments import add_common, add_preset, add_step, count
+from megatoken.bench.main import run_bench
+from megatoken.console import Console
+from megatoken.errors import MegatokenError
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    "gemm": "benchmarks.sweep",
+    "attention": "benchmarks.sweep",
+    "size": "benchmarks.sweep",
+    "peers": "benchmarks.peers",
+    "loader": "benchmarks.data",
+    "prepare": "benchmarks.data",
+    "generate": "benchmarks.generate",
+    "report": "benchmarks.report",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all benchmarks."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
+
+    def add(name: str, doc: str) -> Callable[..., Any]:
+        bench = benches.add_parser(name, help=doc, description=doc)
+        add_common(bench)
+        if name == "peers":
+            add_step(bench, gpt_only=True)
+        if name in ("attention", "generate"):
+            add_preset(bench, gpt_only=True)
+        return bench.add_argument
+
+    arg = add("gemm", "FLOP/s of matrix products, square and as in layers; the best is the peak")
+    arg("--largest", type=count, help="largest square (default by device)")
+    arg = add("attention", "time and memory of each attention implementation by context")
+    arg("--longest", type=count, help="longest context (default by device)")
+    arg("--seqs", type=count, default=1, help="sequences per batch (default 1)")
+    arg = add("size", "time per token by model size and by context")
+    arg("--batch-tokens", type=count, help="tokens per step (default 1024, on cuda 8192)")
+    arg = add("peers", "the training step of other GPT-2 implementations, next to ours")
+    arg("--nanogpt", type=Path, help="checkout of nanoGPT, or its model.py")
+    arg("--build-nanogpt", type=Path, help="checkout of build-nanogpt, or its train_gpt2.py")
+    arg("--llmc", type=Path, help="checkout of llm.c, whose C trainer is built and timed in fp32")
+    arg("--only", metavar="NAME,...", help="transformers, nanogpt, build-nanogpt, llmc")
+    arg("--no-compile", action="store_true", help="skip torch.compile")
+    arg("--precision", choices=("fp32", "bf16"), help="default: both if bf16 is fast")
+    arg = add("loader", "tokens/s of the data loader on one core, in the first epoch and later")
+    arg("--shards", type=count, default=4, help="shards of random ids (default 4)")
+    arg("--shard-tokens", type=count, default=12_500_000, help="tokens per shard")
+    arg = add("prepare", "MB/s of `prepare`, and of the tokenizers library alone")
+    arg("--megabytes", type=count, default=20, help="text to prepare (default 20)")
+    arg("--tokenizer", help="gpt2, bytes, bpe:N or a tokenizer.json")
+    arg = add("generate", "tokens/s of greedy decoding, next to transformers")
+    arg("--tokens", type=count, default=256, help="new tokens (default 256)")
+    arg("--prompt-tokens", type=count, default=16, help="tokens of the prompt (default 16)")
+    arg = add("report", "records as a table; records of several machines as a scoreboard")
+    arg("folders", metavar="FOLDER", nargs="*", type=Path, default=[Path("records")])
+    arg("--against", metavar="FOLDER", type=Path, help="older records to compare with")
+    arg("--record", metavar="NAME", help="show all speeds of this record")
+    arg("--plot", metavar="FILE", type=Path, help="picture of the scoreboard")
+    return parser
+
+
+def main() -> int:
+    """Run the benchmark of the command line and print its answer as a JSON line."""
+    options = build_parser().parse_args()
+    # Workers import the builders of this folder.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    console = Console()
+    module = import_module(MODULES[options.bench])
+    run = getattr(module, f"run_{options.bench}")
+    try:
+        if options.bench == "report":
+            answer = run(options, console)
+        else:
+            command = ["python", "-m", "benchmarks", *sys.argv[1:]]
+            answer = run_bench(run, options, console, command)
+    except MegatokenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.code)
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

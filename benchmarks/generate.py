@@ -1,0 +1,141 @@
+"""`bench generate`: tokens/s of greedy decoding at batch 1, beside `transformers` where it is installed.
+
+Both have the same random weights. In fp32 their ids are compared in every repeat; in bf16 rounding decides between
+tokens, and transformers runs in fp32, too: the faster one counts. Where the native kernels are, ours is also timed with
+weights of 8 bits (`sample --int8`).
+"""
+
+import argparse
+import copy
+import math
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.baselines import build_gpt2
+from benchmarks.data import print_rates
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig
+from megatoken.console import Console
+from megatoken.convert.hf.load import load_hf
+from megatoken.errors import ConfigError
+from megatoken.model.gpt import GPT
+from megatoken.native.library import find_library
+from megatoken.sampling.choose import Sampling
+from megatoken.sampling.generate import generate_ids, prepare_decoding
+from megatoken.system.device import open_device
+from megatoken.system.timing import time_interleaved
+
+GAIN = 2.0  # of random matrices: a layer's output is this many times as large as its input
+
+
+def run_generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Tokens/s, prompt included, of each program in turn after an untimed round, and whether all gave the same ids.
+
+    Raises ConfigError when prompt and continuation are longer than the preset's context.
+    """
+    model_config, total = PRESETS[options.preset], options.prompt_tokens + options.tokens
+    if total > model_config.seq_len:
+        what = f"prompt of {options.prompt_tokens} and {options.tokens} new tokens need {total}"
+        fix = f"the context of {options.preset} is {model_config.seq_len}: ask for fewer"
+        raise ConfigError(what, "--tokens", fix)
+    device = open_device(MachineConfig(device=options.device))
+    console.print(
+        f"{options.preset}, {device.precision} on {device.name}: {options.tokens} tokens after {options.prompt_tokens}"
+    )
+    model, reference = build_models(model_config, console)
+    models = {"megatoken": model}
+    if device.type == "cpu" and find_library():
+        models["megatoken int8"] = copy.deepcopy(model)
+    for name, each in models.items():
+        prepare_decoding(each.to(device.torch_device), device, int8="int8" in name)
+    noise = torch.Generator().manual_seed(0)
+    prompt = torch.randint(
+        0, model_config.vocab_size, (options.prompt_tokens,), generator=noise
+    ).tolist()
+    written: list[list[int]] = []
+
+    def generate_ours(name: str) -> None:
+        ids = generate_ids(
+            models[name], prompt, Sampling(options.tokens, temperature=0), device=device
+        )
+        if name == "megatoken":
+            written.append(ids[0])
+
+    calls: dict[str, Callable[[], None]] = {name: partial(generate_ours, name) for name in models}
+    if reference is not None:
+        reference.to(device.torch_device)
+        calls["transformers fp32"] = lambda: written.append(
+            generate_with(reference, prompt, options.tokens)
+        )
+        if device.precision != "fp32":
+            low = copy.deepcopy(reference).to(device.dtype)
+            calls[f"transformers {device.precision}"] = lambda: written.append(
+                generate_with(low, prompt, options.tokens)
+            )
+    timings = time_interleaved(calls, repeats=options.repeats, synchronize=device.synchronize)
+    rates = {name: timing.rate(options.tokens) for name, timing in timings.items()}
+    print_rates(rates, "tokens/s", console)
+    same = all(ids == written[0] for ids in written) if device.precision == "fp32" else None
+    if same is False:
+        console.warn(
+            "the programs gave different ids: rounding decided between two tokens, or one of them is wrong"
+        )
+    about = {
+        "preset": options.preset,
+        "new_tokens": options.tokens,
+        "prompt_tokens": options.prompt_tokens,
+    }
+    theirs = [rate["median"] for name, rate in rates.items() if name not in models]
+    ratios = {name: rates[name]["median"] / max(theirs) if theirs else None for name in models}
+    about |= {
+        "precision": device.precision,
+        "threads": torch.get_num_threads(),
+        "tokens_per_second": rates,
+    }
+    about |= {"ratio": ratios["megatoken"], "ratio_int8": ratios.get("megatoken int8")}
+    return {**about, "same_ids": same}
+
+
+def build_models(model_config: ModelConfig, console: Console) -> tuple[GPT, Any]:
+    """Our model and transformers' with the same random weights, on the CPU; ours and None where it is not installed.
+
+    The matrices of the blocks are wide enough to change what passes through: with initial weights the tied embedding
+    decides alone, the text is one token for ever, and comparing it is idle.
+    """
+    torch.manual_seed(0)
+    try:
+        reference = build_gpt2(model_config, model_config.vocab_size).eval()
+    except ImportError:
+        console.print(
+            "transformers is not installed (pip install transformers): measuring ours alone"
+        )
+        return GPT(model_config), None
+    with torch.no_grad():
+        for weight in reference.transformer.h.parameters():
+            if weight.dim() == 2:  # (in, out)
+                weight.normal_(std=GAIN / math.sqrt(len(weight)))
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference.save_pretrained(folder)
+        return load_hf(folder)[0], reference
+
+
+def generate_with(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    """A greedy continuation of the prompt by transformers' own `generate`."""
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return rows[0, len(prompt) :].tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,88 @@
+"""The fast step learns what the exact one does: `python -m benchmarks.loss_parity --device cuda --steps 200`.
+
+Trains the same recipe on real text (the standard library, or --data) as the device does by default and in fp32 without
+TF32, and once more by default from another seed, whose distance is the noise to compare with. Needs no installation:
+PYTHONPATH=src. Ends in one JSON line: mean losses of the last steps, and how far the curves are apart.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+LAST = 20  # steps whose losses are averaged
+SMALL = [
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.d_model=64",
+    "model.seq_len=64",
+    "model.vocab_size=4096",
+]
+EXACT = ["machine.precision=fp32", "machine.tf32=false", "machine.fused=off", "machine.compile=off"]
+
+
+def megatoken(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "megatoken", *words], check=True, stdout=sys.stderr)
+
+
+def read_losses(run: Path) -> list[float]:
+    """Every step's training loss, in order."""
+    rows = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["kind"] == "train"]
+
+
+def compare(one: list[float], other: list[float]) -> dict[str, float]:
+    """Relative distances of two curves: the largest of any step, and of the means over the last ones."""
+    steps = [abs(a - b) / b for a, b in zip(one, other, strict=True)]
+    ends = [statistics.fmean(losses[-LAST:]) for losses in (one, other)]
+    return {"largest": max(steps), "end": abs(ends[0] - ends[1]) / ends[1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-tokens", type=int, default=65536)
+    parser.add_argument(
+        "--data", type=Path, help="dataset folder (default: the standard library, 4,096 BPE)"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of two layers in place of gpt2-124m"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = options.data or folder / "data"
+        if not options.data:
+            megatoken("prepare", "python", "--out", str(data), "--tokenizer", "bpe:4096")
+        model = SMALL if options.tiny else ["model.vocab_size=50257"]
+        common = [*model, f"data.path={data}", f"budget.batch_tokens={options.batch_tokens}", "log.plots=false",
+                  f"budget.tokens={options.steps * options.batch_tokens}", f"machine.device={options.device}",
+                  "evaluate.tokens=0", "sample.every=0", "save.every=0", "optim.warmup=0.1dur"]  # fmt: skip
+        runs = {"exact": EXACT, "default": [], "other seed": ["seed=7"]}
+        losses = {}
+        for kind, words in runs.items():
+            megatoken("train", "gpt2-124m", "--out", str(folder / kind), *common, *words)
+            losses[kind] = read_losses(folder / kind)
+    ends = {kind: statistics.fmean(curve[-LAST:]) for kind, curve in losses.items()}
+    apart = compare(losses["default"], losses["exact"])
+    noise = compare(losses["other seed"], losses["default"])
+    print(
+        json.dumps(
+            {
+                "steps": options.steps,
+                "end_loss": ends,
+                "default_to_exact": apart,
+                "seed_to_seed": noise,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

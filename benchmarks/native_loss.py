@@ -1,0 +1,111 @@
+"""Losses by the native kernels in bf16 beside PyTorch's in fp32: `python -m benchmarks.native_loss`.
+
+20 steps of GPT-2 124M on the same ids from the same weights, one sequence of 1,024 tokens each; and the quickstart's
+recipe cut to 200 steps on its corpus, from several seeds, with the loss of held-out text at its end. Ends in one
+JSON line.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quickstart_race import prepare_corpus, run
+from megatoken.bench.runner import Worker
+from megatoken.bench.worker import WorkerSpec
+from megatoken.config.presets import PRESETS
+from megatoken.train.metrics_log import read_metrics
+
+FORMS = {
+    "fp32": {
+        "precision": "fp32",
+        "gemm_backend": "torch",
+        "attention": "flash",
+        "adamw": "fused",
+        "fused": "off",
+    },
+    "bf16 native": {
+        "precision": "bf16",
+        "gemm_backend": "native",
+        "attention": "native",
+        "adamw": "native",
+        "fused": "on",
+    },
+}
+PLAIN = {"compile": "off", "master_weights": "auto"}
+
+
+def train_124m(form: str, steps: int) -> list[float]:
+    """The loss of every step, in a process of its own."""
+    machine = FORMS[form] | PLAIN
+    worker = Worker(
+        spec=WorkerSpec(
+            model_config=PRESETS["gpt2-124m"],
+            batch_seqs=1,
+            device="cpu",
+            machine=machine,
+            micro_batch=1,
+        )
+    )
+    losses = []
+    try:
+        worker.warm_up()
+        while worker.steps < steps and worker.run_round(1):
+            assert worker.loss is not None
+            losses.append(worker.loss)
+    finally:
+        worker.close()
+    return losses
+
+
+def train_quickstart(form: str, folder: Path, seed: int, steps: int) -> dict[str, float]:
+    """Means over the last tenth of the steps' losses, and the held-out loss at the end."""
+    words = [f"machine.{name}={value}" for name, value in (FORMS[form] | PLAIN).items()]
+    words += [f"budget.steps={steps}", f"seed={seed}", "log.every=1step", "sample.every=0"]
+    out = f"{form}-{seed}".replace(" ", "-")
+    run(folder, "train", "quickstart", "--out", out, *words)
+    rows = read_metrics(folder / out)
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    held_out = [row["loss"] for row in rows if row["kind"] == "val"]
+    return {"train": statistics.fmean(losses[-steps // 10 :]), "held_out": held_out[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--quickstart-steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=2)
+    options = parser.parse_args()
+    curves = {form: train_124m(form, options.steps) for form in FORMS}
+    last = {form: losses[-1] for form, losses in curves.items()}
+    answer: dict[str, Any] = {"steps": options.steps, "losses_124m": curves}
+    answer["difference_124m"] = last["bf16 native"] / last["fp32"] - 1
+    print(json.dumps(last), flush=True)
+    ends: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
+    with tempfile.TemporaryDirectory() as temporary:
+        prepare_corpus(Path(temporary))
+        for seed in range(1337, 1337 + options.seeds):
+            for form in FORMS:
+                ends[form].append(
+                    train_quickstart(form, Path(temporary), seed, options.quickstart_steps)
+                )
+                print(form, seed, ends[form][-1], flush=True)
+    held_out = {form: [end["held_out"] for end in each] for form, each in ends.items()}
+    differences = [
+        low - high for low, high in zip(held_out["bf16 native"], held_out["fp32"], strict=True)
+    ]
+    answer |= {
+        "quickstart_steps": options.quickstart_steps,
+        "quickstart": ends,
+        "differences": differences,
+    }
+    answer["between_seeds"] = max(held_out["fp32"]) - min(held_out["fp32"])
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

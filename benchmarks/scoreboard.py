@@ -1,0 +1,137 @@
+"""Scoreboard: the speeds in records of one name from several machines, with ratios and bars.
+
+A ratio compares speeds (also for times): how many times as fast as the first row of the figure.
+Times of a list's rows measure different work, so each is compared only with itself.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import MOST_HEADLINES, describe_hardware, list_leaves, read_records
+from benchmarks.sweep import AXES
+from megatoken.bench.report import format_cell, save_picture, show_rows
+from megatoken.console import Console
+from megatoken.errors import DataError
+from megatoken.plots import save_figure
+
+NO_SPEED = ("gain", "ratio", "speedup", "bytes", "share", "mfu")  # in a figure's last key
+SETTINGS = ("preset", "n_layer", "d_model", "vocab_size", "seq_len", "batch_seqs")
+LABELS = AXES | {"rate": AXES["tokens_per_second"]}  # by the last key of a figure's path
+LOG_RANGE = 30.0  # a panel with a larger range has a logarithmic axis
+
+
+def show_scoreboard(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Show the best speeds that records of one name share, or all speeds of `options.record`.
+
+    Raises DataError if there is nothing to show.
+    """
+    folders = {folder: read_records(folder, console) for folder in options.folders}
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(name for records in folders.values() for name in records):
+        answers = {
+            f"{describe_hardware(records[name])} ({folder.name})": records[name]["answer"]
+            for folder, records in folders.items()
+            if name in records
+        }
+        if name != (options.record or name) or len(answers) < (1 if options.record else 2):
+            continue
+        warn_of_settings(name, answers, console)
+        for row in list_speeds(answers, every=bool(options.record)):
+            rows.append({"record": name, **row})
+    if not rows:
+        fix = "--record NAME shows all speeds of one record"
+        raise DataError("no speeds to compare", ", ".join(map(str, folders)), fix)
+    columns = {key: key for key in ("record", "figure", "machine", "value", "ratio")}
+    cells = [row | {"value": format_cell(row["figure"], row["value"])} for row in rows]
+    show_rows(columns, cells, console)
+    if options.plot:
+        save_picture(partial(draw, rows), options.plot, console)
+    keys = ("record", "figure", "machine", "value", "ratio")
+    return {"scoreboard": [{key: row[key] for key in keys} for row in rows]}
+
+
+def name_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the labels of the figures' rows, shortened to the first word if that is unique."""
+    names = [", ".join(re.findall(r"\[(.*?)\]", row["figure"])) for row in rows]
+    short = [re.split(r",(?! )", name)[0] for name in names]
+    return short if len({*short}) == len({*names}) else names
+
+
+def list_speeds(answers: Mapping[str, Any], *, every: bool) -> Iterator[dict[str, Any]]:
+    """Yield the figures of one record by kind: every one, or each machine's best."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for machine, answer in answers.items():
+        best: dict[str, dict[str, Any]] = {}
+        for path, figure in list_leaves(answer):
+            key = path.rpartition(".")[2]
+            if not isinstance(figure, dict) or not figure["median"]:
+                continue
+            if any(word in key for word in NO_SPEED):
+                continue
+            is_time = "seconds" in key  # a rate has "second"
+            if is_time and "[" in path and not every:  # the shortest is of the least work
+                continue
+            kind = path if is_time else re.sub(r"\[.*?\]", "[]", path)
+            speed = 1 / figure["median"] if is_time else figure["median"]
+            row = {"figure": path, "machine": machine, "value": figure, "speed": speed}
+            if every:
+                kinds.setdefault(kind, []).append(row)
+            elif kind not in best or speed > best[kind]["speed"]:
+                best[kind] = row
+        for kind, row in best.items():
+            kinds.setdefault(kind, []).append(row)
+    shared = [rows for rows in kinds.values() if every or len(rows) > 1]
+    for rows in shared if every else shared[:MOST_HEADLINES]:
+        for row in rows:
+            yield row | {"ratio": row["speed"] / rows[0]["speed"]}
+
+
+def warn_of_settings(name: str, answers: Mapping[str, Any], console: Console) -> None:
+    """Warn if the answers measured different models or batches."""
+    for key in SETTINGS:
+        values = {machine: answer.get(key) for machine, answer in answers.items()}
+        if len(set(map(str, values.values()))) > 1:
+            listed = ", ".join(f"{value} on {machine}" for machine, value in values.items())
+            console.warn(f"{name}: {key} is {listed}")
+
+
+def draw(rows: Sequence[Mapping[str, Any]], pyplot: Any, path: Path) -> Path:
+    """Draw a panel of bars for each kind of figure, with a color per machine and the ratios."""
+    panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        panels.setdefault((row["record"], re.sub(r"\[.*?\]", "", row["figure"])), []).append(row)
+    machines = list(dict.fromkeys(row["machine"] for row in rows))
+    inches = [0.9 + 0.3 * len(panel) for panel in panels.values()]
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(11, sum(inches)), height_ratios=inches, squeeze=False,
+                                   layout="constrained")  # fmt: skip
+    for axis, ((record, kind), panel) in zip(axes.flat, panels.items(), strict=True):
+        items = [name or row["machine"] for row, name in zip(panel, name_rows(panel), strict=True)]
+        medians = [row["value"]["median"] for row in panel]
+        bars = axis.barh(
+            range(len(panel)),
+            medians,
+            color=[f"C{machines.index(row['machine']) % 10}" for row in panel],
+        )
+        texts = [format_cell(kind, row["value"]["median"]) for row in panel]
+        if any(row["ratio"] != 1 for row in panel):
+            texts = [
+                f"{text}, {format_cell('ratio', row['ratio'])}"
+                for text, row in zip(texts, panel, strict=True)
+            ]
+        axis.bar_label(bars, texts, padding=4, fontsize=8)
+        is_wide = max(medians) > LOG_RANGE * min(medians)
+        limits = (min(medians) / 2, max(medians) * 8) if is_wide else (0, 1.25 * max(medians))
+        label = LABELS.get(kind.rpartition(".")[2], kind.replace("_", " "))
+        axis.set(title=record, xlabel=label, xscale="log" if is_wide else "linear", xlim=limits)
+        axis.set_yticks(range(len(panel)), items)
+        axis.invert_yaxis()
+        axis.xaxis.set_major_formatter(lambda value, _, key=kind: format_cell(key, value))
+    handles = [
+        pyplot.Rectangle((0, 0), 1, 1, color=f"C{index % 10}") for index in range(len(machines))
+    ]
+    figure.legend(handles, machines, loc="outside upper center", ncols=3, frameon=False)
+    return save_figure(pyplot, figure, path)

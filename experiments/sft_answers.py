@@ -1,0 +1,160 @@
+"""Minutes of supervised fine-tuning: exact match on held-out exercises before and after; answers that end themselves.
+
+    python experiments/sft_answers.py --base RUN --state FOLDER --seconds 180
+
+The conversations are those of the source `exercises`, the prompts those of `exercises-test`, which share no problem.
+Started again with more --seconds, it goes on. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatoken.cli.main import main
+from megatoken.convert.load_pretrained import load_pretrained
+from megatoken.data.chat_template import Message, add_control_tokens, find_template
+from megatoken.data.exercises import Exercise, list_exercises
+from megatoken.data.tokenizer import Tokenizer
+from megatoken.errors import ExitCode
+from megatoken.model.gpt import GPT
+from megatoken.sampling.batch import BatchDecoder, Request
+from megatoken.sampling.choose import Sampling
+from megatoken.train.initial_state import VOCABULARY_TABLES, add_mean_rows
+from megatoken.train.metrics_log import read_metrics
+
+AT_ONCE = 50  # prompts
+
+
+def grow(model: GPT, old: Tokenizer, new: Tokenizer) -> GPT:
+    """The model with rows for the control tokens, as fine-tuning starts."""
+    grown = GPT(
+        replace(model.config, vocab_size=max(model.config.vocab_size, new.vocab_size)), seed=None
+    )
+    state = {
+        name: add_mean_rows(values, old.vocab_size, new.vocab_size, grown.config)
+        if name.endswith(VOCABULARY_TABLES)
+        else values
+        for name, values in model.state_dict().items()
+    }
+    grown.load_state_dict(state)
+    return grown.eval()
+
+
+def score(
+    model: GPT, tokenizer: Tokenizer, exercises: list[Exercise], temperature: float
+) -> dict[str, Any]:
+    """Shares of right answers and of those that stop by themselves, and tokens of an answer."""
+    template = find_template(tokenizer)
+    right, stopped, lengths = {"sums": [], "spelling": []}, 0, []
+    for first in range(0, len(exercises), AT_ONCE):
+        chosen = exercises[first : first + AT_ONCE]
+        requests = [
+            Request(
+                template.encode([Message("user", each.question)], reply=True)[0],
+                Sampling(
+                    max_new_tokens=48,
+                    temperature=temperature,
+                    seed=first + number,
+                    stop_ids=template.stop_ids,
+                ),
+            )
+            for number, each in enumerate(chosen)
+        ]
+        answers: list[list[int]] = [[] for _ in chosen]
+        with BatchDecoder(
+            model, rows=len(chosen), capacity=max(r.capacity for r in requests)
+        ) as decoder:
+            for number, request in enumerate(requests):
+                decoder.add(number, request)
+            while decoder.rows:
+                for token in decoder.step():
+                    if token.finish_reason == "stop":
+                        stopped += 1
+                    else:
+                        answers[token.row].append(token.id)
+        for each, ids in zip(chosen, answers, strict=True):
+            kind = "sums" if "+" in each.key else "spelling"
+            right[kind].append(tokenizer.decode(ids).strip() == each.answer)
+            lengths.append(len(ids))
+    all_right = right["sums"] + right["spelling"]
+    share = sum(all_right) / len(all_right)
+    return {
+        "exact_match": share,
+        "standard_error": math.sqrt(share * (1 - share) / len(all_right)),
+        **{name: sum(values) / max(1, len(values)) for name, values in right.items()},
+        "stopped_by_themselves": stopped / len(exercises),
+        "mean_tokens": sum(lengths) / len(lengths),
+        "prompts": len(exercises),
+    }
+
+
+def train_for(seconds: int, recipe: str, base: str, out: Path, words: list[str]) -> dict[str, Any]:
+    """Train from `base` for so many seconds of the run's own time, or on until it has; what it took."""
+    before = (
+        max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0)
+        if out.exists()
+        else 0.0
+    )
+    if before < seconds:
+        limit = f"save.time_limit={max(5, round(seconds - before))}s"
+        # A process of its own: the command sets up the environment before torch is loaded.
+        command = [
+            sys.executable,
+            "-m",
+            "megatoken",
+            "train",
+            recipe,
+            "--init",
+            base,
+            "--out",
+            str(out),
+            *words,
+            limit,
+        ]
+        code = subprocess.run(command, stdout=sys.stderr).returncode
+        assert code in (ExitCode.DONE, ExitCode.STOPPED)
+    rows = read_metrics(out)
+    last = [row for row in rows if row["kind"] == "train"][-1]
+    elapsed = max(row["elapsed_seconds"] for row in rows)
+    return {"steps": last["step"], "tokens": last["tokens"], "seconds": elapsed}
+
+
+def run() -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--base", required=True)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--seconds", type=int, default=180)
+    parser.add_argument("--prompts", type=int, default=400)
+    parser.add_argument("words", nargs="*", help="section.field=value")
+    options = parser.parse_args()
+    data, out = options.state / "chats", options.state / "run"
+    assert (
+        main(["prepare", "exercises", "--out", str(data), "--tokenizer", options.base])
+        == ExitCode.DONE
+    )
+    trained = train_for(
+        options.seconds, "sft", options.base, out, [f"data.path={data}", *options.words]
+    )
+    exercises = list_exercises(held_out=True)[: options.prompts]
+    base, tuned = load_pretrained(options.base), load_pretrained(out)
+    control = add_control_tokens(base.tokenizer)
+    return {
+        "parameters": sum(p.numel() for p in tuned.model.parameters()),
+        **trained,
+        "threads": torch.get_num_threads(),
+        "val_losses": [row["loss"] for row in read_metrics(out) if row["kind"] == "val"],
+        "before": score(grow(base.model, base.tokenizer, control), control, exercises, 0.0),
+        "after": score(tuned.model.eval(), tuned.tokenizer, exercises, 0.0),
+        "after_sampled": score(tuned.model.eval(), tuned.tokenizer, exercises, 1.0),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))

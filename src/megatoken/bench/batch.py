@@ -1,0 +1,138 @@
+"""`bench batch`: tokens/s, MFU and peak memory of a training step by micro-batch size.
+
+The micro-batch doubles until memory runs out; all sizes are timed in interleaved rounds.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatoken.bench.report import show_rows
+from megatoken.bench.workload import (
+    SPEED,
+    Workload,
+    build_workload,
+    describe_mfu,
+    describe_peak,
+    describe_seconds,
+    estimate_step_bytes,
+    find_allowed_bytes,
+    format_peak,
+    reset_peak_memory,
+)
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig
+from megatoken.console import Console, format_quantity
+from megatoken.errors import ConfigError
+from megatoken.model.flops import count_parameters, flops_per_token
+from megatoken.system.device import Device, open_device, with_peak
+from megatoken.system.timing import Timing, time_calls
+
+LONGEST_SECONDS = 20.0  # per size; sizes that take longer get fewer repeats, at least 3
+LARGEST_CPU_TOKENS = 8192  # products are not faster beyond, and a step takes a minute
+MOST_SEQS = 1 << 14
+COLUMNS = {
+    "name": "step",
+    "parameters": "parameters",
+    "seq_len": "context",
+    "batch_tokens": "tokens",
+    "flops_per_token": "FLOPs/token",
+    "seconds_per_token": "time/token",
+    **SPEED,
+}
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure micro-batches of 1, 2, 4 ... sequences. Raises ConfigError if 1 does not fit."""
+    device = with_peak(open_device(MachineConfig(device=options.device)))
+    preset = PRESETS[options.preset]
+    config = replace(preset, seq_len=options.seq_len or preset.seq_len)
+    fitting = MOST_SEQS if device.type == "cuda" else max(1, LARGEST_CPU_TOKENS // config.seq_len)
+    largest = options.largest or fitting
+    needed = estimate_step_bytes(config, config.seq_len)
+    if needed > find_allowed_bytes(device):
+        what = f"one sequence needs about {format_quantity(needed, 'B')}"
+        raise ConfigError(what, "--seq-len", "use a smaller one, or a smaller preset")
+    machine = MachineConfig(device=str(device.torch_device))
+    workload = build_workload(config, machine, batch_seqs=1, micro_batch=1)
+    rows, ended = measure(workload, device, largest, options.repeats, console)
+    if not rows:
+        raise ConfigError(ended, "--seq-len", "use a smaller one, or a smaller preset")
+    console.print(f"{options.preset} at {config.seq_len}, {format_peak(device)}; ended at {ended}")
+    show_rows(COLUMNS, rows, console)
+    return {
+        **describe_peak(device),
+        "preset": options.preset,
+        "seq_len": config.seq_len,
+        "rows": rows,
+        "ended": ended,
+    }
+
+
+def measure(
+    workload: Workload, device: Device, largest: int, repeats: int, console: Console
+) -> tuple[list[dict[str, Any]], str]:
+    """Time steps of 1, 2, 4 ... `largest` sequences. Return their rows and why it ended there."""
+    config = workload.model_config
+    calls: dict[str, Callable[[], object]] = {}
+    memory: list[dict[str, int | None]] = []
+    ended = f"--largest {largest}"
+    for power in range(largest.bit_length()):
+        seqs = 1 << power
+        console.step(f"micro-batch {seqs}: first step")
+        needed = estimate_step_bytes(config, seqs * config.seq_len)
+        if needed > find_allowed_bytes(device):
+            ended = f"micro-batch {seqs}, which needs about {format_quantity(needed, 'B')}"
+            break
+        reset_peak_memory(device)
+        idle_bytes = device.peak_memory_bytes()
+        step = workload.resize(seqs).step
+        try:
+            step()
+            device.synchronize()
+        except torch.OutOfMemoryError:
+            ended = f"out of memory at micro-batch {seqs}"
+            break
+        calls[str(seqs)] = step
+        peak = device.peak_memory_bytes()
+        extra = peak - idle_bytes if device.type == "cuda" else None
+        memory.append({"peak_memory_bytes": peak, "extra_memory_bytes": extra})
+    longest = LONGEST_SECONDS * len(calls)
+    timings = {}
+    if calls:
+        timings = time_calls(
+            calls, repeats=repeats, longest=longest, synchronize=device.synchronize
+        )
+    console.close()
+    rows = [
+        describe_size(workload, device, int(seqs), timing) | memory_use
+        for (seqs, timing), memory_use in zip(timings.items(), memory, strict=True)
+    ]
+    return rows, ended
+
+
+def describe_size(workload: Workload, device: Device, seqs: int, timing: Timing) -> dict[str, Any]:
+    """Return the record's row of one micro-batch size."""
+    config = workload.model_config
+    tokens = seqs * config.seq_len
+    return {
+        "name": f"micro-batch {seqs}",
+        "sweep": "batch",
+        "n_layer": config.n_layer,
+        "d_model": config.d_model,
+        "seq_len": config.seq_len,
+        "micro_batch": seqs,
+        "batch_tokens": tokens,
+        "parameters": count_parameters(config),
+        "flops_per_token": flops_per_token(config, causal=False),
+        "flops_per_token_causal": flops_per_token(config, causal=True),
+        "seconds": describe_seconds(timing),
+        "tokens_per_second": timing.rate(tokens),
+        "best": tokens / timing.best,
+        "skipped": None,
+        **describe_mfu(tokens / timing.median, config, device),
+        "seconds_per_token": timing.median / tokens,
+    }

@@ -1,0 +1,109 @@
+"""`bench knob`: the training step with each value of a machine setting, interleaved with the first.
+
+The model, batch and device of the step are also those of the benchmarks against other programs.
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin
+
+from megatoken.bench.arguments import SIZES
+from megatoken.bench.report import show_rows
+from megatoken.bench.runner import measure_workers
+from megatoken.bench.worker import WorkerSpec
+from megatoken.bench.workload import SPEED, describe_peak, format_peak
+from megatoken.config.fields import parse_value
+from megatoken.config.model_config import default_d_ff, validate_model
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import FIELDS, MachineConfig
+from megatoken.console import Console
+from megatoken.errors import ConfigError, PeerError
+from megatoken.system.device import Device, open_device, with_peak
+
+TRAILING_COLUMNS = {"first_step_seconds": "first step", "loss": "loss", "chosen": ""}
+# Settings of the device or process, and those that split a model over several.
+NOT_TIMED = ("device", "threads", "deterministic", "sharding", "tensor_parallel")
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Compare the values of a setting; equal losses show that only the speed changes.
+
+    Raises ConfigError for an unknown setting or value, PeerError if no value runs.
+    """
+    setting, values = read_values(options.setting, options.values)
+    spec, device = open_step(options, console)
+    spec = replace(spec, micro_batch=options.micro_batch or options.batch_seqs)
+    specs = [
+        replace(apply_setting(spec, setting, value), configuration=text)
+        for text, value in values.items()
+    ]
+    for each in specs:
+        if each.micro_batch and spec.batch_seqs % each.micro_batch:
+            what = f"micro-batch {each.micro_batch} does not divide {spec.batch_seqs} sequences"
+            raise ConfigError(what, "--batch-seqs", "use a multiple")
+    workers = measure_workers(specs, options.repeats, console)
+    rows = [{"value": worker.spec.configuration} | worker.describe(device) for worker in workers]
+    if all(row["skipped"] for row in rows):
+        what = f"no value ran: {rows[0]['skipped']}"
+        raise PeerError(what, "bench knob", "use a smaller batch or preset")
+    first_seconds = rows[0]["seconds"]
+    for row in rows:
+        is_measured = first_seconds and row["seconds"]
+        row["gain"] = first_seconds / row["seconds"] if is_measured else None
+        row["batch_tokens"] = spec.batch_tokens
+    show_rows({"value": setting, **SPEED, "gain": "gain", **TRAILING_COLUMNS}, rows, console)
+    step = describe_step(options, spec)
+    return {"knob": options.setting, **step, **describe_peak(device), "rows": rows}
+
+
+def describe_step(options: argparse.Namespace, spec: WorkerSpec) -> dict[str, Any]:
+    """Return the model and batch of a step, as a record has them."""
+    sizes = {name: getattr(spec.model_config, name) for name in SIZES}
+    return {"preset": options.preset, "batch_seqs": spec.batch_seqs, **sizes}
+
+
+def open_step(options: argparse.Namespace, console: Console) -> tuple[WorkerSpec, Device]:
+    """Return the step that the options describe, and its device. The MLP scales with the width."""
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name)}
+    config = replace(PRESETS[options.preset], **sizes)
+    if "d_model" in sizes:
+        config = replace(config, d_ff=default_d_ff(config.d_model, config.mlp))
+    for _, what, fix in validate_model(config):
+        raise ConfigError(what, "--n-head", fix)
+    device = with_peak(open_device(MachineConfig(device=options.device)))
+    spec = WorkerSpec(
+        model_config=config, batch_seqs=options.batch_seqs, device=str(device.torch_device)
+    )
+    console.print(
+        f"{config.n_layer} layers, {config.n_head} heads, width {config.d_model}, "
+        f"vocabulary {config.padded_vocab_size:,}: {spec.batch_seqs} x {config.seq_len} tokens "
+        f"per step, {format_peak(device)}"
+    )
+    return spec, device
+
+
+def read_values(name: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Return the setting and its values by text: those in `text`, or all named values."""
+    key = f"machine.{name.removeprefix('machine.')}"
+    setting = key.removeprefix("machine.")
+    if key not in FIELDS or setting in NOT_TIMED:
+        settings = [k.removeprefix("machine.") for k in FIELDS if k.startswith("machine.")]
+        fix = f"choose from {', '.join(k for k in settings if k not in NOT_TIMED)}"
+        raise ConfigError(f"no machine setting '{name}' to compare", "bench knob", fix)
+    field = FIELDS[key]
+    words = [word.strip() for word in text.split(",") if word]
+    if not words and get_origin(field.type) is Literal:
+        words = [str(word) for word in get_args(field.type)]
+    if not words:
+        raise ConfigError(f"{key} has no named values", "--values", "list some, as in 1,2,4")
+    try:
+        return setting, {word: parse_value(field, word) for word in words}
+    except ValueError as error:
+        raise ConfigError(str(error), "--values", f"see {key} in `megatoken config`") from None
+
+
+def apply_setting(spec: WorkerSpec, setting: str, value: Any) -> WorkerSpec:
+    """Return the spec with one machine setting changed."""
+    if setting == "micro_batch":
+        return replace(spec, micro_batch=0 if value == "auto" else value)
+    return replace(spec, machine={setting: value})

@@ -1,0 +1,205 @@
+"""`bench parts`: where the time of a training step goes, measured by torch.profiler.
+
+Each operation belongs to a group by its name, or else to its caller's group; additions, copies and
+Python are "other". On CUDA the times are of kernels and the remainder is idle time; elsewhere they
+include the profiler's overhead.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatoken.bench.report import show_rows
+from megatoken.bench.workload import (
+    Workload,
+    build_workload,
+    count_seqs,
+    describe_mfu,
+    describe_peak,
+    describe_seconds,
+    format_peak,
+)
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig
+from megatoken.console import Console
+from megatoken.model.flops import count_matmul_parameters, flops_per_token
+from megatoken.native.library import Library
+from megatoken.system.atomic_write import storage_errors
+from megatoken.system.device import Device, with_peak
+from megatoken.system.timing import Timing, time_once
+
+GROUPS = {  # names of operations, forward or backward; the first match counts
+    "matrix products": re.compile(
+        r"native::matmul|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$|mkldnn.*linear|Addmm|MmBackward0"
+    ),
+    "loss": re.compile(r"cross_?entropy|log_softmax|nll_loss", re.IGNORECASE),
+    "attention": re.compile(r"attention|aten::baddbmm|aten::bmm|softmax"),
+    "norm": re.compile(r"native::norm|layer_?norm|rms_?norm|rsqrt", re.IGNORECASE),
+    "activation": re.compile(r"gelu|silu|swiglu", re.IGNORECASE),
+    "optimizer": re.compile(r"adam|_foreach_|^Optimizer|native::sum_of_squares", re.IGNORECASE),
+}
+LONGEST_SECONDS = 120.0  # for all repeats; slow steps get fewer, at least 3
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Profile the step of a preset. Raises ConfigError if the batch is not full sequences."""
+    preset = PRESETS[options.preset]
+    seq_len = options.seq_len or min(preset.seq_len, options.batch_tokens)
+    model_config = replace(preset, seq_len=seq_len)
+    seqs = count_seqs(options.batch_tokens, seq_len)
+    machine = MachineConfig(device=options.device, precision=options.precision)
+    workload = build_workload(model_config, machine, batch_seqs=seqs, micro_batch=seqs)
+    device = with_peak(workload.device)
+    console.print(f"a step of {options.preset}, {seqs} x {seq_len} tokens, {format_peak(device)}")
+    trace = options.out / "trace.json" if options.trace else None
+    answer = measure(workload, device, options.repeats, console, trace)
+    show_parts(answer, device, console)
+    return {
+        **describe_peak(device),
+        "preset": options.preset,
+        "seq_len": seq_len,
+        "batch_tokens": options.batch_tokens,
+        "forms": str(workload.choice),
+        **answer,
+    }
+
+
+def measure(
+    workload: Workload, device: Device, repeats: int, console: Console, trace: Path | None = None
+) -> dict[str, Any]:
+    """Interleave profiled and plain steps; return the parts and totals as a record has them.
+
+    trace: file for a Chrome trace of the last profiled step.
+    """
+    config = workload.model_config
+    tokens = workload.step_config.batch_tokens
+    seconds: list[float] = []
+    profiles: list[dict[str, float]] = []
+    workload.step()
+    once = time_once(workload.step, device.synchronize)
+    for number in range(min(repeats, max(3, int(LONGEST_SECONDS / (3 * once))))):
+        console.step(f"round {number + 1}")
+        seconds.append(time_once(workload.step, device.synchronize))
+        profiles.append(sum_groups(profile_step(workload, trace), on_cuda=device.type == "cuda"))
+    console.close()
+    timing = Timing(tuple(seconds))
+    products = 6 * count_matmul_parameters(config) * tokens
+    attention = flops_per_token(config, causal=True) * tokens - products
+    flops = {"matrix products": products, "attention": attention}
+    parts: list[dict[str, Any]] = []
+    for name in [*GROUPS, "other"]:
+        part = Timing(tuple(groups[name] for groups in profiles))
+        parts.append(describe_part(name, part, timing.median, flops.get(name), device))
+    total = sum(part["seconds"]["median"] for part in parts)
+    floor = sum(flops.values()) / device.peak_flops if device.peak_flops else None
+    return {
+        "parts": parts,
+        "parts_seconds": total,
+        "overhead_seconds": timing.median - total,
+        "step_seconds": describe_seconds(timing),
+        "floor_seconds": floor,
+        "floor_tokens_per_second": tokens / floor if floor else None,
+        "tokens_per_second": timing.rate(tokens),
+        **describe_mfu(tokens / timing.median, config, device),
+    }
+
+
+def describe_part(
+    name: str, part: Timing, step_seconds: float, flops: int | None, device: Device
+) -> dict[str, Any]:
+    """Return a group's row: time, share of the step and, if its FLOPs are known, its speed."""
+    rate = flops / part.median if flops and part.median else None
+    return {
+        "name": name,
+        "seconds": describe_seconds(part),
+        "share": part.median / step_seconds,
+        "flops": flops,
+        "flops_per_second": rate,
+        "share_of_peak": rate / device.peak_flops if rate and device.peak_flops else None,
+    }
+
+
+def profile_step(workload: Workload, trace: Path | None = None) -> list[Any]:
+    """Return torch's host FunctionEvents of one step. Raises StorageError if the trace fails."""
+    activities = [ProfilerActivity.CPU]
+    if workload.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with record_native_kernels(), profile(activities=activities) as profiler:
+        with record_function("step"):  # its own time is Python's
+            workload.step()
+        workload.device.synchronize()
+    if trace:
+        with storage_errors(trace.parent, what="cannot write trace", fix="choose --out"):
+            trace.write_bytes(b"")  # the profiler does not report write errors
+            profiler.export_chrome_trace(str(trace))
+    return [event for event in profiler.events() if event.device_type.name == "CPU"]
+
+
+@contextmanager
+def record_native_kernels() -> Iterator[None]:
+    """Report native CPU kernels to the profiler as `native::NAME`."""
+    call = Library.call
+
+    def recorded(library: Library, name: str, *arguments: object) -> float:
+        with record_function(f"native::{name}"):
+            return call(library, name, *arguments)
+
+    Library.call = recorded  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Library.call = call  # type: ignore[method-assign]
+
+
+def find_group(event: Any) -> str:
+    """Return the group that matches an operation's name, or its nearest caller's group."""
+    while event is not None:
+        for group, names in GROUPS.items():
+            if names.search(event.name):
+                return group
+        event = event.cpu_parent
+    return "other"
+
+
+def sum_groups(events: list[Any], *, on_cuda: bool) -> dict[str, float]:
+    """Return the seconds of each group, summing every event's time without its children."""
+    seconds = dict.fromkeys([*GROUPS, "other"], 0.0)
+    for event in events:
+        micros = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        seconds[find_group(event)] += 1e-6 * micros
+    return seconds
+
+
+def show_parts(answer: dict[str, Any], device: Device, console: Console) -> None:
+    """Print the parts as a Markdown table, then the speed."""
+    step_seconds = answer["step_seconds"]["median"]
+    remainder = "idle" if device.type == "cuda" else "step without profiler - parts"
+    totals = {
+        "sum of parts": answer["parts_seconds"],
+        remainder: answer["overhead_seconds"],
+        "full step": step_seconds,
+    }
+    rows = list(answer["parts"])
+    for name, seconds in totals.items():
+        rows.append({"name": name, "seconds": seconds, "share": seconds / step_seconds})
+    rows[-1]["share_of_peak"] = answer["mfu_causal"]
+    columns = {
+        "name": "part",
+        "seconds": "time (low to high)",
+        "share": "share of step",
+        "flops_per_second": "FLOP/s",
+        "share_of_peak": "share of peak",
+    }
+    show_rows(columns, rows, console)
+    line = f"{answer['tokens_per_second']['median']:,.0f} tokens/s"
+    if answer["floor_tokens_per_second"]:
+        line += (
+            f"; {answer['floor_tokens_per_second']:,.0f} with only products and attention, at peak"
+        )
+    console.print(line)

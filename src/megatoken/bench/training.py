@@ -1,0 +1,108 @@
+"""The training step that a worker process runs: what `megatoken train` would run on this machine."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatoken.bench.worker import WorkerSpec
+from megatoken.bench.workload import ONE_PROCESS, STEPS, build_workload, draw_ids, make_batch
+from megatoken.config.schema import MachineConfig
+from megatoken.data.dataloader import Batch
+from megatoken.distributed.comm import Comm, join_process_group
+from megatoken.distributed.env import DistEnv
+from megatoken.system.device import Device, open_device, wants_compile
+from megatoken.train.compilation import compile_forward
+from megatoken.train.micro_batch import pick_micro_batch, tune_micro_batch
+from megatoken.train.step import train_step
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """A model in training.
+
+    step: trains on a batch and returns the mean loss in nats. tuning_seconds: measuring and
+    compiling before the first step. resources: closed with the process.
+    """
+
+    spec: WorkerSpec
+    device: Device
+    step: Callable[[Batch], float]
+    chosen: str
+    tuning_seconds: float = 0.0
+    steps: int = 0
+    comm: Comm = field(default_factory=lambda: Comm(ONE_PROCESS))
+    resources: ExitStack = field(default_factory=ExitStack)
+    peak_memory_bytes: Callable[[], int] | None = None  # None: of this process or its device
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Train on the next batches, and time each step without drawing its batch."""
+        config = self.spec.model_config
+        seconds: list[float] = []
+        loss = 0.0
+        for _ in range(steps):
+            length = config.seq_len + 1
+            ids = draw_ids(self.spec.batch_seqs, length, config.vocab_size, seed=self.steps)
+            ids = ids.to(self.device.torch_device).chunk(self.spec.nproc)[self.spec.rank]
+            batch = make_batch(ids)
+            self.device.synchronize()
+            start = time.perf_counter()
+            loss = self.step(batch)
+            self.device.synchronize()
+            seconds.append(time.perf_counter() - start)
+            self.steps += 1
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the next worker
+        memory = (self.peak_memory_bytes or self.device.peak_memory_bytes)()
+        if self.device.type == "cpu":
+            memory = int(self.comm.sum(torch.tensor(memory)))
+        return {"seconds": seconds, "loss": loss, "peak_memory_bytes": memory}
+
+
+def build_training(spec: WorkerSpec) -> Training:
+    """Build a default run's step, with precision, kernels and micro-batch tuned on this machine."""
+    start = time.perf_counter()
+    machine = replace(MachineConfig(device=spec.device), **spec.machine)
+    rank_seqs = spec.batch_seqs // spec.nproc
+    dist_env = DistEnv(
+        rank=spec.rank,
+        world_size=spec.nproc,
+        local_rank=spec.rank,
+        local_world_size=spec.nproc,
+        port=spec.port,
+    )
+    mode, note = wants_compile(machine, open_device(machine), STEPS)
+    workload = build_workload(
+        spec.model_config,
+        machine,
+        batch_seqs=spec.batch_seqs,
+        micro_batch=spec.micro_batch or rank_seqs,
+        compiled=mode != "off",
+        dist_env=dist_env,
+    )
+    state = workload.state
+    device = workload.device
+    resources = ExitStack()
+    comm = resources.enter_context(join_process_group(dist_env, device.type))
+    constant_lr = replace(workload.step_config.schedule, decay="constant", warmup=0)
+    step_config = replace(workload.step_config, schedule=constant_lr)
+    if not spec.micro_batch:
+        micro_batch = pick_micro_batch(tune_micro_batch(state, step_config, device, rank_seqs))
+        step_config = replace(step_config, micro_batch=comm.broadcast_from_rank0(micro_batch))
+    if mode != "off":
+        note = compile_forward(state, step_config, device, mode)
+    state.start_grad_reduction(comm)
+    compilation = note or {"off": "eager", "on": "compile"}.get(mode, f"compile {mode}")
+    kernels = f"{device.precision}, {workload.choice}"
+    return Training(
+        spec=spec,
+        device=device,
+        step=lambda batch: train_step(state, step_config, device, batch).loss,
+        chosen=f"{kernels}, micro-batch {step_config.micro_batch}, {compilation}",
+        tuning_seconds=time.perf_counter() - start,
+        comm=comm,
+        resources=resources,
+    )

@@ -1,0 +1,168 @@
+"""bench knob and its worker processes: interleaved rounds on the same ids; failures are reported."""
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatoken.bench import runner
+from megatoken.bench.knob import apply_setting, read_values
+from megatoken.bench.runner import COMMAND, Worker, measure_workers
+from megatoken.bench.training import Training, build_training
+from megatoken.bench.worker import WorkerSpec
+from megatoken.cli.main import main
+from megatoken.config.model_config import ModelConfig
+from megatoken.console import Console
+from megatoken.data.dataloader import Batch
+from megatoken.errors import ConfigError, ExitCode
+from megatoken.system import environment
+from tests.tiny_model import CPU
+
+QUIET = Console(quiet=True)
+MODEL = ModelConfig(n_layer=1, n_head=2, d_model=32, d_ff=128, vocab_size=128, seq_len=16)
+SPEC = WorkerSpec(model_config=MODEL, batch_seqs=4, device="cpu")
+SIZES = "--n-layer 1 --n-head 2 --d-model 32 --vocab-size 128 --seq-len 16 --batch-seqs 4"
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MOST_STEPS", 3)
+    root = str(Path(__file__).parents[2])  # workers import the builders below
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+
+
+def make_training(spec: WorkerSpec, step: Callable[[Batch], float]) -> Training:
+    print("not an answer")
+    return Training(spec=spec, device=CPU, step=step, chosen="stand-in")
+
+
+def build_failing(spec: WorkerSpec) -> Training:
+    raise ValueError(f"no room {os.environ.get('ADDED')}\nmore")
+
+
+def build_exiting(spec: WorkerSpec) -> Training:
+    return make_training(spec, lambda batch: os._exit(3))
+
+
+def build_summing(spec: WorkerSpec) -> Training:
+    return make_training(spec, lambda batch: float(batch.targets_BT.sum()))
+
+
+def test_a_failing_worker_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_ADDED_VARIABLES", {"ADDED"})
+    monkeypatch.setenv("ADDED", "123")
+    names = ("build_failing", "build_exiting", "build_summing", "build_summing")
+    specs = [replace(SPEC, builder=f"{__name__}:{name}", prepare_process=False) for name in names]
+    workers = measure_workers([SPEC, *specs], 2, QUIET)
+    assert [bool(worker.skipped) for worker in workers] == [False, True, True, False, False]
+    assert workers[1].skipped == "ValueError: no room None"
+    assert "code 3" in workers[2].skipped
+    ours = workers[0]
+    last = workers[-1]
+    assert (len(ours.seconds), len(last.seconds)) == (4, 2), "ours runs in every pair"
+    pairs = zip(ours.seconds[2:], last.seconds, strict=True)
+    assert last.ratios == [reference / seconds for reference, seconds in pairs]
+    assert ours.steps == last.steps, "losses after the same number of steps"
+    assert last.loss == workers[-2].loss, "the same ids"
+    assert not any(worker.processes for worker in workers)
+
+
+def test_nothing_outlives_the_benchmark() -> None:
+    worker = Worker(spec=SPEC)
+    assert worker.warm_up()
+    process = worker.processes[0]
+    process.kill()
+    assert worker.run_round(1) is None
+    assert "killed" in worker.skipped
+    worker = Worker(spec=SPEC)
+    assert worker.warm_up()
+    process = worker.processes[0]
+    assert process.poll() is None
+    worker.close()
+    assert process.poll() is not None
+    done = subprocess.run(
+        COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=250, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_undisturbed_rounds_are_those_with_fast_probes() -> None:
+    worker = Worker(spec=SPEC, seconds=[0.5, 0.25, 0.5], loss=4.0, steps=5)
+    assert worker.select_undisturbed([1, 2, 3]) == (1, 2, 3)
+    worker.probes = [100.0, 84.0, 86.0]
+    worker.fastest_probe = 100.0
+    assert worker.select_undisturbed([1, 2, 3]) == (1, 3)
+    row = worker.describe(CPU)
+    assert row["tokens_per_second"] == {"median": 128, "low": 128, "high": 256, "repeats": 3}
+    assert (row["best"], row["loss"], row["steps"], row["skipped"]) == (256.0, 4.0, 5, None)
+    assert row["undisturbed"]["repeats"] == 2
+    worker.skipped = "died"
+    row = worker.describe(CPU)
+    assert (row["tokens_per_second"], row["best"], row["skipped"]) == (None, None, "died")
+
+
+def test_training_starts_at_the_uniform_loss_and_learns() -> None:
+    first = build_training(SPEC)
+    losses = [first.run(steps)["loss"] for steps in (1, 9)]
+    assert losses[0] == pytest.approx(math.log(128), rel=0.02)
+    assert losses[1] < losses[0] - 0.03
+    assert build_training(SPEC).run(1)["loss"] == losses[0], "ids and weights come from seeds"
+
+
+def run_knob(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> list[dict[str, Any]]:
+    """Return the rows of `bench knob`, which are also in its record."""
+    arguments = f"bench knob {words} {SIZES} --device cpu --out {tmp_path} --name new --json"
+    assert main(arguments.split()) == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "new.json").read_text())["answer"] == answer
+    return answer["rows"]
+
+
+def test_values_are_interleaved_with_the_first(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = run_knob("activation_checkpointing --repeats 2", tmp_path, capsys)
+    assert len(rows) >= 3
+    assert len({row["loss"] for row in rows}) == 1
+    for row in rows:
+        assert row["skipped"] is None
+        assert row["chosen"].startswith(precision)
+        assert row["gain"] == pytest.approx(rows[0]["seconds"] / row["seconds"])
+        assert row["first_step_seconds"] > 0
+    assert rows[0]["tokens_per_second"]["repeats"] == 2 * (len(rows) - 1)
+    assert rows[1]["tokens_per_second"]["repeats"] == 2
+
+
+def test_a_value_that_cannot_run_is_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = run_knob("attention --values cudnn,flash,blocked --repeats 1", tmp_path, capsys)
+    cudnn, flash, blocked = rows
+    assert cudnn["skipped"].startswith("ConfigError")
+    assert cudnn["tokens_per_second"] is cudnn["gain"] is None
+    assert blocked["loss"] == pytest.approx(flash["loss"], rel=0.01)
+
+
+def test_values_are_parsed_and_applied() -> None:
+    assert read_values("machine.micro_batch", "1,auto") == ("micro_batch", {"1": 1, "auto": "auto"})
+    setting, values = read_values("attention", "")
+    assert "flash" in values
+    assert apply_setting(SPEC, setting, "flash").machine == {"attention": "flash"}
+    assert apply_setting(SPEC, "micro_batch", 2).micro_batch == 2
+    assert apply_setting(SPEC, "micro_batch", "auto").micro_batch == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"), [("nope", ""), ("sharding", ""), ("micro_batch", ""), ("compile", "so")]
+)
+def test_unknown_settings_and_values_are_errors(setting: str, values: str) -> None:
+    with pytest.raises(ConfigError):
+        read_values(setting, values)

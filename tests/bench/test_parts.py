@@ -1,0 +1,201 @@
+"""bench parts: every operation of a training step belongs to one group."""
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatoken.bench.parts import GROUPS, find_group, measure, profile_step, sum_groups
+from megatoken.bench.workload import Workload, build_workload
+from megatoken.cli.main import main
+from megatoken.config.model_config import ModelConfig
+from megatoken.config.presets import PRESETS
+from megatoken.config.schema import MachineConfig
+from megatoken.console import Console
+from megatoken.errors import ExitCode, StorageError
+from megatoken.model.flops import count_matmul_parameters, flops_per_token
+from megatoken.native.library import find_library
+from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA
+
+TOKENS = 4 * TINY_GPT.seq_len
+TORCH = {"attention": "flash", "gemm_backend": "torch", "fused": "off", "adamw": "fused"}
+PEAKED = replace(CPU, peak_flops=1e15, peak_source="data sheet")
+
+
+def build(model_config: ModelConfig = TINY_GPT, **machine: Any) -> Workload:
+    config = MachineConfig(**{"device": "cpu", "precision": "fp32"} | machine)
+    return build_workload(model_config, config, batch_seqs=4, micro_batch=4)
+
+
+def groups_by_name(workload: Workload) -> dict[str, set[str]]:
+    """The groups of every operation of a step, by its name."""
+    events = profile_step(workload)
+    groups: dict[str, set[str]] = defaultdict(set)
+    for event in events:
+        groups[event.name].add(find_group(event))
+    return groups
+
+
+@pytest.mark.parametrize("model_config", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("master_weights", ["off", "on"])
+def test_operations_of_a_real_step(
+    model_config: ModelConfig, master_weights: str, precision: str
+) -> None:
+    if (precision, master_weights) == ("fp32", "on"):
+        pytest.skip("master weights are for low precision")
+    fixed = TORCH | {"master_weights": master_weights}
+    workload = build(model_config, precision=precision, **fixed)
+    assert workload.state.uses_master_weights == (master_weights == "on")
+    groups = groups_by_name(workload)
+    assert workload.state.step == 1
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    is_gpt = model_config == TINY_GPT
+    expected = {
+        flash: "attention",
+        f"{flash}_backward": "attention",
+        "aten::gelu" if is_gpt else "aten::silu": "activation",
+        "aten::gelu_backward" if is_gpt else "aten::silu_backward": "activation",
+        "aten::_log_softmax": "loss",
+        "_ChunkedCrossEntropy": "loss",
+        "aten::linear": "matrix products",
+        "aten::mm": "matrix products",
+        "aten::_fused_adamw_": "optimizer",
+        "aten::native_layer_norm" if is_gpt else "aten::rms_norm": "norm",
+    }
+    assert {name: groups[name] for name in expected} == {
+        name: {group} for name, group in expected.items()
+    }
+    assert set.union(*groups.values()) == {*GROUPS, "other"}
+    assert "norm" in groups["NativeLayerNormBackward0" if is_gpt else "RsqrtBackward0"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "group"),
+    [
+        ({"attention": "explicit"}, "aten::bmm", "attention"),
+        ({"attention": "explicit"}, "aten::_softmax_backward_data", "attention"),
+        ({"attention": "blocked"}, "aten::bmm", "attention"),
+        ({"loss_chunk": 0}, "aten::_log_softmax_backward_data", "loss"),
+    ],
+)
+def test_operations_of_other_kernels(machine: dict[str, Any], name: str, group: str) -> None:
+    assert groups_by_name(build(**TORCH | machine))[name] == {group}
+
+
+@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
+def test_native_kernels_count_for_what_they_compute() -> None:
+    machine = {"attention": "native", "gemm_backend": "native", "fused": "on", "adamw": "native"}
+    groups = groups_by_name(build(precision="bf16", **machine))
+    expected = {
+        "matmul": "matrix products",
+        "cross_entropy": "loss",
+        "attention_backward": "attention",
+        "adamw": "optimizer",
+    }
+    expected |= {
+        "norm_forward": "norm",
+        "gelu_backward": "activation",
+        "sum_of_squares": "optimizer",
+    }
+    assert {name: groups[f"native::{name}"] for name in expected} == {
+        name: {group} for name, group in expected.items()
+    }
+
+
+class Event:
+    """What `sum_groups` reads of torch's FunctionEvent."""
+
+    def __init__(self, name: str, parent: "Event | None" = None) -> None:
+        self.name = name
+        self.cpu_parent = parent
+        self.self_cpu_time_total = 1e6
+        self.self_device_time_total = 2e6
+
+
+def test_operations_count_for_themselves_or_for_what_calls_them() -> None:
+    step = Event("step")
+    norm = Event("aten::layer_norm", step)
+    loss = Event("_ChunkedCrossEntropy", step)
+    copy = Event("aten::copy_", Event("aten::linear", step))
+    events = [
+        step,
+        norm,
+        Event("aten::mul", norm),
+        loss,
+        Event("aten::mm", loss),
+        Event("aten::exp", loss),
+        copy,
+    ]
+    events += [
+        Event("aten::add_", step),
+        Event("aten::bmm", step),
+        Event("aten::_fused_adamw_", step),
+    ]
+    seconds = sum_groups(events, on_cuda=False)
+    found = {
+        "other": 2,
+        "norm": 2,
+        "loss": 2,
+        "matrix products": 2,
+        "attention": 1,
+        "optimizer": 1,
+        "activation": 0,
+    }
+    assert seconds == found
+    assert sum(sum_groups(events, on_cuda=True).values()) == 2 * len(events)
+
+
+def test_sums_are_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = measure(build(), PEAKED, 3, Console())
+    parts = {part["name"]: part for part in answer["parts"]}
+    step = answer["step_seconds"]["median"]
+    assert list(parts) == [*GROUPS, "other"]
+    assert answer["parts_seconds"] == pytest.approx(
+        sum(part["seconds"]["median"] for part in parts.values())
+    )
+    assert answer["overhead_seconds"] == pytest.approx(step - answer["parts_seconds"])
+    assert answer["tokens_per_second"]["median"] == pytest.approx(TOKENS / step)
+    assert answer["floor_seconds"] == flops_per_token(TINY_GPT, causal=True) * TOKENS / 1e15
+    assert parts["matrix products"]["flops"] == 6 * count_matmul_parameters(TINY_GPT) * TOKENS
+    assert (
+        parts["attention"]["flops"]
+        == 6 * TINY_GPT.n_layer * TINY_GPT.d_model * TINY_GPT.seq_len * TOKENS
+    )
+    for part in parts.values():
+        assert part["share"] == part["seconds"]["median"] / step
+        assert part["seconds"]["repeats"] == 3
+        if part["flops"]:
+            assert part["flops_per_second"] == part["flops"] / part["seconds"]["median"]
+            assert part["share_of_peak"] == part["flops_per_second"] / 1e15
+        else:
+            assert part["flops_per_second"] is part["share_of_peak"] is None
+    assert all(
+        part["share_of_peak"] is None for part in measure(build(), CPU, 1, Console())["parts"]
+    )
+
+
+def test_a_trace_opens_in_the_usual_viewers(tmp_path: Path) -> None:
+    workload = build(gemm_backend="torch")
+    profile_step(workload, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"aten::addmm", "aten::layer_norm"} <= {event.get("name") for event in events}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        profile_step(workload, tmp_path / "file" / "trace.json")
+
+
+def test_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PRESETS, "tiny", TINY_GPT)
+    words = ["bench", "parts", "--preset", "tiny", "--repeats", "1", "--seq-len", "8", "--trace"]
+    words += ["--device", "cpu", "--out", str(tmp_path), "--json", "--batch-tokens"]
+    assert main([*words, "32"]) == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["preset"], answer["batch_tokens"], answer["seq_len"]) == ("tiny", 32, 8)
+    assert json.loads((tmp_path / "parts.json").read_text())["answer"] == answer
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+    assert main([*words, "30"]) == ExitCode.CONFIG
