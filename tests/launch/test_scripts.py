@@ -200,7 +200,7 @@ def test_skypilot_installs_what_is_there() -> None:
             ["slurm", "--sbatch", "nodes=9"],
             "--sbatch nodes contradicts --nodes — --sbatch — use --nodes",
         ),
-        (["slurm", "--sbatch", "--time=1"], "--sbatch time contradicts --time"),
+        (["slurm", "--sbatch=--time=1"], "--sbatch time contradicts --time"),
         (["slurm", "--sbatch=ntasks=2"], "--sbatch ntasks contradicts --nodes and --nproc"),
         *(
             (
@@ -236,7 +236,7 @@ def test_options_without_effect_or_of_several_lines_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--sbatch", "--constraint=a=b"], ["--sbatch=--constraint=a=b"]])
+@pytest.mark.parametrize("words", [["--sbatch", "constraint=a=b"], ["--sbatch=--constraint=a=b"]])
 @pytest.mark.parametrize(
     "time", ["0", "6", "5:01", "90", "90:30", "12:00:00", "2-12", "2-12:30", "2-12:30:00"]
 )
@@ -337,7 +337,6 @@ def test_the_launch_command_checks_and_writes(
     assert capsys.readouterr().out == f"written: {tmp_path / 'job.sh'}\n"
     (tmp_path / "job.sh").write_text(f"{text}# edited\n")
     assert main(words) == ExitCode.CONFIG
-    assert "the file is there, and is not this script" in capsys.readouterr().err
     assert (tmp_path / "job.sh").read_text() == f"{text}# edited\n"
     assert main(["launch", "slurm", "gpt2-124m", "--nproc", "7"]) == ExitCode.CONFIG
     expected = "does not divide among 7 data-parallel processes — --nodes, --nproc — take another number, or budget."

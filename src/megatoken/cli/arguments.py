@@ -10,7 +10,7 @@ from megatoken.cli import COMMANDS, load_command
 from megatoken.errors import ConfigError
 from megatoken.suggest import suggest
 
-SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
+SETTING = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 HOME = re.compile(r"([\w.-]+=)~/")  # a shell expands ~/ only at the start of a word
 
 

@@ -52,7 +52,8 @@ def find_recipe(options: Namespace) -> tuple[ResolvedConfig, Path | None]:
     names = [name for name in ("recipe", *TRANSLATED) if getattr(options, name) is not None]
     if len(names) != 1:
         fix = f"give one of RECIPE, --{', --'.join(TRANSLATED)}"
-        raise ConfigError(f"{len(names)} recipes given", "command line", fix)
+        what = f"both {names[0]} and {names[1]} are given" if names else "no recipe given"
+        raise ConfigError(what, "command line", fix)
     if options.recipe is not None:
         folder = find_run(options.recipe)
         if folder:
