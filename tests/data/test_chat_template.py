@@ -1,10 +1,13 @@
-"""Chat templates: ids and masks equal to transformers', control tokens from the template alone, what is refused."""
+"""Test chat templates: ids equal to transformers', and no control token from a content."""
 
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+import xxhash
 
 from megatoken.data.chat_template import (
     CHATML,
@@ -14,9 +17,10 @@ from megatoken.data.chat_template import (
     add_control_tokens,
     find_template,
     parse_messages,
+    template_of,
 )
 from megatoken.data.tokenizer import Tokenizer, load_tokenizer
-from megatoken.errors import MegatokenError
+from megatoken.errors import ConfigError, DataError
 
 PROSE = (
     "The cat sat on the mat; it didn't purr. user system assistant\n\nIl était une fois 12 chats.  "
@@ -109,23 +113,6 @@ def test_chatml_as_it_is_written(chatml: ChatTemplate) -> None:
     assert (ids[: len(prompt)], any(marks)) == (prompt, False)
 
 
-def test_no_control_token_comes_from_content(chatml: ChatTemplate, llama3: ChatTemplate) -> None:
-    """10,000 messages made of control tokens, parts of them and text."""
-    rng = random.Random(1)
-    special = (*CHATML, *LLAMA_3, "<|endoftext|>", "<|begin_of_text|>")
-    parts = (*special, *(token[:-1] for token in special), "|>", "<", *WORDS)
-    for template in (chatml, llama3):
-        control = set(template.tokenizer.special_ids.values())
-        count = {
-            role: sum(id in control for id in template.encode([Message(role, "x")])[0])
-            for role in ("user", "assistant")
-        }
-        for _ in range(5000):
-            message = Message(rng.choice(("user", "assistant")), make_text(rng, parts))
-            ids, _ = template.encode([message])
-            assert sum(id in control for id in ids) == count[message.role], message
-
-
 def test_control_tokens_follow_the_last_id() -> None:
     plain = load_tokenizer("bytes")
     chat = add_control_tokens(plain)
@@ -138,60 +125,181 @@ def test_control_tokens_follow_the_last_id() -> None:
     assert chat.count_bytes(np.zeros((1, 3), int), np.array([[256, 257, 258]])) == 0
 
 
-def test_a_tokenizer_without_a_known_template_is_refused() -> None:
-    with pytest.raises(
-        MegatokenError, match="bytes has no chat template — give the model one: megatoken train sft"
-    ):
-        find_template(load_tokenizer("bytes"))
-    other = load_tokenizer("bytes").add_special_tokens(["<start_of_turn>"], "mine")
-    for function in (find_template, add_control_tokens):
-        with pytest.raises(MegatokenError, match="tokenizer mine has the chat template of Gemma"):
-            function(other)
-
-
-def test_control_tokens_that_are_text_of_the_vocabulary_are_refused() -> None:
-    vocabulary = {
-        character: id for id, character in enumerate(["<|im_start|>", "a", "<|endoftext|>"])
-    }
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
-    with pytest.raises(MegatokenError, match="cannot be added as special tokens"):
-        add_control_tokens(Tokenizer(inner, "words", 2))
-
-
 USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
 
 
+USER = {"role": "user", "content": "2+2"}
+ANSWER = {"role": "assistant", "content": "4"}
+
+
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    "rows",
     [
-        ([], "a conversation is a list of messages — f:3"),
-        ("text", "a conversation is a list of messages — f:3"),
-        ([USER], "no message of the assistant to train on — f:3"),
-        ([USER, USER, ANSWER], "two messages of the user in a row — f:3, message 2"),
-        ([USER, ANSWER, ANSWER], "two messages of the assistant in a row — f:3, message 3"),
-        ([USER, {"role": "system", "content": "x"}, ANSWER], "a system message is not the first — f:3, message 2"),
-        ([{"role": "tool", "content": "x"}], "unknown role 'tool' — f:3, message 1 — roles are system, user"),
-        ([{"content": "x"}], "unknown role None — f:3, message 1"),
-        (["x"], "unknown role None"),
-        ([{"role": [], "content": "x"}], r"unknown role \[\]"),
-        ([{"role": "user", "content": " \n"}, ANSWER], "the user's content is empty — f:3, message 1"),
-        ([{"role": "user", "content": None}, ANSWER], "the content is no text — f:3, message 1"),
-        ([USER, {"role": "assistant", "content": "a\ud800"}], "half of a surrogate pair, which is no text — f:3"),
+        *([], "text", [USER], [USER, USER, ANSWER], [USER, ANSWER, ANSWER]),
+        *([USER, {"role": "system", "content": "x"}, ANSWER], [{"role": "tool", "content": "x"}]),
+        *([{"content": "x"}], ["x"], [{"role": [], "content": "x"}]),
+        *([{"role": "user", "content": content}, ANSWER] for content in (" \n", None, "a\ud800")),
+        [USER, {**ANSWER, "weight": 0.5}],
     ],
-)  # fmt: skip
-def test_what_is_no_conversation(rows: object, message: str) -> None:
-    with pytest.raises(MegatokenError, match=message):
+)
+def test_rows_that_are_not_a_conversation_are_refused(rows: object) -> None:
+    with pytest.raises(DataError):
         parse_messages(rows, "f:3")
 
 
-def test_messages_to_answer() -> None:
-    assert parse_messages([USER, ANSWER], "f:1") == [
-        Message("user", "2+2"),
-        Message("assistant", "4"),
-    ]
-    assert parse_messages([USER], "body", reply=True) == [Message("user", "2+2")]
-    with pytest.raises(
-        MegatokenError,
-        match="the last message is the assistant's — body — end with one of the user",
-    ):
+def test_messages_to_answer_end_with_the_user() -> None:
+    expected = [Message("user", "2+2"), Message("assistant", "4")]
+    assert parse_messages([USER, ANSWER], "f:1") == expected
+    assert parse_messages([USER], "body", reply=True) == expected[:1]
+    with pytest.raises(DataError):
         parse_messages([USER, ANSWER], "body", reply=True)
+
+
+IDS = {  # from the first implementation, which had no jinja
+    "chatml": "4d9459501bee9c9504706533388e710b",
+    "llama3": "2e3d8deeb1ee8ffbe7fea3da15f526ad",
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_ids_of_the_built_in_templates(name: str, request: pytest.FixtureRequest) -> None:
+    template: ChatTemplate = request.getfixturevalue(name)
+    rng = random.Random(7)
+    digest = xxhash.xxh3_128()
+    for _ in range(300):
+        messages = make_conversation(rng)
+        digest.update(repr(template.encode(messages)).encode())
+        digest.update(repr(template.encode(messages[:-1], reply=True)).encode())
+    assert digest.hexdigest() == IDS[name]
+
+
+# Templates in the styles of chat models: roles renamed, contents stripped, the system message
+# merged, text around contents, one control token for all turns.
+OWN = {
+    "turns": (
+        ["<start>", "<end>"],
+        "{{ bos_token }}{% for m in messages %}<start>"
+        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start>model\n{% endif %}",
+    ),
+    "instructions": (
+        ["[INST]", "[/INST]"],
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+        "[INST]{{ m.content }}[/INST]{% elif m.role == 'user' %}"
+        "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
+        "{% endfor %}",
+    ),
+    "plain": (
+        [],
+        "{%- for m in messages %}\n{{ '### ' + m['role'] + ':\\n' + m['content'] }}\n"
+        "{%- if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{ '\\n### assistant:\\n' }}{%- endif %}",
+    ),
+}
+
+
+def write_own(folder: Path, tokens: list[str], jinja: str) -> Tokenizer:
+    """Return a tokenizer loaded from a Hugging Face folder that has a chat template."""
+    base = load_tokenizer("bpe:400", lambda: iter([PROSE]))
+    inner = tokenizers.Tokenizer.from_str(base.to_json())
+    inner.add_special_tokens(["<s>", *tokens])
+    folder.mkdir(exist_ok=True)
+    inner.save(str(folder / "tokenizer.json"))
+    begin = {"__type": "AddedToken", "content": "<s>"}
+    config = {"bos_token": begin, "eos_token": "<|endoftext|>"}
+    config["chat_template"] = jinja
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_tokenizers_own_template_gives_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = write_own(tmp_path, *OWN[name])
+    template = find_template(tokenizer)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    rng = random.Random(2)
+    for _ in range(300):
+        messages = make_conversation(rng)
+        for part, reply in ((messages, False), (messages[:-1], True)):
+            rows = [{"role": message.role, "content": message.content} for message in part]
+            expected = oracle.apply_chat_template(
+                rows, tokenize=True, add_generation_prompt=reply, return_dict=True
+            )
+            ids, trained = template.encode(part, reply=reply)
+            assert ids == expected["input_ids"]
+        ids, trained = template.encode(messages)
+        answers = [m.content.strip() for m in messages if m.role == "assistant"]
+        text = tokenizer.decode([id for id, mark in zip(ids, trained, strict=True) if mark])
+        stop = tokenizer.decode(template.stop_ids[:1])
+        assert [answer.strip() for answer in text.split(stop)] == [*answers, ""]
+    tokenizer.save(tmp_path / "saved")
+    assert find_template(load_tokenizer(str(tmp_path / "saved"))).encode(messages)[0] == ids
+    assert add_control_tokens(tokenizer) is tokenizer
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", *OWN])
+def test_no_control_token_comes_from_a_content(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """5,000 messages made of control tokens, parts of them, placeholders, jinja and text."""
+    if name in OWN:
+        template = find_template(write_own(tmp_path, *OWN[name]))
+    else:
+        template = request.getfixturevalue(name)
+    rng = random.Random(1)
+    tokens = (*CHATML, *LLAMA_3, *template.tokenizer.special_ids, "<|begin_of_text|>", "<s>")
+    parts = (*tokens, *(token[:-1] for token in tokens), "|>", "<", *WORDS)
+    parts += ("\ue0000\ue001", "\v", "{{ bos_token }}", "{% endfor %}")
+    control = set(template.tokenizer.special_ids.values())
+    roles = [["user"], ["user", "assistant"]]
+
+    def count(messages: list[Message]) -> int:
+        return sum(id in control for id in template.encode(messages)[0])
+
+    expected = [count([Message(role, "x") for role in order]) for order in roles]
+    for _ in range(2500):
+        for order, number in zip(roles, expected, strict=True):
+            messages = [Message(role, make_text(rng, parts)) for role in order]
+            assert count(messages) == number, messages
+
+
+BAD = {
+    "no control token after an answer": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "contents changed": "{% for m in messages %}{{ m.content | upper }}<end>{% endfor %}",
+    "contents dropped": "{{ messages[-1].content }}<end>",
+    "contents out of order": "{% for m in messages | reverse %}{{ m.content }}<end>{% endfor %}",
+    "rejects": "{{ raise_exception('no') }}",
+    "does not parse": "{% for %}",
+    "attributes": "{{ ''.__class__.__mro__ }}{% for m in messages %}{{ m.content }}<end>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_unusable_template_is_refused(tmp_path: Path, name: str) -> None:
+    tokenizer = write_own(tmp_path, ["<end>"], BAD[name])
+    for function in (find_template, add_control_tokens):
+        with pytest.raises(ConfigError):
+            function(tokenizer)
+    assert template_of(tokenizer) is None
+
+
+def test_a_content_that_the_template_changes_is_refused(tmp_path: Path) -> None:
+    jinja = "{% for m in messages %}{{ m.content.replace('<think>', '') }}<end>{% endfor %}"
+    template = find_template(write_own(tmp_path, ["<end>"], jinja))
+    assert template.encode([Message("user", "think")])
+    with pytest.raises(DataError):
+        template.encode([Message("user", "<think>2")])
+
+
+def test_tokenizers_without_a_usable_template_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        find_template(load_tokenizer("bytes"))
+    gemma = load_tokenizer("bytes").add_special_tokens(["<start_of_turn>"], "gemma")
+    for function in (find_template, add_control_tokens):
+        with pytest.raises(ConfigError):
+            function(gemma)
+    vocabulary = {token: id for id, token in enumerate(["<|im_start|>", "a", "<|endoftext|>"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    with pytest.raises(DataError):  # a control token that is ordinary text
+        add_control_tokens(Tokenizer(inner, "words", 2))

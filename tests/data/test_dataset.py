@@ -3,7 +3,6 @@
 import errno
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -23,13 +22,12 @@ from megatoken.data.prepare import prepare
 from megatoken.data.shard_format import (
     BLOCK_BYTES,
     HEADER_BYTES,
-    hash_block,
     make_header,
     read_manifest,
     write_manifest,
 )
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import DataError, ExitCode, MegatokenError
 from tests.data.small_dataset import TOKENIZER, write_dataset, write_external
 
 BLOCK = BLOCK_BYTES // 2  # uint16 tokens
@@ -40,14 +38,14 @@ def read_all(dataset: Dataset) -> None:
         tokens.read(0, len(tokens))
 
 
-def refuse(path: Path | str, words: str, file: str = "", **options: str) -> None:
-    """Asserts that opening and reading everything is refused with these words, naming the file."""
-    with pytest.raises(MegatokenError, match=words) as caught:
-        read_all(load_dataset(path, **options))
-    assert caught.value.code == ExitCode.DATA
-    assert file in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert words.replace("\\", "") in str(next(iter(verify_dataset(path)))) or options
+def refuse(path: Path, text: str = "") -> None:
+    """Assert that reading and verifying raise one-line DataErrors that contain `text`."""
+    with pytest.raises(DataError) as caught:
+        read_all(load_dataset(path))
+    for error in (caught.value, next(iter(verify_dataset(path)))):
+        assert isinstance(error, DataError)
+        assert text in str(error)
+        assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -72,9 +70,7 @@ def test_a_dataset_knows_its_tokenizer(tmp_path: Path) -> None:
     assert dataset.vocab_size == 257
     assert dataset.tokenizer.decode(dataset.train.read(0, 9)) == "some text"
     load_tokenizer("bpe:257", lambda: iter(["a"])).save(tmp_path / "out" / "tokenizer")
-    with pytest.raises(
-        MegatokenError, match=r"shards were made with tokenizer .*, the folder's tokenizer has"
-    ):
+    with pytest.raises(DataError):
         _ = load_dataset(tmp_path / "out").tokenizer
     write_external(tmp_path / "train.bin", np.arange(100, dtype=np.uint16))
     external = load_dataset(tmp_path / "train.bin", external_tokenizer="bytes")
@@ -156,8 +152,8 @@ def test_damage_names_block_hashes_and_offset(tmp_path: Path) -> None:
     tokens.read(2 * BLOCK, BLOCK)
     with pytest.raises(MegatokenError) as caught:
         tokens.read(BLOCK - 1, 2)
-    pattern = rf"block 1 has hash [0-9a-f]{{16}}, expected {good} — .*train_000000\.bin, 262,144 bytes from offset 263,168"
-    assert re.search(pattern, str(caught.value))
+    assert good in str(caught.value)
+    assert "train_000000.bin, byte offset 263,168" in str(caught.value)
 
 
 def rewrite(path: Path, bits: list[int]) -> None:
@@ -221,19 +217,6 @@ def test_a_disk_that_fails_is_one_error(
         tokens.read(10, 5)
 
 
-def test_reads_in_parts_and_without_preadv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = write_dataset(tmp_path, {"train": [300, 40, 5]})["train"]
-    preadv = os.preadv
-    monkeypatch.setattr(
-        os,
-        "preadv",
-        lambda file, buffers, at: preadv(file, [memoryview(buffers[0]).cast("B")[:7]], at),
-    )
-    assert np.array_equal(load_dataset(tmp_path).train.read(0, 345), ids)
-    monkeypatch.delattr(os, "preadv")
-    assert np.array_equal(load_dataset(tmp_path).train.read(0, 345), ids)
-
-
 def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
     """llm.c's FineWeb has 1,030 shards; many systems let a process open 1,024 files."""
     write_dataset(tmp_path, {"train": [3] * 300})
@@ -264,34 +247,14 @@ def test_a_shard_truncated_in_use_is_an_error(
     shard = tmp_path / f"train_{len(sizes) // 2:06d}.bin"
     whole = shard.read_bytes()
     os.truncate(shard, 2000)
-    words = rf"truncated while it was in use: 2,000 bytes, expected {len(whole):,} — {shard}"
     for start, length in ((BLOCK, 10), (0, len(tokens)), (BLOCK - 5, 10)):
-        with pytest.raises(MegatokenError, match=words):
+        with pytest.raises(DataError, match=str(shard)):
             tokens.gather(np.array([start]), length)
-    assert words.partition(" — ")[0] in str(next(tokens.verify()))
+    assert str(shard) in str(next(tokens.verify()))
     shard.write_bytes(whole)
     if touched:
         shard.unlink()  # what is open stays
         assert np.array_equal(tokens.read(0, len(tokens)), read)
-
-
-def test_an_end_of_text_changed_by_hand_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("some text")
-    prepare(tmp_path / "text.txt", tmp_path / "out", tokenizer="bytes")
-    assert verify_folder(tmp_path / "out").errors == []
-    description = tmp_path / "out" / "tokenizer" / "megatoken_tokenizer.json"
-    description.write_text(description.read_text().replace('"eot": 256', '"eot": 255'))
-    (error,) = verify_folder(tmp_path / "out").errors
-    assert "made with end of text 256, the folder's tokenizer has 255" in str(error)
-    with pytest.raises(MegatokenError, match="made with end of text 256"):
-        _ = load_dataset(tmp_path / "out").tokenizer
-
-
-def test_an_unfinished_dataset_is_named(tmp_path: Path) -> None:
-    """Its shards have no headers yet; removing them would break the resume."""
-    (tmp_path / "progress.json").write_text("{}")
-    (tmp_path / "train_000000.bin").write_bytes(bytes(2000))
-    refuse(tmp_path, "this dataset is not finished", "run the same `megatoken prepare` again")
 
 
 @pytest.mark.parametrize(
@@ -323,68 +286,6 @@ def swap(first: Path, second: Path) -> None:
 
 
 SHARD = "train_000001.bin"
-DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda folder: (folder / SHARD).unlink(), "shard is missing"),
-    (lambda folder: truncate(folder / SHARD, 0), "has 0 bytes, less than its 1,024-byte header"),
-    (
-        lambda folder: truncate(folder / SHARD, 1024),
-        "truncated: 1,024 bytes, expected 2,024 for 500 tokens",
-    ),
-    (
-        lambda folder: truncate(folder / SHARD, 1501),
-        "truncated, and not a whole number of 2-byte tokens: 1,501",
-    ),
-    (lambda folder: truncate(folder / SHARD, 2026), "longer than its header says: 2,026"),
-    (
-        lambda folder: truncate(folder / SHARD, 2025),
-        "longer than its header says, and not a whole number",
-    ),
-    (
-        lambda folder: (folder / SHARD).write_bytes(bytes(2024)),
-        "not a token shard: its magic number is 0",
-    ),
-    (
-        lambda folder: swap(folder / SHARD, folder / "train_000002.bin"),
-        "shard is damaged: block 0 has hash",
-    ),
-    (
-        lambda folder: (folder / SHARD).write_bytes(
-            make_header(500, "uint32", "5a" * 32) + bytes(2000)
-        ),
-        "token type is uint32, expected uint16",
-    ),
-    (
-        lambda folder: (folder / SHARD).write_bytes(
-            make_header(400, "uint16", "5a" * 32) + bytes(800)
-        ),
-        "token count is 400, expected 500",
-    ),
-    (
-        lambda folder: (folder / SHARD).write_bytes(
-            make_header(500, "uint16", "5b" * 32) + bytes(1000)
-        ),
-        f"tokenizer fingerprint is {'5b' * 32}, expected {'5a' * 32}",
-    ),
-    (
-        lambda folder: (folder / SHARD).write_bytes(make_header(500, "uint16", "") + bytes(1000)),
-        "tokenizer fingerprint is unknown",
-    ),
-    (
-        lambda folder: (folder / "manifest.json").unlink(),
-        "prepared by megatoken, but manifest.json is not beside it",
-    ),
-]
-
-
-@pytest.mark.fault(30, 33)
-@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[words[:40] for _, words in DAMAGES])
-def test_damaged_shard_is_refused(
-    tmp_path: Path, damage: Callable[[Path], object], words: str
-) -> None:
-    write_dataset(tmp_path, {"train": [700, 500, 500], "val": [64]})
-    damage(tmp_path)
-    file = "train_000000.bin" if "manifest.json" in words else SHARD
-    refuse(tmp_path, re.escape(words), file)
 
 
 def test_verify_finds_all_that_is_wrong(tmp_path: Path) -> None:
@@ -393,61 +294,10 @@ def test_verify_finds_all_that_is_wrong(tmp_path: Path) -> None:
     flip(tmp_path / "train_000000.bin", 8 * (HEADER_BYTES + BLOCK_BYTES))
     (tmp_path / SHARD).unlink()
     flip(tmp_path / "val_000000.bin", 8 * 1000)
-    words = ["block 0", "block 1", "missing", "hash of the header"]
+    words = ["block 0", "block 1", SHARD, "val_000000.bin"]
     findings = [str(error) for error in verify_dataset(tmp_path)]
     assert len(findings) == len(words)
     assert all(word in finding for word, finding in zip(words, findings, strict=True))
-
-
-def test_manifest_without_enough_block_hashes_is_refused(tmp_path: Path) -> None:
-    write_dataset(tmp_path, {"train": [500]})
-    manifest = read_manifest(tmp_path)
-    write_manifest(tmp_path, replace(manifest, shards=(replace(manifest.shards[0], blocks=()),)))
-    refuse(tmp_path, "number of block hashes is 1, expected 0", "train_000000.bin")
-
-
-@pytest.mark.parametrize("path", ["x/**foo*.bin", "nothing://bucket/data", "s3:/x", ""])
-def test_paths_that_cannot_be_opened(path: str) -> None:
-    with pytest.raises(
-        MegatokenError, match=r"not a pattern|not an address|not a path on|a path is empty"
-    ):
-        load_dataset(path)
-
-
-@pytest.mark.parametrize(
-    ("part", "instead"),
-    [
-        ('"dtype": "uint16"', '"dtype": "float32"'),
-        ('"dtype": "uint16"', '"dtype": ["uint16"]'),
-        ('"split": "train"', '"split": "test"'),
-        ('"split": "train"', '"split": {}'),
-        ('"tokens": 500}', '"tokens": "500"}'),
-        ('"tokens": 500}', '"tokens": -1}'),
-        ('"tokens": 500}', '"tokens": 500.0}'),
-        ('"file": "train_000000.bin"', '"file": 7'),
-        ('"file": "train_000000.bin"', '"file": "../train_000000.bin"'),
-        ('"vocab_size": 500', '"vocab_size": "500"'),
-        ('"vocab_size": 500', '"vocab_size": null'),
-        ('"eot": 0, ', ""),
-        ('"fingerprint": "5a', '"fingerprint": ["5a"], "x": "'),
-        ('"documents": {', '"documents": [], "x": {'),
-        ('"source": {', '"source": [], "x": {'),
-        ('"shards": [', '"shards": 5, "x": ['),
-        ('"shards": [', '"shards": [[]], "x": ['),
-        ('"source": {', f'"source": {"[" * 100_000 + "]" * 100_000}, "x": {{'),
-    ],
-)
-def test_a_manifest_that_makes_no_sense_is_one_error(
-    tmp_path: Path, part: str, instead: str
-) -> None:
-    """Its own hash is right: another program wrote it, or somebody who sealed it again."""
-    write_dataset(tmp_path, {"train": [500]})
-    path = tmp_path / "manifest.json"
-    body = path.read_bytes().rpartition(b',\n"xxh3": "')[0]
-    changed = body.replace(part.encode(), instead.encode(), 1)
-    assert changed != body
-    path.write_bytes(changed + b',\n"xxh3": "' + hash_block(changed).encode() + b'"\n}\n')
-    refuse(tmp_path, "manifest makes no sense", "manifest.json")
 
 
 @pytest.mark.fault(31)
@@ -456,11 +306,7 @@ def test_id_outside_the_vocabulary_with_right_hashes(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path)
     largest = int(load_dataset(tmp_path).train.read(0, BLOCK + 500).max())
     write_manifest(tmp_path, replace(manifest, tokenizer={**TOKENIZER, "vocab_size": largest}))
-    refuse(
-        tmp_path,
-        f"token id {largest} is outside the vocabulary of {largest}",
-        "train_000000.bin, byte offset",
-    )
+    refuse(tmp_path, "train_000000.bin, byte offset")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".npy"])
@@ -498,17 +344,14 @@ def test_nanogpts_files_are_ids_and_nothing_else(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dataset.train.read(0, 900), ids[:900])
     assert list(verify_dataset(tmp_path)) == []
     (tmp_path / "val.bin").write_bytes(ids[900:].tobytes() + b"x")
-    with pytest.raises(MegatokenError, match=r"not a whole number of 2-byte tokens.*val\.bin"):
+    with pytest.raises(DataError, match=r"val\.bin"):
         load_dataset(tmp_path)
     (tmp_path / "val.bin").unlink()
     (tmp_path / "meta.pkl").touch()
-    with pytest.raises(
-        MegatokenError,
-        match=r"vocabulary of their own, in meta\.pkl: a pickle, which is never loaded",
-    ):
+    with pytest.raises(DataError):
         load_dataset(tmp_path)
     (tmp_path / "train.bin").rename(tmp_path / "other.bin")
-    with pytest.raises(MegatokenError, match="not a token shard"):
+    with pytest.raises(DataError):
         load_dataset(tmp_path)
 
 
@@ -520,10 +363,11 @@ def test_external_int32_and_other_tokenizers(tmp_path: Path) -> None:
     dataset.set_vocab_size(70_001)
     assert dataset.train.read(0, 3).tolist() == [1, 2, 70_000]
     dataset.set_vocab_size(70_000)
-    with pytest.raises(MegatokenError, match="token id 70000 is outside the vocabulary of 70,000"):
+    with pytest.raises(DataError, match="70000"):
         dataset.train.read(0, 3)
     np.save(tmp_path / "train.npy", np.array([1, -1, 2], dtype=np.int32))
-    refuse(tmp_path, "token id 4294967295 is outside", "train.npy", external_tokenizer="my.json")
+    with pytest.raises(DataError, match=r"4294967295.*train\.npy"):
+        read_all(load_dataset(tmp_path, external_tokenizer="my.json"))
 
 
 @pytest.mark.fault(31)
@@ -558,86 +402,112 @@ def test_external_fingerprint_follows_names_sizes_and_content(tmp_path: Path) ->
     assert len(seen) == 4
 
 
-def test_mixed_folders_are_refused(tmp_path: Path) -> None:
+def write_header(tokens: int, dtype: str, fingerprint: str) -> bytes:
+    """Return a shard of 500 uint16 tokens, except as its header says."""
+    return make_header(tokens, dtype, fingerprint) + bytes(tokens * np.dtype(dtype).itemsize)
+
+
+DAMAGES: list[Callable[[Path], object]] = [
+    lambda shard: shard.unlink(),
+    *(lambda shard, size=size: os.truncate(shard, size) for size in (0, 1024, 1501, 2025, 2026)),
+    lambda shard: shard.write_bytes(bytes(2024)),
+    lambda shard: swap(shard, shard.with_name("train_000002.bin")),
+    lambda shard: shard.write_bytes(write_header(500, "uint32", "5a" * 32)),
+    lambda shard: shard.write_bytes(write_header(400, "uint16", "5a" * 32)),
+    lambda shard: shard.write_bytes(write_header(500, "uint16", "5b" * 32)),
+    lambda shard: shard.write_bytes(write_header(500, "uint16", "")),
+]
+
+
+@pytest.mark.fault(30, 33)
+@pytest.mark.parametrize("number", range(len(DAMAGES)))
+def test_a_damaged_shard_is_refused(tmp_path: Path, number: int) -> None:
+    write_dataset(tmp_path, {"train": [700, 500, 500], "val": [64]})
+    DAMAGES[number](tmp_path / SHARD)
+    refuse(tmp_path, SHARD)
+
+
+def test_shards_without_their_manifest_are_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path, {"train": [500]})
+    manifest = read_manifest(tmp_path)
+    write_manifest(tmp_path, replace(manifest, shards=(replace(manifest.shards[0], blocks=()),)))
+    refuse(tmp_path, "train_000000.bin")
+    (tmp_path / "manifest.json").unlink()
+    refuse(tmp_path, "train_000000.bin")
+    (tmp_path / "progress.json").write_text("{}")
+    refuse(tmp_path)
+
+
+def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    prepare(tmp_path / "text.txt", tmp_path / "out", tokenizer="bytes")
+    assert verify_folder(tmp_path / "out").errors == []
+    description = tmp_path / "out" / "tokenizer" / "megatoken_tokenizer.json"
+    description.write_text(description.read_text().replace('"eot": 256', '"eot": 255'))
+    (error,) = verify_folder(tmp_path / "out").errors
+    assert isinstance(error, DataError)
+    with pytest.raises(DataError):
+        _ = load_dataset(tmp_path / "out").tokenizer
+
+
+def test_reads_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = write_dataset(tmp_path, {"train": [300, 40, 5]})["train"]
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:7]], at))
+    assert np.array_equal(load_dataset(tmp_path).train.read(0, 345), ids)
+
+
+def test_external_shards_of_two_formats_are_refused(tmp_path: Path) -> None:
     ids = np.arange(100, dtype=np.uint16)
     write_external(tmp_path / "train_1.bin", ids)
     write_external(tmp_path / "train_2.npy", ids)
-    refuse(tmp_path, r"shards of two formats in one dataset: \.bin and \.npy")
+    refuse(tmp_path)
     (tmp_path / "train_2.npy").unlink()
-    write_external(tmp_path / "train_2.bin", ids.astype(np.uint32))
-    refuse(tmp_path, r"mixed dataset: uint32 tokens here, uint16 in train_1\.bin", "train_2.bin")
-    (tmp_path / "train_2.bin").write_bytes(make_header(1, "uint16", "5a" * 32) + bytes(2))
-    refuse(tmp_path, "prepared by megatoken, but manifest.json is not beside it", "train_2.bin")
-    (tmp_path / "manifest.json").touch()
-    with pytest.raises(
-        MegatokenError, match=f"train_2.bin — give the folder: data.path={tmp_path}$"
+    path = tmp_path / "train_2.bin"
+    for content in (
+        make_header(100, "uint32", "") + bytes(400),
+        make_header(1, "uint16", "5a" * 32) + bytes(2),
+        make_header(0, "uint16", ""),
+        pickle.dumps(ids) + bytes(2000),
     ):
-        load_dataset(tmp_path / "*.bin")
-    (tmp_path / "manifest.json").unlink()
-    write_external(tmp_path / "train_2.bin", ids[:0])
-    refuse(tmp_path, "shard holds no tokens", "train_2.bin")
-
-
-class Canary:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (Path.touch, (self.path,))
-
-
-def test_pickles_are_never_loaded(tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    path = tmp_path / "train_1.npy"
-    path.write_bytes(pickle.dumps(Canary(canary)) + bytes(2000))
-    refuse(tmp_path, "not a plain .npy file", "train_1.npy")
-    np.save(path, np.array([Canary(canary)], dtype=object), allow_pickle=True)
-    refuse(tmp_path, "Python objects in dtype", "train_1.npy")
-    path.unlink()
-    (tmp_path / "train_1.bin").write_bytes(pickle.dumps(Canary(canary)) + bytes(2000))
-    refuse(tmp_path, "not a token shard", "train_1.bin")
-    assert not canary.exists()
+        path.write_bytes(content)
+        refuse(tmp_path, path.name)
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"),
+    "array",
     [
-        (np.zeros((2, 3), np.uint16), "<u2 of shape (2, 3)"),
-        (np.zeros(3, np.int64), "<i8 of shape (3,)"),
-        (np.zeros(3, ">u2"), ">u2 of shape (3,)"),
-        (np.zeros(3, np.float32), "<f4 of shape (3,)"),
-        (np.zeros((), np.uint16), "<u2 of shape ()"),
+        np.zeros((2, 3), np.uint16),
+        np.zeros(3, np.int64),
+        np.zeros(3, ">u2"),
+        np.zeros(3, np.float32),
+        np.zeros((), np.uint16),
+        np.array([Path()], dtype=object),
     ],
 )
-def test_npy_that_is_not_a_row_of_ids_is_refused(
-    tmp_path: Path, ids: np.ndarray, words: str
-) -> None:
-    np.save(tmp_path / "train.npy", ids)
-    refuse(tmp_path, re.escape(words), "train.npy")
+def test_npy_that_is_not_a_row_of_ids_is_refused(tmp_path: Path, array: np.ndarray) -> None:
+    np.save(tmp_path / "train.npy", array, allow_pickle=True)
+    refuse(tmp_path, "train.npy")
 
 
-def test_garbled_npy_headers_are_refused(tmp_path: Path) -> None:
+def test_damaged_npy_headers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.npy"
     np.save(path, np.arange(100, dtype=np.uint16))
-    whole = path.read_bytes()
-    for size in (0, 5, 9, 100, 127):
-        path.write_bytes(whole[:size])
-        refuse(tmp_path, "not a plain .npy file", "train.npy")
-    path.write_bytes(whole[:-1])
-    refuse(tmp_path, "not a plain .npy file: mmap length", "train.npy")
-    path.write_bytes(whole[:8] + b"\xff\xff" + whole[10:])  # a header of 64 KiB that is not there
-    refuse(tmp_path, "not a plain .npy file", "train.npy")
-    path.write_bytes(whole.replace(b"(100,)", b"(9**9,)"))
-    refuse(tmp_path, "not a plain .npy file", "train.npy")
+    data = path.read_bytes()
+    contents = [data[:size] for size in (0, 5, 9, 100, 127, -1)]
+    contents += [data[:8] + b"\xff\xff" + data[10:], data.replace(b"(100,)", b"(9**9,)")]
+    for content in contents:
+        path.write_bytes(content)
+        refuse(tmp_path, "train.npy")
 
 
-@pytest.mark.parametrize("name", ["nowhere", "*.bin", ".", "text.txt", "long" * 100])
+@pytest.mark.parametrize(
+    "name", ["nowhere", "*.bin", ".", "text.txt", "long" * 100, "x/**foo*.bin"]
+)
 def test_nothing_to_open(tmp_path: Path, name: str) -> None:
     (tmp_path / "text.txt").write_text("no shard")
-    with pytest.raises(
-        MegatokenError, match=r"no dataset here|text, not a dataset|cannot read the dataset"
-    ) as caught:
+    with pytest.raises(DataError):
         load_dataset(tmp_path / name)
-    assert caught.value.code == ExitCode.DATA
+    for path in ("nothing://bucket/data", "s3:/x", ""):
+        with pytest.raises(MegatokenError):
+            load_dataset(path)

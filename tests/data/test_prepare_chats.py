@@ -19,7 +19,7 @@ from megatoken.data.prepare import prepare as prepare_text
 from megatoken.data.prepare_chats import _pack, prepare_chats
 from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import MegatokenError
+from megatoken.errors import DataError
 
 SYSTEM, USER, ANSWER = (
     {"role": r, "content": c} for r, c in (("system", "Add."), ("user", "2+2"), ("assistant", "4"))
@@ -101,31 +101,6 @@ def test_rows_hold_whole_conversations_and_say_what_is_trained(tmp_path: Path) -
     assert dataset.tokenizer.fingerprint == BYTES.fingerprint
 
 
-def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
-    first, second = (prepare(tmp_path, chats(9), out) for out in ("a", "b"))
-    assert {p.name: p.read_bytes() for p in first.glob("*.*")} == {
-        p.name: p.read_bytes() for p in second.glob("*.*")
-    }
-    before = (first / "manifest.json").stat().st_mtime_ns
-    prepare(tmp_path, chats(9), "b")
-    assert (first / "manifest.json").stat().st_mtime_ns == before
-    (first / "manifest.json").unlink()
-    with pytest.raises(MegatokenError, match="holds other data already"):
-        prepare(tmp_path, chats(9), "a")
-    progress = {
-        "recipe": {},
-        "listing": "",
-        "position": [0, 0, 1, ""],
-        "counts": {},
-        "tokens": {"train": 0, "val": 0},
-    }
-    (first / "progress.json").write_text(
-        json.dumps(progress)
-    )  # as a preparation that was killed leaves it
-    prepare(tmp_path, chats(9), "a")
-    assert (first / "manifest.json").read_bytes() == (second / "manifest.json").read_bytes()
-
-
 def test_shards_have_marks_of_their_own(tmp_path: Path) -> None:
     whole = load_dataset(prepare(tmp_path, chats(30), "whole"))
     parts = load_dataset(prepare(tmp_path, chats(30), "parts", shard_tokens=100))
@@ -141,26 +116,6 @@ def test_the_fullest_row_takes_a_conversation() -> None:
     sequences = [(np.zeros(n, np.uint32), np.zeros(n, np.uint8)) for n in sizes]
     rows = [[len(ids) for ids, _ in row] for row in _pack(sequences, 10)]
     assert rows == [[10], [9, 1], [3, 7], [5, 5], [2]]
-
-
-def test_a_conversation_as_long_as_a_row_fits(tmp_path: Path) -> None:
-    n_other = len(TEMPLATE.encode(PLAIN)[0]) - len("2+2")
-
-    def row(length: int) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": "u" * (length - n_other)}, ANSWER]}
-
-    assert len(open_rows(load_dataset(prepare(tmp_path, [row(65)])), "train")) == 1
-    with pytest.raises(MegatokenError) as caught:
-        prepare(tmp_path, [row(60), row(70), row(66)], "other")
-    what = "2 of 3 rows are longer than the context of 64 tokens, the longest has 70"
-    assert str(caught.value).startswith(
-        f"{what} — {tmp_path}/rows.jsonl:2 — --long skip leaves them out"
-    )
-    skipped = load_dataset(prepare(tmp_path, [row(60), row(70), row(66)], "other", long="skip"))
-    assert (skipped.manifest.documents, skipped.manifest.source["counts"]) == (
-        {"train": 1, "val": 0},
-        {"skipped": 2},
-    )
 
 
 def test_the_same_prompt_is_in_one_split(tmp_path: Path) -> None:
@@ -206,80 +161,19 @@ def test_prompts_keep_their_answers(tmp_path: Path) -> None:
             assert prompts.sequence(number) == expected
         found += answers
     assert sorted(found, key=lambda row: row["answer"]) == rows
-    with pytest.raises(
-        MegatokenError, match=r"objective.name=sft needs conversations, this dataset holds prompts"
-    ):
+    with pytest.raises(DataError):
         require_kind(dataset, "chat", "objective.name=sft")
 
 
 def test_damaged_marks_are_noticed(tmp_path: Path) -> None:
     folder = prepare(tmp_path, chats(9))
     (folder / "train_000000.marks").write_bytes(bytes(65))
-    with pytest.raises(MegatokenError, match=r"file is damaged: its hash is .*train_000000.marks"):
+    with pytest.raises(DataError, match=r"train_000000\.marks"):
         open_rows(load_dataset(folder), "train")
 
 
 GOOD = {"messages": [USER, ANSWER]}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([GOOD, {"messages": [USER]}], "no message of the assistant to train on — {}:2"),
-        ([GOOD, {"messages": [{"role": "tool", "content": "x"}]}], "unknown role 'tool' — {}:2, message 1"),
-        ([{"conversations": [{"from": "function_call", "value": "x"}]}], "unknown role 'function_call' — {}:1"),
-        ([{"messages": [USER, USER, ANSWER]}], "two messages of the user in a row — {}:1, message 2"),
-        ([{"instruction": " ", "output": "x"}], "the user's content is empty — {}:1, message 1"),
-        ([GOOD, {"prompt": "a", "completion": "b"}], "prompt/completion here, messages before — {}:2"),
-        ([GOOD, {"chat": 1}], "a row of no known format, its keys are chat — {}:2"),
-        ([{"prompt": "a", "answer": "c", "completion": ""}], "two formats, prompt/completion and prompt/answer — {}:1"),
-        ([PAIR, {**PAIR, "answer": "c"}], "two formats, prompt/chosen/rejected and prompt/answer — {}:2 — leave out"),
-        ([{**GOOD, "conversations": []}], "two formats, messages and conversations (ShareGPT) — {}:1"),
-        ([GOOD, 3], "a row of no known format, its keys are int — {}:2"),
-        ([PAIR, {**PAIR, "chosen": "c"}], "chosen and rejected are the same tokens — {}:2"),
-        ([{"prompt": "a", "completion": "b", "label": False}], "a row for KTO, "),
-        ([{**GOOD, "kto_tag": True}], "a row for KTO, "),
-        ([{"prompt": "a", "completion": "b", "label": "False"}], "a row for KTO, "),
-        ([{"messages": [USER, {**ANSWER, "weight": 0}]}], "no message of the assistant to train on — {}:1"),
-        ([{"messages": [USER, {**ANSWER, "weight": 0.5}]}], "weight is 0.5 — {}:1, message 2"),
-        ([{**PAIR, "chosen": [USER, USER]}], "two messages of the user in a row — {}:1, chosen"),
-        ([{"prompt": "a"}], "no answer beside the prompt — {}:1"),
-        ([{"prompt": "a", "answer": ""}], "no answer beside the prompt — {}:1"),
-        ([{"prompt": "a", "answer": None}], "no answer beside the prompt — {}:1"),
-        ([{"prompt": "a", "answer": True}], "no answer beside the prompt — {}:1"),
-        ([{"prompt": "a", "answer": [4]}], "no answer beside the prompt — {}:1"),
-        ([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": math.nan}], "NaN is no number — {}:2"),
-        ([{"prompt": "a", "answer": -math.inf}], "-Infinity is no number — {}:1"),
-        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "no answer beside the prompt — {}:2"),
-        ([{"prompt": [USER, ANSWER], "answer": "1"}], "the last message is the assistant's — {}:1"),
-        ([{"conversations": ["a"]}], "conversations is no list of turns — {}:1"),
-        ([{"instruction": "a", "output": "b", "history": ["a"]}], "a turn of history is no pair — {}:1"),
-    ],
-)  # fmt: skip
-def test_rows_that_cannot_be_used(rows: list[Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError) as caught:
-        prepare(tmp_path, rows)
-    assert message.replace("{}", f"{tmp_path}/rows.jsonl") in str(caught.value)
-    assert not (tmp_path / "data" / "manifest.json").exists()
-
-
-def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
-    bad = [
-        3,
-        {"messages": [USER]},
-        {"prompt": "a"},
-        {"messages": [USER, {**ANSWER, "role": "bot"}]},
-        {"text": "a"},
-    ]
-    dataset = load_dataset(prepare(tmp_path, [bad[0], GOOD, *bad[1:], GOOD], invalid="skip"))
-    assert (dataset.manifest.documents, dataset.manifest.source["counts"]) == (
-        {"train": 2, "val": 0},
-        {"skipped": 5},
-    )
-    assert peek_format(find_source(str(tmp_path / "rows.jsonl")), "body") is not None
-    with pytest.raises(MegatokenError, match=r"no rows, 5 skipped — .*rows.jsonl"):
-        prepare(tmp_path, bad, "none", invalid="skip")
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
@@ -301,41 +195,6 @@ def test_an_answer_of_weight_0_is_context(key: str, tmp_path: Path) -> None:
         BYTES.decode([id for id, mark in zip(ids, trained, strict=True) if mark]) == "6<|im_end|>"
     )
     assert "4<|im_end|>" in BYTES.decode(ids)
-
-
-def test_a_pair_of_the_same_tokens_is_refused(tmp_path: Path) -> None:
-    llama = load_tokenizer("bytes").add_special_tokens(
-        [*LLAMA_3, "<|begin_of_text|>"], "llama"
-    )  # its template trims
-    source = find_source(write_rows(tmp_path / "rows.jsonl", [PAIR, {**PAIR, "rejected": "b "}]))
-    with pytest.raises(
-        MegatokenError, match=r"chosen and rejected are the same tokens — .*rows.jsonl:2"
-    ):
-        prepare_chats(source, tmp_path / "data", llama, seq_len=64)
-
-
-def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path) -> None:
-    text, out = tmp_path / "a.txt", tmp_path / "data"
-    text.write_text("0123456789" * 200)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare_text(text, out, tokenizer="bytes", shard_tokens=100, on_progress=interrupt)
-    before = {path.name: path.read_bytes() for path in out.glob("*.*")}
-    assert len(before) > 10
-    with pytest.raises(MegatokenError, match="source differs from when this folder was prepared"):
-        prepare(tmp_path, chats(9))
-    assert {path.name: path.read_bytes() for path in out.glob("*.*")} == before
-    assert prepare_text(text, out, tokenizer="bytes", shard_tokens=100).resumed
-
-
-def test_what_is_no_json(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n\n{broken\n")
-    with pytest.raises(MegatokenError, match=r"not a row of JSON: .* — .*rows.jsonl:3 — fix it"):
-        list(read_examples(find_source(str(path))))
 
 
 @pytest.mark.parametrize(
@@ -374,46 +233,138 @@ def test_parquet_of_messages(tmp_path: Path) -> None:
     assert example.answers == [PLAIN]
 
 
-def test_a_first_row_without_an_answer_is_not_text(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n')
-    with pytest.raises(
-        MegatokenError, match=r"no answer beside the prompt — .*rows.jsonl:1 — .*a `completion`"
-    ):
-        peek_format(find_source(str(path)), "text")
-    assert peek_format(find_source(str(path)), "prompt") is None
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.*")}
 
 
-def test_an_answer_beyond_the_largest_number_is_none(tmp_path: Path) -> None:
+def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
+    first, second = (prepare(tmp_path, chats(9), out) for out in ("a", "b"))
+    assert read_files(first) == read_files(second)
+    time = (first / "manifest.json").stat().st_mtime_ns
+    prepare(tmp_path, chats(9), "a")
+    assert (first / "manifest.json").stat().st_mtime_ns == time
+    (first / "manifest.json").unlink()
+    with pytest.raises(DataError):
+        prepare(tmp_path, chats(9), "a")
+    state = {"recipe": {}, "listing": "", "position": [0, 0, 1, ""], "counts": {}}
+    state["tokens"] = {"train": 0, "val": 0}
+    (first / "progress.json").write_text(json.dumps(state))  # as a killed preparation leaves it
+    prepare(tmp_path, chats(9), "a")
+    assert read_files(first) == read_files(second)
+
+
+def test_an_interrupted_preparation_of_text_is_kept(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    out = tmp_path / "data"
+    text.write_text("0123456789" * 200)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_text(text, out, tokenizer="bytes", shard_tokens=100, on_progress=interrupt)
+    expected = read_files(out)
+    assert len(expected) > 10
+    with pytest.raises(DataError):
+        prepare(tmp_path, chats(9))
+    assert read_files(out) == expected
+    assert prepare_text(text, out, tokenizer="bytes", shard_tokens=100).resumed
+
+
+def test_a_row_longer_than_the_context_is_refused_or_skipped(tmp_path: Path) -> None:
+    n_other = len(TEMPLATE.encode(PLAIN)[0]) - len("2+2")
+
+    def row(length: int) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "u" * (length - n_other)}, ANSWER]}
+
+    assert len(open_rows(load_dataset(prepare(tmp_path, [row(65)])), "train")) == 1
+    rows = [row(60), row(70), row(66)]
+    with pytest.raises(DataError, match=r"rows.jsonl:2"):  # the longest
+        prepare(tmp_path, rows, "other")
+    manifest = load_dataset(prepare(tmp_path, rows, "other", long="skip")).manifest
+    assert (manifest.documents, manifest.source["counts"]) == (
+        {"train": 1, "val": 0},
+        {"skipped": 2},
+    )
+
+
+BAD_ROWS: list[tuple[list[Any], int]] = [  # and the number of the line that cannot be used
+    ([GOOD, {"messages": [USER]}], 2),
+    ([GOOD, {"messages": [{"role": "tool", "content": "x"}]}], 2),
+    ([{"conversations": [{"from": "function_call", "value": "x"}]}], 1),
+    ([{"conversations": ["a"]}], 1),
+    ([{"messages": [USER, {**ANSWER, "weight": 0}]}], 1),
+    ([{"instruction": " ", "output": "x"}], 1),
+    ([{"instruction": "a", "output": "b", "history": ["a"]}], 1),
+    ([{"instruction": "a", "output": "b", "input": ["a"]}], 1),
+    ([GOOD, {"prompt": "a", "completion": "b"}], 2),
+    ([GOOD, {"chat": 1}], 2),
+    ([GOOD, 3], 2),
+    ([{"prompt": "a", "answer": "c", "completion": ""}], 1),
+    ([PAIR, {**PAIR, "answer": "c"}], 2),
+    ([{**GOOD, "conversations": []}], 1),
+    ([PAIR, {**PAIR, "chosen": "c"}], 2),
+    ([{**PAIR, "chosen": [USER, USER]}], 1),
+    ([{"prompt": "a", "completion": "b", "label": False}], 1),
+    ([{"prompt": "a", "completion": "b", "label": "False"}], 1),
+    ([{**GOOD, "kto_tag": True}], 1),
+    ([{"prompt": [USER, ANSWER], "answer": "1"}], 1),
+    ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], 2),
+    *(([{"prompt": "a", "answer": answer}], 1) for answer in ("", None, True, [4])),
+    *(([{"prompt": "a", "answer": answer}], 1) for answer in (math.nan, -math.inf)),
+]
+
+
+@pytest.mark.parametrize(("rows", "line"), BAD_ROWS)
+def test_rows_that_cannot_be_used_are_refused(rows: list[Any], line: int, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl:{line}\b"):
+        prepare(tmp_path, rows)
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "line", [b"{broken", b'{"prompt": "a", "answer": 1e999}', b'{"messages": "\xe9"}']
+)
+def test_lines_that_are_not_rows_are_refused(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "answer": 1e999}\n')
-    with pytest.raises(
-        MegatokenError, match=r"no answer beside the prompt — .*rows.jsonl:1 — .*text or a number"
-    ):
+    path.write_bytes(line + b"\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1\b"):
         list(read_examples(find_source(str(path))))
 
 
-def test_rows_beside_text_are_not_text(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [GOOD])
-    (tmp_path / "README.md").write_text("# Rows")  # a card
+def test_a_pair_is_compared_after_the_template(tmp_path: Path) -> None:
+    llama = load_tokenizer("bytes").add_special_tokens([*LLAMA_3, "<|begin_of_text|>"], "llama")
+    source = find_source(write_rows(tmp_path / "rows.jsonl", [PAIR, {**PAIR, "rejected": "b "}]))
+    with pytest.raises(DataError, match=r"rows\.jsonl:2"):  # its template strips
+        prepare_chats(source, tmp_path / "data", llama, seq_len=64)
+
+
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+    bad = [3, {"messages": [USER]}, {"prompt": "a"}, {"text": "a"}]
+    bad.append({"messages": [USER, {**ANSWER, "role": "bot"}]})
+    for number, rows in enumerate(([bad[0], GOOD, *bad[1:], GOOD], [*bad[::-1], GOOD, GOOD])):
+        manifest = load_dataset(prepare(tmp_path, rows, str(number), invalid="skip")).manifest
+        assert manifest.documents == {"train": 2, "val": 0}
+        assert manifest.source["counts"] == {"skipped": 5}
+    with pytest.raises(DataError):
+        prepare(tmp_path, bad, "none", invalid="skip")
+
+
+def test_the_first_rows_identify_the_format(tmp_path: Path) -> None:
+    def peek(rows: list[Any], text_key: str = "text") -> str | None:
+        found = peek_format(find_source(write_rows(tmp_path / "rows.jsonl", rows)), text_key)
+        return found and found.name
+
+    assert peek([{"prompt": "a"}, 3, GOOD]) == "messages"
+    assert peek([{"prompt": "a"}], "prompt") is None
+    with pytest.raises(DataError):
+        peek([{"prompt": "a"}])
+    assert peek([{"text": "a"}]) is None
+    assert peek([GOOD]) == "messages"
+    (tmp_path / "README.md").write_text("# Rows")  # a dataset card
     assert peek_format(find_source(str(tmp_path)), "text") is not None
     (tmp_path / "notes.md").write_text("# Notes")
-    with pytest.raises(
-        MegatokenError,
-        match=r"messages in rows.jsonl, text next to them — .*notes.md — name the rows",
-    ):
+    with pytest.raises(DataError):
         peek_format(find_source(str(tmp_path)), "text")
-    write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+    peek([{"text": "a"}])
     assert peek_format(find_source(str(tmp_path)), "text") is None
-
-
-def test_conversations_that_are_no_utf_8_are_conversations(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(
-        json.dumps(GOOD, ensure_ascii=False).encode().replace(b'"user"', b'"user\xe9"') + b"\n"
-    )
-    assert peek_format(find_source(str(path)), "text")
-    with pytest.raises(
-        MegatokenError, match=r"not a row of JSON: 'utf-8' codec .* — .*rows.jsonl:1"
-    ):
-        list(read_examples(find_source(str(path))))

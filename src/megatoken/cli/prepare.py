@@ -14,7 +14,8 @@ from megatoken.system.atomic_write import local_path
 from megatoken.system.object_store import is_address, path_or_address
 
 if TYPE_CHECKING:
-    from megatoken.data.prepare import PrepareResult, Progress
+    from megatoken.data.output_folder import PrepareResult
+    from megatoken.data.prepare import Progress
     from megatoken.data.sources import Source
     from megatoken.data.tokenizer import Tokenizer
 

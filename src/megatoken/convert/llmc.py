@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.convert.fill_model import fill_model
-from megatoken.data.gpt2_vocab import byte_characters
+from megatoken.data.byte_bpe import byte_characters
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megatoken.data.gpt2_vocab import byte_characters
+from megatoken.data.byte_bpe import byte_characters
 
 Ids = NDArray[np.uint32]
 

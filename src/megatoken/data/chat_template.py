@@ -1,13 +1,19 @@
-"""Conversations as token ids, and which of them are trained: ChatML, and Llama-3 for a tokenizer that has its tokens.
+"""Turn conversations into token ids with a chat template, and mark the tokens to train on.
 
-A template's control tokens come from the template alone: content is encoded as text, whatever it spells. The trained
-tokens are the content of the assistant and the stop token after it.
+A template is jinja text: ChatML, Llama-3, or the one saved with the tokenizer. Control tokens come from the template
+only. It is rendered with a placeholder for each message; the contents are encoded as plain text, whatever they spell.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import xxhash
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError, DataError
@@ -15,16 +21,10 @@ from megatoken.errors import ConfigError, DataError
 ROLES = ("system", "user", "assistant")
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-# Tokens by which a tokenizer of another program shows a template that we do not have.
-OTHER_TEMPLATES = {
-    "[INST]": "Mistral",
-    "<start_of_turn>": "Gemma",
-    "<|header_start|>": "Llama-4",
-    "<|start_of_role|>": "Granite",
-    "<|START_OF_TURN_TOKEN|>": "Command R",
-    "<|user|>": "Zephyr or Phi",
-    "<|start|>": "Harmony",
-    "<｜User｜>": "DeepSeek",
+# Control tokens of chat models. A tokenizer with one of them needs the template it was trained with.
+OTHER_CHATS = {
+    *("[INST]", "<start_of_turn>", "<|header_start|>", "<|start_of_role|>", "<|user|>"),
+    *("<|START_OF_TURN_TOKEN|>", "<|start|>", "<｜User｜>"),
 }
 TRAIN_SFT = "megatoken train sft --init RUN --out OUT data.path=DATA"
 
@@ -41,102 +41,186 @@ _LLAMA_3 = (
     "{% else %}{{ (message['content'] | trim) + '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
+# A message's placeholder. The vertical tabs around it disappear if the template strips contents.
+_PLACEHOLDER = "\v\ue000{}\ue001\v"
+_FIND_PLACEHOLDER = re.compile("(\v?)\ue000([0-9]+)\ue001(\v?)")
+_MASK_TAG = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. role: system, user or assistant; weight: 0 for an answer that is context only."""
+    """One turn of a conversation.
+
+    role: system, user or assistant. weight: 0 for an answer that is context only.
+    """
 
     role: str
     content: str
     weight: int = 1
 
 
-class _Frame(NamedTuple):
-    """What stands around the content of a role's message: ids, then text encoded together with it; then ids."""
-
-    opening: list[int]
-    header: str
-    closing: list[int]  # the stop token first
+_PROBE = [Message("user", "Hi?\n"), Message("assistant", "1. yes"), Message("user", "ok 2")]
 
 
-@dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """How a tokenizer writes conversations.
+    """Encodes conversations for one tokenizer.
 
-    name: chatml or llama-3. stop_ids: tokens that end an answer, first the one that is trained to. jinja: the template
-    for transformers, with the marks of its assistant masks.
+    name: chatml, llama-3, or own-HASH for the tokenizer's own. stop_ids: tokens that end an answer;
+    the first one is trained. jinja: the template, with the tags of transformers' assistant masks.
     """
 
-    name: str
-    tokenizer: Tokenizer
-    stop_ids: tuple[int, ...]
-    jinja: str
+    def __init__(self, name: str, tokenizer: Tokenizer, jinja: str) -> None:
+        """Raises ConfigError if the template cannot be rendered with placeholders."""
+        self.name, self.tokenizer = name, tokenizer
+        begin = {tokenizer.decode([id]): id for id in tokenizer.bos_ids}
+        is_own = name not in ("chatml", "llama-3")
+        prefix = "" if is_own else "".join(f"{{{{ {json.dumps(token)} }}}}" for token in begin)
+        self.jinja = prefix + jinja
+        self._control_ids = tokenizer.special_ids | begin
+        by_length = sorted(self._control_ids, key=len, reverse=True)
+        self._control = re.compile(f"({'|'.join(map(re.escape, by_length))})")
+        stop_id = self._find_stop_id()
+        if is_own:
+            self._check_ids()
+        self.stop_ids = tuple(dict.fromkeys((stop_id, tokenizer.eot, *tokenizer.end_ids)))
 
     def encode(
-        self, messages: Sequence[Message], *, reply: bool = False
+        self, messages: Sequence[Message], *, reply: bool = False, where: str = ""
     ) -> tuple[list[int], list[bool]]:
-        """Ids of a conversation and whether each is trained.
+        """Return a conversation's ids and whether each is trained: answers and their stop tokens.
 
-        reply: append the assistant's header, so that a model continues with the answer. A token that begins in the
-        header and ends in the content, as some tokenizers make of white space, counts as content.
+        reply: append the assistant's header, for the model to continue. A token that starts in a
+        header and ends in a content, as with some tokenizers' white space, counts as content.
+        where: place of the conversation, for errors.
+        Raises DataError if the template rejects the conversation or changes a content.
         """
-        ids = list(self.tokenizer.bos_ids)
-        trained = [False] * len(ids)
-        for message in messages:
-            opening, header, closing = self._frame(message.role)
-            content = message.content.strip() if self.name == "llama-3" else message.content
-            text = self.tokenizer.encode(header + content).tolist()
-            first = self._count_header(header, header + content, text)
-            ids += [*opening, *text, *closing]
-            is_trained = message.role == "assistant" and message.weight > 0
-            trained += [False] * (len(opening) + first) + [is_trained] * (len(text) - first + 1)
-            trained += [False] * (len(closing) - 1)
-        if reply:
-            opening, header, _ = self._frame("assistant")
-            ids += [*opening, *self.tokenizer.encode(header).tolist()]
-            trained += [False] * (len(ids) - len(trained))
+        ids: list[int] = []
+        trained: list[bool] = []
+        text = ""  # since the last control token
+        answer = -1  # where the answer starts in `text`; -1 if there is none
+
+        def flush() -> None:
+            tokens = self.tokenizer.encode(text).tolist()
+            n_header = len(tokens) if answer < 0 else self._count_header(text, answer, tokens)
+            ids.extend(tokens)
+            trained.extend([False] * n_header + [True] * (len(tokens) - n_header))
+
+        for template_text, content, is_trained in self._list_parts(messages, reply, where):
+            for part in self._control.split(template_text):
+                if part not in self._control_ids:
+                    text += part
+                    continue
+                flush()
+                ids.append(self._control_ids[part])
+                trained.append(answer >= 0)
+                text, answer = "", -1
+            if is_trained:
+                answer = len(text)
+            text += content
+        flush()
         return ids, trained
 
-    def _frame(self, role: str) -> _Frame:
-        encode, special = self.tokenizer.encode, self.tokenizer.special_ids
-        if self.name == "chatml":
-            start, end = (special[token] for token in CHATML)
-            return _Frame([start], f"{role}\n", [end, *encode("\n").tolist()])
-        start, end, stop = (special[token] for token in LLAMA_3)
-        return _Frame([start, *encode(role).tolist(), end], "\n\n", [stop])
+    def _list_parts(
+        self, messages: Sequence[Message], reply: bool, where: str
+    ) -> Iterator[tuple[str, str, bool]]:
+        """Yield the template's text before each content, the content, and whether it is trained."""
+        placeholders = [_PLACEHOLDER.format(number) for number in range(len(messages))]
+        split = _FIND_PLACEHOLDER.split(self._render(messages, placeholders, reply, where))
+        contents = []
+        for left, number, right in zip(split[1::4], split[2::4], split[3::4], strict=True):
+            content = messages[int(number)].content
+            content = content if left else content.lstrip()
+            contents.append(content if right else content.rstrip())
+        order = list(map(int, split[2::4]))
+        texts = split[::4]
+        rebuilt = "".join(map("".join, zip(texts, [*contents, ""], strict=True)))
+        expected = self._render(messages, [message.content for message in messages], reply, where)
+        if order != list(range(len(messages))) or rebuilt != expected:
+            what = f"chat template {self.name} changes or drops the content of a message"
+            raise DataError(what, where, "leave the conversation out")
+        for message, content, text in zip(messages, contents, texts, strict=False):
+            yield text, content, message.role == "assistant" and message.weight > 0
+        yield texts[-1], "", False
 
-    def _count_header(self, header: str, text: str, ids: list[int]) -> int:
-        """The number of ids that belong to the header alone."""
-        own = self.tokenizer.encode(header).tolist()
-        return (
-            len(own)
-            if ids[: len(own)] == own
-            else self.tokenizer.count_tokens_within(text, len(header))
+    def _render(
+        self, messages: Sequence[Message], contents: Sequence[str], reply: bool, where: str
+    ) -> str:
+        rows = [
+            {"role": message.role, "content": content}
+            for message, content in zip(messages, contents, strict=True)
+        ]
+        try:
+            return self._compiled.render(messages=rows, add_generation_prompt=reply)
+        except Exception as error:  # a template can fail in any way
+            what = f"chat template {self.name} rejects the conversation: {error!s:.200}"
+            raise DataError(what, where, "leave the conversation out") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        environment.globals["raise_exception"] = _raise_exception
+        plain = _MASK_TAG.sub(
+            lambda tag: f"{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}", self.jinja
+        )
+        try:
+            return environment.from_string(plain)
+        except jinja2.TemplateError as error:
+            what = f"cannot parse the chat template: {error!s:.200}"
+            raise ConfigError(what, self.tokenizer.name, "fix chat_template.jinja") from error
+
+    def _find_stop_id(self) -> int:
+        """Return the control token that follows an answer."""
+        try:
+            text = list(self._list_parts(_PROBE, False, self.tokenizer.name))[2][0]
+        except DataError as error:
+            raise ConfigError(f"unusable chat template: {error}", "", "use another one") from error
+        stop = self._control.match(text)
+        if not stop or not stop[0]:
+            what = f"chat template {self.name} does not end an answer with a control token"
+            raise ConfigError(what, self.tokenizer.name, "use another template")
+        return self._control_ids[stop[0]]
+
+    def _check_ids(self) -> None:
+        """Raise ConfigError unless encoding in parts gives the ids of the full text."""
+        text = self._render(_PROBE, [message.content for message in _PROBE], True, "")
+        if self.encode(_PROBE, reply=True)[0] != self.tokenizer.encode_control(text):
+            what = f"chat template {self.name}: text next to control tokens changes their ids"
+            raise ConfigError(what, self.tokenizer.name, "use another tokenizer")
+
+    def _count_header(self, text: str, start: int, ids: list[int]) -> int:
+        """Return how many ids of `text` belong to the header, its first `start` characters."""
+        header = self.tokenizer.encode(text[:start]).tolist()
+        if ids[: len(header)] == header:
+            return len(header)
+        return self.tokenizer.count_tokens_within(text, start)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
 
 
 def find_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a tokenizer, by its special tokens.
+    """Return a tokenizer's chat template: by its control tokens, or the one saved with it.
 
-    Raises ConfigError for a tokenizer without one, naming the command that gives one, and for a template that is not
-    known here.
+    Raises ConfigError if it has none, or one that cannot be used.
     """
-    special = tokenizer.special_ids
-    for name, tokens, jinja in (("chatml", CHATML, _CHATML), ("llama-3", LLAMA_3, _LLAMA_3)):
-        if all(token in special for token in tokens):
-            stop_ids = dict.fromkeys((special[tokens[-1]], tokenizer.eot, *tokenizer.end_ids))
-            begin = "".join(
-                f"{{{{ {json.dumps(tokenizer.decode([id]))} }}}}" for id in tokenizer.bos_ids
-            )
-            return ChatTemplate(name, tokenizer, tuple(stop_ids), begin + jinja)
-    _refuse_other_templates(tokenizer)
-    what = f"tokenizer {tokenizer.name} has no chat template"
-    raise ConfigError(what, "", f"give the model one: {TRAIN_SFT}")
+    if tokenizer.special_ids.keys() >= set(CHATML):
+        return ChatTemplate("chatml", tokenizer, _CHATML)
+    if tokenizer.special_ids.keys() >= set(LLAMA_3):
+        return ChatTemplate("llama-3", tokenizer, _LLAMA_3)
+    if tokenizer.chat_template:
+        digest = xxhash.xxh3_64_hexdigest(tokenizer.chat_template.encode())
+        return ChatTemplate(f"own-{digest[:8]}", tokenizer, tokenizer.chat_template)
+    fix = f"give the model one: {TRAIN_SFT}"
+    if OTHER_CHATS & tokenizer.special_ids.keys():
+        fix = "copy the model's tokenizer_config.json or chat_template.jinja next to it"
+    raise ConfigError(f"tokenizer {tokenizer.name} has no chat template", "", fix)
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Its chat template, if it has one that is known here."""
+    """Return a tokenizer's chat template, or None if it has no usable one."""
     try:
         return find_template(tokenizer)
     except ConfigError:
@@ -144,83 +228,58 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end a generation: those its files name, or end of text and the template's end of turn."""
+    """Return the ids that end a generation: the model's own, or end of text and end of turn."""
+    if tokenizer.end_ids:
+        return tokenizer.end_ids
     template = template_of(tokenizer)
-    return tokenizer.end_ids or (template.stop_ids if template else (tokenizer.eot,))
+    return template.stop_ids if template else (tokenizer.eot,)
 
 
 def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer itself where it has a known template, else with ChatML's tokens after its last id.
+    """Return the tokenizer if it is one of a chat model, else a copy with ChatML's tokens.
 
-    Raises ConfigError for a template that is not known here, DataError as `Tokenizer.add_special_tokens`.
+    Raises ConfigError as `find_template` does, DataError as `Tokenizer.add_special_tokens` does.
     """
-    special = tokenizer.special_ids
-    if any(all(token in special for token in tokens) for tokens in (CHATML, LLAMA_3)):
+    special = tokenizer.special_ids.keys()
+    is_builtin = special >= set(CHATML) or special >= set(LLAMA_3)
+    if is_builtin or tokenizer.chat_template or OTHER_CHATS & special:
+        find_template(tokenizer)
         return tokenizer
-    _refuse_other_templates(tokenizer)
     return tokenizer.add_special_tokens(CHATML, f"{tokenizer.name}-chatml")
 
 
 def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Message]:
-    """The messages of rows of {"role": ..., "content": ...}.
+    """Return the messages of rows {"role": ..., "content": ..., "weight": 0 or 1 (optional)}.
 
-    reply: for a model to answer, so that the last one is the user's; else one of the assistant must be among them.
-    where: of the rows, for errors. Raises DataError for what is no conversation.
+    reply: for a model to answer, so the last one must be the user's; otherwise the assistant must
+    have one to train on. where: place of the rows, for errors. Raises DataError if they are not a
+    conversation.
     """
     if not isinstance(rows, list) or not rows:
-        raise DataError(
-            "a conversation is a list of messages",
-            where,
-            'write {"role": ..., "content": ...} for each',
-        )
+        raise DataError("not a list of messages", where, 'write [{"role": ..., "content": ...}]')
     messages: list[Message] = []
     for number, row in enumerate(rows, start=1):
-        place = f"{where}, message {number}"
-        role, content = (
-            (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
-        )
-        if not isinstance(role, str) or role not in ROLES:
-            raise DataError(f"unknown role {role!r:.40}", place, f"roles are {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise DataError("the content is no text", place, "give it as one string")
-        if not content.strip():
-            raise DataError(
-                f"the {role}'s content is empty", place, "write some, or leave the conversation out"
-            )
-        if any("\ud800" <= character <= "\udfff" for character in content):
-            raise DataError(
-                "the content holds half of a surrogate pair, which is no text", place, "repair it"
-            )
-        if messages and role in (messages[-1].role, "system"):
-            what = (
-                "a system message is not the first"
-                if role == "system"
-                else f"two messages of the {role} in a row"
-            )
-            raise DataError(
-                what, place, "user and assistant take turns, after one system message or none"
-            )
-        weight = 1 if row.get("weight") is None else row["weight"]
-        if weight not in (0, 1):
-            raise DataError(
-                f"weight is {weight!r:.40}",
-                place,
-                "give 1 to train on the message, 0 to use it as context",
-            )
-        messages.append(Message(role, content, int(weight)))
+        message = _parse_message(row, f"{where}, message {number}")
+        if messages and message.role in (messages[-1].role, "system"):
+            what = f"a {message.role} message after one of the {messages[-1].role}"
+            fix = "alternate user and assistant, after at most one system message"
+            raise DataError(what, f"{where}, message {number}", fix)
+        messages.append(message)
     if reply and messages[-1].role != "user":
-        raise DataError(
-            f"the last message is the {messages[-1].role}'s", where, "end with one of the user"
-        )
-    if not reply and not any(
-        message.role == "assistant" and message.weight for message in messages
-    ):
+        raise DataError("the last message must be the user's", where, "remove those after it")
+    if not reply and not any(m.role == "assistant" and m.weight for m in messages):
         raise DataError("no message of the assistant to train on", where, "leave it out")
     return messages
 
 
-def _refuse_other_templates(tokenizer: Tokenizer) -> None:
-    for token, name in OTHER_TEMPLATES.items():
-        if token in tokenizer.special_ids:
-            what = f"tokenizer {tokenizer.name} has the chat template of {name} ({token}), which is not known here"
-            raise ConfigError(what, "", "chat templates are ChatML and Llama-3")
+def _parse_message(row: Any, where: str) -> Message:
+    if not isinstance(row, dict) or row.get("role") not in ROLES:
+        raise DataError("unknown role", where, f"use one of {', '.join(ROLES)}")
+    content, weight = row.get("content"), row.get("weight")
+    if not isinstance(content, str) or not content.strip():
+        raise DataError("content must be text", where, "leave the conversation out")
+    if any("\ud800" <= character <= "\udfff" for character in content):
+        raise DataError("content holds a lone surrogate", where, "leave the conversation out")
+    if weight not in (None, 0, 1):
+        raise DataError("weight must be 0 or 1", where, "1 trains on the message, 0 does not")
+    return Message(row["role"], content, 1 if weight is None else int(weight))

@@ -1,9 +1,8 @@
-"""Batches of a split as a pure function of (dataset, seed, step), so a run's data position is its step number.
+"""Make the batches of a split as a pure function of (dataset, seed, step).
 
-Sequence i of step s is entry s * batch_size + i of an endless list of windows (with a ramp of the batch: entry i after
-those of the batches before), in one of the orders of data/window_order.py. Ranks take consecutive slices of a batch,
-micro-batches consecutive slices of a rank's rows: the global order does not depend on the number of ranks, the
-micro-batch or gradient accumulation.
+A run's data position is therefore its step number. Sequence i of step s is entry s * batch_size + i
+of an endless list of windows (window_order.py). Ranks take consecutive slices of a batch, and
+micro-batches consecutive slices of a rank's rows, so the order does not depend on either.
 """
 
 from bisect import bisect_right
@@ -72,7 +71,7 @@ class Batch:
 
 
 class DataLoader:
-    """Batches of one split, for one data-parallel rank; iterating gives the steps of the first epoch."""
+    """Batches of one split for one data-parallel rank. Iterating yields the first epoch."""
 
     def __init__(
         self,
@@ -89,59 +88,64 @@ class DataLoader:
         marks: Marks | None = None,
         document_start: int | None = None,
     ) -> None:
-        """Windows of seq_len + 1 tokens at stride seq_len, batch_size of them a step over all ranks.
+        """Cut `tokens` into windows of seq_len + 1 at stride seq_len.
 
-        ramp: the batches grow to batch_size as it says. order: sequential cuts each shard into batches from its start
-        and leaves out what is shorter than a batch, as build-nanogpt and llm.c's train_gpt2.py; one-batch repeats the
-        first one. sources: (tokens, weight) of each source in `tokens`, which are shuffled each on its own. marks: of
-        rows of conversations (data/chat_dataset.py), which share no token; they are not read sequentially.
-        document_start: the id that begins each document of a text, none of which then sees another. Raises
-        ConfigError when a batch does not divide by dp_size, DataError when the split holds fewer windows than one
-        batch, or a source not one.
+        batch_size: windows per step, over all ranks. ramp: smaller batches at first. order:
+        sequential cuts each shard into batches and drops the rest, as build-nanogpt and llm.c do;
+        one-batch repeats the first. sources: (tokens, weight) of each source in `tokens`, which are
+        shuffled separately. marks: of rows of conversations (chat_dataset.py), which share no
+        token. document_start: the id that begins a document; documents do not see each other.
+
+        Raises ConfigError if a batch does not divide among the ranks, DataError if the split has
+        fewer windows than a batch, or a source has none.
         """
-        for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}", "DataLoader", "give 1 or more")
         assert 0 <= dp_rank < dp_size
-        self.tokens, self.seq_len, self.batch_size = tokens, seq_len, batch_size
-        self.seed, self.dp_rank, self.dp_size = seed, dp_rank, dp_size
-        lengths = [length for length, _ in sources] or [len(tokens)]
-        unit = 1  # windows that are not divided
-        if order == "sequential":
-            lengths, unit = tokens.shard_tokens, batch_size
         assert marks is None or (order != "sequential" and document_start is None)
-        self._marks, self.document_start = marks, document_start
-        self._stride, shared = (
-            (seq_len, 1) if marks is None else (seq_len + 1, 0)
-        )  # tokens of two windows
-        counts = [max(0, length - shared) // (unit * self._stride) * unit for length in lengths]
-        # Windows are numbered through all sources, or shards; these are the first of each, and its first token.
-        self._first_windows, self._first_tokens = (
-            np.cumsum([0, *sizes[:-1]]) for sizes in (counts, lengths)
-        )
-        self.n_windows = sum(counts)
-        if marks is not None and self.n_windows < batch_size:
-            what = f"the training split holds {self.n_windows:,} rows of conversations, a batch has {batch_size:,}"
-            fewer = self.n_windows // dp_size * dp_size * seq_len
-            fix = (
-                f"set budget.batch_tokens={fewer} or less"
-                if fewer
-                else "prepare more conversations"
-            )
-            raise DataError(what, "budget.batch_tokens", fix)
-        _check_fit(len(tokens), self.n_windows, seq_len, batch_size, dp_size)
-        if ramp:
-            _check_divides("budget.batch_start", ramp.start // seq_len, seq_len, dp_size)
-        self._ramp, self._repeats = ramp, order == "one-batch"
-        chosen: WindowOrder = ShuffledOrder(self.n_windows, seed)
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.document_start = document_start
+        self._marks = marks
+        self._ramp = ramp
+        self._repeats = order == "one-batch"
+        lengths = [length for length, _ in sources] or [len(tokens)]
+        unit = 1  # number of windows to be a multiple of
         if order == "sequential":
-            chosen = SequentialOrder(self.n_windows)
+            lengths = tokens.shard_tokens
+            unit = batch_size
+        shared = 1 if marks is None else 0  # tokens that two windows share
+        self._stride = seq_len + 1 - shared
+        counts = [max(0, length - shared) // (unit * self._stride) * unit for length in lengths]
+        self.n_windows = sum(counts)
+        # Windows are numbered through all sources or shards.
+        self._first_windows = np.cumsum([0, *counts[:-1]])
+        self._first_tokens = np.cumsum([0, *lengths[:-1]])
+        self._check_size("budget.batch_tokens", batch_size)
+        if ramp:
+            self._check_size("budget.batch_start", ramp.start // seq_len)
+        window_order: WindowOrder = ShuffledOrder(self.n_windows, seed)
+        if order == "sequential":
+            window_order = SequentialOrder(self.n_windows)
         elif len(sources) > 1:
             if not min(counts):
-                what = f"a source of {lengths[counts.index(0)]:,} tokens holds no sequence of {seq_len:,}"
-                raise DataError(what, "data.path", "leave it out, or set a smaller model.seq_len")
-            chosen = MixedOrder(counts, [weight for _, weight in sources], seed)
-        self._order = CachedOrder(chosen, self.n_windows)
+                what = f"a source of {min(lengths):,} tokens has no sequence of {seq_len:,}"
+                raise DataError(what, "data.path", "leave it out, or use a smaller model.seq_len")
+            window_order = MixedOrder(counts, [weight for _, weight in sources], seed)
+        self._order = CachedOrder(window_order, self.n_windows)
+
+    def _check_size(self, key: str, size: int) -> None:
+        """Raise ConfigError or DataError for a batch that cannot be made."""
+        if size < 1 or self.seq_len < 1 or size % self.dp_size:
+            what = f"a batch of {size:,} sequences does not divide among {self.dp_size} processes"
+            fix = f"use a multiple of {self.dp_size * self.seq_len:,} tokens"
+            raise ConfigError(what, key, fix)
+        if self.n_windows < size:
+            what = f"the training split has {self.n_windows:,} sequences of {self.seq_len:,} tokens"
+            largest = self.n_windows // self.dp_size * self.dp_size * self.seq_len
+            fix = f"set {key} to {largest} or less" if largest else "use a smaller model.seq_len"
+            raise DataError(f"{what}, a batch {size:,}", key, f"{fix}, or prepare more text")
 
     @property
     def has_marks(self) -> bool:
@@ -150,61 +154,56 @@ class DataLoader:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps in which every window is visited once; an epoch may end inside a batch."""
+        """Steps that visit every window once; an epoch can end inside a batch."""
         return self.n_windows / self.batch_size
 
     def windows(self, step: int) -> NDArray[np.int64]:
-        """The windows (batch_size,) of a step over all ranks; those of a source, or shard, are numbered in a row."""
+        """Return the windows (batch_size,) of a step over all ranks."""
         return self._order.windows(*self._entries(step))
 
     def rows(self, step: int) -> Ids:
-        """This rank's windows of a step, (a batch's sequences // dp_size, seq_len + 1), in the shards' dtype.
+        """Return this rank's windows (sequences, seq_len + 1) of a step, in the shards' dtype.
 
         Any step, any number of times, from any thread. Raises DataError as `Tokens.gather`.
         """
         return self.tokens.gather(self._find_tokens(step), self.seq_len + 1)
 
     def _find_tokens(self, step: int) -> NDArray[np.int64]:
-        """The first token of each of this rank's windows of a step."""
+        """Return the first token of each of this rank's windows of a step."""
         first, size = self._entries(step)
         size //= self.dp_size
         windows = self._order.windows(first + self.dp_rank * size, size)
         place = np.searchsorted(self._first_windows, windows, side="right") - 1
-        starts: NDArray[np.int64] = (
-            self._first_tokens[place] + (windows - self._first_windows[place]) * self._stride
-        )
+        in_source = windows - self._first_windows[place]
+        starts: NDArray[np.int64] = self._first_tokens[place] + in_source * self._stride
         return starts
 
     def full_batch(self, step: int) -> Batch:
-        """What a training step reads, on the CPU; of conversations what is trained is counted. Raises as `rows`."""
-        if self._marks is None:
-            batch = Batch(*self.batch(step))
-            return (
-                batch
-                if self.document_start is None
-                else separate_documents(batch, self.document_start)
-            )
-        marks = self._marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
-        return make_batch(self.rows(step), marks)
+        """Return the batch of a training step, on the CPU. Raises as `rows`."""
+        if self._marks is not None:
+            marks = self._marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
+            return make_batch(self.rows(step), marks)
+        batch = Batch(*self.batch(step))
+        if self.document_start is None:
+            return batch
+        return separate_documents(batch, self.document_start)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's (inputs, targets) of a step, each int64 (sequences, seq_len). Raises as `rows`."""
+        """Return (inputs, targets) of a step, each int64 (sequences, seq_len). Raises as `rows`."""
         rows = self.rows(step)
-        # numpy converts in this thread; torch would start a second thread pool beside the training step's.
-        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(
-            rows[:, 1:].astype(np.int64)
-        )
+        # Not with torch, which would start a second thread pool next to the training step's.
+        inputs = rows[:, :-1].astype(np.int64)
+        return torch.from_numpy(inputs), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
     def __len__(self) -> int:
-        """Whole batches in one epoch."""
+        """Return the full batches in one epoch."""
         return self.n_windows // self.batch_size
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The whole batches of the first epoch; `batch(step)` gives those of any step."""
         return map(self.batch, range(len(self)))
 
     def _entries(self, step: int) -> tuple[int, int]:
-        """The first entry of a step in the endless list, and their number."""
+        """Return the first entry of a step in the endless list, and their number."""
         assert step >= 0
         if self._repeats:
             step = 0
@@ -214,67 +213,42 @@ class DataLoader:
 
 
 def make_batch(rows: Ids, marks: Marks) -> Batch:
-    """Rows of conversations and their marks, both (n, T + 1), as a batch on the CPU."""
+    """Return rows of conversations and their marks, both (n, T + 1), as a batch on the CPU."""
     ids = rows.astype(np.int64)
     targets = np.where(marks[:, 1:] & TRAINED, ids[:, 1:], -1)
-    starts = np.maximum.accumulate(
-        np.where(marks[:, :-1] & START, np.arange(ids.shape[1] - 1), 0), axis=1
-    )
-    inputs = torch.from_numpy(np.ascontiguousarray(ids[:, :-1]))
+    starts = _latest_start(marks[:, :-1] & START > 0)
     return Batch(
-        inputs, torch.from_numpy(targets), torch.from_numpy(starts) if starts.any() else None
+        torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),
+        torch.from_numpy(targets),
+        torch.from_numpy(starts) if starts.any() else None,
     )
 
 
 def separate_documents(batch: Batch, document_start: int) -> Batch:
-    """The batch, on the CPU, with the place at which each token's document begins: at the id `document_start`.
-
-    The id belongs to the document after it, as where sampling begins one. What a row begins with counts as a document.
-    """
-    ids = batch.inputs_BT.numpy()
-    starts = np.maximum.accumulate(
-        np.where(ids == document_start, np.arange(ids.shape[1]), 0), axis=1
-    )
+    """Return the batch with `starts_BT`: each document begins at the id `document_start`."""
+    starts = _latest_start(batch.inputs_BT.numpy() == document_start)
     return replace(batch, starts_BT=torch.from_numpy(starts))
 
 
+def _latest_start(is_start: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the index (B, T) of the latest start at or before each position; 0 if none."""
+    index = np.where(is_start, np.arange(is_start.shape[1]), 0)
+    return np.maximum.accumulate(index, axis=1)
+
+
 def batch_of_step(step: int, skipped: Sequence[int]) -> int:
-    """Number of the batch of a step, both from 0: batches go in order, without those in `skipped` (ascending)."""
-    batch, before = step, -1
-    while batch != before:
-        before, batch = batch, step + bisect_right(skipped, batch)
+    """Return the batch of a step: batches in order, without `skipped` (ascending)."""
+    batch = step
+    previous = -1
+    while batch != previous:
+        previous = batch
+        batch = step + bisect_right(skipped, batch)
     return batch
-
-
-def _check_fit(n_tokens: int, n_windows: int, seq_len: int, batch_size: int, dp_size: int) -> None:
-    _check_divides("budget.batch_tokens", batch_size, seq_len, dp_size)
-    if n_windows >= batch_size:
-        return
-    fitting = n_windows // dp_size * dp_size
-    shorter = (n_tokens - 1) // dp_size  # the longest sequence of which every rank can have one
-    fix = "prepare more text"
-    if fitting:
-        fix = f"set budget.batch_tokens={fitting * seq_len} or less, or {fix}"
-    elif shorter >= 1:
-        fix = f"set model.seq_len={shorter} or less with budget.batch_tokens={shorter * dp_size}, or {fix}"
-    what = f"the training split holds {n_tokens:,} tokens; one batch of {batch_size:,} sequences of {seq_len:,} "
-    raise DataError(f"{what}needs {batch_size * seq_len + 1:,}", "budget.batch_tokens", fix)
-
-
-def _check_divides(key: str, batch_size: int, seq_len: int, dp_size: int) -> None:
-    if batch_size % dp_size:
-        below = batch_size // dp_size * dp_size
-        nearest = " or ".join(
-            f"{n * seq_len:,} tokens ({n:,} sequences)" for n in (below, below + dp_size) if n
-        )
-        what = f"a batch of {batch_size:,} sequences does not divide among {dp_size} processes"
-        most = next(n for n in range(dp_size, 0, -1) if batch_size % n == 0)
-        raise ConfigError(what, key, f"the nearest that do: {nearest}; or take {most} of them")
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationWindows:
-    """A fixed set of windows, spread evenly over a split: the same for every rank, micro-batch and run."""
+    """`count` windows, spread evenly over a split: the same for every rank, batch size and run."""
 
     tokens: Tokens
     seq_len: int
@@ -285,25 +259,22 @@ class EvaluationWindows:
 
     @property
     def n_targets(self) -> int:
-        """Target tokens in the whole set."""
+        """Number of target tokens."""
         return self.count * self.seq_len
 
     def rows(self, first: int, count: int) -> Ids:
-        """Windows [first, first + count), cut off at the set's end, as (rows, seq_len + 1)."""
+        """Return windows [first, first + count), at most to the last, as (rows, seq_len + 1)."""
         return self.tokens.gather(self.starts(first, count), self.seq_len + 1)
 
     def starts(self, first: int, count: int) -> NDArray[np.int64]:
-        """Place in the split of the first token of each of these windows."""
-        n_windows = (
-            len(self.tokens) - 1
-        ) // self.seq_len  # of the split, in `count` equal parts: the middle of each
-        index = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64)
-        return (2 * index + 1) * n_windows // max(1, 2 * self.count) * self.seq_len
+        """Return the first token of each of these windows."""
+        n_windows = (len(self.tokens) - 1) // self.seq_len
+        return _spread(first, count, self.count, n_windows) * self.seq_len
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """A fixed set of rows of conversations, as `EvaluationWindows`."""
+    """`count` rows of conversations, as `EvaluationWindows`."""
 
     source: ChatRows
     count: int
@@ -312,23 +283,26 @@ class EvaluationRows:
         return self.count
 
     def rows(self, first: int, count: int) -> Batch:
-        """Rows [first, first + count), cut off at the set's end."""
-        index = np.arange(first, max(first, min(first + count, self.count)), dtype=np.int64)
-        return make_batch(
-            *self.source.read((2 * index + 1) * len(self.source) // max(1, 2 * self.count))
-        )
+        """Return rows [first, first + count), at most to the last."""
+        return make_batch(*self.source.read(_spread(first, count, self.count, len(self.source))))
+
+
+def _spread(first: int, count: int, n_chosen: int, n_items: int) -> NDArray[np.int64]:
+    """Return choices [first, first + count) of the middles of `n_chosen` equal parts of a range."""
+    index = np.arange(first, max(first, min(first + count, n_chosen)), dtype=np.int64)
+    return (2 * index + 1) * n_items // max(1, 2 * n_chosen)
 
 
 def evaluation_rows(source: ChatRows, *, limit_tokens: int) -> EvaluationRows:
-    """Rows spread evenly over a split, of at most limit_tokens in all, but one at least if there is one."""
+    """Return rows of at most limit_tokens in all, but at least one if there is one."""
     return EvaluationRows(source, min(len(source), max(1, limit_tokens // source.seq_len)))
 
 
 def evaluation_windows(tokens: Tokens, *, seq_len: int, limit_tokens: int) -> EvaluationWindows:
-    """Whole windows, spread evenly over a split, of at most limit_tokens targets in all; every one if there are fewer.
+    """Return windows of at most limit_tokens targets in all.
 
-    A split (or limit) shorter than one window gives one shorter window; a split of less than two tokens gives none.
-    Nothing is shuffled, so a validation loss is over the same tokens every time.
+    A split (or limit) shorter than one window gives one shorter window, a split of less than two
+    tokens gives none.
     """
     n_targets = max(0, min(len(tokens) - 1, limit_tokens))
     length = min(seq_len, n_targets)
@@ -339,16 +313,22 @@ class Prefetcher:
     """Makes the next step's batch in a thread while this step's is used."""
 
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+        self._loader = loader
+        self._device = device
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
         self._next: tuple[int, Future[Batch | Tensor]] | None = None
-        self.metrics: dict[str, float] = {}  # nothing is known of a batch of text
+        self.metrics: dict[str, float] = {}  # empty, unlike those of other batch sources
 
     def get(self, step: int) -> Batch:
-        """`loader.batch(step)` on the device, for any step; starts on the next one. Raises DataError as the loader."""
-        if self._next is None or self._next[0] != step:
-            self._next = step, self._pool.submit(self._make, step)
-        future, self._next = self._next[1], None
+        """Return the batch of any step, on the device, and start on the next one.
+
+        Raises DataError as the loader does.
+        """
+        if self._next and self._next[0] == step:
+            future = self._next[1]
+        else:
+            future = self._pool.submit(self._make, step)
+        self._next = None
         made = future.result()
         self._next = step + 1, self._pool.submit(self._make, step + 1)
         if isinstance(made, Batch):
@@ -357,28 +337,24 @@ class Prefetcher:
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     def close(self) -> None:
-        """Stop the thread and wait for it; may be called twice."""
+        """Stop the thread and wait for it. Can be called twice."""
         self._pool.shutdown(cancel_futures=True)
 
     def _select_device(self) -> None:
         if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(
-                self._device
-            )  # or pinning would open a context on the first device
+            torch.cuda.set_device(self._device)  # or pinning opens a context on device 0
 
     def _make(self, step: int) -> Batch | Tensor:
-        """The batch for a CPU; of text for a device one tensor of narrow rows: a quarter of the bytes to copy."""
-        if (
-            self._device.type == "cpu"
-            or self._loader.has_marks
-            or self._loader.document_start is not None
-        ):
-            return self._loader.full_batch(step)
-        rows = self._loader.rows(step)
+        """Return the batch; of text for a GPU, its narrow ids: a quarter of the bytes to copy."""
+        loader = self._loader
+        is_text = not loader.has_marks and loader.document_start is None
+        if self._device.type == "cpu" or not is_text:
+            return loader.full_batch(step)
+        rows = loader.rows(step)
         narrow = torch.from_numpy(rows.view(np.int16 if rows.itemsize == 2 else np.int32))
         return narrow.pin_memory() if self._device.type == "cuda" else narrow
 
 
 def widen_ids(rows: Tensor, dtype: np.dtype[np.generic]) -> Tensor:
-    """Token ids as int64 from the same bits read as int16 or int32, which every device can convert."""
+    """Return ids as int64 from the same bits as int16 or int32, which every device can convert."""
     return rows.to(torch.int64) & (0xFFFF if dtype.itemsize == 2 else 0xFFFFFFFF)

@@ -1,28 +1,30 @@
-"""Prepare a dataset folder (chat_dataset.py) from conversations, preferences or prompts: the same bytes every time."""
+"""Prepare a dataset folder (chat_dataset.py) from conversations, preferences or prompts."""
 
 import json
 import time
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megatoken.data.chat_dataset import PADDING, START, TRAINED, answers_name, marks_name
-from megatoken.data.chat_formats import Example, Format, parse_row
+from megatoken.data.chat_formats import Example, Format, Kind, parse_row
 from megatoken.data.chat_template import ChatTemplate, add_control_tokens, find_template
 from megatoken.data.documents import Invalid, token_dtype
-from megatoken.data.prepare import (
+from megatoken.data.output_folder import (
     PrepareResult,
     ResumeState,
+    describe_source,
     find_finished,
     finish_dataset,
     hold_lock,
-    load_or_create_state,
+    start_or_resume,
     summarize,
 )
 from megatoken.data.shard_format import Manifest, Shard
@@ -34,7 +36,14 @@ from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import replace_file, storage_errors
 
 Long = Literal["fail", "skip"]
-Encoded = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (n,)
+TokenRow = tuple[NDArray[np.uint32], NDArray[np.uint8]]  # ids and marks, both (n,)
+
+
+class Row(NamedTuple):
+    """A row of the input and its sequences: one conversation, chosen and rejected, or a prompt."""
+
+    example: Example
+    sequences: list[TokenRow]
 
 
 def prepare_chats(
@@ -50,25 +59,19 @@ def prepare_chats(
 ) -> PrepareResult:
     """Prepare the dataset `out` from rows (chat_formats.py), all held in memory.
 
-    tokenizer: the model's; it gets control tokens where it has no template. seq_len: the context of the model. invalid:
-    "skip" skips rows that cannot be used. long: what to do with a conversation longer than the context. Equal prompts
-    are in the same split. Raises ConfigError for an unknown template or a wrong setting, DataError for rows that cannot
-    be used or an `out` that holds something else, StorageError when the disk fails.
+    tokenizer: of the model; gets control tokens if it has no chat template. seq_len: context of the
+    model. invalid: "skip" skips unusable rows. long: policy for rows longer than the context. Equal
+    prompts are in the same split.
+
+    Raises ConfigError for an unusable template or a bad setting, DataError for unusable rows or an
+    `out` that holds something else, StorageError if the disk fails.
     """
     started = time.monotonic()
     if seq_len < 1 or not 0 <= val_fraction < 1:
-        raise ConfigError(
-            f"seq_len {seq_len}, val_fraction {val_fraction}",
-            "prepare",
-            "give 1 or more, 0 to below 1",
-        )
+        raise ConfigError("--context or --val-fraction is out of range", "prepare", "see --help")
     tokenizer = add_control_tokens(tokenizer)
     template = find_template(tokenizer)
-    recipe: dict[str, Any] = {
-        "source": source.name,
-        "files": len(source.files),
-        "bytes": source.size_bytes,
-        "inputs": source.digest(times=False),
+    recipe = describe_source(source) | {
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint[:16]}",
         "val_fraction": float(val_fraction),
         "shard_tokens": shard_tokens,
@@ -77,186 +80,167 @@ def prepare_chats(
         "seq_len": seq_len,
         "template": template.name,
     }
+    finished = find_finished(out, recipe, source)
+    if finished:
+        return summarize(finished, started, source, unchanged=True)
     with hold_lock(out):
-        if finished := find_finished(out, recipe, source):
-            return summarize(finished, started, source, unchanged=True)
-        state, _ = load_or_create_state(out, ResumeState(recipe, source.digest(times=True)))
-        examples, encoded, row_format = _encode_rows(source, template, invalid, state.counts)
-        splits = _split_examples(examples, encoded, seq_len, val_fraction, long, state.counts)
-        about = {"kind": row_format.kind, "format": row_format.name, "counts": dict(state.counts)}
+        state, _ = start_or_resume(out, ResumeState(recipe, source.digest(times=True)))
+        rows, row_format, n_invalid = _encode_rows(source, template, invalid)
+        fitting = _drop_long(rows, seq_len, long)
+        splits = _split_rows(fitting, val_fraction)
+        n_skipped = n_invalid + len(rows) - len(fitting)
         with storage_errors(out):
             tokenizer.save(out / "tokenizer")
             shards: list[Shard] = []
             files: dict[str, str] = {}
-            for split, chosen in splits.items():
-                rows = [encoded[number] for number in chosen]
-                writer = ShardWriter(
-                    out,
-                    split,
-                    token_dtype(tokenizer.vocab_size),
-                    shard_tokens,
-                    tokenizer.fingerprint,
-                    0,
-                )
-                beside = _write_split(
-                    writer, rows, seq_len + 1, tokenizer.eot, pack=row_format.kind == "chat"
+            for split, split_rows in splits.items():
+                dtype = token_dtype(tokenizer.vocab_size)
+                writer = ShardWriter(out, split, dtype, shard_tokens, tokenizer.fingerprint, 0)
+                contents = _write_split(
+                    writer, split_rows, seq_len + 1, tokenizer.eot, row_format.kind
                 )
                 shards += writer.finish()
-                if row_format.kind == "prompt" and chosen:
-                    lines = (json.dumps(examples[number].row) + "\n" for number in chosen)
-                    beside[answers_name(split)] = "".join(lines).encode()
-                for name, data in beside.items():
+                for name, data in contents.items():
                     replace_file(out / name, data, durable=True)
                     files[name] = xxhash.xxh3_128_hexdigest(data)
             manifest = Manifest(
                 tokenizer=tokenizer.describe(),
                 dtype=writer.dtype,
-                documents={split: len(chosen) for split, chosen in splits.items()},
+                documents={split: len(split_rows) for split, split_rows in splits.items()},
                 shards=tuple(shards),
-                source=recipe | about | {"files_beside": files},
+                source=recipe
+                | {"kind": row_format.kind, "format": row_format.name}
+                | {"counts": {"skipped": n_skipped}, "files_beside": files},
             )
             finish_dataset(out, manifest, state)
     return summarize(manifest, started, source)
 
 
 def _encode_rows(
-    source: Source, template: ChatTemplate, invalid: Invalid, counts: Counter[str]
-) -> tuple[list[Example], list[list[Encoded]], Format]:
-    """Return the rows, the sequences of each, and their format. counts: rows skipped are added to `skipped`."""
-    examples: list[Example] = []
-    encoded: list[list[Encoded]] = []
+    source: Source, template: ChatTemplate, invalid: Invalid
+) -> tuple[list[Row], Format, int]:
+    """Return the rows, their format, and how many were skipped."""
+    rows: list[Row] = []
+    n_skipped = 0
     row_format: Format | None = None
     for where, line in read_rows(source):
         try:
             row_format, example = parse_row(line, where, row_format)
-            sequences = _encode(example, row_format, template)
+            rows.append(Row(example, _encode(example, row_format.kind, template)))
         except DataError:
             if invalid != "skip":
                 raise
-            counts["skipped"] += 1
-            continue
-        examples.append(example)
-        encoded.append(sequences)
-    if row_format is None or not examples:
-        raise DataError(
-            f"no rows, {counts['skipped']:,} skipped",
-            source.files[0].path,
-            "name files that hold some",
-        )
-    return examples, encoded, row_format
+            n_skipped += 1
+    if row_format is None or not rows:
+        raise DataError(f"no rows, {n_skipped:,} skipped", source.files[0].path, "name other files")
+    return rows, row_format, n_skipped
 
 
-def _encode(example: Example, row_format: Format, template: ChatTemplate) -> list[Encoded]:
-    """Return the sequences of a row: the conversation, the chosen and the rejected one, or the prompt."""
-    whole = [template.encode(messages) for messages in example.answers]
-    if row_format.kind == "prompt":
-        whole = [template.encode(example.prompt, reply=True)]
-    elif (
-        row_format.kind == "preference"
-    ):  # the prompt may hold earlier answers: the last one alone is preferred
-        if whole[0][0] == whole[1][0]:
-            raise DataError(
-                "chosen and rejected are the same tokens", example.where, "leave the pair out"
-            )
-        n_prompt = len(template.encode(example.prompt, reply=True)[0])
-        whole = [
-            (ids, [place >= n_prompt and mark for place, mark in enumerate(marks)])
-            for ids, marks in whole
+def _encode(example: Example, kind: Kind, template: ChatTemplate) -> list[TokenRow]:
+    if kind == "prompt":
+        encoded = [template.encode(example.prompt, reply=True, where=example.where)]
+    elif kind == "chat":
+        encoded = [template.encode(messages, where=example.where) for messages in example.answers]
+    else:  # train on what follows the prompt, which can hold earlier answers
+        context = [replace(message, weight=0) for message in example.prompt]
+        n_prompt = len(context)
+        encoded = [
+            template.encode([*context, *messages[n_prompt:]], where=example.where)
+            for messages in example.answers
         ]
+        if encoded[0][0] == encoded[1][0]:
+            what = "chosen and rejected are the same tokens"
+            raise DataError(what, example.where, "leave the pair out")
     sequences = []
-    for ids, trained in whole:
+    for ids, trained in encoded:
         marks = np.array(trained, np.uint8) * TRAINED
         marks[0] |= START
         sequences.append((np.array(ids, np.uint32), marks))
     return sequences
 
 
-def _split_examples(
-    examples: Sequence[Example],
-    encoded: Sequence[list[Encoded]],
-    seq_len: int,
-    val_fraction: float,
-    long: Long,
-    counts: Counter[str],
-) -> dict[str, list[int]]:
-    """Return the numbers of the rows of each split, in order. Raises DataError.
-
-    counts: the rows that are too long are added to `skipped`. A row's split is decided by the hash of its prompt; where
-    that leaves a split empty, the nearest hash is moved.
-    """
-    room = seq_len + 1
-    lengths = [max(len(ids) for ids, _ in sequences) for sequences in encoded]
-    too_long = [number for number, length in enumerate(lengths) if length > room]
-    if too_long and long == "fail":
-        longest = max(too_long, key=lengths.__getitem__)
-        what = f"{len(too_long):,} of {len(lengths):,} rows are longer than the context of {seq_len:,} tokens"
-        what += f", the longest has {lengths[longest]:,}"
-        fix = "--long skip leaves them out, nothing is cut; or take a model of a longer context"
-        raise DataError(what, examples[longest].where, fix)
-    kept = [number for number, length in enumerate(lengths) if length <= room]
-    if not kept:
-        what = f"all {len(lengths):,} rows are longer than the context of {seq_len:,} tokens"
-        raise DataError(
-            what, examples[0].where, "give shorter ones, or take a model of a longer context"
+def _drop_long(rows: list[Row], seq_len: int, long: Long) -> list[Row]:
+    """Return the rows that fit the context. Raises DataError unless `long` allows dropping some."""
+    lengths = [max(len(ids) for ids, _ in row.sequences) for row in rows]
+    fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= seq_len + 1]
+    if len(fitting) < len(rows) and (long == "fail" or not fitting):
+        longest = max(range(len(rows)), key=lengths.__getitem__)
+        what = (
+            f"{len(rows) - len(fitting):,} of {len(rows):,} rows exceed the context of {seq_len:,}"
         )
-    hashes = {}
-    for number in kept:
-        text = json.dumps([[message.role, message.content] for message in examples[number].prompt])
-        hashes[number] = xxhash.xxh3_64_intdigest(text.encode())
+        fix = "skip them with --long skip, or use a model with a longer context"
+        raise DataError(
+            f"{what} tokens, by up to {lengths[longest]:,}", rows[longest].example.where, fix
+        )
+    return fitting
+
+
+def _split_rows(rows: list[Row], val_fraction: float) -> dict[str, list[Row]]:
+    """Return the rows of each split, by the hash of their prompts.
+
+    If that leaves a split empty, the row with the nearest hash is moved to it.
+    """
+    hashes = []
+    for row in rows:
+        prompt = json.dumps([[message.role, message.content] for message in row.example.prompt])
+        hashes.append(xxhash.xxh3_64_intdigest(prompt.encode()))
+    lowest = min(hashes)
+    highest = max(hashes)
     limit = val_fraction * 2**64
-    lowest, highest = min(hashes.values()), max(hashes.values())
-    if val_fraction and lowest != highest:
-        limit = min(max(limit, lowest + 1), highest)
-    elif lowest == highest:
+    if lowest == highest:
         limit = 0
-    val = [number for number in kept if hashes[number] < limit]
-    train = [number for number in kept if hashes[number] >= limit]
-    counts["skipped"] += len(too_long)
+    elif val_fraction:
+        limit = min(max(limit, lowest + 1), highest)
+    train = [row for row, digest in zip(rows, hashes, strict=True) if digest >= limit]
+    val = [row for row, digest in zip(rows, hashes, strict=True) if digest < limit]
     return {"train": train, "val": val}
 
 
-def _pack(sequences: Sequence[Encoded], length: int) -> list[list[Encoded]]:
-    """Whole sequences in rows of at most `length` tokens: the longest first, each into the row that it fills best."""
+def _pack(sequences: Sequence[TokenRow], length: int) -> list[list[TokenRow]]:
+    """Pack sequences into rows of at most `length` tokens: best fit, longest first."""
     order = sorted(range(len(sequences)), key=lambda number: -len(sequences[number][0]))
     rows: list[list[int]] = []
-    with_room: defaultdict[int, list[int]] = defaultdict(
-        list
-    )  # rows by the tokens that they have left
-    sizes: list[int] = []  # the keys of `with_room` that have rows, ascending
+    rows_by_room: defaultdict[int, list[int]] = defaultdict(list)  # by tokens left
+    rooms: list[int] = []  # the keys of `rows_by_room` that have rows, ascending
     for number in order:
         needed = len(sequences[number][0])
-        at = bisect_left(sizes, needed)
-        if at < len(sizes):
-            left = sizes[at]
-            row = with_room[left].pop()
-            if not with_room[left]:
-                del sizes[at]
+        place = bisect_left(rooms, needed)
+        if place < len(rooms):
+            room = rooms[place]
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                del rooms[place]
         else:
-            left, row = length, len(rows)
+            room = length
+            row = len(rows)
             rows.append([])
         rows[row].append(number)
-        if left := left - needed:
-            if not with_room[left]:
-                insort(sizes, left)
-            with_room[left].append(row)
+        room -= needed
+        if room:
+            if not rows_by_room[room]:
+                insort(rooms, room)
+            rows_by_room[room].append(row)
     return [[sequences[number] for number in sorted(row)] for row in rows]
 
 
 def _write_split(
-    writer: ShardWriter, sequences: Sequence[list[Encoded]], length: int, filler: int, *, pack: bool
+    writer: ShardWriter, rows: list[Row], length: int, filler: int, kind: Kind
 ) -> dict[str, bytes]:
-    """Append rows of `length` tokens, filled up with `filler`; the files of their marks.
-
-    sequences: of each row of the input; packed, or one in each row.
-    """
-    flat = [sequence for each in sequences for sequence in each]
+    """Append rows of `length` tokens, padded with `filler`. Return the split's other files."""
+    flat = [sequence for row in rows for sequence in row.sequences]
     marks = []
-    for row in _pack(flat, length) if pack else [[sequence] for sequence in flat]:
-        rest = length - sum(len(ids) for ids, _ in row)
-        writer.append(np.concatenate([*(ids for ids, _ in row), np.full(rest, filler, np.uint32)]))
-        marks += [own.tobytes() for _, own in row] + [bytes([PADDING]) * rest]
-    data, size = b"".join(marks), writer.shard_tokens
-    return {
-        marks_name(f"{writer.split}_{index:06d}.bin"): data[first : first + size]
-        for index, first in enumerate(range(0, len(data), size))
-    }
+    for packed in _pack(flat, length) if kind == "chat" else [[sequence] for sequence in flat]:
+        room = length - sum(len(ids) for ids, _ in packed)
+        padding = np.full(room, filler, np.uint32)
+        writer.append(np.concatenate([*(ids for ids, _ in packed), padding]))
+        marks += [sequence_marks.tobytes() for _, sequence_marks in packed]
+        marks.append(bytes([PADDING]) * room)
+    data = b"".join(marks)
+    files = {}
+    for index, start in enumerate(range(0, len(data), writer.shard_tokens)):
+        name = marks_name(f"{writer.split}_{index:06d}.bin")
+        files[name] = data[start : start + writer.shard_tokens]
+    if kind == "prompt" and rows:
+        lines = "".join(json.dumps(row.example.row) + "\n" for row in rows)
+        files[answers_name(writer.split)] = lines.encode()
+    return files

@@ -1,4 +1,7 @@
-"""Find a corpus: files, folders and patterns on this disk, and a few corpora by name, as a sorted list of files."""
+"""Find a corpus: local files, folders and patterns, and a few corpora by name.
+
+The result is a sorted list of files.
+"""
 
 import glob
 import hashlib
@@ -8,39 +11,36 @@ import re
 import sysconfig
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import xxhash
 
 from megatoken.data.exercises import EXERCISES
-from megatoken.data.shard_format import DESCRIPTION_NAME, INPUTS_NAME, MANIFEST_NAME, PROGRESS_NAME
+from megatoken.data.shard_format import DESCRIPTION_NAME
 from megatoken.errors import ConfigError, DataError
-from megatoken.suggest import suggest
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
 
-# Documents separated by <|endoftext|>; one document per file; rows with named fields.
+# separated: documents between <|endoftext|>; whole: one document; the others: rows with named fields.
 Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]
 Compression = Literal["", "gz", "zst"]
 
-ROW_FORMATS: dict[str, Format] = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
-ROW_FORMATS |= {
-    ".json": "json",
+ROW_FORMATS: dict[str, Format] = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".json": "json",  # a row per line, or one array of rows
     ".jsonl": "json",
     ".ndjson": "json",
-}  # a row per line, or one array of rows
-FORMATS: dict[str, Format] = {
-    ".txt": "separated",
-    **ROW_FORMATS,
-}  # other suffixes, such as .md and .py, are "whole"
+}
+FORMATS: dict[str, Format] = {".txt": "separated", **ROW_FORMATS}  # any other suffix is "whole"
 COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 IN_FOLDERS = (*FORMATS, ".md")  # read from a folder; other files must be named
-# Descriptions of a dataset, skipped in folders: README.md, dataset_card.md, dataset_infos.json, dataset_dict.json.
+# Descriptions of a dataset, which are skipped in folders.
 _CARD = re.compile(r"(readme|dataset_?card|dataset_infos?|dataset_dict)(\.\w+)?", re.IGNORECASE)
 
 SHAKESPEARE_URL = (
@@ -48,46 +48,35 @@ SHAKESPEARE_URL = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-HUB = {  # name -> dataset repository on the Hugging Face hub, its files
+# name -> dataset repository on the Hugging Face hub, its files
+HUB = {
     "tinystories": ("roneneldan/TinyStories", "data/train-*.parquet"),
-    **{
-        name + size: (f"HuggingFaceFW/{name}", pattern)
-        for name in ("fineweb", "fineweb-edu")
-        for size, pattern in (
-            ("", "sample/10BT/*.parquet"),
-            ("-100bt", "sample/100BT/*.parquet"),
-            ("-350bt", "sample/350BT/*.parquet"),
-            ("-full", "data/*/*.parquet"),
-        )
-    },
+    "fineweb": ("HuggingFaceFW/fineweb", "sample/10BT/*.parquet"),
+    "fineweb-100bt": ("HuggingFaceFW/fineweb", "sample/100BT/*.parquet"),
+    "fineweb-350bt": ("HuggingFaceFW/fineweb", "sample/350BT/*.parquet"),
+    "fineweb-full": ("HuggingFaceFW/fineweb", "data/*/*.parquet"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
+    "fineweb-edu-100bt": ("HuggingFaceFW/fineweb-edu", "sample/100BT/*.parquet"),
+    "fineweb-edu-350bt": ("HuggingFaceFW/fineweb-edu", "sample/350BT/*.parquet"),
+    "fineweb-edu-full": ("HuggingFaceFW/fineweb-edu", "data/*/*.parquet"),
 }
 _TIMEOUT_SECONDS = 10
 INSTALL_DATA = 'pip install "megatoken[data]"'
 NAMES = ("python", "tinyshakespeare", *EXERCISES, *HUB)
 
-_OWN_NAMES = (MANIFEST_NAME, PROGRESS_NAME, INPUTS_NAME, "tokenizer.json", DESCRIPTION_NAME)
-_OWN_FILES = re.compile("|".join((*map(re.escape, _OWN_NAMES), r"(train|val)_[0-9]{6,}\.bin")))
-
-# Left out of the corpus "python": tests, installed packages, an editor, a converter, demos, generated tables, and any
-# other file of which _TABLE_SHARE or more is in lines that begin with a string or a number (not a docstring).
+# Not in the corpus "python": tests, installed packages, demos, and tables, which are files with at
+# least _TABLE_SHARE of their bytes in lines that begin with a string or a number (not a docstring).
 _NOT_PYTHON = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
+    *("test", "tests", "idle_test", "site-packages", "dist-packages"),
+    *("idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"),
 }
-_NOT_PYTHON |= {"encodings", "pydoc_data"}
 _TABLE_LINE = re.compile(rb"""^[ \t([{+-]*(?:[bru]{0,2}(?:'(?!'')|"(?!""))|\d).*""", re.MULTILINE)
 _TABLE_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One input file. name: relative, for the listing; path: what to open; changed: mtime in ns, 0 unknown."""
+    """An input file. name: relative, for the listing; changed: mtime in ns, 0 if unknown."""
 
     name: str
     path: str
@@ -106,8 +95,8 @@ class File:
 class Source:
     """Files in reading order.
 
-    direct: the user named this one file, so it must be text. skipped: number of files that were not listed, by
-    extension or reason.
+    direct: the user named this one file, so it must be text. skipped: number of files that were
+    not listed, by extension or reason.
     """
 
     name: str
@@ -118,7 +107,7 @@ class Source:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk of all files, compressed as they are."""
+        """Bytes of all files on disk."""
         return sum(file.size for file in self.files)
 
     @property
@@ -127,7 +116,7 @@ class Source:
         return any(file.format in ROW_FORMATS.values() for file in self.files)
 
     def digest(self, *, times: bool) -> str:
-        """xxh3_128 of the listing: names and sizes, with `times` also when each file was changed."""
+        """Return the xxh3_128 of all names and sizes, with `times` also of modification times."""
         rows = (
             f"{file.name}\0{file.size}\0{file.changed if times else ''}\n" for file in self.files
         )
@@ -135,197 +124,157 @@ class Source:
 
 
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
-    """The files of `spec`: a name of NAMES, a file, a folder (recursive) or a pattern, sorted by name.
+    """Return the files of `spec`, sorted by name: one of NAMES, a file, a folder or a pattern.
 
-    root: a local folder with the layout of a named corpus, used instead of the internet. exclude: a folder to leave
-    out, where the dataset is written; datasets and runs are left out, too. Raises DataError when nothing readable is
-    found, or token shards are; ConfigError when `spec` names a corpus and a file here.
+    root: a local copy of a named corpus. exclude: the output folder, which is skipped, as are other
+    datasets and runs. Raises DataError if nothing readable is found, ConfigError if `spec` names
+    both a corpus and a local file.
     """
     path = local_path(spec)
-    if root and spec not in NAMES:
-        raise ConfigError(
-            f"--root has no effect beside {spec}", "--root", f"it is for {', '.join(NAMES)}"
-        )
-    if spec in NAMES and not root and path.exists():
-        what = f"{spec} is a corpus, and a {'folder' if path.is_dir() else 'file'} here"
-        raise ConfigError(
-            what,
-            path.absolute(),
-            f"write ./{spec} for what is here, or start elsewhere for the corpus",
-        )
-    if spec == "python":
-        library = Path(root or sysconfig.get_paths()["stdlib"])
-        files = [
-            (name, path) for name, path in _walk(library, None, _NOT_PYTHON) if path.suffix == ".py"
-        ]
-        files = [(name, path) for name, path in files if path.exists() and not _is_table(path)]
-        if not files:
-            raise DataError("no Python sources here", library, "give root=, a folder of .py files")
-        return _list_local("python", files)
-    if spec in EXERCISES:
-        if root:
-            raise ConfigError(
-                f"--root has no effect beside {spec}", "--root", "leave it out: it is made here"
-            )
-        lines = EXERCISES[spec]()
-        made = File(f"{spec}.jsonl", spec, len(lines), 0, "json", "")
-        return Source(spec, (made,), lambda _: io.BytesIO(lines), direct=True)
-    if spec == "tinyshakespeare":
-        return _find_shakespeare(root)
-    if spec in HUB:
-        return _find_on_hub(spec) if root is None else _find_copy(spec, root)
+    if spec in NAMES:
+        if path.exists() and not root:
+            fix = f"write ./{spec} for the local one"
+            raise ConfigError(f"{spec} is a corpus, and also a local path", path, fix)
+        return _find_corpus(spec, root)
+    if root:
+        raise ConfigError(f"--root does not apply to {spec}", "--root", f"use it with {NAMES[0]}")
     if path.is_file():
-        _refuse_shards([path])
         return _list_local(path.name, [(path.name, path)], direct=True)
     if path.is_dir():
-        if exclude and path.resolve() == exclude.resolve():
-            raise DataError(
-                "the folder of the text is the output folder, too", path, "choose another --out"
-            )
-        _refuse_shards(path.iterdir())
         return _list_folder(path, exclude)
     if glob.has_magic(spec):
-        paths = [Path(match) for match in glob.glob(spec, recursive=True)]  # noqa: PTH207 (absolute patterns)
-        named = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
-        below = {
-            folder for path in paths for folder in path.parents if not named.is_relative_to(folder)
-        }
-        left_out = {folder for folder in below if _is_output(folder, exclude)}
-        paths = [
-            path
-            for path in paths
-            if left_out.isdisjoint(path.parents) and not _is_own(path, exclude)
-        ]
-        _refuse_shards(paths)
-        if not (matches := [path for path in paths if path.is_file()]):
-            raise DataError(
-                "no file matches the pattern", spec, "check it; quote it against the shell"
-            )
-        start = os.path.commonpath([match.parent for match in matches])
-        return _list_local(
-            Path(spec).name, [(match.relative_to(start).as_posix(), match) for match in matches]
-        )
-    if path.exists():
-        raise DataError("neither a file nor a folder", spec, "write its content to a file first")
-    owner, _, dataset = spec.partition("/")  # of the hub
-    near = suggest(dataset if owner and re.fullmatch(r"[\w-]+", dataset) else spec, NAMES)
-    fix = (
-        f"did you mean {near}?"
-        if near
-        else "check it; of another corpus name the folder of its .parquet, .jsonl or .txt files"
-    )
-    raise DataError(f"no such file, folder or named corpus (names: {', '.join(NAMES)})", spec, fix)
-
-
-def _list_folder(folder: Path, exclude: Path | None) -> Source:
-    """List the text files below a folder, and count the others by extension."""
-    files: list[tuple[str, Path]] = []
-    skipped: Counter[str] = Counter()
-    for name, path in _walk(folder, exclude):
-        suffix, _ = _split_suffix(path.name)
-        if not path.exists():
-            skipped["broken link"] += 1
-        elif suffix in IN_FOLDERS and not _CARD.fullmatch(path.name):
-            files.append((name, path))
-        else:
-            skipped[path.name if _CARD.fullmatch(path.name) else path.suffix or "no extension"] += 1
-    if not files:
-        what = f"no {', '.join(IN_FOLDERS)} files (.gz and .zst included) in this folder"
-        if skipped:
-            what += f", only {describe_skipped(skipped)}"
-        raise DataError(what, folder, "name another folder, a file or a pattern")
-    source = _list_local(folder.resolve().name, files)
-    return replace(source, skipped=skipped + Counter(source.skipped))
+        return _list_pattern(spec, exclude)
+    fix = f"check the path; the named corpora are {', '.join(NAMES)}"
+    raise DataError("no such file, folder or corpus", spec, fix)
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
-    """Return "2 .pdf, 1 README.md, 1 broken link" for the counts of `Source.skipped`."""
-    return ", ".join(
-        f"{count:,} {name}" for name, count in sorted(skipped.items(), key=lambda item: -item[1])
-    )
+    """Return "2 .pdf, 1 README.md" for the counts of `Source.skipped`."""
+    by_count = sorted(skipped.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:,} {name}" for name, count in by_count)
+
+
+def _find_corpus(name: str, root: Path | None) -> Source:
+    if name == "python":
+        return _find_python(Path(root or sysconfig.get_paths()["stdlib"]))
+    if name in EXERCISES:
+        content = EXERCISES[name]()
+        file = File(f"{name}.jsonl", name, len(content), 0, "json", "")
+        return Source(name, (file,), lambda _: io.BytesIO(content), direct=True)
+    if name == "tinyshakespeare":
+        path = root / "input.txt" if root else megatoken_cache() / "tinyshakespeare.txt"
+        if not root:
+            download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
+        return _list_local(name, [("input.txt", path)], direct=True)
+    if root is None:
+        return _find_on_hub(name)
+    repository, pattern = HUB[name]
+    paths = [(path.relative_to(root).as_posix(), path) for path in root.glob(pattern)]
+    if not paths:
+        raise DataError(f"no {pattern} in this folder", root, f"copy dataset {repository} there")
+    return _list_local(name, paths)
+
+
+def _find_python(library: Path) -> Source:
+    sources = [(name, path) for name, path in _walk(library, None) if path.suffix == ".py"]
+    files = [
+        (name, path)
+        for name, path in sources
+        if _NOT_PYTHON.isdisjoint(Path(name).parts[:-1]) and path.exists() and not _is_table(path)
+    ]
+    if not files:
+        raise DataError("no Python sources here", library, "name a folder of .py files by --root")
+    return _list_local("python", files)
 
 
 def _is_table(path: Path) -> bool:
-    """Whether a Python file is a table, by the share of its bytes in lines that begin with a string or a number."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"cannot read: {error.strerror}", path, "check permissions, or leave it out"
-        ) from error
+    text = path.read_bytes()
     in_table = sum(len(line.lstrip()) for line in _TABLE_LINE.findall(text))
     return in_table > _TABLE_SHARE * sum(len(line.lstrip()) for line in text.splitlines())
 
 
-def _find_shakespeare(root: Path | None) -> Source:
-    path = root / "input.txt" if root else megatoken_cache() / "tinyshakespeare.txt"
-    if not path.is_file():
-        if root:
-            raise DataError("no such file", path, "place tiny Shakespeare there")
-        download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
-    return _list_local("tinyshakespeare", [("input.txt", path)], direct=True)
-
-
-def _find_copy(name: str, root: Path) -> Source:
-    pattern = HUB[name][1]
-    found = [(path.relative_to(root).as_posix(), path) for path in root.glob(pattern)]
-    if not found:
-        raise DataError(
-            f"no {pattern} in this folder", root, f"copy the files of dataset {HUB[name][0]} there"
-        )
-    return _list_local(name, found)
-
-
 def _find_on_hub(name: str) -> Source:
-    """The repository's files; they are read over the network during preparation."""
+    """List a repository's files, which are read over the network during preparation."""
     repository, pattern = HUB[name]
+    folder = f"datasets/{repository}/"
     try:
         from huggingface_hub import HfFileSystem
     except ImportError as error:
         raise DataError(f"{name} needs huggingface_hub and pyarrow", name, INSTALL_DATA) from error
     try:
         hub = HfFileSystem()
-        listing: dict[str, Any] = hub.glob(f"datasets/{repository}/{pattern}", detail=True)
-    except Exception as error:  # the hub, its cache and the network each raise their own exceptions
+        listing: dict[str, Any] = hub.glob(folder + pattern, detail=True)
+    except Exception as error:  # the hub, its cache and the network raise their own exceptions
         what = f"cannot reach the Hugging Face hub: {type(error).__name__}"
-        fix = f"download {pattern} of that dataset elsewhere and give its folder with --root"
+        fix = f"download {pattern} of that dataset and name its folder by --root"
         raise DataError(what, f"dataset {repository}", fix) from error
-    if not listing:
-        raise DataError(
-            f"no files {pattern}", f"dataset {repository}", "it may have moved; give root"
-        )
-    prefix, rows = f"datasets/{repository}/", sorted(listing.items())
     files = tuple(
-        File(path.removeprefix(prefix), path, int(row["size"]), 0, "parquet", "")
-        for path, row in rows
+        File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", "")
+        for path, row in sorted(listing.items())
     )
     return Source(name, files, lambda file: hub.open(file.path, "rb"))
 
 
-def _list_local(name: str, paths: Iterable[tuple[str, Path]], direct: bool = False) -> Source:
-    """List files sorted by name, each one once: of several links to a file the first counts."""
-    files: dict[tuple[int, int], File] = {}
+def _list_folder(folder: Path, exclude: Path | None) -> Source:
+    """List the text files below a folder, and count the others by extension."""
+    if exclude and folder.resolve() == exclude.resolve():
+        raise DataError("the text is in the output folder", folder, "choose another --out")
+    files: list[tuple[str, Path]] = []
     skipped: Counter[str] = Counter()
+    for name, path in _walk(folder, exclude):
+        if not path.exists():
+            skipped["broken link"] += 1
+        elif _CARD.fullmatch(path.name):
+            skipped[path.name] += 1
+        elif _split_suffix(path.name)[0] in IN_FOLDERS:
+            files.append((name, path))
+        else:
+            skipped[path.suffix or "no extension"] += 1
+    if not files:
+        what = f"no text files in this folder (skipped: {describe_skipped(skipped) or 'none'})"
+        raise DataError(what, folder, f"use {', '.join(IN_FOLDERS)}, or name the files")
+    return _list_local(folder.resolve().name, files, skipped=skipped)
+
+
+def _list_pattern(pattern: str, exclude: Path | None) -> Source:
+    paths = [Path(match) for match in glob.glob(pattern, recursive=True)]  # noqa: PTH207 (absolute patterns)
+    outputs = {folder for path in paths for folder in path.parents if _is_output(folder, exclude)}
+    paths = [path for path in paths if path.is_file() and outputs.isdisjoint(path.parents)]
+    if not paths:
+        raise DataError("no file matches the pattern", pattern, "check it and its quotes")
+    start = os.path.commonpath([path.parent for path in paths])
+    files = [(path.relative_to(start).as_posix(), path) for path in paths]
+    return _list_local(Path(pattern).name, files)
+
+
+def _list_local(
+    name: str,
+    paths: Iterable[tuple[str, Path]],
+    direct: bool = False,
+    skipped: Mapping[str, int] | None = None,
+) -> Source:
+    """List files sorted by name, each once: of several links to a file the first counts."""
+    files: dict[tuple[int, int], File] = {}
+    counts = Counter(skipped)
     for relative, path in sorted(paths):
+        if path.suffix in (".bin", ".npy"):
+            raise DataError("a token shard, not text", path, "train with data.path=FOLDER")
         try:
             status = path.stat()
         except OSError as error:
-            raise DataError(
-                f"cannot read: {error.strerror}", path, "check permissions, or leave it out"
-            ) from error
+            raise DataError(f"cannot read: {error.strerror}", path, "check the path") from error
         identity = (status.st_dev, status.st_ino)
         if identity in files:
-            skipped["second link to a file"] += 1
+            counts["second link to a file"] += 1
             continue
-        format, compression = classify(path.name)
         files[identity] = File(
-            relative, str(path), status.st_size, status.st_mtime_ns, format, compression
+            relative, str(path), status.st_size, status.st_mtime_ns, *classify(path.name)
         )
-    return Source(name, tuple(files.values()), open_local, direct, skipped)
+    return Source(name, tuple(files.values()), open_local, direct, counts)
 
 
 def classify(name: str) -> tuple[Format, Compression]:
-    """Format and compression of a file by its name; an unknown suffix means text."""
+    """Return format and compression of a file by its name; an unknown suffix means text."""
     suffix, compression = _split_suffix(name)
     return FORMATS.get(suffix, "whole"), compression
 
@@ -337,83 +286,57 @@ def _split_suffix(name: str) -> tuple[str, Compression]:
 
 
 def open_local(file: File) -> BinaryIO:
-    """Open a local file. Raises DataError when it is not the one that was listed."""
+    """Open a local file. Raises DataError if it changed since it was listed."""
     stream = open(file.path, "rb")  # noqa: SIM115 (the caller closes it)
     status = os.fstat(stream.fileno())
     if (status.st_size, status.st_mtime_ns) != (file.size, file.changed):
         stream.close()
-        raise DataError(
-            "file changed while it was prepared",
-            file.path,
-            "delete the output folder and prepare again",
-        )
+        fix = "delete the output folder and prepare again"
+        raise DataError("file changed while it was prepared", file.path, fix)
     return stream
 
 
-def _walk(
-    folder: Path, exclude: Path | None, unwanted: Iterable[str] = ()
-) -> list[tuple[str, Path]]:
-    """Return (relative name, path) of every regular file and broken link below, except hidden ones.
+def _walk(folder: Path, exclude: Path | None) -> Iterator[tuple[str, Path]]:
+    """Yield (relative name, path) of every file and broken link below, except hidden ones.
 
-    Links to folders are followed, and each folder is visited once.
+    Follows links to folders, and visits each folder once.
     """
-    skip, visited, files = set(unwanted), set[tuple[int, int]](), []
-
-    def refuse(error: OSError) -> None:
-        raise DataError(
-            f"cannot read the folder: {error.strerror}", error.filename, "check its permissions"
-        ) from error
-
-    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+    visited = set[tuple[int, int]]()
+    for parent, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
         status = Path(parent).stat()
         identity = (status.st_dev, status.st_ino)
         if identity in visited or _is_output(Path(parent), exclude):
             folders.clear()
             continue
         visited.add(identity)
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in skip
-        )
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in names:
             path = Path(parent, name)
             if not name.startswith(".") and (path.is_file() or not path.exists()):
-                files.append((path.relative_to(folder).as_posix(), path))
-    return files
+                yield path.relative_to(folder).as_posix(), path
+
+
+def _refuse_folder(error: OSError) -> None:
+    what = f"cannot read the folder: {error.strerror}"
+    raise DataError(what, error.filename, "check its permissions") from error
 
 
 def _is_output(folder: Path, out: Path | None) -> bool:
-    """Whether this is `out`, or a dataset or run that was written before."""
-    return (
-        bool(out and folder.resolve() == out.resolve())
-        or (folder / "tokenizer" / DESCRIPTION_NAME).is_file()
-    )
+    """Return whether this is `out`, or another dataset or run."""
+    is_out = out is not None and folder.resolve() == out.resolve()
+    return is_out or (folder / "tokenizer" / DESCRIPTION_NAME).is_file()
 
 
-def _is_own(path: Path, out: Path | None) -> bool:
-    """Whether this file of `out` was written by a preparation; text may lie beside them."""
-    places = (out.resolve(), out.resolve() / "tokenizer") if out else ()
-    return path.resolve().parent in places and bool(_OWN_FILES.fullmatch(path.name))
+def download(url: str, target: Path, sha256: str, alternative: str = "") -> bytes:
+    """Return the bytes at `url`, cached in `target`. Raises DataError if they cannot be had.
 
-
-def _refuse_shards(paths: Iterable[Path]) -> None:
-    shard = next((path for path in sorted(paths) if path.suffix in (".bin", ".npy")), None)
-    if shard:
-        what = "these are token shards already, which `megatoken train` uses as they are"
-        raise DataError(
-            what, shard, "train with data.path set to their folder, or name text files here"
-        )
-
-
-def download(url: str, target: Path, sha256: str, instead: str = "") -> bytes:
-    """The bytes at `url`, from `target` if it holds them already; otherwise downloaded and kept there.
-
-    instead: what else one can do. Raises DataError when the address cannot be reached or holds something else.
+    alternative: what else the user can do.
     """
     with suppress(OSError):
         cached = target.read_bytes()
         if hashlib.sha256(cached).hexdigest() == sha256:
             return cached
-    fix = f"download it elsewhere and place it at {target}{instead}"
+    fix = f"download it elsewhere and place it at {target}{alternative}"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
             data: bytes = response.read()
@@ -422,7 +345,7 @@ def download(url: str, target: Path, sha256: str, instead: str = "") -> bytes:
     actual = hashlib.sha256(data).hexdigest()
     if actual != sha256:
         raise DataError(f"download has sha256 {actual}, expected {sha256}", url, fix)
-    with suppress(OSError):  # without a cache the next run downloads again
+    with suppress(OSError):  # the cache is optional
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, data)
     return data

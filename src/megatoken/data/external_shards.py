@@ -1,0 +1,130 @@
+"""Find token shards of other programs: .bin of llm.c or nanoGPT, .npy of build-nanogpt.
+
+They have no manifest: one is derived from their headers.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from megatoken.data.shard_format import (
+    HEADER_BYTES,
+    MANIFEST_NAME,
+    RESTORE,
+    Header,
+    Manifest,
+    Shard,
+    has_magic,
+    read_header,
+)
+from megatoken.errors import DataError
+
+SUFFIXES = (".bin", ".npy")
+_PERMISSIONS = "check the path and its permissions"
+# (vocabulary size, id between documents) of tokenizers whose shards are published; llm.c's LLaMA-3
+# writer puts begin-of-text there. Ids of others are checked once `set_vocab_size` is called.
+_PUBLISHED_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
+_HEADERLESS = ("train.bin", "val.bin")  # nanoGPT's files of uint16 ids
+_VAL = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])")  # a word of a shard's name
+# Negative ids read as ids outside any vocabulary.
+_NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "uint32"}
+
+
+def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
+    """Return a manifest derived from the headers of the shards, and the file of each of its rows.
+
+    path: a folder, file or glob pattern. tokenizer: name of the one that made the shards. Raises
+    DataError if there are no shards, or shards of two formats.
+    """
+    files = _find_files(path)
+    headers = [read_layout(file)[0] for file in files]
+    for file, header in zip(files, headers, strict=True):
+        if header.fingerprint:
+            fix = f"name the folder with {MANIFEST_NAME}, or finish the preparation"
+            raise DataError("a shard of megatoken without its manifest", file, fix)
+        if header.dtype != headers[0].dtype or file.suffix != files[0].suffix:
+            raise DataError(f"shards of two formats: also {files[0].name}", file, "use a pattern")
+        if file.name in _HEADERLESS and tokenizer == "gpt2" and _has_own_vocabulary(file):
+            fix = "prepare the text: megatoken prepare FILE --out DIR --tokenizer bytes"
+            raise DataError("ids of a vocabulary in meta.pkl, which is not loaded", file, fix)
+        if header.tokens == 0:
+            raise DataError("shard holds no tokens", file, "remove it from the folder")
+    dtype = headers[0].dtype
+    if files[0].suffix == ".bin" and dtype == "uint32" and tokenizer == "gpt2":
+        tokenizer = "llama-3"  # llm.c's version 7; GPT-2's ids never need 32 bits
+    unknown = (1 << 16 if dtype == "uint16" else 1 << 31, -1)
+    vocab_size, eot = _PUBLISHED_TOKENIZERS.get(tokenizer, unknown)
+    shards = tuple(
+        Shard(
+            file=file.name,
+            split="val" if _VAL.search(file.name) else "train",
+            tokens=header.tokens,
+            blocks=(),
+            header="",
+        )
+        for file, header in zip(files, headers, strict=True)
+    )
+    description = {"name": tokenizer, "vocab_size": vocab_size, "eot": eot, "fingerprint": ""}
+    manifest = Manifest(tokenizer=description, dtype=dtype, documents={}, shards=shards, source={})
+    return manifest, files
+
+
+def _has_own_vocabulary(file: Path) -> bool:
+    return (file.parent / "meta.pkl").exists()
+
+
+def _find_files(path: Path) -> list[Path]:
+    try:
+        if path.is_dir():
+            paths = list(path.iterdir())
+        elif path.exists():
+            paths = [path]
+        else:
+            paths = list(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the dataset: {error}", path, _PERMISSIONS) from error
+    files = sorted(file for file in paths if file.suffix in SUFFIXES)
+    if not files:
+        fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
+        raise DataError(f"no dataset here: no {MANIFEST_NAME}, no .bin, no .npy", path, fix)
+    return files
+
+
+def read_layout(path: Path) -> tuple[Header, int, bytes]:
+    """Return a shard's header, the offset of its tokens, and the bytes before them.
+
+    Raises DataError unless the file has the size that its header implies.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(HEADER_BYTES)
+            size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot read the shard: {error.strerror}", path, _PERMISSIONS) from error
+    if path.suffix == ".npy":
+        header, offset = _read_npy_header(path)
+    elif path.name in _HEADERLESS and not has_magic(raw):
+        header = Header(dtype="uint16", tokens=size // 2, fingerprint="")
+        offset = 0
+    else:
+        header = read_header(raw, str(path))
+        offset = HEADER_BYTES
+    expected = offset + header.tokens * np.dtype(header.dtype).itemsize
+    if size != expected:
+        reason = "truncated" if size < expected else "too long"
+        what = f"shard is {reason}: {size:,} bytes, expected {expected:,}"
+        raise DataError(f"{what} for {header.tokens:,} tokens", path, RESTORE)
+    return header, offset, raw[:offset]
+
+
+def _read_npy_header(path: Path) -> tuple[Header, int]:
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # numpy's parser raises any type
+        raise DataError(f"not a plain .npy file: {error!s:.200}", path, RESTORE) from error
+    if array.dtype.str not in _NPY_DTYPES or array.ndim != 1:
+        what = f".npy file holds {array.dtype.str} of shape {array.shape}, not token ids"
+        raise DataError(what, path, "save a row of uint16, uint32 or int32")
+    dtype = _NPY_DTYPES[array.dtype.str]
+    return Header(dtype=dtype, tokens=len(array), fingerprint=""), array.offset
