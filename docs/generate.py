@@ -5,14 +5,13 @@
 `make docs` runs this first. No check compares the pages with the code, so that code can change without them.
 """
 
-import argparse
 import json
 import os
 import subprocess
 from pathlib import Path
 
+from megatoken.cli import COMMANDS, load_command
 from megatoken.cli.arguments import build_parser
-from megatoken.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 STEP = "model optim distributed train"
@@ -116,16 +115,13 @@ def list_records() -> str:
 
 def list_commands(*, with_options: bool = False) -> str:
     """Return docs/commands.md: a table of the commands and their usage, or their full help."""
-    parser = build_parser(COMMANDS)
-    (subparsers,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
     page = COMMANDS_HEAD
-    for choice in subparsers._choices_actions:
-        summary = str(choice.help).replace("|", "\\|")
-        page += f"| [`{choice.dest}`](#{choice.dest}) | {summary} |\n"
-    for name, command in subparsers.choices.items():
-        text = command.format_help() if with_options else command.format_usage()
+    for name in COMMANDS:
+        summary = load_command(name).HELP.replace("|", "\\|")
+        page += f"| [`{name}`](#{name}) | {summary} |\n"
+    for name in COMMANDS:
+        parser = build_parser(name)
+        text = parser.format_help() if with_options else parser.format_usage()
         page += f"\n## {name}\n\n```\n{text.strip()}\n```\n"
     return page
 
