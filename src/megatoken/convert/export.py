@@ -1,7 +1,6 @@
-"""Exports a model to the files of another program, and checks them before the folder gets its name."""
+"""Export a model to the format of another program and check it before the folder gets its name."""
 
 import copy
-import errno
 import os
 import shutil
 import warnings
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from megatoken.console import Console
 from megatoken.convert.hf.export import compare_logits, write_hf
@@ -21,7 +19,7 @@ from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import CheckpointError, ConfigError, StorageError
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import BUILT_IN
-from megatoken.system.atomic_write import error_number, local_path
+from megatoken.system.atomic_write import local_path, storage_errors
 
 
 def export(
@@ -31,71 +29,38 @@ def export(
     dtype: str = "fp32",
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Write a model and its tokenizer to the folder `out`, which must not exist.
+    """Write a model and its tokenizer to the new folder `out`.
 
-    model: loaded, or a name for load_pretrained. to: `hf` or `llmc`. dtype: of the weights, fp32 or bf16.
+    model: a loaded model, or a name for load_pretrained. to: `hf` or `llmc`. dtype: of the weights, fp32 or bf16.
     Returns source, format, out, verified, max_relative_difference (of logits), ids_left_out.
-    Raises StorageError for a target that exists or cannot be written, ConfigError for a model that the format cannot
-    hold, CheckpointError when the model cannot be read or the export does not compute the same.
+    Raises StorageError if `out` exists or cannot be written, ConfigError if the format has no such model,
+    CheckpointError if the model cannot be read or the export computes something else.
     """
-    if to not in FORMATS:
-        raise ConfigError(f"unknown format {to!r}", "export", f"choose one of {', '.join(FORMATS)}")
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"unknown dtype {dtype!r}", "export", f"choose one of {', '.join(DTYPES)}"
-        )
-    out, warn = local_path(out), console.warn if console else warnings.warn
+    for value, choices in ((to, FORMATS), (dtype, ("fp32", "bf16"))):
+        if value not in choices:
+            raise ConfigError(f"cannot export {value!r}", "export", f"use {', '.join(choices)}")
+    out = local_path(out)
+    warn = console.warn if console else warnings.warn
     if os.path.lexists(out):
-        raise StorageError(
-            "the export's target exists", str(out), "choose another --out, or remove it first"
-        )
-    loaded = (
-        copy.deepcopy(model) if isinstance(model, LoadedModel) else load_pretrained(model, warn)
-    )
-    if (attention := loaded.model.attention_name) not in BUILT_IN:
-        raise ConfigError(
-            f"the model computes with attention {attention!r}", to, "other programs do not have it"
-        )
-    gpt, tokenizer = loaded.model.eval(), loaded.tokenizer
-    if unused := gpt.config.vocab_size - tokenizer.vocab_size:
-        warn(f"{unused:,} ids that no text has are left out; losses of the rest are a little lower")
-    if gpt.value_head is not None:
-        warn("the value head, of a reward model or of PPO, is left out: the format has none")
-        gpt.value_head, gpt.config = None, replace(gpt.config, value_head=False)
-    _trim_vocabulary(gpt, tokenizer.vocab_size)
-    if dtype == "bf16":
-        for param in gpt.parameters():
-            param.data.copy_(param.bfloat16())  # so that the comparison is with the written values
-    try:
+        raise StorageError("the folder exists", str(out), "choose another --out, or remove it")
+    if isinstance(model, LoadedModel):
+        loaded = copy.deepcopy(model)
+    else:
+        loaded = load_pretrained(model, warn)
+    n_unused = _prepare(loaded, dtype, warn)
+    with storage_errors(out.parent, what="cannot write the export", fix="choose another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.parent / f".{out.name}.{os.getpid()}"
         unfinished.mkdir()
         try:
-            difference = FORMATS[to](unfinished, gpt, tokenizer, dtype)
+            difference = FORMATS[to](unfinished, loaded.model, loaded.tokenizer, dtype)
             unfinished.rename(out)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    except (
-        OSError,
-        SafetensorError,
-    ) as error:  # safetensors has an error of its own for a full disk
-        is_full = error_number(error) in (errno.ENOSPC, errno.EDQUOT)
-        fix = (
-            "free some space or choose another --out"
-            if is_full
-            else "choose an --out that can be written"
-        )
-        what = f"cannot write the export: {getattr(error, 'strerror', None) or error}"
-        name = getattr(
-            error, "filename", None
-        )  # of a folder above, say, or of a file in the unfinished one
-        raise StorageError(
-            what, name if name and out.is_relative_to(name) else str(out), fix
-        ) from error
     if console:
         verdict = "NOT VERIFIED, because transformers is not installed (pip install megatoken[hf])"
         if difference is not None:
-            verdict = f"read back, its logits equal to {difference:.1e} of the largest"
+            verdict = f"verified, logits equal to {difference:.1e} of the largest"
         console.print(f"{loaded.source} as {to} in {out}: {verdict}")
     return {
         "source": loaded.source,
@@ -103,18 +68,32 @@ def export(
         "out": str(out),
         "verified": difference is not None,
         "max_relative_difference": difference,
-        "ids_left_out": unused,
+        "ids_left_out": n_unused,
     }
 
 
-def _trim_vocabulary(model: GPT, vocab_size: int) -> None:
-    """Keep the rows of the tokenizer's ids: `model.vocab_size` may have asked for more."""
-    config = replace(model.config, vocab_size=vocab_size)
+def _prepare(loaded: LoadedModel, dtype: str, warn: Callable[[str], None]) -> int:
+    """Drop what no format has, and round weights to `dtype`. Return the number of ids without a token."""
+    model = loaded.model.eval()
+    if model.attention_name not in BUILT_IN:
+        what = f"attention {model.attention_name!r} exists only here"
+        raise ConfigError(what, "export", "use a built-in attention")
+    vocab_size = loaded.tokenizer.vocab_size
+    n_unused = model.config.vocab_size - vocab_size
+    if n_unused:
+        warn(f"{n_unused:,} ids without a token are dropped; losses decrease slightly")
+    if model.value_head is not None:
+        warn("the value head (reward model, PPO) is dropped: the format has none")
+        model.value_head = None
+    model.config = replace(model.config, vocab_size=vocab_size, value_head=False)
     for module in (model.tokens, model.head):
         if module is not None:
-            module.weight.data = module.weight.data[: config.padded_vocab_size].clone()
+            module.weight.data = module.weight.data[: model.config.padded_vocab_size].clone()
             module.weight.data[vocab_size:] = 0.0
-    model.config = config
+    if dtype == "bf16":
+        for param in model.parameters():
+            param.data.copy_(param.bfloat16())  # logits are compared with the written values
+    return n_unused
 
 
 def _export_hf(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> float | None:
@@ -126,18 +105,14 @@ def _export_llmc(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str) -> 
     write_llmc(folder / "model.bin", model, dtype)
     write_tokenizer(folder / "gpt2_tokenizer.bin", tokenizer)
     tokenizer.save(folder)
-    again = read_llmc(folder / "model.bin").state_dict()
-    if differing := [
-        name for name, tensor in model.state_dict().items() if not torch.equal(tensor, again[name])
-    ]:
-        raise CheckpointError(
-            f"read back differently: {', '.join(differing[:4])}", str(folder), "report it"
-        )
+    written = read_llmc(folder / "model.bin").state_dict()
+    for name, tensor in model.state_dict().items():
+        if not torch.equal(tensor, written[name]):
+            raise CheckpointError(f"{name} reads back differently", str(folder), "report this bug")
     return 0.0
 
 
-# Each writes the folder, and returns the largest difference of logits found; None: not compared.
-DTYPES = ("fp32", "bf16")
+# Each writes the folder and returns the largest difference of logits, or None if it was not compared.
 FORMATS: dict[str, Callable[[Path, GPT, Tokenizer, str], float | None]] = {
     "hf": _export_hf,
     "llmc": _export_llmc,

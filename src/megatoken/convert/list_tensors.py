@@ -1,6 +1,6 @@
-"""Names, shapes and dtypes of a model's tensors as its file has them, without reading the numbers."""
+"""List the names, shapes and dtypes of a model file's tensors without reading their values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -15,11 +15,9 @@ from megatoken.convert.load_pretrained import find_format
 from megatoken.convert.nanogpt import read_content
 from megatoken.model.gpt import GPT
 
-NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
-
 
 class TensorInfo(NamedTuple):
-    """A tensor in a file. dtype: torch's name, or of one that torch lacks the file's."""
+    """A tensor in a file. dtype: torch's name."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,7 +25,7 @@ class TensorInfo(NamedTuple):
 
 
 def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
-    """The tensors of any model that `load_pretrained` reads, in the order of its file; raises as that does."""
+    """Return the tensors of a model that `load_pretrained` reads, in file order. Raises as it does."""
     kind, path = find_format(name, warn)
     if kind == "run":
         folder, manifest = find_checkpoint(path, warn)
@@ -37,28 +35,21 @@ def list_tensors(name: str, warn: Callable[[str], None]) -> list[TensorInfo]:
             for name, shape in reader.shapes.items()
         ]
     if kind == "llmc":
-        return [_describe(name, tensor) for name, tensor in list_llmc_params(path).items()]
+        return _describe(list_llmc_params(path).items())
     if kind == "nanogpt":
-        return [_describe(name, tensor) for name, tensor in read_content(path)[0].items()]
-    found = []
-    for tensor, file in open_tensors(find_folder(name)):
-        values = file.get_slice(tensor)
-        found.append(
-            TensorInfo(
-                tensor, tuple(values.get_shape()), NAMES.get(dtype := values.get_dtype(), dtype)
-            )
-        )
-    return found
+        return _describe(read_content(path)[0].items())
+    tensors = open_tensors(find_folder(name))
+    return _describe((tensor, file.get_tensor(tensor)) for tensor, file in tensors)  # memory-mapped
 
 
 def list_parameters(config: ModelConfig) -> list[TensorInfo]:
-    """The parameters that a model of this architecture has, those that pad its vocabulary with them."""
+    """Return the parameters of a model of this architecture, with padding rows of the vocabulary."""
     with torch.device("meta"):
-        return [
-            _describe(name, parameter)
-            for name, parameter in GPT(config, seed=None).named_parameters()
-        ]
+        return _describe(GPT(config, seed=None).named_parameters())
 
 
-def _describe(name: str, tensor: Tensor) -> TensorInfo:
-    return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def _describe(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorInfo]:
+    return [
+        TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors
+    ]

@@ -1,9 +1,9 @@
-"""Reads the checkpoints of nanoGPT (ckpt.pt) and build-nanogpt without running code in them."""
+"""Read checkpoints of nanoGPT (ckpt.pt) and build-nanogpt without running code in them."""
 
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,121 +15,103 @@ from torch.serialization import safe_globals
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import GPT2_VOCABULARY
-from megatoken.convert.fill_model import HEAD, fill_model
+from megatoken.convert.fill_model import AGAIN, HEAD, fill_model
 from megatoken.convert.hf.families import GPT2, build_config
 from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 
-CHECKPOINT, SUFFIXES = "ckpt.pt", (".pt", ".pth", ".ckpt")
-WRAPPERS = re.compile(
-    r"^((_orig_mod|module)\.)+"
-)  # prefixes of torch.compile and DistributedDataParallel
+CHECKPOINT = "ckpt.pt"
+SUFFIXES = (".pt", ".pth", ".ckpt")
+WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # of torch.compile and DistributedDataParallel
 FIELDS = {
-    **{"n_layer": "n_layer", "n_head": "n_head", "d_model": "n_embd"},
-    **{"vocab_size": "vocab_size", "seq_len": "block_size", "bias": "bias"},
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "d_model": "n_embd",
+    "vocab_size": "vocab_size",
+    "seq_len": "block_size",
+    "bias": "bias",
 }
 EMBEDDING = "transformer.wte.weight"
-PADDED_VOCABULARY = 50304  # GPT-2's rounded up: the last 47 rows belong to no token
-# build-nanogpt pickles its sizes as an object of its own class; it is read as plain attributes.
+PADDED_VOCABULARY = 50304  # GPT-2's rounded up: the last 47 rows have no token
+# build-nanogpt pickles its sizes as an object of its own class; read it as plain attributes.
 CONFIG_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (SimpleNamespace, f"{module}.GPTConfig") for module in ("__main__", "model", "train_gpt2")
 ]
-# What a pickle may name: containers and tensors. torch would also call what takes memory, such as bytearray(2**40).
-NAMED = re.compile(
+# Names allowed in a pickle: containers and tensors. torch also allows calls such as bytearray(2**40).
+ALLOWED = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage|torch (Size|device)"
     r"|torch (b?float|u?int)\d+|_codecs encode|(__main__|model|train_gpt2) GPTConfig"
 )
-LARGEST_PICKLE = 16 << 20  # without its tensors
-OTHER_FILE = "give a checkpoint of nanoGPT or build-nanogpt"
+LARGEST_PICKLE = 16 << 20  # bytes, without its tensors
 
 
 def read_nanogpt(path: Path) -> GPT:
-    """The model of a checkpoint, on the CPU in fp32.
+    """Return the model of a checkpoint, on the CPU in fp32.
 
-    Raises CheckpointError in one line for a file that is truncated, damaged, asks to run code, or is not nanoGPT's.
+    Raises CheckpointError for a file that is damaged, asks to run code, or is not nanoGPT's.
     """
     state, config = read_content(path)
     tensors = {WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not GPT2.buffers.fullmatch(name)}
     if config.vocab_size == GPT2_VOCABULARY:
-        tensors |= {
-            name: tensors[name][:GPT2_VOCABULARY] for name in (EMBEDDING, HEAD) if name in tensors
-        }
-    return fill_model(
-        config, tensors, replace(GPT2, conv1d=()).view_params, str(path)
-    )  # nn.Linear here
+        for name in tensors.keys() & {EMBEDDING, HEAD}:
+            tensors[name] = tensors[name][:GPT2_VOCABULARY]
+    family = replace(GPT2, conv1d=())  # nn.Linear
+    return fill_model(config, tensors, family.view_params, str(path))
 
 
 def read_content(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
-    """The memory-mapped tensors of a checkpoint by its names, and its architecture. Raises as `read_nanogpt`."""
+    """Return the memory-mapped tensors of a checkpoint by its names, and its architecture. Raises CheckpointError."""
     content = _load(path)
-    build_nanogpt = isinstance(content.get("config"), SimpleNamespace)
-    args = vars(content["config"]) if build_nanogpt else content.get("model_args")
+    is_build_nanogpt = isinstance(content.get("config"), SimpleNamespace)
+    args = vars(content["config"]) if is_build_nanogpt else content.get("model_args")
     state = content.get("model")
-    if (
-        not isinstance(state, dict)
-        or not all(map(_is_entry, state.items()))
-        or not isinstance(args, dict)
-    ):
-        raise CheckpointError(
-            "not nanoGPT's checkpoint: it holds no 'model' with 'model_args'", str(path), OTHER_FILE
-        )
-    sizes, mlp = {"bias": True, **args}, "gelu" if build_nanogpt else "gelu-erf"
-    if str(sizes.get("vocab_size")) == str(PADDED_VOCABULARY):
+    if not isinstance(args, dict) or not isinstance(state, dict) or not _is_state_dict(state):
+        what = "not a nanoGPT checkpoint: no 'model' with 'model_args'"
+        raise CheckpointError(what, str(path), "give a checkpoint of nanoGPT or build-nanogpt")
+    sizes = {"bias": True, **args}
+    if sizes.get("vocab_size") == PADDED_VOCABULARY:
         sizes["vocab_size"] = GPT2_VOCABULARY
+    mlp = "gelu" if is_build_nanogpt else "gelu-erf"
     return state, build_config(sizes, FIELDS, str(path), {"mlp": mlp})
 
 
-def _is_entry(entry: tuple[Any, Any]) -> bool:
-    """Whether it is a name with a plain tensor in memory."""
-    name, tensor = entry
-    is_plain = (
-        isinstance(tensor, torch.Tensor)
+def _is_state_dict(state: Mapping[Any, Any]) -> bool:
+    """Return whether it has names and plain CPU tensors only."""
+    return all(isinstance(name, str) for name in state) and all(
+        isinstance(tensor, Tensor)
         and tensor.layout == torch.strided
         and tensor.device.type == "cpu"
+        and tensor.ndim > 0
+        for tensor in state.values()
     )
-    return isinstance(name, str) and is_plain and tensor.ndim > 0
-
-
-def _list_names(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[str]:
-    """The classes and functions that a pickle names; "?" for a name that it puts together."""
-    if entry.file_size > LARGEST_PICKLE:
-        raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes")
-    for opcode, argument, _ in pickletools.genops(archive.read(entry)):
-        if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL"):
-            yield str(argument or "?")
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    """The values of a file of torch.save; every byte is checked against the checksums, every name before it is used."""
-    asked: list[str] = []
+    """Return the content of a torch.save file after checking its checksums and every name in its pickles."""
     try:
         with zipfile.ZipFile(path) as archive:
-            stored = all(
-                entry.file_size == entry.compress_size for entry in archive.infolist()
-            )  # as torch does
-            damaged = archive.testzip() if stored else "its directory"
-            for entry in () if damaged else archive.infolist():
-                if entry.filename.lower().endswith(".pkl"):
-                    asked += [
-                        name for name in _list_names(archive, entry) if not NAMED.fullmatch(name)
-                    ]
-    except Exception as error:  # besides BadZipFile, the module raises many types
-        what = f"not a file of torch.save, or truncated: {error}"
-        raise CheckpointError(what, str(path), "copy it again") from None
-    if damaged:
-        raise CheckpointError(
-            f"damaged: the checksum of {damaged} is wrong", str(path), "copy it again"
-        )
-    try:
-        if asked:
-            raise ValueError(asked)
+            _check_archive(archive)
         with safe_globals(CONFIG_CLASSES):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch and the unpickler raise many types
-        what = "its pickle is refused"
-        if asked:
-            what = f"it asks to run {asked[0]:.80}, and nothing in a checkpoint is run"
-        fix = "where you trust it, save the weights alone: torch.save({'model': ..., 'model_args': {...}}, 'ckpt.pt')"
-        raise CheckpointError(what, str(path), fix) from error
+    except Exception as error:  # zipfile, torch and the unpickler raise many types
+        reason = str(error).partition("\n")[0]
+        what = f"cannot read it as a checkpoint of plain tensors: {reason:.200}"
+        raise CheckpointError(what, str(path), AGAIN) from error
     return content if isinstance(content, dict) else {}
+
+
+def _check_archive(archive: zipfile.ZipFile) -> None:
+    """Raise ValueError for compressed or damaged entries, and for pickles that name anything but tensors."""
+    entries = archive.infolist()
+    if any(entry.file_size != entry.compress_size for entry in entries) or archive.testzip():
+        raise ValueError("damaged archive")
+    for entry in entries:
+        if not entry.filename.lower().endswith(".pkl"):
+            continue
+        if entry.file_size > LARGEST_PICKLE:
+            raise ValueError(f"{entry.filename} is too large")
+        for opcode, argument, _ in pickletools.genops(archive.read(entry)):
+            is_name = opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL")
+            if is_name and not ALLOWED.fullmatch(str(argument)):  # STACK_GLOBAL has None
+                raise ValueError(f"it asks to run {argument!s:.80}")

@@ -1,8 +1,8 @@
-"""What an exported chat model needs beside transformers' own files: ollama's Modelfile, and a README on serving it."""
+"""Files of an exported chat model in addition to transformers' own: ollama's Modelfile, and a README on serving it."""
 
 from megatoken.data.chat_template import ChatTemplate
 
-# The conversation as ollama writes it, in Go's template language.
+# The conversation in Go's template language, for ollama.
 _GO_TEMPLATES = {
     "chatml": "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}"
     "<|im_start|>assistant\n",
@@ -10,35 +10,23 @@ _GO_TEMPLATES = {
     "{{ end }}<|start_header_id|>assistant<|end_header_id|>\n\n",
 }
 GGUF = "model.gguf"
-# Of ollama's importers from safetensors those of LLaMA fit; others go through llama.cpp's converter.
-IMPORTED = ("llama",)
-
-
-MARKED = "chat_template_training.jinja"
-MARKS = (
-    "{% generation %}",
-    "{% endgeneration %}",
-)  # of transformers' assistant masks; plain jinja2 refuses them
+TRAINING_TEMPLATE = "chat_template_training.jinja"
 
 
 def drop_marks(template: ChatTemplate) -> str:
-    """The template for servers, some of which (llama-cpp-python) do not know transformers' marks."""
-    jinja = template.jinja
-    for mark in MARKS:
-        jinja = jinja.replace(mark, "")
-    return jinja
+    """Return the template without transformers' marks of assistant masks, which plain jinja2 rejects."""
+    return template.jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def describe_chat(template: ChatTemplate, model_type: str) -> dict[str, str]:
-    """The contents of Modelfile, README.md and MARKED, the template with marks. model_type: that of config.json."""
+    """Return the contents of Modelfile, README.md and TRAINING_TEMPLATE. model_type: that of config.json."""
     stops = [template.tokenizer.decode([id]) for id in template.stop_ids]
-    is_imported = model_type in IMPORTED
-    lines = [
-        "FROM ." if is_imported else f"FROM ./{GGUF}",
-        f'TEMPLATE """{_GO_TEMPLATES[template.name]}"""',
-    ]
-    modelfile = "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in stops)]) + "\n"
-    convert = "" if is_imported else f"python llama.cpp/convert_hf_to_gguf.py . --outfile {GGUF}\n"
+    source, convert = ".", ""  # ollama imports only LLaMA's safetensors
+    if model_type != "llama":
+        source = f"./{GGUF}"
+        convert = f"python llama.cpp/convert_hf_to_gguf.py . --outfile {GGUF}\n"
+    modelfile = f'FROM {source}\nTEMPLATE """{_GO_TEMPLATES[template.name]}"""\n'
+    modelfile += "".join(f'PARAMETER stop "{stop}"\n' for stop in stops)
     ends = " and ".join(f"`{stop}`" for stop in stops)
     readme = f"""\
 # A chat model
@@ -51,12 +39,12 @@ vllm serve .
 {convert}ollama create mine -f Modelfile && ollama run mine
 ```
 
-{MARKED} is the template with the marks that `apply_chat_template(..., return_assistant_tokens_mask=True)`
-and trl's `assistant_only_loss` need; plain jinja2 does not know them.
+{TRAINING_TEMPLATE} is the template with the marks that `apply_chat_template(..., return_assistant_tokens_mask=True)`
+and trl's `assistant_only_loss` need; plain jinja2 rejects them.
 
-**What a user writes can be taken for the template.** transformers, vLLM, llama.cpp and ollama write a conversation as
-one text, and read control tokens out of all of it: a message that spells `{stops[0]}` ends itself, and what follows can
-pose as the system or the assistant. Where users are not to be trusted, take such spellings out of their messages before
-the server gets them. `megatoken chat` and `megatoken serve` take control tokens from the template alone.
+**A user's message can imitate the template.** transformers, vLLM, llama.cpp and ollama render a conversation as
+one text and parse control tokens anywhere in it: a message that contains `{stops[0]}` ends itself, and the text after
+it can pose as the system or the assistant. If you do not trust your users, remove such strings from their messages
+before they reach the server. `megatoken chat` and `megatoken serve` take control tokens from the template alone.
 """
-    return {"Modelfile": modelfile, "README.md": readme, MARKED: template.jinja}
+    return {"Modelfile": modelfile, "README.md": readme, TRAINING_TEMPLATE: template.jinja}

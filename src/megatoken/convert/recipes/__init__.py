@@ -1,4 +1,4 @@
-"""Translates the recipes of other programs."""
+"""Translate recipes of nanoGPT, llm.c and Composer."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -10,11 +10,9 @@ from megatoken.convert.recipes.translation import Translation
 
 
 def translate(options: Namespace) -> Translation:
-    """The recipe of --llmc, --nanogpt or --composer. Raises ConfigError naming what cannot be honoured."""
+    """Translate the recipe of --llmc, --nanogpt or --composer. Raises ConfigError for what cannot be translated."""
     if options.llmc is not None:
         return translate_llmc(options.llmc, options.nproc)
-    return (
-        translate_composer(Path(options.composer))
-        if options.nanogpt is None
-        else translate_nanogpt(options.nanogpt)
-    )
+    if options.nanogpt is not None:
+        return translate_nanogpt(options.nanogpt)
+    return translate_composer(Path(options.composer))

@@ -1,4 +1,4 @@
-"""Translates llm.c's command line: `-e d12 -b 64 -t 1024 -d 524288 ...`. Source: train_gpt2.cu of karpathy/llm.c."""
+"""Translate llm.c's command line: `-e d12 -b 64 -t 1024 -d 524288 ...`. Source: train_gpt2.cu of karpathy/llm.c."""
 
 import re
 from fnmatch import fnmatch
@@ -12,15 +12,8 @@ from megatoken.errors import ConfigError
 
 PROGRAMS = ("train_gpt2cu", "train_gpt2fp32cu", "train_gpt2")
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd-sqrt"}
-
-
-def keep_outliers(z_score: float) -> None:
-    """Raise ValueError, whose text is the fix, for a limit above which steps are skipped."""
-    if z_score:
-        raise ValueError(
-            "leave it out; optim.spike=skip behind the command skips spikes by a rule of its own"
-        )
-
+RECOMPUTED = {0: "none", 1: "gelu", 2: "gelu"}
+SHARDINGS = {0: "none", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 FLAGS: dict[str, Row] = {
     "-i": Row("dev/data/tinyshakespeare/tiny_shakespeare_train.bin"),  # training shards
@@ -32,181 +25,166 @@ FLAGS: dict[str, Row] = {
     "-nm": Row(0),  # steps between checkpoints that are never removed
     "-b": Row(4, "machine.micro_batch"),  # sequences per forward
     "-t": Row(1024, "model.seq_len"),  # sequence length
-    "-d": Row(-1),  # tokens in a step
+    "-d": Row(-1),  # tokens per step
     "-x": Row(-1),  # steps, -1: one epoch
     "-k": Row("cosine", "optim.schedule", SCHEDULES),  # learning-rate schedule
     "-l": Row(3e-4, "optim.lr"),  # learning rate
     "-u": Row(0, "optim.warmup", STEPS),  # warm-up steps
-    "-q": Row(1.0, "optim.min_lr_ratio"),  # last learning rate as a share of the peak
+    "-q": Row(1.0, "optim.min_lr_ratio"),  # final learning rate as a share of the peak
     "-c": Row(0.0, "optim.weight_decay"),  # weight decay
-    "-sl": Row(0.0, convert=keep_outliers),  # skip updates of outlying loss: not done here
-    "-sg": Row(0.0, convert=keep_outliers),  # skip updates of outlying gradient norm
+    "-sl": Row(0.0, "", only(0.0)),  # skip updates with an outlier loss
+    "-sg": Row(0.0, "", only(0.0)),  # skip updates with an outlier gradient norm
     "-v": Row(20, "evaluate.every", STEPS),  # steps between validations
-    "-m": Row(20),  # batches of a validation, -1: all
+    "-m": Row(20),  # validation batches, -1: all
     "-s": Row(20, "sample.every", STEPS),  # steps between samples
-    "-g": Row(
-        64, "sample.tokens", lambda n: max(n - 1, 1)
-    ),  # length of a sample, whose first is <|endoftext|>
+    "-g": Row(64, "sample.tokens", lambda n: max(n - 1, 1)),  # sample length with <|endoftext|>
     "-h": Row(0),  # HellaSwag
     "-a": Row(0, "data.order", {0: "shuffled", 1: "one-batch"}),  # overfit one batch
     "-f": Row(1, "machine.tf32", bool),  # TF32
-    "-w": Row(1, convert=only(1)),  # fp32 master weights, which are always kept here
-    "-z": Row(
-        int, "machine.sharding", dict(enumerate(("none", "zero1", "zero2", "zero3")))
-    ),  # ZeRO stage
-    "-r": Row(
-        1, "machine.activation_checkpointing", {0: "none", 1: "gelu", 2: "gelu"}
-    ),  # recompute GELU, 2: norms too
+    "-w": Row(1, "", only(1)),  # fp32 master weights
+    "-z": Row(int, "machine.sharding", SHARDINGS),  # ZeRO stage
+    "-r": Row(1, "machine.activation_checkpointing", RECOMPUTED),  # 1: GELU, 2: norms and GELU
     "-pn": Row(1),  # processes
 }
 FIXED = {
-    **{"optim.beta1": 0.9, "optim.beta2": 0.95, "optim.eps": 1e-8, "optim.grad_clip": 1.0},
-    **{"sample.temperature": 1, "sample.top_k": 0},
+    "optim.beta1": 0.9,
+    "optim.beta2": 0.95,
+    "optim.eps": 1e-8,
+    "optim.grad_clip": 1.0,
+    "sample.temperature": 1,
+    "sample.top_k": 0,
 }
-IGNORED = "-y -ge -lg -pr -pg -pm -pi -ps -pp -pf"  # resume, fusion, how ranks meet
+IGNORED = "-y -ge -lg -pr -pg -pm -pi -ps -pp -pf"  # resume, fusion, rendezvous
 PUBLISHED = {
-    **{"d12": "gpt2-124m", "d24": "gpt2-355m", "d36": "gpt2-774m", "d48": "gpt2-1558m"},
-    **{
-        "gpt3:c768": "gpt3-125m",
-        "gpt3:c1024": "gpt3-350m",
-        "gpt3:c1536": "gpt3-760m",
-        "gpt3:c2048": "gpt3-1.3b",
-    },
-    **{"gpt3:c2560": "gpt3-2.7b", "gpt3:c4096": "gpt3-6.7b", "gpt3:c12288": "gpt3-175b"},
+    "d12": "gpt2-124m",
+    "d24": "gpt2-355m",
+    "d36": "gpt2-774m",
+    "d48": "gpt2-1558m",
+    "gpt3:c768": "gpt3-125m",
+    "gpt3:c1024": "gpt3-350m",
+    "gpt3:c1536": "gpt3-760m",
+    "gpt3:c2048": "gpt3-1.3b",
+    "gpt3:c2560": "gpt3-2.7b",
+    "gpt3:c4096": "gpt3-6.7b",
+    "gpt3:c12288": "gpt3-175b",
 }
-OTHERS = {  # layers, heads, width
-    **{"d6": (6, 6, 384), "d60": (60, 30, 1920), "d72": (72, 30, 2880), "d84": (84, 36, 3456)},
+SIZES = {  # layers, heads, width
+    "d6": (6, 6, 384),
+    "d60": (60, 30, 1920),
+    "d72": (72, 30, 2880),
+    "d84": (84, 36, 3456),
     "gpt3:c384": (6, 6, 384),
 }
 
 
 def translate_llmc(command: str, processes: int = 1) -> Translation:
-    """The recipe of a train_gpt2cu command, with or without the program and its mpirun before the flags.
+    """Translate a train_gpt2cu command, with or without the program and mpirun.
 
-    processes: of the run, unless the command names more; llm.c's validation and default batch are per process.
-    Raises ConfigError in one line for what llm.c would refuse, and for what cannot be honoured here.
+    processes: number of processes, unless the command sets it; llm.c's validation and default batch are per process.
+    Raises ConfigError for what cannot be translated.
     """
-    given, launched = _read_command(command)
-    translation = Translation("llm.c", FLAGS, given, IGNORED, FIXED)
-    get, where, assign = translation.get, translation.where, translation.set
+    settings, launched = _read_command(command)
+    translation = Translation("llm.c", FLAGS, settings, IGNORED, FIXED)
+    get = translation.get
     translation.name = f"llmc-{Path(get('-e')).stem.replace(':', '-')}"
     translation.out = Path(get("-o")) if get("-o") else None
-    _translate_model(translation)
-    _translate_data(translation)
-    if get("-k") == "constant":
-        assign("optim.warmup", "0steps", "llm.c: -k constant has no warm-up")
+    _set_model(translation)
+    _set_data(translation)
+    named = launched or get("-pn")
+    _set_budget(translation, named if named > 1 else processes)
+    if get("-k") == "constant":  # without warm-up in llm.c
+        translation.set("optim.warmup", "0steps", "-k")
     if get("-k") == "wsd":
-        assign("optim.decay", "0.2dur", "llm.c: -k wsd decays in the last fifth")
-    if (named := launched or get("-pn")) > 1:
-        processes = named
-    per_forward = get("-b") * get("-t") * processes
-    if per_forward <= 0:
-        raise ConfigError("a batch needs sequences and tokens", where("-b", "-t"), "give both")
-    batch_tokens = per_forward if get("-d") == -1 else get("-d")
-    if batch_tokens % per_forward:
-        what = f"{batch_tokens} tokens a step are not a multiple of {per_forward}: -b x -t x {processes} processes"
-        raise ConfigError(
-            what,
-            where("-d", "-b", "-t"),
-            f"set -d {max(batch_tokens // per_forward, 1) * per_forward}",
-        )
-    assign("budget.batch_tokens", batch_tokens, where("-d"))
-    if get("-x") == -1:
-        assign("budget.epochs", 1, where("-x"))
-    else:
-        assign("budget.steps", get("-x"), where("-x"))
-    if get("-m") == -1:
-        assign("evaluate.tokens", "1T", where("-m"))
-    else:
-        assign(
-            "evaluate.tokens",
-            get("-m") * per_forward,
-            f"{where('-m')}: x -b x -t x {processes} processes",
-        )
+        translation.set("optim.decay", "0.2dur", "-k")
     if get("-h"):
-        assign("evaluate.tasks", "hellaswag", where("-h"))
-        assign("evaluate.tasks_every", STEPS(get("-v")), where("-v"))
-    if get("-nk"):  # 0 keeps all
-        assign("save.keep_last", get("-nk"), where("-nk"))
-        assign("save.keep_every", STEPS(get("-nm")), where("-nm"))
+        translation.set("evaluate.tasks", "hellaswag", "-h")
+        translation.set("evaluate.tasks_every", STEPS(get("-v")), "-v")
+    if get("-nk"):
+        translation.set("save.keep_last", get("-nk"), "-nk")
+        translation.set("save.keep_every", STEPS(get("-nm")), "-nm")
     if get("-r") == 2:
-        translation.notes.append(
-            "norms are not recomputed in the backward, only GELU is: more memory, same numbers"
-        )
+        translation.notes.append("only GELU is recomputed, not norms: more memory, same numbers")
     return translation
 
 
 def _read_command(command: str) -> tuple[list[Assignment], int]:
-    """The flags, and the number of processes in a launcher before the program, else 0."""
-    words, launcher = split_words(command, "--llmc"), ""
-    if any(Path(word).name == "train_gpt2.py" for word in words):
-        fix = "give the words of train_gpt2cu, or train gpt2-124m, the recipe of both"
-        raise ConfigError(
-            "these are words of llm.c's train_gpt2.py, whose names are others", "--llmc", fix
-        )
-    if program := [place for place, word in enumerate(words) if Path(word).name in PROGRAMS]:
-        launcher, words = " ".join(words[: program[0]]), words[program[0] + 1 :]
+    """Return the flags, and the number of processes of a launcher before the program, or 0."""
+    words = split_words(command, "--llmc")
+    launcher = ""
+    programs = [index for index, word in enumerate(words) if Path(word).name in PROGRAMS]
+    if programs:
+        launcher = " ".join(words[: programs[0]])
+        words = words[programs[0] + 1 :]
     if len(words) % 2:
-        raise ConfigError(f"{words[-1]} has no value", "--llmc", "flags and values come in pairs")
-    count = re.search(r"-np? (\d+)", launcher)
-    if count and len(count[1]) > 6:
-        raise ConfigError(f"{count[0]:.40} is no number of processes", "--llmc", "correct it")
-    flags = [
-        Assignment(*pair, f"llm.c {' '.join(pair):.80}")
-        for pair in zip(words[::2], words[1::2], strict=True)
-    ]
-    return flags, int(count[1]) if count else 0
+        raise ConfigError(f"{words[-1]:.80} has no value", "--llmc", "write flag-value pairs")
+    pairs = zip(words[::2], words[1::2], strict=True)
+    count = re.search(r"-np? (\d{1,6})\b", launcher)
+    settings = [Assignment(flag, text, f"llm.c {flag} {text}"[:86]) for flag, text in pairs]
+    return settings, int(count[1]) if count else 0
 
 
-def _translate_model(translation: Translation) -> None:
-    name, where = translation.get("-e"), translation.where("-e")
+def _set_model(translation: Translation) -> None:
+    name = translation.get("-e")
     short = name.removeprefix("gpt2:")
-    sizes, context = OTHERS.get(short, ()), 2048 if short.startswith("gpt3") else 1024
+    sizes = SIZES.get(short, ())
+    context = 2048 if short.startswith("gpt3") else 1024
     if short in PUBLISHED:
-        translation.set("model.preset", PUBLISHED[short], where)
+        translation.set("model.preset", PUBLISHED[short], "-e")
     elif name.endswith(".bin"):
         from megatoken.convert.llmc import read_header
 
         config = read_header(Path(name))[0]
-        translation.set("model.init", name, where)
-        sizes, context = (config.n_layer, config.n_head, config.d_model), config.seq_len
+        translation.set("model.init", name, "-e")
+        sizes = (config.n_layer, config.n_head, config.d_model)
+        context = config.seq_len
     elif not sizes:
-        known = f"{' '.join(PUBLISHED)} {' '.join(OTHERS)}, or a .bin file"
-        raise ConfigError(f"no model called {name!r:.80}", where, f"known: {known}")
-    for field, size in zip(("n_layer", "n_head", "d_model"), sizes, strict=False):
-        translation.set(f"model.{field}", size, where)
-    if (length := translation.get("-t")) > context:
-        what = f"sequences of {length} tokens for a model of {context} positions"
-        raise ConfigError(what, translation.where("-t"), f"set -t {context} or less")
-    if length < context:
-        translation.notes.append(
-            f"positions from {length} on, which llm.c keeps and never trains, do not exist here"
+        names = f"{' '.join([*PUBLISHED, *SIZES])}, or a .bin file"
+        raise ConfigError(
+            f"no model named {name!r:.80}", translation.where("-e"), f"use one of {names}"
         )
+    for field, size in zip(("n_layer", "n_head", "d_model"), sizes, strict=False):
+        translation.set(f"model.{field}", size, "-e")
+    length = translation.get("-t")
+    if length > context:
+        what = f"{length} tokens exceed the model's context of {context}"
+        raise ConfigError(what, translation.where("-t"), f"set -t to at most {context}")
+    if length < context:
+        note = f"the model has no positions from {length} on; llm.c keeps them untrained"
+        translation.notes.append(note)
 
 
-def _translate_data(translation: Translation) -> None:
-    """One folder, or one pattern, with both splits: `val` in a shard's name marks validation here."""
-    train, val, where = (
-        Path(translation.get("-i")),
-        Path(translation.get("-j")),
-        translation.where("-i", "-j"),
-    )
+def _set_budget(translation: Translation, processes: int) -> None:
+    get = translation.get
+    per_forward = get("-b") * get("-t") * processes
+    batch_tokens = per_forward if get("-d") == -1 else get("-d")
+    if per_forward <= 0 or batch_tokens % per_forward:
+        what = f"-d {batch_tokens} is not a multiple of -b x -t x {processes} processes"
+        fix = f"use a multiple of {per_forward}"
+        raise ConfigError(what, translation.where("-d", "-b", "-t"), fix)
+    translation.set("budget.batch_tokens", batch_tokens, "-d")
+    if get("-x") == -1:
+        translation.set("budget.epochs", 1, "-x")
+    else:
+        translation.set("budget.steps", get("-x"), "-x")
+    val_tokens = "1T" if get("-m") == -1 else get("-m") * per_forward
+    translation.set("evaluate.tokens", val_tokens, "-m", "-b", "-t")
+
+
+def _set_data(translation: Translation) -> None:
+    """Set data.path to the folder, or a pattern of both splits: `val` in a shard's name marks validation."""
+    train = Path(translation.get("-i"))
+    val = Path(translation.get("-j"))
     path = train.parent
-    if val.parent != path:
-        fix = f"link the validation shards into {path}"
-        raise ConfigError("training and validation shards lie in two folders", where, fix)
-    if "val" in train.name or "val" not in val.name:
-        what = f"the names {train.name} and {val.name} do not show their splits"
-        raise ConfigError(what, where, "name validation shards with `val` in it, and no others")
-    if not (
-        path / MANIFEST_NAME
-    ).exists():  # llm.c's own shards: exactly the files that the two patterns name
+    if val.parent != path or "val" in train.name or "val" not in val.name:
+        what = "cannot tell training and validation shards by name"
+        fix = "put both into one folder, with `val` in the names of validation shards only"
+        raise ConfigError(what, translation.where("-i", "-j"), fix)
+    if not (path / MANIFEST_NAME).exists():
         path /= f"{commonprefix([train.name, val.name])}*.bin"  # noqa: RUF071
         for file in sorted(path.parent.glob(path.name)):
             if not fnmatch(file.name, train.name) and not fnmatch(file.name, val.name):
-                fix = "give the shards of a run a folder of their own"
-                raise ConfigError(f"{path} would match {file.name}, too", where, fix)
-    translation.set("data.path", path, where)
-    translation.notes.append(
-        "data comes in another order: a shuffle of all windows instead of one within shards"
-    )
+                fix = "put the shards of a run into their own folder"
+                what = f"{path} also matches {file.name}"
+                raise ConfigError(what, translation.where("-i", "-j"), fix)
+    translation.set("data.path", path, "-i", "-j")
+    translation.notes.append("data order differs: all windows are shuffled, not only within shards")

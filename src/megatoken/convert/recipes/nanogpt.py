@@ -1,5 +1,6 @@
-"""Translates nanoGPT's words: `config/train_gpt2.py --batch_size=32`. Source: train.py and configurator.py of
-karpathy/nanoGPT. Its configuration files are Python; they are parsed, never run.
+"""Translate nanoGPT's command line: `config/train_gpt2.py --batch_size=32`.
+
+Source: train.py and configurator.py of karpathy/nanoGPT. Its config files are Python; they are parsed, never run.
 """
 
 import ast
@@ -7,28 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatoken.config.load import LARGEST_BYTES, Assignment
+from megatoken.config.load import Assignment
 from megatoken.config.presets import PRESETS, PUBLISHED
 from megatoken.convert.recipes.translation import STEPS, Row, Translation, only, split_words
 from megatoken.errors import ConfigError
 
-
-def refuse_eval(value: bool) -> None:
-    """Raise ValueError, whose text is the fix, for an evaluation in place of training."""
-    if value:
-        raise ValueError(
-            "evaluate a model: megatoken eval openai-community/gpt2 --data data/openwebtext"
-        )
-
-
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 TABLE: dict[str, Row] = {
-    "out_dir": Row(str),  # its default, `out`, may hold a ckpt.pt already
+    "out_dir": Row(str),  # not nanoGPT's default, `out`, which may hold its ckpt.pt
     "eval_interval": Row(2000, "evaluate.every save.every", STEPS),
     "log_interval": Row(1, "log.every", STEPS),
     "eval_iters": Row(200),
-    "eval_only": Row(False, convert=refuse_eval),
+    "eval_only": Row(False, "", only(False)),
     "always_save_checkpoint": Row(True),
-    "init_from": Row("scratch", convert=only("scratch", "resume", *PUBLISHED)),
+    "init_from": Row("scratch", "", only("scratch", "resume", *PUBLISHED)),
     "dataset": Row("openwebtext"),
     "gradient_accumulation_steps": Row(40),
     "batch_size": Row(12, "machine.micro_batch"),
@@ -49,90 +42,93 @@ TABLE: dict[str, Row] = {
     "lr_decay_iters": Row(600000),
     "min_lr": Row(6e-5),
     "device": Row(str, "machine.device"),
-    "dtype": Row(
-        str, "machine.precision", {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    ),
+    "dtype": Row(str, "machine.precision", PRECISIONS),
     "compile": Row(bool, "machine.compile", {True: "on", False: "off"}),
 }
 FIXED = {
-    **{"seed": 1337, "model.mlp": "gelu-erf", "optim.eps": 1e-8},
-    **{"save.keep_last": 1, "sample.every": "0steps"},  # one checkpoint, no samples
+    "seed": 1337,
+    "model.mlp": "gelu-erf",
+    "optim.eps": 1e-8,
+    "save.keep_last": 1,
+    "sample.every": "0steps",
 }
-PROGRAM = "train.py"
 IGNORED = "wandb_log wandb_project wandb_run_name backend"
 NOTES = (
-    "batches are drawn without replacement, each window once an epoch; nanoGPT draws random places",
-    "nanoGPT takes one step more than max_iters, and its warm-up divides by one more than warmup_iters",
+    "each epoch visits every window once; nanoGPT draws random offsets",
+    "nanoGPT takes one step more than max_iters, and its warm-up divides by warmup_iters + 1",
 )
 
 
 def translate_nanogpt(command: str) -> Translation:
-    """The recipe of nanoGPT's `train.py` with these words behind it: files and --name=value, later ones win.
-    The program may stand before them.
+    """Translate the arguments of nanoGPT's `train.py`: files and --name=value, of which the last one counts.
 
-    Raises ConfigError naming file:line for what nanoGPT would refuse, and for what cannot be honoured here.
+    The command may include the launcher and `train.py`. Raises ConfigError naming file:line for what cannot be
+    translated.
     """
     words = split_words(command, "--nanogpt")
-    if program := [place for place, word in enumerate(words) if Path(word).name == PROGRAM]:
-        words = words[program[0] + 1 :]  # behind python or torchrun
+    programs = [index for index, word in enumerate(words) if Path(word).name == "train.py"]
+    if programs:
+        words = words[programs[0] + 1 :]
     files = [Path(word) for word in words if not word.startswith("--")]
-    given = [setting for word in words for setting in _read(word)]
-    translation = Translation("nanoGPT", TABLE, given, IGNORED, FIXED)
-    get, where, assign = translation.get, translation.where, translation.set
+    settings = [setting for word in words for setting in _read(word)]
+    translation = Translation("nanoGPT", TABLE, settings, IGNORED, FIXED)
+    get = translation.get
     translation.name = f"nanogpt-{files[-1].stem if files else 'train'}"
     translation.out = Path(get("out_dir")) if get("out_dir") else None
     translation.notes += NOTES
-    if get("init_from") == "resume":  # in nanoGPT's folder, unless a run of ours is there
-        translation.out = translation.out or Path("out")
-        if not (translation.out / "checkpoints").is_dir():
-            what = f"{translation.out} holds no run to resume, and nanoGPT's optimizer state is not read"
-            fix = f"take the weights alone: --init_from=scratch, and model.init={translation.out}/ckpt.pt behind it"
-            raise ConfigError(what, where("init_from"), fix)
-    if (name := get("init_from")) in PUBLISHED:
-        assign("model.init", f"openai-community/{name}", where("init_from"))
-        for field in ("n_layer", "n_head", "d_model"):
-            assign(f"model.{field}", getattr(PRESETS[PUBLISHED[name]], field), where("init_from"))
-        assign("model.mlp", "gelu", "OpenAI's weights")
-        assign("model.bias", True, "OpenAI's weights")
-        note = "OpenAI's weights go on with the tanh GELU they were trained with; nanoGPT computes the exact one"
-        translation.notes.append(note)
-    path = Path("data") / get("dataset")  # from nanoGPT's own folder
-    if files and not path.is_dir() and (beside := files[-1].parent.parent / path).is_dir():
-        path = beside
-    assign("data.path", path, where("dataset"))
-    if not get("decay_lr"):
-        assign("optim.warmup", "0steps", where("decay_lr"))
-    elif (decay := get("lr_decay_iters") - (warmup := get("warmup_iters"))) < 1:
-        what = f"the rate decays until iteration {warmup + decay}, within the warm-up of {warmup}"
-        longest = get("max_iters")
-        fix = (
-            f"add --lr_decay_iters={longest}"
-            if longest > warmup
-            else f"add --warmup_iters={(warmup + decay) // 10}"
-        )
-        raise ConfigError(what, where("lr_decay_iters", "warmup_iters"), fix)
-    elif not get("learning_rate"):
-        raise ConfigError("a rate of 0 trains nothing", where("learning_rate"), "give it a rate")
-    else:
-        ratio = round(get("min_lr") / get("learning_rate"), 12)
-        assign("optim.min_lr_ratio", ratio, where("min_lr", "learning_rate"))
-        if get("lr_decay_iters") != get(
-            "max_iters"
-        ):  # after which the rate stays, or which the run does not reach
-            assign("optim.decay", f"{decay}steps", where("lr_decay_iters", "warmup_iters"))
-    tokens, origin = get("batch_size") * get("block_size"), where("batch_size", "block_size")
-    steps_origin = f"{where('gradient_accumulation_steps')}, {origin}"
-    assign("budget.batch_tokens", get("gradient_accumulation_steps") * tokens, steps_origin)
-    assign("evaluate.tokens", get("eval_iters") * tokens, f"{where('eval_iters')}, {origin}")
+    _set_start(translation)
+    _set_decay(translation)
+    path = Path("data") / get("dataset")  # relative to nanoGPT's folder
+    if files and not path.is_dir() and (files[-1].parent.parent / path).is_dir():
+        path = files[-1].parent.parent / path
+    translation.set("data.path", path, "dataset")
+    for field, key in (
+        ("budget.batch_tokens", "gradient_accumulation_steps"),
+        ("evaluate.tokens", "eval_iters"),
+    ):
+        tokens = get(key) * get("batch_size") * get("block_size")
+        translation.set(field, tokens, key, "batch_size", "block_size")
     if not get("always_save_checkpoint"):
-        translation.notes.append(
-            "the newest checkpoint is kept, whether or not its validation loss is the best so far"
-        )
+        translation.notes.append("the newest checkpoint is kept, not the one with the best loss")
     return translation
 
 
+def _set_start(translation: Translation) -> None:
+    """Translate init_from: OpenAI's weights, or a run to resume."""
+    name = translation.get("init_from")
+    if name == "resume":
+        translation.out = translation.out or Path("out")
+        if not (translation.out / "checkpoints").is_dir():
+            what = f"no run to resume in {translation.out}; nanoGPT's optimizer state is not read"
+            fix = f"start from its weights: --init_from=scratch, and model.init={translation.out}/ckpt.pt"
+            raise ConfigError(what, translation.where("init_from"), fix)
+    if name in PUBLISHED:
+        model = PRESETS[PUBLISHED[name]]
+        translation.set("model.init", f"openai-community/{name}", "init_from")
+        for field in ("n_layer", "n_head", "d_model", "mlp", "bias"):
+            translation.set(f"model.{field}", getattr(model, field), "init_from")
+        translation.notes.append("GELU is the tanh form of OpenAI's weights; nanoGPT's is exact")
+
+
+def _set_decay(translation: Translation) -> None:
+    """Translate the learning-rate decay. Raises ConfigError for one that ends within the warm-up."""
+    get = translation.get
+    if not get("decay_lr"):
+        translation.set("optim.warmup", "0steps", "decay_lr")
+        return
+    keys = ("lr_decay_iters", "warmup_iters")
+    decay_steps = get("lr_decay_iters") - get("warmup_iters")
+    if decay_steps < 1 or not get("learning_rate"):
+        what = "lr_decay_iters must exceed warmup_iters, and learning_rate must not be 0"
+        raise ConfigError(what, translation.where(*keys), "change them, or set --decay_lr=False")
+    ratio = round(get("min_lr") / get("learning_rate"), 12)
+    translation.set("optim.min_lr_ratio", ratio, "min_lr", "learning_rate")
+    if get("lr_decay_iters") != get("max_iters"):
+        translation.set("optim.decay", f"{decay_steps}steps", *keys)
+
+
 def _read(word: str) -> Iterator[Assignment]:
-    """The settings of a word: --name=value, or a configuration file. Its imports are skipped, nothing in it is run."""
+    """Yield the settings of a word: --name=value, or a config file, which is parsed and never run."""
     if word.startswith("--"):
         name, equals, text = word[2:].partition("=")
         if not equals:
@@ -140,40 +136,34 @@ def _read(word: str) -> Iterator[Assignment]:
         yield Assignment(name, text.strip("'\""), f"nanoGPT {word:.80}")
         return
     try:
-        with Path(word).open("rb") as file:
-            text = file.read(LARGEST_BYTES).decode()
+        text = Path(word).read_text(encoding="utf-8")
         body = ast.parse(text).body
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read it: {error.strerror}", word, "give nanoGPT's config file"
-        ) from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f"{word}:{getattr(error, 'lineno', None) or 1}"
-        raise ConfigError(f"not Python: {error}", where, "give nanoGPT's config file") from None
+        raise ConfigError(f"cannot read it as Python: {error}", where, "check the file") from None
     for node in body:
-        where = f"{word}:{node.lineno}"
         match node:
-            case ast.Assign(targets=[ast.Name(name)], value=value):
-                try:
-                    yield Assignment(
-                        name, "" if name in IGNORED.split() else str(_evaluate(value)), where
-                    )
-                except (ValueError, TypeError, OverflowError, RecursionError):
-                    source = text.splitlines()[node.lineno - 1].strip()
-                    what = f"{source:.200} would have to be computed by running the file"
-                    raise ConfigError(what, where, "write the value out") from None
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
-                pass
+                continue
+            case ast.Assign(targets=[ast.Name(name)], value=value) if name in IGNORED.split():
+                text_value = ""
+            case ast.Assign(targets=[ast.Name(name)], value=value):
+                text_value = _evaluate(value, f"{word}:{node.lineno}")
             case _:
-                raise ConfigError(
-                    "not an assignment",
-                    where,
-                    "a config file is read, never run: write name = value",
-                )
+                fix = "config files are not run: write name = value"
+                raise ConfigError("not an assignment", f"{word}:{node.lineno}", fix)
+        yield Assignment(name, text_value, f"{word}:{node.lineno}")
 
 
-def _evaluate(node: ast.expr) -> Any:
-    """The value of a literal, or of a product of numbers, such as nanoGPT's own `5 * 8`; else raises ValueError."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return float(_evaluate(node.left)) * float(_evaluate(node.right))
-    return ast.literal_eval(node)
+def _evaluate(node: ast.expr, where: str) -> str:
+    """Return the text of a literal or of a product of numbers, such as `5 * 8`. Raises ConfigError."""
+
+    def evaluate(node: ast.expr) -> Any:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            return float(evaluate(node.left)) * float(evaluate(node.right))
+        return ast.literal_eval(node)
+
+    try:
+        return str(evaluate(node))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise ConfigError("not a literal value", where, "write the value itself") from None

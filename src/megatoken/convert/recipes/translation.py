@@ -1,11 +1,9 @@
-"""Translates the recipes of other programs: an engine for tables of (their settings, our fields, conversion).
+"""Translate recipes of other programs by table: their setting, our fields, a conversion. Nothing is executed.
 
-A setting that is neither in the table nor listed as without effect on training is an error. Nothing is run.
+A setting that is neither in the table nor ignored is an error.
 """
 
-import difflib
 import math
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,149 +14,132 @@ from typing import Any
 from megatoken.config.load import Assignment, ResolvedConfig, resolve_assignments
 from megatoken.errors import ConfigError
 
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
-STEPS = "{}steps".format  # a number of optimizer steps as a duration
+STEPS = "{}steps".format  # optimizer steps as a duration
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one setting of another program is translated.
+    """How to translate one setting.
 
-    default: the program's; a type where it has none, and the row then applies only to a setting that is given.
-    fields: ours, separated by spaces; none: the value is only checked, or used by the translator's own code.
-    convert: their values to ours, or a function, which raises ValueError for a value that cannot be honoured.
+    default: the program's default, or a type if there is none; then the row applies only when the setting is written.
+    fields: our fields, separated by spaces; empty if the translator reads the value itself or only checks it.
+    convert: maps their values to ours; KeyError and ValueError mean that a value cannot be translated.
     """
 
     default: Any
     fields: str = ""
     convert: Mapping[Any, Any] | Callable[[Any], Any] = lambda value: value
 
+    def parse(self, text: str) -> Any:
+        """Return the value in the type of the default. Raises KeyError or ValueError."""
+        kind = self.default if isinstance(self.default, type) else type(self.default)
+        if kind is str:
+            return text
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if kind is int and text.isdecimal():
+            return int(text)  # exact above 2**53
+        number = float(text)
+        if not math.isfinite(number) or kind(number) != number:
+            raise ValueError
+        return kind(number)
+
+    def apply(self, value: Any) -> Any:
+        """Convert a parsed value to ours. Raises KeyError or ValueError."""
+        return self.convert[value] if isinstance(self.convert, Mapping) else self.convert(value)
+
 
 def only(*supported: Any) -> dict[Any, Any]:
-    """A conversion that accepts these values alone."""
-    return dict(zip(supported, supported, strict=True))
+    """Return a conversion that accepts just these values."""
+    return {value: value for value in supported}
 
 
 class Translation:
-    """The recipe of another program as assignments of ours, each with its origin, and notes on what differs.
+    """Another program's recipe as assignments to our fields, with notes on what differs.
 
-    out: the run folder that the recipe names, if any.
+    out: the run folder named by the recipe, if any.
     """
 
     def __init__(
         self,
         program: str,
         table: Mapping[str, Row],
-        given: Sequence[Assignment],
+        settings: Sequence[Assignment],
         ignored: str,
-        fixed: Mapping[str, Any] | None = None,
+        fixed: Mapping[str, Any],
     ) -> None:
-        """Apply the table, in which a key may be several names of one setting.
+        """Translate `settings`; the last one of a key counts.
 
-        given: their settings; the last of equal ones counts. ignored: patterns, separated by spaces, of settings
-        without effect on training. fixed: values of our fields that the program has no setting for. Raises ConfigError
-        for an unknown setting and for a value that cannot be honoured.
+        A key of `table` holds all names of a setting, separated by spaces; `get` takes the first. ignored: patterns of
+        settings that do not affect training, separated by spaces. fixed: values of our fields that the program
+        hard-codes. Raises ConfigError for a setting that cannot be translated.
         """
+        self.program = program
         self.name = program
         self.out: Path | None = None
         self.notes: list[str] = []
         self.assignments: dict[str, Assignment] = {}
-        rows = {names.split()[0]: row for names, row in table.items()}
-        self._values = {
-            key: (row.default, f"{program} {key} {row.default} (default)")
-            for key, row in rows.items()
-            if not isinstance(row.default, type)
-        }
-        known = {name: names.split()[0] for names in table for name in names.split()}
-        seen: dict[str, str] = {}
-        left_out: list[str] = []
-        for setting in {setting.key: setting for setting in given}.values():
-            if key := known.get(setting.key):
-                value = _parse(setting, rows[key].default)
-                if key in seen and value != self.get(key):
-                    what = f"{setting.key} is {value}, {seen[key]} is {self.get(key)} at {self.where(key)}"
-                    raise ConfigError(
-                        f"{what}: here they are one setting",
-                        setting.where,
-                        "give them the same value",
-                    )
-                seen[key] = setting.key
-                self._values[key] = value, setting.where
-            elif any(fnmatchcase(setting.key, pattern) for pattern in ignored.split()):
-                left_out.append(".".join(setting.key.split(".")[:2]))
-            else:
-                name = setting.key[:80]
-                near = " or ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.0))
-                fix = f"did you mean {near}? remove it if it does not affect training"
-                raise ConfigError(f"{program} setting {name} is not understood", setting.where, fix)
-        for field, value in (fixed or {}).items():
-            self.set(field, value, f"{program}: fixed")
-        for key, row in rows.items():
-            if key not in self._values:
-                continue
-            (value, where), convert = self._values[key], row.convert
+        self._values: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        latest = {setting.key: setting for setting in settings}
+        for field, value in fixed.items():
+            self.set(field, value)
+        for names, row in table.items():
+            written = [latest.pop(name) for name in names.split() if name in latest]
+            self._translate(names.split()[0], row, written)
+        for setting in latest.values():
+            if not any(fnmatchcase(setting.key, pattern) for pattern in ignored.split()):
+                raise self.refuse(setting)
+        if latest:
+            sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in latest)
+            self.notes.append(f"ignored (data, hardware, display, storage): {', '.join(sections)}")
+
+    def _translate(self, key: str, row: Row, written: Sequence[Assignment]) -> None:
+        """Set the value and the fields of one row from its settings."""
+        origin = f"{self.program} {key} {row.default} (default)"
+        value = row.default
+        for setting in written:
             try:
-                converted = convert[value] if isinstance(convert, Mapping) else convert(value)
-            except (KeyError, ValueError, OverflowError) as error:
-                fix = str(error)
-                if isinstance(convert, Mapping):
-                    fix = f"supported: {', '.join(map(str, convert)) or 'none, remove it'}"
-                raise ConfigError(f"{key} {value!s:.80} is not supported", where, fix) from None
-            for field in row.fields.split():
-                self.set(field, converted, where)
-        if left_out:
-            self.notes.append(
-                f"left out (data, hardware, display or storage): {', '.join(dict.fromkeys(left_out))}"
-            )
+                parsed = row.parse(setting.text)
+                row.apply(parsed)
+            except (KeyError, ValueError, OverflowError):
+                raise self.refuse(setting) from None
+            if setting is not written[0] and parsed != value:
+                raise self.refuse(setting, f"make it equal to {written[0].key}")
+            value = parsed
+            origin = setting.where
+        if isinstance(value, type):
+            return
+        self._values[key] = value
+        self._origins[key] = origin
+        for field in row.fields.split():
+            self.set(field, row.apply(value), key)
+
+    def refuse(self, setting: Assignment, fix: str = "change or remove it") -> ConfigError:
+        """Return the error for a setting that cannot be translated."""
+        what = f"cannot translate {self.program} setting {setting.key[:80]}={setting.text:.80}"
+        return ConfigError(what, setting.where, fix)
 
     def get(self, key: str) -> Any:
-        """The value given, or the program's default, or None where it has none."""
-        return self._values[key][0] if key in self._values else None
+        """Return the value of a setting, the program's default, or None if there is neither."""
+        return self._values.get(key)
 
     def where(self, *keys: str) -> str:
-        """The origin of some settings."""
-        return ", ".join(self._values[key][1] for key in keys)
+        """Return the origins of these settings."""
+        return ", ".join(self._origins[key] for key in keys)
 
-    def set(self, field: str, value: Any, where: str) -> None:
-        """Assign a value to one of our fields, or replace it. where: its origin."""
-        self.assignments[field] = Assignment(field, format_value(value), where)
+    def set(self, field: str, value: Any, *keys: str) -> None:
+        """Assign a value to one of our fields. keys: the settings that it comes from."""
+        origin = self.where(*keys) if keys else f"{self.program}: fixed"
+        self.assignments[field] = Assignment(field, str(value), origin)
 
     def resolve(self, overrides: list[str]) -> ResolvedConfig:
-        """The checked recipe. Raises ConfigError naming the origin of a wrong value."""
+        """Return the checked recipe. Raises ConfigError naming the origin of a wrong value."""
         return resolve_assignments(self.name, list(self.assignments.values()), overrides)
 
 
-def _parse(setting: Assignment, default: Any) -> Any:
-    """The value of a setting, of the type of its default. Raises ConfigError."""
-    kind = default if isinstance(default, type) else type(default)
-    if kind is str:
-        return setting.text
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[setting.text.lower()]
-        if kind is int and re.fullmatch(
-            r"[-+]?\d{1,18}", setting.text
-        ):  # floats are exact up to 2**53 only
-            return int(setting.text)
-        number = float(setting.text)
-        if not math.isfinite(number) or kind(number) != number:
-            raise ValueError
-        return kind(number)
-    except (KeyError, ValueError):
-        what = f"{setting.key} is {setting.text!r:.80}, not {TYPE_NAMES[kind]}"
-        fix = "correct it" if kind is default else f"its default is {default}"
-        raise ConfigError(what, setting.where, fix) from None
-
-
-def format_value(value: Any) -> str:
-    """A value as it is written in a recipe: numbers are read back exactly, whole ones without `.0`."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(int(value)) if isinstance(value, float) and value == int(value) else str(value)
-
-
 def split_words(command: str, where: str) -> list[str]:
-    """The words of a shell command of one or several lines. Raises ConfigError for an open quotation."""
+    """Split a shell command, possibly over several lines. Raises ConfigError for an open quotation."""
     try:
         return shlex.split(command.replace("\\\n", " "))
     except ValueError as error:
