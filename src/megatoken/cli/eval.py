@@ -1,5 +1,6 @@
 """`megatoken eval MODEL...`: score models on tasks, questions or text."""
 
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from megatoken.convert.load_pretrained import LoadedModel
     from megatoken.distributed.comm import Comm
     from megatoken.system.device import Device
-
-    # Evaluates one model and returns its part of the answer.
-    Evaluation = Callable[[Namespace, LoadedModel, Device, Comm, Console], dict[str, Any]]
 
 HELP = "score models on tasks, or compute their loss"
 EXAMPLE = "megatoken eval runs/mine --tasks hellaswag"
@@ -91,34 +89,20 @@ def run(options: Namespace, console: Console) -> Result:
         return evaluate_models(options)
 
 
-def choose_evaluation(options: Namespace) -> "Evaluation":
-    """Return the evaluation that the options ask for. Reads and checks its examples."""
+def choose_evaluation(
+    options: Namespace, console: Console
+) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
+    """Return the function that evaluates a model. Reads and checks the examples."""
     if options.chat:
         return prepare_questions(options)
     if options.harness:
         from megatoken.eval.lm_eval_adapter import run_harness
 
-        return run_harness
+        return lambda loaded, device, comm: run_harness(options, loaded, device, comm, console)
     from megatoken.eval.evaluate import evaluate_loss, evaluate_tasks
 
-    tasks = {}
-    if options.tasks:
-        tasks = read_examples(find_tasks(options.tasks), options.data, options.limit)
-
-    def evaluate_model(
-        options: Namespace, loaded: "LoadedModel", device: "Device", comm: "Comm", console: Console
-    ) -> dict[str, Any]:
-        if tasks:
-            return evaluate_tasks(
-                loaded.model,
-                loaded.tokenizer,
-                tasks,
-                device,
-                comm,
-                token_mean=not options.no_token_mean,
-                per_example=options.examples,
-            )
-        return evaluate_loss(
+    if not options.tasks:
+        return lambda loaded, device, comm: evaluate_loss(
             loaded.model,
             loaded.tokenizer,
             options.data,
@@ -127,19 +111,24 @@ def choose_evaluation(options: Namespace) -> "Evaluation":
             limit=options.limit,
             split=options.split,
         )
-
-    return evaluate_model
-
-
-def prepare_questions(options: Namespace) -> "Evaluation":
-    """Return the evaluation of `--chat`."""
-    from megatoken.data.chat_template import find_template
-    from megatoken.eval.answers import (
-        AnswerSettings,
-        describe_answers,
-        evaluate_answers,
-        read_questions,
+    tasks = read_examples(find_tasks(options.tasks), options.data, options.limit)
+    return lambda loaded, device, comm: evaluate_tasks(
+        loaded.model,
+        loaded.tokenizer,
+        tasks,
+        device,
+        comm,
+        token_mean=not options.no_token_mean,
+        per_example=options.examples,
     )
+
+
+def prepare_questions(
+    options: Namespace,
+) -> "Callable[[LoadedModel, Device, Comm], dict[str, Any]]":
+    """Return the function that lets a model answer the questions of --chat."""
+    from megatoken.data.chat_template import find_template
+    from megatoken.eval.answers import AnswerSettings, evaluate_answers, read_questions
     from megatoken.sampling.choose import Sampling
 
     reward = REWARDS.get(options.reward) or load_reward(options.reward)
@@ -149,19 +138,11 @@ def prepare_questions(options: Namespace) -> "Evaluation":
     )
     questions = read_questions(options.chat, options.limit)
 
-    def evaluate_chat(
-        options: Namespace, loaded: "LoadedModel", device: "Device", comm: "Comm", console: Console
-    ) -> dict[str, Any]:
+    def evaluate_chat(loaded: "LoadedModel", device: "Device", comm: "Comm") -> dict[str, Any]:
+        template = find_template(loaded.tokenizer)
         result = evaluate_answers(
-            loaded.model,
-            find_template(loaded.tokenizer),
-            questions,
-            settings,
-            device=device,
-            comm=comm,
+            loaded.model, template, questions, settings, device=device, comm=comm
         )
-        if not options.json:
-            console.table([("model", loaded.source), *describe_answers(result)])
         return {"chat": {**result, "data": options.chat}}
 
     return evaluate_chat
@@ -182,9 +163,9 @@ def evaluate_models(options: Namespace) -> Result:
         refuse_missing_path(name)
     if options.plot:
         check_picture(options.plot)
-    evaluate_model = choose_evaluation(options)
     dist_env = read_dist_env()
     console = Console(to_stderr=options.json, quiet=not dist_env.is_main_process)
+    evaluate_model = choose_evaluation(options, console)
     device = open_device(
         MachineConfig(device=options.device, precision=options.precision),
         local_rank=dist_env.local_rank,
@@ -196,10 +177,10 @@ def evaluate_models(options: Namespace) -> Result:
             loaded = load_pretrained(name, console.warn)
             loaded.model.to(device.torch_device)
             about = {"model": loaded.source, "parameters": count_parameters(loaded.model.config)}
-            answers.append(about | evaluate_model(options, loaded, device, comm, console))
+            answers.append(about | evaluate_model(loaded, device, comm))
     if not dist_env.is_main_process:
         return Result(ExitCode.DONE, None)
-    if not options.json and not options.chat and not options.harness:
+    if not options.json and not options.harness:
         print_answers(options.models, answers, console)
     if options.plot:
         console.print(f"picture: {draw_scores(options.models, answers, options.plot)}")
@@ -212,7 +193,13 @@ def evaluate_models(options: Namespace) -> Result:
 def print_answers(
     names: Sequence[str], answers: Sequence[Mapping[str, Any]], console: Console
 ) -> None:
-    """Print a table of the scores of each task, or of the losses, of each model."""
+    """Print the scores on each task, the losses, or the answers' scores, of each model."""
+    if "chat" in answers[0]:
+        from megatoken.eval.answers import describe_answers
+
+        for answer in answers:
+            console.table([("model", answer["model"]), *describe_answers(answer["chat"])])
+        return
     has_tasks = "tasks" in answers[0]
     if has_tasks:
         heads = ["task", "n", *SCORES, ""]
@@ -257,53 +244,40 @@ def draw_scores(names: Sequence[str], answers: Sequence[Mapping[str, Any]], targ
     from megatoken.plots import load_pyplot, save_figure
 
     pyplot = load_pyplot()
-    tasks = list(answers[0].get("tasks", ()))
-    panels = tasks or ["loss", "bits_per_byte"]
-    n_columns = min(len(panels), 2)
-    n_rows = -(-len(panels) // n_columns)
-    figsize = (5.5 * n_columns, 4.2 * n_rows)
-    figure, axes = pyplot.subplots(
-        n_rows, n_columns, figsize=figsize, layout="constrained", squeeze=False
+    models = sorted(zip(names, answers, strict=True), key=lambda model: model[1]["parameters"])
+    answers = [answer for _, answer in models]
+    sizes = [answer["parameters"] for answer in answers]
+    panels = list(answers[0].get("tasks", ())) or ["loss", "bits_per_byte"]
+    figsize = (5.5 * len(panels), 4.2)
+    figure, (axes,) = pyplot.subplots(
+        1, len(panels), figsize=figsize, layout="constrained", squeeze=False
     )
-    order = sorted(range(len(names)), key=lambda index: float(answers[index]["parameters"]))
-    sizes = [answers[index]["parameters"] for index in order]
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        for (label, points), marker in zip(
-            list_curves(panel, [answers[index] for index in order]).items(), "osv", strict=False
-        ):
-            y, errors = zip(*points, strict=True)
-            if None not in y:
-                axis.errorbar(sizes, y, errors, marker=marker, ms=5, lw=1, label=label)
-        for size in {*sizes}:
-            models = [Path(names[i]).name for i in order if answers[i]["parameters"] == size]
-            axis.axvline(size, color="0.9", zorder=0)
-            axis.annotate(
-                "\n".join(models),
-                (size, 0),
-                xycoords=axis.get_xaxis_transform(),
-                rotation=90,
-                fontsize=8,
-            )
+    for axis, panel in zip(axes, panels, strict=True):
+        for label, points in list_curves(panel, answers).items():
+            axis.errorbar(sizes, *zip(*points, strict=True), marker="o", label=label)
         axis.set(title=panel.replace("_", " "), xlabel="parameters", xscale="log")
-        axis.set_xticks(sizes, map(format_quantity, sizes))
+        labels = [
+            f"{Path(name).name}\n{format_quantity(size)}"
+            for (name, _), size in zip(models, sizes, strict=True)
+        ]
+        axis.set_xticks(sizes, labels)
         axis.minorticks_off()
-        axis.margins(x=0.1, y=0.2)
-        if tasks:
-            axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-            axis.legend()
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
+        axis.legend()
     return save_figure(pyplot, figure, target)
 
 
 def list_curves(
     panel: str, answers: Sequence[Mapping[str, Any]]
-) -> dict[str, list[tuple[float | None, float]]]:
-    """Return the points (value, standard error) of each curve of a panel: a task or a loss."""
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the points (value or NaN, standard error) of each curve of a panel."""
     if "tasks" not in answers[0]:
-        return {panel: [(answer[panel], 0.0) for answer in answers]}
+        return {panel: [(_or_nan(answer[panel]), 0.0) for answer in answers]}
     metrics = [answer["tasks"][panel] for answer in answers]
     return {
-        score: [(values[score], values["stderr"][score] or 0.0) for values in metrics]
+        score: [(_or_nan(task[score]), task["stderr"][score] or 0.0) for task in metrics]
         for score in SCORES
     }
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -241,18 +241,19 @@ def describe_model(name: str, model: ModelConfig) -> tuple[str, str]:
 
 def describe_plan(plan: Plan) -> list[tuple[str, str]]:
     """Return rows of a table: fit, layout, speed, length, and time, price and energy if it fits."""
-    gpu = plan.gpu
     layout = plan.layout
-    usable = USABLE * gpu.memory_bytes
+    usable = USABLE * plan.gpu.memory_bytes
     total = plan.memory.total_bytes
     fit = "fits" if plan.fits else "does not fit"
     share = f"{total / usable:.0%} of {format_quantity(usable, 'B')} usable"
     seconds = asdict(plan.step)
     seconds.pop("tokens", None)
+    ramp = plan.ramp
+    batches = f", batches of {ramp.start:,} to {ramp.full:,}" if ramp else ""
     parallel = f", tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
     size = f"{layout.micro_steps} x {layout.micro_batch} sequences per GPU and step"
     rows = [
-        ("on", f"{layout.gpus} x {gpu.name}, {layout.precision}, {layout.program}"),
+        ("on", f"{layout.gpus} x {plan.gpu.name}, {layout.precision}, {layout.program}"),
         ("memory", f"{fit}: {format_quantity(total, 'B')}, {share}"),
         ("", describe_parts(asdict(plan.memory), lambda part: format_quantity(part, "B"))),
         (
@@ -261,26 +262,27 @@ def describe_plan(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("speed", describe_speed(plan.tokens_per_second, plan.spread, plan.mfu)),
         ("", describe_parts(seconds, lambda part: f"{part / plan.step.seconds:.0%}")),
-        ("length", describe_length(plan.tokens, plan.model) + describe_ramp(plan)),
+        ("length", describe_length(plan.tokens, plan.model) + batches),
     ]
     if plan.fits:
-        unit, unit_size = time_unit(plan.gpu_hours)
         time = describe_time(plan.hours, plan.spread)
         energy = format_quantity(1000 * plan.energy_kwh, "Wh")
+        price = f"no price of {plan.gpu.name} known; give --price"
+        if plan.dollars is not None:
+            source = plan.gpu.price_source if plan.price == plan.gpu.price else "--price"
+            price = f"${plan.dollars:,.2f} at ${plan.price:.2f} per GPU-hour ({source})"
         rows += [
-            ("time", f"{time}, {plan.gpu_hours * unit_size:,.1f} GPU-{unit}"),
-            ("price", describe_price(plan)),
-            ("energy", f"{energy}, GPUs only, at {gpu.watts:.0f} W"),
+            ("time", f"{time}, {format_digits(plan.gpu_hours)} GPU-hours"),
+            ("price", price),
+            ("energy", f"{energy}, GPUs only, at {plan.gpu.watts:.0f} W"),
         ]
     return rows
 
 
 def describe_parts(parts: Mapping[str, float], form: Callable[[float], str]) -> str:
     """Return the nonzero parts of a sum, largest first."""
-    largest_first = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(
-        f"{name.replace('_', ' ')} {form(value)}" for name, value in largest_first if value
-    )
+    names = sorted((name for name in parts if parts[name]), key=lambda name: -parts[name])
+    return ", ".join(f"{name.replace('_', ' ')} {form(parts[name])}" for name in names)
 
 
 def describe_speed(rate: float, spread: tuple[float, float], mfu: float | None) -> str:
@@ -301,34 +303,9 @@ def describe_time(hours: float, spread: tuple[float, float]) -> str:
     return f"{format_duration(3600 * hours)} ({low} to {high})"
 
 
-def describe_ramp(plan: Plan) -> str:
-    """Return the batch ramp, or nothing if there is none."""
-    ramp = plan.ramp
-    if not ramp:
-        return ""
-    length = format_quantity(ramp.length)
-    return f", batches of {ramp.start:,} to {ramp.full:,} over the first {length}"
-
-
-def describe_price(plan: Plan) -> str:
-    """Return the dollars of a run, and where the price comes from."""
-    if plan.dollars is None:
-        return f"no price of {plan.gpu.name} known; give --price"
-    source = plan.gpu.price_source if plan.price == plan.gpu.price else "--price"
-    return f"${plan.dollars:,.2f} at ${plan.price:.2f} per GPU-hour ({source})"
-
-
-def time_unit(hours: float) -> tuple[str, float]:
-    """Return the unit in which a time has digits, and the units per hour."""
-    for unit, per_hour in (("hours", 1.0), ("minutes", 60.0)):
-        if hours * per_hour >= 0.1:
-            return unit, per_hour
-    return "seconds", 3600.0
-
-
-def with_digits(number: float, decimals: int) -> str:
-    """Format a number with some decimals, or with two digits if they would all be zero."""
-    return f"{number:,.{decimals}f}" if number >= 10**-decimals else f"{number:.2g}"
+def format_digits(number: float) -> str:
+    """Format a number with two decimals, or two digits if it is small."""
+    return f"{number:,.2f}" if number >= 1 else f"{number:.2g}"
 
 
 def print_scaling(
@@ -366,15 +343,8 @@ def print_costs(
     leads: Sequence[tuple[str, str]],
     plans: Sequence[Plan],
 ) -> None:
-    """Print a table of plans: two leading cells, then speed, time, price and layout.
-
-    All times have the unit of the median plan.
-    """
-    fitting = [plan for plan in plans if plan.fits]
-    middle = len(fitting) // 2
-    unit, size = time_unit(sorted([plan.hours for plan in fitting] or [0])[middle])
-    gpu_unit, gpu_size = time_unit(sorted([plan.gpu_hours for plan in fitting] or [0])[middle])
-    rows = [[*heads, "tokens/s", "MFU", unit, f"GPU-{gpu_unit}", "dollars", "layout"]]
+    """Print a table of plans: two leading cells, then speed, time, price and layout."""
+    rows = [[*heads, "tokens/s", "MFU", "hours", "GPU-hours", "dollars", "layout"]]
     for lead, plan in zip(leads, plans, strict=True):
         if not plan.fits:
             excess = f"does not fit: {format_quantity(plan.memory.total_bytes, 'B')}"
@@ -383,17 +353,10 @@ def print_costs(
         layout = plan.layout
         parts = [f"{layout.micro_steps} x {layout.micro_batch}"]
         parts += [word for word in (layout.sharding, layout.checkpointing) if word != "none"]
-        rows.append(
-            [
-                *lead,
-                f"{plan.tokens_per_second:,.0f}",
-                f"{plan.mfu:.1%}",
-                with_digits(plan.hours * size, 2),
-                with_digits(plan.gpu_hours * gpu_size, 1),
-                "" if plan.dollars is None else with_digits(plan.dollars, 0),
-                ", ".join(parts),
-            ]
-        )
+        costs = [plan.hours, plan.gpu_hours, plan.dollars]
+        cells = [f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}"]
+        cells += ["" if cost is None else format_digits(cost) for cost in costs]
+        rows.append([*lead, *cells, ", ".join(parts)])
     console.table(rows, left=1)
 
 
@@ -424,18 +387,21 @@ def describe_optimum(optimum: Optimum, dollars: float) -> str:
 def plan_data(plan: Plan) -> dict[str, Any]:
     """Return a plan for --json: tokens/s, bytes, hours; no costs if it does not fit."""
     low, high = (share * plan.tokens_per_second for share in plan.spread)
-    return {
+    data = {
         "fits": plan.fits,
         "memory_bytes": plan.memory.total_bytes,
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
-        "hours": plan.hours if plan.fits else None,
-        "dollars": plan.dollars if plan.fits else None,
-        "energy_kwh": plan.energy_kwh if plan.fits else None,
+        "hours": plan.hours,
+        "dollars": plan.dollars,
+        "energy_kwh": plan.energy_kwh,
         "tokens": plan.tokens,
         "gpu": plan.gpu.name,
-        "gpu_hours": plan.gpu_hours if plan.fits else None,
+        "gpu_hours": plan.gpu_hours,
         "tokens_per_second_low": low,
         "tokens_per_second_high": high,
         **asdict(plan.layout),
     }
+    if not plan.fits:
+        data |= dict.fromkeys(("hours", "dollars", "energy_kwh", "gpu_hours"))
+    return data
