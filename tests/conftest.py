@@ -1,7 +1,7 @@
 """Fixtures of all tests.
 
-A test that takes `precision` or `device` runs in fp32 and in bf16,
-whatever this machine prefers; MEGATOKEN_PRECISION=fp32 or bf16 (`make test PRECISION=fp32`) decides for the others.
+A test with the fixture `precision` or `device` runs in fp32 and in bf16. MEGATOKEN_PRECISION
+(`make test PRECISION=fp32`) sets the precision of the others.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# Before torch is loaded: threads that wait for work spin for milliseconds, which takes the cores from the other tests.
+# Before torch is loaded: waiting threads spin for milliseconds and take the cores of other tests.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "10")
 
@@ -22,24 +22,23 @@ if TYPE_CHECKING:
     from megatoken.system.device import Device
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # before anything imports Triton: its kernels run on the CPU, slowly
-    )
+    # Before Triton is loaded: run its kernels on the CPU, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 REAL_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """Folder of third-party texts that are not part of the project."""
+    """Return a folder of third-party texts that are not part of the project."""
     if not REAL_DATA.is_dir():
-        pytest.skip("the real data beside the project is not here")
+        pytest.skip("no real data on this machine")
     return REAL_DATA
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests measure is not what this user's runs believe."""
+    """Keep the measurements of tests out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATOKEN_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -47,7 +46,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> Iterator[None]:
-    """In this process; processes of tests/ranks.py do the same."""
+    """Shorten measurements in this process, as tests/ranks.py does in others."""
     from tests.ranks import SHORT_MEASUREMENTS  # after TRITON_INTERPRET
 
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +57,7 @@ def short_measurements() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[dict[str, str]]:
-    """Variables of the environment for a local S3 server with a bucket `tests`; skips without s3fs or moto."""
+    """Return environment variables for a local S3 server; skip without s3fs or moto."""
     from tests.s3_server import serve
 
     with serve() as variables:
@@ -67,7 +66,7 @@ def s3_server() -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def s3(s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """An empty folder on a local S3 server, for this process and those it starts."""
+    """Return an empty folder on a local S3 server."""
     for name, value in s3_server.items():
         monkeypatch.setenv(name, value)
     return f"s3://tests{tmp_path}"
@@ -75,7 +74,7 @@ def s3(s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """torch on one thread: waking a second core costs more than tiny models take."""
+    """Run torch on one thread: a second one slows tiny models down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -84,14 +83,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=["fp32", "bf16"])
 def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test in fp32 and in bf16: what `machine.precision=auto` stands for, also in child processes."""
+    """Run the test in fp32 and bf16, which is what `auto` means, also in child processes."""
     monkeypatch.setenv("MEGATOKEN_PRECISION", request.param)
     return str(request.param)
 
 
 @pytest.fixture
 def device(precision: str) -> "Device":
-    """A CPU that computes in `precision`."""
+    """Return a CPU device that computes in `precision`."""
     from tests.tiny_model import CPU  # after TRITON_INTERPRET
 
     return replace(CPU, precision=precision)

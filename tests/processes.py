@@ -1,4 +1,4 @@
-"""Processes of this machine, found in /proc (Linux), and what they were started with."""
+"""Inspect the processes of this machine through /proc (Linux)."""
 
 import time
 from collections.abc import Iterator
@@ -9,23 +9,23 @@ PROC = Path("/proc")
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started and not yet waited for; none if it has ended."""
-    found: list[int] = []
+    """Return the children of a process that it has not waited for; none if it has ended."""
+    pids: list[int] = []
     for file in PROC.glob(f"{pid}/task/*/children"):
-        with suppress(OSError):  # of a thread that has just ended
-            found += map(int, file.read_text().split())
-    return found
+        with suppress(OSError):  # the thread has just ended
+            pids += map(int, file.read_text().split())
+    return pids
 
 
 def family(pid: int) -> Iterator[int]:
-    """A process, its children and theirs."""
+    """Yield a process and its descendants."""
     yield pid
     for child in children(pid):
         yield from family(child)
 
 
 def group_members(group: int) -> list[int]:
-    """Processes of a process group that still run; the dead that nobody has waited for do not count."""
+    """Return the running processes of a process group, without zombies."""
     members = []
     for file in PROC.glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -36,23 +36,27 @@ def group_members(group: int) -> list[int]:
 
 
 def wait_for_group(group: int, seconds: float = 120.0) -> int:
-    """Wait until no process of a group runs any more; return how many still do after `seconds`."""
+    """Wait until a process group has ended; return how many processes still run."""
     deadline = time.monotonic() + seconds
-    while (members := group_members(group)) and time.monotonic() < deadline:
+    while group_members(group) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return len(members)
+    return len(group_members(group))
 
 
 def find_processes(word: str) -> list[int]:
-    """Processes whose command line contains a word."""
-    found = []
+    """Return the processes whose command line contains a word."""
+    pids = []
     for file in PROC.glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            found += [int(file.parent.name)] if word.encode() in file.read_bytes() else []
-    return found
+            if word.encode() in file.read_bytes():
+                pids.append(int(file.parent.name))
+    return pids
 
 
 def read_variable(pid: int, name: str) -> str | None:
-    """An environment variable of a process as it was started; None if it had none."""
-    variables = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
-    return next((word.partition("=")[2] for word in variables if word.startswith(f"{name}=")), None)
+    """Return an environment variable that a process was started with, or None."""
+    for variable in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+        key, _, value = variable.decode(errors="replace").partition("=")
+        if key == name:
+            return value
+    return None

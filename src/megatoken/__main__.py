@@ -13,12 +13,14 @@ STOPPED = 75
 
 
 def main() -> int:
-    """Run the command. One that trains handles signals before it imports anything: they are a stop, not a crash."""
-    if (
-        sys.argv[1:2] == ["train"] and "--ending" not in sys.argv
-    ):  # torchrun would count the exit code as a failure
-        for number in (getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)):
-            if signal.getsignal(number) == signal.SIG_DFL:
+    """Run the command. `train` exits as stopped on a signal during the imports.
+
+    With --ending the parent is torchrun, which would count that exit code as a failure.
+    """
+    if sys.argv[1:2] == ["train"] and "--ending" not in sys.argv:
+        for name in STOP_SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, lambda *_: os._exit(STOPPED))
     from megatoken.cli.main import main
 

@@ -1,7 +1,8 @@
-"""Errors with a one-line message for users and an exit code.
+"""Errors with a one-line message and an exit code.
 
-Raise a subclass of `MegatokenError` for anything a user can cause or fix; use assert for programming errors. The
-command line prints `str(error)` on one line and exits with `error.code`; `--debug` shows the traceback.
+Raise a subclass of `MegatokenError` for what a user can cause or fix; use assert for programming
+errors. The command line prints `str(error)` and exits with `error.code`; `--debug` shows the
+traceback.
 """
 
 from enum import IntEnum
@@ -21,29 +22,28 @@ class ExitCode(IntEnum):
     STORAGE = 5
     NUMERICS = 6
     PEER = 7
-    STOPPED = 75  # stopped on request with everything saved: the same command resumes (EX_TEMPFAIL)
+    STOPPED = 75  # stopped on request, everything saved: the same command resumes (EX_TEMPFAIL)
 
 
 class MegatokenError(Exception):
-    """An error with a one-line message, `what — where — fix`.
+    """An error with a one-line, redacted message `what — where — fix`.
 
-    where: file:line, key, shard and offset, rank, step; fix: what the reader can do next. Control characters, which a
-    name in a file may hold, are spelled out.
+    where: file:line, key, shard and offset, rank or step. fix: what to do about it. Control
+    characters are escaped.
     """
 
     code: ClassVar[ExitCode]
 
     def __init__(self, what: str, where: str | Path = "", fix: str = "") -> None:
-        text = redact(
-            " — ".join(" ".join(str(part).split()) for part in (what, where, fix) if part)
-        )
+        parts = [" ".join(str(part).split()) for part in (what, where, fix) if part]
+        text = redact(" — ".join(parts))
         super().__init__(
-            "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+            "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
         )
 
 
 class ConfigError(MegatokenError):
-    """A setting, recipe or argument is wrong, or asks for what this machine does not have."""
+    """A setting, recipe or argument is wrong, or needs what this machine does not have."""
 
     code = ExitCode.CONFIG
 
@@ -73,12 +73,12 @@ class NumericsError(MegatokenError):
 
 
 class PeerError(MegatokenError):
-    """Another process of the run is gone."""
+    """Another process of the run has died or hangs."""
 
     code = ExitCode.PEER
 
 
 def error_from_code(code: int, message: str) -> MegatokenError:
-    """The error of an exit code that another process reported."""
+    """Return the error for the exit code of another process."""
     classes = {error.code: error for error in MegatokenError.__subclasses__()}
     return classes[ExitCode(code)](message)

@@ -1,4 +1,4 @@
-"""Hides secrets in text that leaves the program: output, errors, logs, provenance, scripts."""
+"""Remove secrets from output, errors, logs, provenance and scripts."""
 
 import json
 import os
@@ -6,21 +6,19 @@ import re
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-MODEL_TEXT = (
-    "text",
-    "messages",
-    "examples",
-)  # keys of rows and answers below which a model's text is
-SHORTEST = 6  # characters of a variable's value; shorter ones occur by chance
+MODEL_TEXT = ("text", "messages", "examples")  # keys whose values a model wrote
+MIN_LENGTH = 6  # of a variable's value; shorter ones occur by chance
 # Variables that hold a secret: HF_TOKEN, AWS_ACCESS_KEY_ID, WANDB_API_KEY, ...
 SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|PAT|AUTH|(API|ACCESS)?KEY|KEY_ID|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$",
+    r"(^|_)(TOKEN|PAT|AUTH|(API|ACCESS)?KEY|KEY_ID|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|"
+    r"CREDENTIALS?)$",
     re.IGNORECASE,
 )
 PASSWORD = re.compile(r"://[^\s/:@]*:(?!\d{1,5}/)([^\s@]+)@")
 _OPTION = r"[\w-]*(?:token|secret|password|api[-_]?key)"
 RULES = (
-    # https://user:password@host and https://token@host, also where a Path has lost the second slash; not host:8080/a@b
+    # https://user:password@host, https://token@host, and with one slash as in a Path; but not
+    # host:8080/a@b.
     (re.compile(r"""(\w\w:/{1,2})(?:[^\s/:@'"]*:(?!\d{1,5}/)[^\s@'"]+|[^\s/@'"]+)@"""), r"\1***@"),
     (
         re.compile(
@@ -29,7 +27,7 @@ RULES = (
         ),
         r"\1***",
     ),
-    # --api-key x, and "--api-key", "x" of a list; not prose behind the option's name
+    # --api-key x, and "--api-key", "x" in a list; but not prose after the option's name.
     (
         re.compile(
             rf"""(--{_OPTION}['"]?(?:[ =]\s*|,\s*(?=['"]))['"]?)(?!KEY\b|—)[^\s,'"]+""", re.I
@@ -43,12 +41,14 @@ RULES = (
 
 
 def redact(text: str) -> str:
-    """The text without values of variables that hold secrets, passwords in addresses, and keys of a known form."""
-    found: set[str] = set()
+    """Replace secrets: values of secret variables, passwords in URLs, keys of a known form."""
+    secrets = set[str]()
     for name, value in os.environ.items():
-        found.update(PASSWORD.findall(value), [value] if SECRET_NAME.search(name) else [])
-    for secret in sorted(found, key=len, reverse=True):
-        if len(secret) >= SHORTEST:
+        secrets.update(PASSWORD.findall(value))
+        if SECRET_NAME.search(name):
+            secrets.add(value)
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= MIN_LENGTH:
             text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
     for rule, replacement in RULES:
         text = rule.sub(replacement, text)
@@ -56,7 +56,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Redact the strings of a JSON value, except those below MODEL_TEXT."""
+    """Redact the strings in a JSON value, except below MODEL_TEXT."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
@@ -68,7 +68,7 @@ def redact_values(value: Any) -> Any:
 
 
 class RedactedStream:
-    """A stream of messages, such as stderr, whose writes are redacted; everything else is that of the stream inside."""
+    """A text stream, such as stderr, whose writes are redacted."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
