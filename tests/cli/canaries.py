@@ -1,6 +1,8 @@
-"""Twenty secrets in the environment, in recipes, addresses and arguments, and commands that run or fail beside them."""
+"""Secrets in the environment, recipes, addresses and arguments, and commands that meet them."""
 
 import os
+import re
+import shlex
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -67,85 +69,70 @@ def write_inputs(folder: Path) -> None:
     (folder / "in" / "composer.yaml").write_text(composer)
 
 
+TRAIN = "train in/tiny.yaml --out run"
+PREPARE = "prepare in/text.txt --out data --tokenizer bytes --workers 1 --val-fraction 0"
+SUCCEEDING = f"""
+{PREPARE}
+{TRAIN} --explain sample.num_samples=2 evaluate.tasks=piqa? evaluate.tasks_data=SIGNED
+config in/tiny.yaml evaluate.tasks=piqa evaluate.tasks_data=ADDRESS --json
+sample run "to GITHUB" --tokens 1 --json
+eval run --data in/text.txt --limit 32 --json
+export run --out export
+launch slurm in/tiny.yaml --nproc 1 --write job.sh "sample.prompt=ADDRESS SIGNED"
+launch k8s in/tiny.yaml --nproc 1 sample.prompt=KEY
+verify run
+"""
+FAILING = f"""
+{TRAIN} model.n_layer=2 model.init=ADDRESS
+{TRAIN} data.path=ADDRESS
+train in/tiny.yaml --out new model.init=SIGNED
+train in/tiny.yaml --out BUCKET
+train --composer in/composer.yaml
+train --llmc "-e d12 -i BUCKET/t.bin -j BUCKET/val.bin"
+train --nanogpt "--wandb_log=KEY --dataset=TOKEN"
+{TRAIN} --hf-token canary18-on-the-line
+{TRAIN} --api_key=canary20-on-the-line
+{TRAIN} optim.lr=HUB
+prepare ADDRESS --out other
+sample TOKEN x
+export SIGNED --out other
+plot WANDB --debug
+"""
+MORE = f"""
+doctor
+{TRAIN} --nproc 2 budget.steps=4 --allow-changes
+sample no/such-model x
+"""
+SECRETS = {
+    "ADDRESS": WRITTEN["address"],
+    "SIGNED": WRITTEN["signed"],
+    "GITHUB": WRITTEN["github"],
+    "KEY": WRITTEN["key"],
+    "BUCKET": WRITTEN["bucket"],
+    "TOKEN": WRITTEN["token address"],
+    "HUB": VARIABLES["HF_TOKEN"],
+    "WANDB": VARIABLES["WANDB_API_KEY"],
+}
+
+
 def list_commands(*, short: bool) -> list[list[str]]:
-    """Commands in an order in which each finds what it needs; every kind of word that may hold a secret is in one."""
-    address, signed = WRITTEN["address"], WRITTEN["signed"]
-    train = ["train", "in/tiny.yaml", "--out", "run"]
-    works = [
-        [
-            "prepare",
-            "in/text.txt",
-            "--out",
-            "data",
-            "--tokenizer",
-            "bytes",
-            "--workers",
-            "1",
-            "--val-fraction",
-            "0",
-        ],
-        [
-            *train,
-            "--explain",
-            "sample.num_samples=2",
-            "evaluate.tasks=piqa?",
-            "evaluate.tasks_data=" + signed,
-        ],
-        [
-            "config",
-            "in/tiny.yaml",
-            "evaluate.tasks=piqa",
-            f"evaluate.tasks_data={address}",
-            "--json",
-        ],
-        ["sample", "run", f"to {WRITTEN['github']}", "--tokens", "1", "--json"],
-        ["eval", "run", "--data", "in/text.txt", "--limit", "32", "--json"],
-        ["export", "run", "--out", "export"],
-        [
-            "launch",
-            "slurm",
-            "in/tiny.yaml",
-            "--nproc",
-            "1",
-            "--write",
-            "job.sh",
-            f"sample.prompt={address} {signed}",
-        ],
-        ["launch", "k8s", "in/tiny.yaml", "--nproc", "1", f"sample.prompt={WRITTEN['key']}"],
-        ["verify", "run"],
-    ]
-    fails = [
-        [*train, "model.n_layer=2", f"model.init={address}"],
-        [*train, f"data.path={address}"],
-        ["train", "in/tiny.yaml", "--out", "new", f"model.init={signed}"],
-        ["train", "in/tiny.yaml", "--out", WRITTEN["bucket"]],
-        ["train", "--composer", "in/composer.yaml"],
-        ["train", "--llmc", f"-e d12 -i {WRITTEN['bucket']}/t.bin -j {WRITTEN['bucket']}/val.bin"],
-        [
-            "train",
-            "--nanogpt",
-            f"--wandb_log={WRITTEN['key']} --dataset={WRITTEN['token address']}",
-        ],
-        [*train, "--hf-token", "canary18-on-the-line"],
-        [*train, "--api_key=canary20-on-the-line"],
-        [*train, f"optim.lr={VARIABLES['HF_TOKEN']}"],
-        ["prepare", address, "--out", "other"],
-        ["sample", WRITTEN["token address"], "x"],
-        ["export", signed, "--out", "other"],
-        ["plot", VARIABLES["WANDB_API_KEY"], "--debug"],
-    ]
+    """Return command lines with secrets, those that succeed first, in an order that works."""
+    secret = re.compile("|".join(SECRETS))
+
+    def split(lines: str) -> list[list[str]]:
+        return [
+            [secret.sub(lambda match: SECRETS[match[0]], word) for word in shlex.split(line)]
+            for line in lines.strip().splitlines()
+        ]
+
     if short:
-        return [*works, *fails]
-    more = [
-        ["doctor"],
-        [*train, "--nproc", "2", "budget.steps=4", "--allow-changes"],
-        ["sample", "no/such-model", "x"],
-    ]
-    return [*works, *more, *([*command, "--debug"] for command in fails)]
+        return split(SUCCEEDING + FAILING.lstrip())
+    failing = [[*command, "--debug"] for command in split(FAILING)]
+    return [*split(SUCCEEDING), *split(MORE), *failing]
 
 
 def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:
-    """`canary: place` for each secret in the outputs or in a file below `folder` (but its inputs)."""
+    """Return `canary: place` for each secret in the outputs or in a file that a command wrote."""
     places = {f"output {number}": text.encode() for number, text in enumerate(texts)}
     for path in folder.rglob("*"):
         if path.is_file() and "in" not in path.relative_to(folder).parts[:1]:
@@ -159,14 +146,14 @@ def find_canaries(texts: Iterable[str], folder: Path) -> list[str]:
 
 
 def run_matrix(folder: Path) -> tuple[int, int, list[str]]:
-    """Run all commands, each in a process; return the numbers of canaries and commands, and where one was found."""
+    """Run all commands, each in a process; return the counts of canaries and commands, and leaks."""
     write_inputs(folder)
     outputs = [run_command(command, folder) for command in list_commands(short=False)]
     return len(CANARIES), len(outputs), find_canaries(outputs, folder)
 
 
 def run_command(command: Sequence[str], folder: Path) -> str:
-    """What the command writes to stdout and stderr."""
+    """Run a command and return its exit code, stdout and stderr."""
     environment = os.environ | VARIABLES | {"MEGATOKEN_CACHE": str(folder / "cache")}
     done = subprocess.run(
         [*COMMAND, *command],
