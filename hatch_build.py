@@ -10,7 +10,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
 from megatoken.native.build import INSTRUCTION_SETS, compile_library, library_name
-from megatoken.system.environment import find_compiler
+from megatoken.system.machine import find_compiler
 
 
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]

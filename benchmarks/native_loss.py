@@ -16,7 +16,7 @@ from benchmarks.quickstart_race import prepare_corpus, run
 from megatoken.bench.runner import Worker
 from megatoken.bench.worker import WorkerSpec
 from megatoken.config.presets import PRESETS
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 
 FORMS = {
     "fp32": {

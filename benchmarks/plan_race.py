@@ -28,12 +28,12 @@ from megatoken.config.load import load_config
 from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.data.dataset import load_dataset
-from megatoken.estimate.calibrate import StepTimer
 from megatoken.estimate.plan import budget_tokens
-from megatoken.pretrain import Trainer
+from megatoken.measure.calibrate import StepTimer
 from megatoken.system.atomic_write import read_object, replace_file
 from megatoken.system.device import open_device
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Trainer
 
 MODELS = {
     "quickstart": ["budget.steps=500"],

@@ -29,7 +29,7 @@ from megatoken.distributed.parallel_dims import build_dims
 from megatoken.model.gpt import GPT
 from megatoken.plots import draw_curves
 from megatoken.system.device import Device
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step
 from tests.distributed.test_training import FIXED

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.data.prepare import prepare
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 
 SIZES = {
     "124m": ["gpt2-124m", "model.vocab_size=50257", "model.seq_len=512"],

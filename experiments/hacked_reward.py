@@ -21,7 +21,7 @@ from megatoken.data.chat_template import find_template
 from megatoken.eval.answers import AnswerSettings, evaluate_answers, read_questions
 from megatoken.eval.rewards import load_reward
 from megatoken.sampling.choose import Sampling
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 
 LIMIT_SECONDS = 120  # of each training
 RULE = "experiments.hacked_reward:pay_for_parts"

@@ -18,8 +18,8 @@ from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.data.prepare import prepare
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.pretrain import Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Trainer
 
 FIFTY_STEPS = [
     "model.seq_len=32",

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from megatoken.plots import load_pyplot, save_figure
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 
 LINES, COLUMNS = 7, 62  # of a sample that are shown
 

@@ -18,7 +18,7 @@ from megatoken.cli.main import main
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.data.exercises import list_exercises
 from megatoken.errors import ExitCode
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 
 SFT = ["budget.epochs=0", "budget.steps=100000", "budget.batch_tokens=2048"]
 SFT += ["optim.lr=1.5e-3", "optim.schedule=constant", "optim.warmup=50steps"]

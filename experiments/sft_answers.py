@@ -26,8 +26,8 @@ from megatoken.errors import ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.sampling.batch import BatchDecoder, Request
 from megatoken.sampling.choose import Sampling
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.initial_state import VOCABULARY_TABLES, add_mean_rows
-from megatoken.train.metrics_log import read_metrics
 
 AT_ONCE = 50  # prompts
 

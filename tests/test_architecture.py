@@ -29,11 +29,7 @@ OPTIONAL = {
 # ... and where a process starts or the API is entered, whatever brings one of these: a typo must not wait for torch.
 STARTERS = {"__init__.py", "__main__.py", "bench/worker.py", "convert/recipes/llmc.py", "plots.py"}
 # A process alone splits no model: torch's code for it is a quarter of what a run loads.
-STARTERS |= {
-    "distributed/parallelize.py",
-    "distributed/tensor_parallel.py",
-    "estimate/calibrate.py",
-}
+STARTERS |= {"distributed/parallelize.py", "distributed/tensor_parallel.py", "measure/calibrate.py"}
 STARTERS |= {"system/file_lock.py"}  # readers take no lock
 HEAVY = {"torch", "numpy", "tokenizers", "rich", "yaml", "safetensors", "xxhash", "filelock"}
 # Quick to start, and testable without torch: the package, the commit protocol, the data order, the command line.
@@ -51,7 +47,7 @@ WITHOUT_TORCH = (
         "megatoken.data.permutation",
         "megatoken.checkpoint.commit",
     ),
-    *("megatoken.train.metrics_log", "megatoken.train.preemption", "megatoken.launch.local"),
+    *("megatoken.system.metrics_log", "megatoken.train.preemption", "megatoken.launch.local"),
     *("megatoken.bench.arguments", "megatoken.bench.worker", "megatoken.estimate.plan"),
     "megatoken.plots",
     *(f"megatoken.cli.{name}" for name in COMMANDS),
@@ -343,7 +339,7 @@ def test_torch_is_not_imported_where_it_is_not_needed() -> None:
     code = "import sys, importlib\nfor name in sys.argv[1:]:\n importlib.import_module(name)\n"
     code += " if 'torch' in sys.modules: sys.exit(name)\n"
     # A process alone splits no model.
-    code += "import megatoken.pretrain\nfor name in ('sympy', 'torch.distributed.tensor'):\n"
+    code += "import megatoken.train.train\nfor name in ('sympy', 'torch.distributed.tensor'):\n"
     code += " if name in sys.modules: sys.exit(name)"
     process = subprocess.run(
         [sys.executable, "-c", code, *WITHOUT_TORCH], capture_output=True, text=True

@@ -58,7 +58,7 @@ from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.eval.tasks import find_tasks, read_examples
 from megatoken.system.atomic_write import read_object
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.run_folder import check_folder
 from tests.convert.models import draw_model, save_run
 from tests.data.small_dataset import write_dataset

@@ -13,10 +13,10 @@ from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ExitCode
-from megatoken.pretrain import Trainer
 from megatoken.system.device import Device
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.step import forward_backward, train_step
+from megatoken.train.train import Trainer
 from tests.tiny_model import CPU, tiny_batch, tiny_state, tiny_step_config
 
 RELATIVE = {"fp32": 1e-5, "bf16": 2e-2}  # bf16 has 8 bits: 2^-8 a rounding, some of them in a row

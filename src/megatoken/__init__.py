@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from megatoken.model.kernels import register_attention as register_attention
     from megatoken.optim.optimizer import build_optimizer as build_optimizer
     from megatoken.optim.optimizer import register_optimizer as register_optimizer
-    from megatoken.pretrain import Trainer as Trainer
     from megatoken.sampling.generate import generate as generate
-    from megatoken.train.metrics_log import read_metrics as read_metrics
+    from megatoken.system.metrics_log import read_metrics as read_metrics
+    from megatoken.train.train import Trainer as Trainer
 
 _MODULES = {
     "load_config": "config.load",
@@ -46,9 +46,9 @@ _MODULES = {
     "register_attention": "model.kernels",
     "build_optimizer": "optim.optimizer",
     "register_optimizer": "optim.optimizer",
-    "Trainer": "pretrain",
+    "Trainer": "train.train",
     "generate": "sampling.generate",
-    "read_metrics": "train.metrics_log",
+    "read_metrics": "system.metrics_log",
 }
 __all__ = [*_MODULES, "LAYERS", "__version__"]
 
@@ -84,11 +84,11 @@ LAYERS = (
     "sampling",  # key/value cache, generation
     "serving",  # a model behind HTTP
     "eval",  # validation loss, multiple-choice tasks
-    "train",  # state, step, autotune, metrics, preemption, setup, periodic actions
-    "objectives",  # what training minimizes beside the cross-entropy: preferences, rewards of sampled answers
+    "objectives",  # preferences, sampled answers and their rewards: losses and batches
     "plots",  # curves and weight pictures
     "estimate",  # time, cost, memory and traffic of a run before it starts
-    "pretrain",  # the training program: read it first
+    "train",  # train.py: read it first; state, step, tuning, logs, recovery
+    "measure",  # dry run, calibration on this machine
     "bench",  # every speed, measured on this machine
     "cli",  # the `megatoken` command
 )

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatoken.errors import ConfigError, DataError, StorageError
 from megatoken.eval.tasks import SCORES
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 
 # Panels below that of the loss: title, and how the last value is written.
 PANELS = {

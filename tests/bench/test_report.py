@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatoken.bench.report import format_cell, format_rows, write_record
-from megatoken.system.environment import find_commit
+from megatoken.system.machine import find_commit
 
 
 def figure(median: float, low: float, high: float, repeats: int = 5) -> dict[str, Any]:

@@ -400,7 +400,7 @@ def test_reading_while_another_thread_commits_and_prunes(tmp_path: Path) -> None
 
 
 def test_the_protocol_does_not_import_torch() -> None:
-    code = "import sys, megatoken.checkpoint.commit, megatoken.train.metrics_log, megatoken.train.preemption; "
+    code = "import sys, megatoken.checkpoint.commit, megatoken.system.metrics_log, megatoken.train.preemption; "
     code += "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -24,8 +24,8 @@ from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError
 from megatoken.eval.evaluate import evaluate
 from megatoken.eval.tasks import Example
-from megatoken.pretrain import Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Trainer
 from tests.convert.models import TINY_GPT, draw_model
 from tests.data.small_dataset import write_external
 

@@ -257,10 +257,7 @@ def test_a_switch_that_no_model_of_transformers_has_is_refused(
     switch: dict[str, Any], tmp_path: Path
 ) -> None:
     model = draw_model(replace(FAMILIES["qwen3-tied"], **switch))
-    for to, name in (
-        ("hf", "relu2|biases|" + next(iter(switch))),
-        ("llmc", "computes GPT-2 alone"),
-    ):
+    for to in ("hf", "llmc"):
         with pytest.raises(ConfigError):
             export(LoadedModel(model, byte_tokenizer(), "it"), to, tmp_path / to)
     assert list(tmp_path.iterdir()) == []

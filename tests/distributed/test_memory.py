@@ -9,7 +9,7 @@ from megatoken.config.schema import MachineConfig, build_config
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import USABLE, choose_dims, estimate_memory
 from megatoken.distributed.parallel_dims import build_dims
-from megatoken.estimate.dry_run import dry_run
+from megatoken.measure.dry_run import dry_run
 from megatoken.system.gpus import GPUS
 
 # Preset with fewer layers, context, micro-batches: chosen so that each part of the formula is the largest somewhere.

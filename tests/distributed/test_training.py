@@ -20,8 +20,8 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
 from megatoken.launch.local import launch
-from megatoken.pretrain import Summary, Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Summary, Trainer
 from tests.processes import children, read_variable
 
 STEPS = 12
@@ -136,7 +136,9 @@ def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
     """A run that starts from given weights and is stopped before its first step has them in that checkpoint only."""
     words = [f"model.init={alone}", "log.every=1", "budget.steps=1", "save.every=0"]
     with monkeypatch.context() as patch:
-        patch.setattr("megatoken.pretrain.parse_time", lambda _: 1e-9)  # a time limit that is over
+        patch.setattr(
+            "megatoken.train.train.parse_time", lambda _: 1e-9
+        )  # a time limit that is over
         assert train_here(shards, tmp_path / "2", *words).code == ExitCode.STOPPED
     assert list_steps(tmp_path / "2" / "checkpoints") == [0]
     shutil.copytree(tmp_path / "2", tmp_path / "1")

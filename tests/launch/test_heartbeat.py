@@ -16,8 +16,8 @@ from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
 from megatoken.launch import heartbeat
 from megatoken.launch.heartbeat import Heartbeat, Watchdog, stacks_file, waits_in_collective
-from megatoken.pretrain import Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Trainer
 from tests.processes import find_processes
 
 pytestmark = pytest.mark.skipif(
@@ -66,7 +66,7 @@ from pathlib import Path
 from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.launch import heartbeat
-from megatoken.pretrain import Trainer
+from megatoken.train.train import Trainer
 
 heartbeat.MIN_LIMIT_SECONDS["step"] = {LIMIT}
 out, *words = sys.argv[1:]

@@ -27,8 +27,8 @@ from megatoken.data.tokenizer import Tokenizer, load_tokenizer
 from megatoken.errors import CheckpointError, ConfigError, DataError, ExitCode
 from megatoken.launch.local import find_free_port
 from megatoken.model.gpt import GPT
-from megatoken.pretrain import Summary, Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Summary, Trainer
 from tests.convert.models import TINY_GPT, llama_tokenizer, save_run
 from tests.ranks import run_ranks, start_process
 

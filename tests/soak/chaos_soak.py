@@ -34,9 +34,9 @@ from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.errors import ExitCode
-from megatoken.pretrain import Trainer
 from megatoken.system.atomic_write import replace_file
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Trainer
 from tests.processes import children, group_members
 from tests.soak.tiny_job import (
     Layout,

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.ranks_race import write_data
 from megatoken.checkpoint.commit import list_steps
 from megatoken.errors import ExitCode
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from tests.distributed.test_training import FIXED
 from tests.processes import find_processes
 
@@ -35,7 +35,7 @@ from pathlib import Path
 import torch.distributed
 from megatoken.config.load import resolve
 from megatoken.console import Console
-from megatoken.pretrain import Trainer
+from megatoken.train.train import Trainer
 
 out, *words = sys.argv[1:]
 limit_file = Path(os.environ["MEGATOKEN_HEARTBEAT"])

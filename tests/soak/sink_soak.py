@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from tests.soak.tiny_job import Layout, command, write_recipe
 from tests.train.test_pretrain import fingerprint
 

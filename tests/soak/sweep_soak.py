@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.quickstart_race import prepare_corpus, run
 from megatoken.system.atomic_write import read_object
+from megatoken.system.metrics_log import read_metrics
 from megatoken.system.process import at_parent_death
-from megatoken.train.metrics_log import read_metrics
 from tests.soak.tiny_job import kill_group, wait_for
 
 TRIALS, KILLED_IN = 8, (1, 3)  # counted from 0

@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 from megatoken.errors import ExitCode
 from megatoken.system.atomic_write import read_object
+from megatoken.system.metrics_log import read_metrics
 from megatoken.system.process import at_parent_death
-from megatoken.train.metrics_log import read_metrics
 from tests.soak.tiny_job import (
     STUCK_SECONDS,
     Layout,

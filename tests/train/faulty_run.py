@@ -17,7 +17,6 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatoken import pretrain
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import read_manifest
 from megatoken.config.load import resolve
@@ -26,11 +25,12 @@ from megatoken.data.dataloader import DataLoader
 from megatoken.distributed import stragglers
 from megatoken.errors import MegatokenError
 from megatoken.launch.local import find_free_port
-from megatoken.pretrain import Trainer
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train import step, step_log
-from megatoken.train.metrics_log import read_metrics
+from megatoken.train import train as pretrain
 from megatoken.train.spikes import RecentSteps
 from megatoken.train.state import TrainState
+from megatoken.train.train import Trainer
 
 RECIPE = """\
 model: {n_layer: 2, n_head: 2, d_model: 32, seq_len: 16, dropout: 0.1}

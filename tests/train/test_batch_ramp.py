@@ -8,7 +8,7 @@ from megatoken.config.batch_ramp import BatchRamp
 from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ConfigError
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from tests.train.faulty_run import Job, final_bits, run_jobs, write_recipe
 
 RAMP = (

@@ -14,10 +14,10 @@ from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.errors import ExitCode
-from megatoken.pretrain import Summary, Trainer
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train import actions
-from megatoken.train.metrics_log import read_metrics
 from megatoken.train.run import Run
+from megatoken.train.train import Summary, Trainer
 
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 16}

@@ -16,9 +16,9 @@ from megatoken.config.load import list_changes, render, resolve
 from megatoken.config.schema import FIELDS, Config, Resume, build_config, flatten, resume_class
 from megatoken.console import Console
 from megatoken.errors import ConfigError, DataError, ExitCode
-from megatoken.pretrain import Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.run_folder import check_folder
+from megatoken.train.train import Trainer
 
 OLD = build_config({"budget.steps": 10, "data.path": "data"})
 # Weights, the optimizer's state or the order of the data would not fit.

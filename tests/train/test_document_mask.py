@@ -19,10 +19,10 @@ from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.eval.val_loss import to_batch, validation_loss
 from megatoken.model.gpt import set_attention
-from megatoken.pretrain import Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_backward
+from megatoken.train.train import Trainer
 from tests.eval.test_val_loss import SINGLE
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, TINY_MODERN, tiny_state, tiny_step_config
 

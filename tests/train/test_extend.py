@@ -16,8 +16,8 @@ from megatoken.config.batch_ramp import BatchRamp
 from megatoken.config.fields import Duration
 from megatoken.config.load import resolve
 from megatoken.optim.lr_schedule import LRSchedule
-from megatoken.pretrain import Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Trainer
 
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 16}
@@ -225,7 +225,7 @@ def test_the_same_extension_given_again_goes_on(
 ) -> None:
     """Killed before its first save, and stopped after one."""
     with monkeypatch.context() as patch:
-        patch.setattr("megatoken.pretrain.tune", lambda *_, **__: 1 / 0)
+        patch.setattr("megatoken.train.train.tune", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(run, "--extend", "8steps")
     assert (read_config(run).budget.steps, list_steps(run / "checkpoints")[-1]) == (16, 8)

@@ -9,8 +9,8 @@ import pytest
 from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
-from megatoken.pretrain import Summary, Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Summary, Trainer
 
 RECIPE = """\
 model: {n_layer: 2, n_head: 2, d_model: 32, seq_len: 32}

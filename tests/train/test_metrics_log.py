@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.system.atomic_write import replace_file
-from megatoken.train.metrics_log import LogPosition, MetricsLogger, read_metrics, read_new_rows
+from megatoken.system.metrics_log import LogPosition, MetricsLogger, read_metrics, read_new_rows
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from megatoken.errors import ExitCode, MegatokenError
-from megatoken.train.metrics_log import MetricsLogger
+from megatoken.system.metrics_log import MetricsLogger
 try:
     log = MetricsLogger.open(Path(sys.argv[1]))
 except MegatokenError as error:
@@ -177,7 +177,7 @@ def test_full_disk_warns_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_partial_write_is_removed(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from megatoken.train.metrics_log import MetricsLogger\n"
+        "from megatoken.system.metrics_log import MetricsLogger\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "log = MetricsLogger.open(Path(sys.argv[1]))\n"
         "for step in range(40): log.write('train', step, step, loss=1.0)\n"
@@ -199,7 +199,7 @@ def test_progress_is_written_about_once_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("megatoken.train.metrics_log.time.monotonic", lambda: now)
+    monkeypatch.setattr("megatoken.system.metrics_log.time.monotonic", lambda: now)
     seen = []
     with MetricsLogger.open(tmp_path) as log:
         log.status(state="running", step=0)
@@ -290,7 +290,7 @@ def test_the_name_of_a_killed_owner_is_not_taken_for_that_of_the_one_who_holds_t
         new = (tmp_path / ".owner.json").read_text()
         (tmp_path / ".owner.json").write_text(json.dumps(json.loads(new) | {"pid": killed.pid}))
         write = lambda _: (tmp_path / ".owner.json").write_text(new)  # noqa: E731  # while the second one waits
-        monkeypatch.setattr("megatoken.train.metrics_log.time.sleep", write)
+        monkeypatch.setattr("megatoken.system.metrics_log.time.sleep", write)
         with pytest.raises(
             MegatokenError, match=f"another run is using this folder: pid {os.getpid()} on "
         ):

@@ -13,10 +13,10 @@ from megatoken.cli.main import main
 from megatoken.config.load import load_config
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.errors import ConfigError, ExitCode, StorageError
-from megatoken.pretrain import Trainer
+from megatoken.system.metrics_log import read_metrics
 from megatoken.system.object_store import ObjectStore
 from megatoken.train import live_mirror
-from megatoken.train.metrics_log import read_metrics
+from megatoken.train.train import Trainer
 from tests.train.test_storage_faults import SAVING, events, tensors
 from tests.train.test_trainer import SMALL
 

@@ -13,8 +13,8 @@ from megatoken.data.dataset import load_dataset
 from megatoken.data.mixture import load_mixture
 from megatoken.data.prepare import prepare
 from megatoken.errors import ConfigError, DataError, ExitCode, MegatokenError
-from megatoken.pretrain import Summary, Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.train import Summary, Trainer
 
 RECIPE = """\
 model: {n_layer: 1, n_head: 2, d_model: 16, seq_len: 16}

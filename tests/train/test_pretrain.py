@@ -34,11 +34,11 @@ from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError, StorageError
 from megatoken.native.library import find_library
 from megatoken.plots import draw_weights
-from megatoken.pretrain import Summary, Trainer
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.run import Run
 from megatoken.train.state import TrainState
 from megatoken.train.step import forward_loss
+from megatoken.train.train import Summary, Trainer
 from tests.ranks import FORKS, start_process
 
 RECIPE = """\

@@ -22,8 +22,8 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import CheckpointError, PeerError
 from megatoken.launch.heartbeat import Heartbeat
+from megatoken.system.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.checkpoint_saver import CheckpointSaver
-from megatoken.train.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.restore import restore
 from megatoken.train.run import Progress, Run, RunContext, RunData, RunLog

@@ -29,11 +29,11 @@ from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
-from megatoken.pretrain import Trainer
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.initial_state import add_mean_rows
-from megatoken.train.metrics_log import read_metrics
 from megatoken.train.state import build_state
 from megatoken.train.step import forward_backward
+from megatoken.train.train import Trainer
 from tests.tiny_model import CPU, TINY_LLAMA, TINY_MODERN, tiny_config, tiny_step_config
 
 CONTEXT = 80

@@ -13,7 +13,7 @@ from megatoken.cli.main import main
 from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train.sinks import SinkProcesses, check_sinks
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatoken import pretrain
 from megatoken.checkpoint import commit as protocol
 from megatoken.checkpoint.commit import list_steps, step_folder
 from megatoken.checkpoint.manifest import verify
@@ -27,9 +26,10 @@ from megatoken.config.load import load_config
 from megatoken.config.schema import Config
 from megatoken.errors import ConfigError, ExitCode, StorageError
 from megatoken.launch.local import find_free_port
-from megatoken.pretrain import Trainer
+from megatoken.system.metrics_log import MetricsLogger, read_metrics
 from megatoken.train import checkpoint_saver
-from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.train import train as pretrain
+from megatoken.train.train import Trainer
 from tests.ranks import run_ranks
 from tests.train.test_trainer import SMALL
 
@@ -213,7 +213,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 def refuse(config: Config, out: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The message of a start that is refused before a step, on a disk where nothing may be written."""
     monkeypatch.setattr(
-        "megatoken.pretrain.train_step_async", lambda *_: pytest.fail("a step was made")
+        "megatoken.train.train.train_step_async", lambda *_: pytest.fail("a step was made")
     )
     with pytest.raises(StorageError) as error:
         Trainer(config, out).fit()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatoken import pretrain
 from megatoken.config.fields import Duration
 from megatoken.config.load import load_config
 from megatoken.config.schema import Config
@@ -24,10 +23,11 @@ from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
-from megatoken.pretrain import Summary, Trainer
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train import actions, checkpoint_saver, compilation, setup, tuning
+from megatoken.train import train as pretrain
 from megatoken.train.actions import Action
-from megatoken.train.metrics_log import read_metrics
+from megatoken.train.train import Summary, Trainer
 from tests.tiny_model import tiny_config
 
 SMALL = (
@@ -68,7 +68,7 @@ def fit(config: Config, out: Path, **options: Any) -> Summary:
 def test_status_says_what_the_run_does_how_fast_and_how_long(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatoken.train.metrics_log.STATUS_SECONDS", 0.0)
+    monkeypatch.setattr("megatoken.system.metrics_log.STATUS_SECONDS", 0.0)
     seen: dict[str, dict[str, Any]] = {}
 
     def keep(row: dict[str, Any]) -> None:
@@ -316,7 +316,7 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(
     with pytest.raises(ConfigError, match=r"machine.attention: test-halved -> auto"):
         fit(replace(other, machine=config.machine), tmp_path / "halved")
     assert load_pretrained(tmp_path / "halved").model.attention_name == "test-halved"
-    with pytest.raises(ConfigError, match="the model computes with attention 'test-halved'"):
+    with pytest.raises(ConfigError, match="attention 'test-halved' exists only here"):
         export(tmp_path / "halved", "hf", tmp_path / "exported")
     del ATTENTION["test-halved"]  # as in a process that did not register it
     with pytest.raises(CheckpointError, match="attention 'test-halved', which is not registered"):
@@ -340,6 +340,6 @@ def test_attention_without_masks_is_refused_before_the_first_step(
 def test_invalid_config_is_refused(config: Config, tmp_path: Path) -> None:
     broken = replace(config, budget=replace(config.budget, batch_tokens=100))
     with pytest.raises(
-        ConfigError, match="batch_tokens 100 is not a multiple of seq_len 16 — Python"
+        ConfigError, match="100 is not a multiple of model.seq_len 16"
     ):
         Trainer(broken, tmp_path / "run")

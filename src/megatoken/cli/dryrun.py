@@ -32,7 +32,7 @@ def run(options: Namespace, console: Console) -> Result:
         },
     )
     resolved, model, _ = resolve_recipe_or_preset(options.preset, options.overrides)
-    from megatoken.estimate.dry_run import check_fit, describe_estimate, dry_run, gpu_memory_bytes
+    from megatoken.measure.dry_run import check_fit, describe_estimate, dry_run, gpu_memory_bytes
 
     memory_bytes = gpu_memory_bytes(options.gpu)
     estimate = dry_run(resolved.config, model, options.gpus, memory_bytes)

@@ -164,7 +164,8 @@ def plan_here(
     options: Namespace, config: Config, model: ModelConfig, tokens: float, console: Console
 ) -> Result:
     """Measure this machine and plan for it. `--price` is that of the machine."""
-    from megatoken.estimate.calibrate import calibrate, count_run_bytes
+    from megatoken.estimate.calibration import count_run_bytes
+    from megatoken.measure.calibrate import calibrate
 
     console.print(f"measuring the training step for {CALIBRATE_SECONDS:.0f} s")
     device, measured = calibrate(config, model, CALIBRATE_SECONDS)

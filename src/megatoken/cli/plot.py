@@ -8,7 +8,7 @@ from megatoken.console import Console
 from megatoken.errors import ExitCode
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path
-from megatoken.train.metrics_log import METRICS
+from megatoken.system.metrics_log import METRICS
 
 HELP = "plot the curves of runs in one picture"
 EXAMPLE = "megatoken plot runs/mine runs/other"

@@ -29,7 +29,7 @@ from megatoken.console import Console, format_count
 from megatoken.errors import ConfigError, DataError, ExitCode, error_from_code
 from megatoken.system.atomic_write import local_path, read_object
 from megatoken.system.file_lock import lock_folder
-from megatoken.train.metrics_log import STATUS, find_last_rows
+from megatoken.system.metrics_log import STATUS, find_last_rows
 from megatoken.train.run_folder import CHECKPOINTS
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.plots import choose_time_unit, format_tick, save_figure
 from megatoken.system.atomic_write import read_object
 from megatoken.system.device import open_device
+from megatoken.system.metrics_log import STATUS, read_metrics
 from megatoken.system.timing import Timing
-from megatoken.train.metrics_log import STATUS, read_metrics
 from megatoken.train.run_folder import CHECKPOINTS
 
 PICTURE, RECORD = "race.png", "race"

@@ -25,7 +25,7 @@ from megatoken.plots import number
 from megatoken.redact import redact
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
 from megatoken.system.gpus import find_driver
-from megatoken.train.metrics_log import read_metrics
+from megatoken.system.metrics_log import read_metrics
 
 PAGE = Path(__file__).parent / "report_page"
 MOST_POINTS = 1500

@@ -18,7 +18,7 @@ from megatoken.config.schema import Config, flatten
 from megatoken.console import WARNING, Console, format_duration, format_quantity
 from megatoken.errors import ConfigError, DataError, ExitCode, MegatokenError
 from megatoken.system.atomic_write import local_path, read_json
-from megatoken.train.metrics_log import METRICS, STATUS, find_last_rows
+from megatoken.system.metrics_log import METRICS, STATUS, find_last_rows
 
 HELP = "list runs, or compare their settings and losses"
 EXAMPLE = "megatoken runs --sort val_loss"

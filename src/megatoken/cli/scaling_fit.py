@@ -19,7 +19,7 @@ from megatoken.estimate.scaling_law import INTERVAL, Law, choose_terms, fit_law,
 from megatoken.model.flops import count_matmul_parameters
 from megatoken.plots import check_picture, save_figure
 from megatoken.system.atomic_write import read_object
-from megatoken.train.metrics_log import STATUS, read_metrics
+from megatoken.system.metrics_log import STATUS, read_metrics
 
 FAR = 100  # times the largest run's FLOPs: beyond it a law says little
 FAR_OFF = 0.02  # share of the loss: runs of neighbouring sizes differ by little more

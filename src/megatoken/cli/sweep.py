@@ -30,7 +30,7 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, read_object, replace_file, storage_errors
 from megatoken.system.file_lock import lock_folder
 from megatoken.system.machine import cpu_count
-from megatoken.train.metrics_log import METRICS, STATUS, parse_row
+from megatoken.system.metrics_log import METRICS, STATUS, parse_row
 
 JOURNAL, BEST, PICTURE, FOLDER = "journal.log", "best.yaml", "sweep.png", "trial-"
 UNPRUNED_TRIALS = 4  # before any is stopped for being worse than their median

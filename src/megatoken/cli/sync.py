@@ -24,7 +24,7 @@ from megatoken.errors import ConfigError, ExitCode, MegatokenError, StorageError
 from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, read_object, replace_file, storage_errors
 from megatoken.system.file_lock import LockedError, lock_folder
-from megatoken.train.metrics_log import METRICS, parse_row
+from megatoken.system.metrics_log import METRICS, parse_row
 
 POLL_SECONDS = 1.0
 PROBE_BYTES = 64 << 10

@@ -84,7 +84,7 @@ def run(options: Namespace, console: Console) -> Result:
                 console.print(f"note: {note}")
         elif dist_env.is_main_process:
             console.print(render_with_notes(resolved, given_only=True))
-        from megatoken.pretrain import Trainer
+        from megatoken.train.train import Trainer
 
         summary = Trainer(
             resolved,

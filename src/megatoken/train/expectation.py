@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import Config
 from megatoken.console import format_duration, format_memory
-from megatoken.estimate.calibrate import count_run_bytes, find_calibration
+from megatoken.estimate.calibration import Calibration, count_run_bytes
 from megatoken.estimate.plan import build_layout
 from megatoken.estimate.speed import estimate_step
 from megatoken.system.device import Device
 from megatoken.system.gpus import find_driver
+from megatoken.system.measurement_cache import read_measurements
+from megatoken.train.micro_batch import describe_step
 from megatoken.train.state import StepConfig, TrainState
 
+CALIBRATIONS = "calibrations.json"  # in the cache
 EXACT_SHARE = 0.005  # deviations below it are reported as exact
 
 
@@ -41,6 +44,21 @@ class Expectation:
             f"steps took {format_duration(seconds)}, {time_text}; "
             f"memory {format_memory(memory_bytes)}, {memory_text}"
         )
+
+
+def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
+    """Describe what a calibration depends on, without layers and micro-batch."""
+    return f"{describe_step(model, config.machine, device)}; {config.optim.name}"
+
+
+def find_calibration(
+    config: Config, model: ModelConfig, device: Device, micro_batch: int
+) -> Calibration | None:
+    """Return the cached calibration of a model's width and micro-batch on this device, or None."""
+    saved = read_measurements(CALIBRATIONS).get(calibration_key(config, model, device))
+    if saved is None or saved["micro_batch"] != micro_batch:
+        return None
+    return Calibration(**saved)
 
 
 def _describe_deviation(share: float, above: str, below: str) -> str:

@@ -20,7 +20,7 @@ from megatoken.config.schema import END_DECAYS, FIELDS, BudgetConfig, Config, bu
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.system.atomic_write import storage_errors
-from megatoken.train.metrics_log import METRICS, MetricsLogger
+from megatoken.system.metrics_log import METRICS, MetricsLogger
 from megatoken.train.run import Run, RunContext
 from megatoken.train.run_folder import BUDGET_KEYS, CHECKPOINTS
 from megatoken.train.state import StepConfig, build_step_config

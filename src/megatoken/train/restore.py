@@ -10,7 +10,7 @@ from megatoken.checkpoint.manifest import CheckpointManifest, DamagedError, File
 from megatoken.config.load import Change
 from megatoken.data.mixture import Mixture
 from megatoken.errors import CheckpointError, DataError, MegatokenError
-from megatoken.train.metrics_log import MetricsLogger, read_metrics
+from megatoken.system.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.run import Progress, RunContext
 from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import TrainState

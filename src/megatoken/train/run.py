@@ -19,7 +19,7 @@ from megatoken.eval.multiple_choice import EncodedExample
 from megatoken.launch.heartbeat import Heartbeat
 from megatoken.objectives.batches import BatchSource, Poll
 from megatoken.system.device import Device
-from megatoken.train.metrics_log import MetricsLogger
+from megatoken.system.metrics_log import MetricsLogger
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.state import StepConfig, TrainState
 

@@ -11,7 +11,7 @@ from megatoken.config.schema import Config
 from megatoken.errors import ConfigError, StorageError
 from megatoken.system.atomic_write import read_object, storage_errors
 from megatoken.system.file_lock import LOCK, OWNER
-from megatoken.train.metrics_log import METRICS
+from megatoken.system.metrics_log import METRICS
 
 CONFIG, MACHINE, PROVENANCE = "config.yaml", "machine.json", "provenance.json"
 TOKENIZER, CHECKPOINTS = "tokenizer", "checkpoints"

@@ -47,8 +47,8 @@ from megatoken.optim.costs import count_optimizer_bytes, count_saved_bytes
 from megatoken.redact import redact
 from megatoken.system.atomic_write import replace_file, storage_errors
 from megatoken.system.machine import find_commit
+from megatoken.system.metrics_log import MetricsLogger
 from megatoken.train.live_mirror import check_mirror, fetch_from_mirror
-from megatoken.train.metrics_log import MetricsLogger
 from megatoken.train.run import RunContext, RunData
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, check_folder
 from megatoken.train.state import StepConfig

@@ -29,6 +29,7 @@ from megatoken.objectives.batch_source import check_reward
 from megatoken.objectives.objective import build_objective
 from megatoken.system.atomic_write import read_object
 from megatoken.system.device import Device, memory_errors, open_device, with_peak
+from megatoken.system.metrics_log import STATUS, MetricsLogger, find_last_rows
 from megatoken.system.object_store import run_folder
 from megatoken.train import setup
 from megatoken.train.actions import Action, is_due, list_actions
@@ -38,7 +39,6 @@ from megatoken.train.expectation import expect
 from megatoken.train.extend import extend_budget, record_changes, set_aside_decay
 from megatoken.train.initial_state import build_train_state, check_user_model, take_architecture
 from megatoken.train.live_mirror import Mirror
-from megatoken.train.metrics_log import STATUS, MetricsLogger, find_last_rows
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.restore import find_dataset_change, restore

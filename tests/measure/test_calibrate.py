@@ -17,25 +17,19 @@ from megatoken.config.load import load_config
 from megatoken.console import Console
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ExitCode
-from megatoken.estimate.calibrate import (
-    Calibration,
-    StepTimer,
-    build_run,
-    calibrate,
-    count_run_bytes,
-    find_calibration,
-)
-from megatoken.estimate.memory_tracker import MemoryTracker
+from megatoken.estimate.calibration import Calibration, count_run_bytes
 from megatoken.estimate.speed import Layout, estimate_step
+from megatoken.measure.calibrate import StepTimer, build_run, calibrate
+from megatoken.measure.memory_tracker import MemoryTracker
 from megatoken.model.flops import count_padded_parameters
-from megatoken.pretrain import Trainer
 from megatoken.system import device
 from megatoken.system.gpus import GPUS
+from megatoken.system.metrics_log import read_metrics
 from megatoken.train import micro_batch
-from megatoken.train.expectation import Expectation
+from megatoken.train.expectation import Expectation, find_calibration
 from megatoken.train.kernel_autotune import autotune
-from megatoken.train.metrics_log import read_metrics
 from megatoken.train.step import train_step
+from megatoken.train.train import Trainer
 
 MODEL = (
     "model.n_layer=6",
@@ -202,7 +196,7 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
         base_bytes=10**9,
     )
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
-    monkeypatch.setattr("megatoken.estimate.calibrate.calibrate", lambda *_: (here, known))
+    monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, known))
     monkeypatch.setattr(type(here), "memory_bytes", lambda *_: 10**10 if fits else 10**9)
     config = load_config("quickstart", *WORDS)
     options = Namespace(recipe="quickstart", price=3.0)
@@ -227,7 +221,7 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> N
         base_bytes=1,
     )
     here = device.open_device(load_config("quickstart", "machine.device=cpu").machine)
-    monkeypatch.setattr("megatoken.estimate.calibrate.calibrate", lambda *_: (here, known))
+    monkeypatch.setattr("megatoken.measure.calibrate.calibrate", lambda *_: (here, known))
     words = (*WORDS, "budget.steps=0", "budget.tokens=64000", "evaluate.tokens=0")
     options = Namespace(recipe="quickstart", price=0.0)
 

@@ -1,15 +1,14 @@
-"""Measures the real train_step on this machine for half a minute, and predicts runs from that.
+"""Measure the real train_step on this machine for half a minute, to predict runs from it.
 
-Models of the run's width with few layers are timed in turns; what a layer takes is their difference. The measurement
-is kept in the cache, for a later plan and for the line that training prints. On a CPU the micro-batch is the one that a
-run takes, which finds it there; its memory is measured by one pass.
+Models of the run's width with few layers are timed interleaved; the time of a layer is their
+difference. The result is cached for later plans and for the line that training prints. On a CPU the
+micro-batch is that of a run; its memory is measured by one pass.
 """
 
 import statistics
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,89 +19,24 @@ from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError
-from megatoken.estimate.plan import count_evaluated_tokens
+from megatoken.estimate.calibration import Calibration
 from megatoken.eval.val_loss import validation_loss
 from megatoken.model.gpt import GPT
-from megatoken.optim.costs import count_saved_bytes
 from megatoken.system.device import Device, open_device, with_peak
 from megatoken.system.machine import peak_resident_bytes
-from megatoken.system.measurement_cache import read_measurements, save_measurement
+from megatoken.system.measurement_cache import save_measurement
 from megatoken.system.timing import time_once
+from megatoken.train.expectation import CALIBRATIONS, calibration_key
 from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune
-from megatoken.train.micro_batch import describe_step, find_rates, pick_micro_batch
+from megatoken.train.micro_batch import find_rates, pick_micro_batch
 from megatoken.train.state import StepConfig, TrainState, build_state, build_step_config
 from megatoken.train.step import forward_backward, train_step
 
-CALIBRATIONS = "calibrations.json"  # in the cache
 MOST_LAYERS = 4
 TIMED_TOKENS = (
     1024  # of the micro-batch that is timed, at most on a CPU, where a larger one is hardly faster
 )
 FEWEST_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """What was measured for each number of `layers`.
-
-    Seconds of forward and backward of a micro-batch of `timed_seqs` sequences, of an update, of the validation loss of
-    such a micro-batch; bytes of a step in micro-batches of `micro_batch` beside `base_bytes`, which the process had
-    before.
-    """
-
-    layers: list[int]
-    micro_batch: int
-    timed_seqs: int
-    backward_seconds: list[float]
-    update_seconds: list[float]
-    validation_seconds: list[float]
-    step_bytes: list[int]
-    base_bytes: int
-
-    def step_seconds(self, n_layer: int, seqs: float) -> float:
-        """One step on `seqs` sequences of a model of that many layers."""
-        backward, update = (
-            self._extend(each, n_layer) for each in (self.backward_seconds, self.update_seconds)
-        )
-        return seqs / self.timed_seqs * backward + update
-
-    def run_seconds(self, config: Config, model: ModelConfig, tokens: float) -> float:
-        """Training on so many tokens, with the smaller first batches and the evaluations of the config."""
-        sizes = [*config.budget.ramp.smaller(tokens)] if config.budget.ramp else []
-        sizes.append((config.budget.batch_tokens, tokens - sum(trained for _, trained in sizes)))
-        steps = [
-            trained / size * self.step_seconds(model.n_layer, size / model.seq_len)
-            for size, trained in sizes
-        ]
-        evaluated = count_evaluated_tokens(config, tokens) / model.seq_len / self.timed_seqs
-        return sum(steps) + evaluated * self._extend(self.validation_seconds, model.n_layer)
-
-    def memory_bytes(self, n_layer: int) -> int:
-        """Peak memory of the process in a step."""
-        return self.base_bytes + round(self._extend(self.step_bytes, n_layer))
-
-    def _extend(self, values: list[float] | list[int], n_layer: int) -> float:
-        """The value at `n_layer` on the line through the first and the last."""
-        if len(values) == 1:
-            return float(values[0])
-        slope = (values[-1] - values[0]) / (self.layers[-1] - self.layers[0])
-        return values[0] + slope * (n_layer - self.layers[0])
-
-
-def calibration_key(config: Config, model: ModelConfig, device: Device) -> str:
-    """Everything that a calibration depends on beside layers and micro-batch."""
-    return f"{describe_step(model, config.machine, device)}; {config.optim.name}"
-
-
-def find_calibration(
-    config: Config, model: ModelConfig, device: Device, micro_batch: int
-) -> Calibration | None:
-    """The kept one for a model's width on this device; None if there is none for that micro-batch."""
-    kept: Any = read_measurements(CALIBRATIONS).get(calibration_key(config, model, device))
-    names = {field.name for field in fields(Calibration)}  # earlier versions had fewer
-    if not isinstance(kept, dict) or kept.get("micro_batch") != micro_batch or kept.keys() != names:
-        return None
-    return Calibration(**kept)
 
 
 def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Device, Calibration]:
@@ -118,19 +52,11 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
     return device, calibration
 
 
-def count_run_bytes(known: Calibration, config: Config, model: ModelConfig, device: Device) -> int:
-    """Peak memory of the process of a run: on a CPU with the copy that is being saved while training goes on."""
-    copied = device.type == "cpu" and config.save.every.value
-    return known.memory_bytes(model.n_layer) + (
-        count_saved_bytes(config.optim.name, model) if copied else 0
-    )
-
-
 class StepTimer:
     """Models of a run's width with few layers, whose steps are timed in turns."""
 
     def __init__(self, config: Config, model: ModelConfig, device: Device) -> None:
-        from megatoken.estimate.memory_tracker import MemoryTracker
+        from megatoken.measure.memory_tracker import MemoryTracker
 
         if not config.batch_seqs:
             fix = f"give a multiple of {model.seq_len}"

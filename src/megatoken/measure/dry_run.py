@@ -26,7 +26,7 @@ from megatoken.distributed.env import DistEnv
 from megatoken.distributed.memory import USABLE, choose_dims
 from megatoken.distributed.parallel_dims import SIMPLEST_FIRST
 from megatoken.errors import ConfigError
-from megatoken.estimate.memory_tracker import MemoryTracker
+from megatoken.measure.memory_tracker import MemoryTracker
 from megatoken.model.gpt import GPT
 from megatoken.system.device import Device
 from megatoken.system.gpus import find_gpu

@@ -16,8 +16,8 @@ from megatoken.config.schema import Config, build_config
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.memory import USABLE
 from megatoken.errors import ExitCode, MegatokenError
-from megatoken.estimate.dry_run import dry_run, gpu_memory_bytes
-from megatoken.estimate.memory_tracker import MemoryTracker
+from megatoken.measure.dry_run import dry_run, gpu_memory_bytes
+from megatoken.measure.memory_tracker import MemoryTracker
 from megatoken.model.flops import count_parameters
 from megatoken.model.gpt import GPT
 from megatoken.optim.costs import count_optimizer_bytes

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-from megatoken.estimate.dry_run import fake_process_group
-from megatoken.estimate.memory_tracker import MemoryTracker
+from megatoken.measure.dry_run import fake_process_group
+from megatoken.measure.memory_tracker import MemoryTracker
 
 
 def test_storages_are_counted_once_until_they_are_freed() -> None:
