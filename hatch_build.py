@@ -1,6 +1,5 @@
 """Compiles the CPU kernels into a wheel, for every instruction set; an editable install compiles by `make` instead."""
 
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
-from megatoken.native.build import INSTRUCTION_SETS, compile_library, library_name
+from megatoken.native.build import INSTRUCTION_SETS, CompilerError, compile_library, library_name
 from megatoken.system.machine import find_compiler
 
 
@@ -31,7 +30,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             if not library.exists():
                 try:
                     compile_library(name, folder)
-                except subprocess.CalledProcessError:
+                except CompilerError:
                     self.app.display_warning(
                         f"no native kernels for {name}: the compiler does not make them"
                     )

@@ -25,7 +25,7 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-PLACEHOLDERS = {"ENGINE": "slurm", "LENGTH": "100steps", "N": "2", "NAME": "gemm", "W": "2"}
+PLACEHOLDERS = {"ENGINE": "slurm", "LENGTH": "100steps", "N": "2", "NAME": "ladder", "W": "2"}
 TEXT = (
     "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n\n"
     * 200
