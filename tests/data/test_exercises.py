@@ -2,14 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import xxhash
 
 from megatoken.data.exercises import EXERCISES, SMALL_TALK, list_exercises
 from megatoken.data.sources import find_source
-from megatoken.errors import ConfigError
 
 DIGESTS = {
     "exercises": "077ce2e6e98ad47f1626e9b2b0635f4a",
@@ -58,8 +56,3 @@ def test_nothing_held_out_is_learned() -> None:
     keys |= {text.rstrip("?.").split()[-1] for text in asked if "pell" in text}
     assert len(keys) == len({exercise.key for exercise in others})
     assert keys.isdisjoint(exercise.key for exercise in test)
-
-
-def test_a_root_has_no_effect(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--root has no effect beside exercises"):
-        find_source("exercises", tmp_path)

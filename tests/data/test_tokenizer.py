@@ -299,7 +299,7 @@ def test_a_changed_or_missing_tokenizer_is_refused(small: Tokenizer, tmp_path: P
         with pytest.raises(DataError, match=r"tokenizer\.json"):
             load_saved_tokenizer(tmp_path)
     path.write_bytes(saved)
-    for old, new in (('"eot": 307', '"eot": 306'), ('"xxh3', '"x')):
+    for old, new in (('"eot": 307', '"eot": 308'), ("308", "309"), ('"xxh3', '"x')):
         (tmp_path / DESCRIPTION_NAME).write_text(description.replace(old, new))
         with pytest.raises(DataError):
             load_saved_tokenizer(tmp_path)

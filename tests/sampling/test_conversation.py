@@ -1,5 +1,6 @@
 """Conversations: each answer follows from all that was said and fits, the context drops whole turns, Ctrl-C stops."""
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -57,7 +58,8 @@ def test_an_answer_follows_from_all_that_was_said() -> None:
 def test_a_stop_token_ends_an_answer() -> None:
     stop = make_conversation().ask("hello", say_nothing).ids[2]
     conversation = make_conversation()
-    conversation.template = replace(TEMPLATE, stop_ids=(stop, TEMPLATE.tokenizer.eot))
+    conversation.template = copy(TEMPLATE)
+    conversation.template.stop_ids = (stop, TEMPLATE.tokenizer.eot)
     answer = conversation.ask("hello", say_nothing)
     assert (len(answer.ids), answer.finish_reason) == (2, "stop")
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from megatoken.bench.data import make_documents, write_jsonl
 
+from benchmarks.data import make_documents, write_jsonl
 from tests.processes import family, wait_for_group
 
 CALLS = (

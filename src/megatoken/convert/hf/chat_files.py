@@ -21,12 +21,18 @@ def drop_marks(template: ChatTemplate) -> str:
 def describe_chat(template: ChatTemplate, model_type: str) -> dict[str, str]:
     """Return the contents of Modelfile, README.md and TRAINING_TEMPLATE. model_type: that of config.json."""
     stops = [template.tokenizer.decode([id]) for id in template.stop_ids]
-    source, convert = ".", ""  # ollama imports only LLaMA's safetensors
+    lines = ["FROM ."]  # ollama imports only LLaMA's safetensors
+    convert = ""
     if model_type != "llama":
-        source = f"./{GGUF}"
-        convert = f"python llama.cpp/convert_hf_to_gguf.py . --outfile {GGUF}\n"
-    modelfile = f'FROM {source}\nTEMPLATE """{_GO_TEMPLATES[template.name]}"""\n'
-    modelfile += "".join(f'PARAMETER stop "{stop}"\n' for stop in stops)
+        lines = [f"FROM ./{GGUF}"]
+        convert = f"python llama.cpp/convert_hf_to_gguf.py . --outfile {GGUF}
+"
+    if template.name in _GO_TEMPLATES:  # ollama has no jinja
+        lines.append(f'TEMPLATE """{_GO_TEMPLATES[template.name]}"""')
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    modelfile = "
+".join(lines) + "
+"
     ends = " and ".join(f"`{stop}`" for stop in stops)
     readme = f"""\
 # A chat model
