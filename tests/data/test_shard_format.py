@@ -21,7 +21,7 @@ from megatoken.data.shard_format import (
     read_manifest,
     write_manifest,
 )
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import DataError, ExitCode, MegatokenError
 from tests.data.small_dataset import TOKENIZER, write_dataset
 
 SHARD = Shard(
@@ -53,19 +53,11 @@ def test_header_is_llmc_layout(dtype: str, magic: int, version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ((20240522, 1, 5), "not a token shard: its magic number is 20240522"),
-        ((20240520, 2, 5), "shard version 2"),
-        ((20240801, 1, 5), "shard version 1"),
-        ((20240520, 1, -5), "counts -5 tokens"),
-    ],
+    "fields", [(0, 1, 5), (20240520, 7, 5), (20240801, 1, 5), (20240520, 1, -5)]
 )
-def test_wrong_header_is_refused(fields: tuple[int, int, int], words: str) -> None:
-    with pytest.raises(MegatokenError, match=words) as caught:
+def test_wrong_header_is_refused(fields: tuple[int, int, int]) -> None:
+    with pytest.raises(DataError, match=r"some/file\.bin"):
         read_header(struct.pack("<3i", *fields) + bytes(1012), "some/file.bin")
-    assert caught.value.code == ExitCode.DATA
-    assert "some/file.bin" in str(caught.value)
 
 
 def test_blocks_are_hashed_in_order() -> None:
@@ -128,31 +120,36 @@ def seal(body: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new"),
     [
-        ('"version": 1', '"version": 2', "version 2; this program reads version 1"),
-        ('"train_000000.bin"', '"../train.bin"', "is not a file name"),
-        ('"train_000000.bin"', '"/etc/passwd"', "is not a file name"),
-        ('"shards": [', '"shards": [3, ', "makes no sense"),
-        ('"format": "megatoken dataset"', '"format": "another"', "manifest of version"),
+        ('"version": 1', '"version": 2'),
+        ('"format": "megatoken dataset"', '"format": "another"'),
+        ('"train_000000.bin"', '"../train.bin"'),
+        ('"train_000000.bin"', '"/etc/passwd"'),
+        ('"train_000000.bin"', "7"),
+        ('"shards": [', '"shards": [3, '),
+        ('"dtype": "uint16"', '"dtype": ["uint16"]'),
+        ('"split": "train"', '"split": "test"'),
+        ('"tokens": 3}', '"tokens": -1}'),
+        ('"tokens": 3}', '"tokens": 3.0}'),
+        ('"source": {', '"source": [], "x": {'),
+        ('"documents": {', '"documents": [], "x": {'),
     ],
 )
 def test_manifest_with_a_right_hash_and_wrong_content_is_refused(
-    tmp_path: Path, old: str, new: str, words: str
+    tmp_path: Path, old: str, new: str
 ) -> None:
     write_manifest(tmp_path, MANIFEST)
     path = tmp_path / "manifest.json"
     body = path.read_text().rpartition(',\n"xxh3"')[0]
     assert old in body
     path.write_bytes(seal(body.replace(old, new)))
-    with pytest.raises(MegatokenError, match=words) as caught:
+    with pytest.raises(DataError, match=r"manifest\.json"):
         read_manifest(tmp_path)
-    assert caught.value.code == ExitCode.DATA
-    assert str(path) in str(caught.value)
 
 
 def test_missing_manifest_and_unwritable_folder(tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError, match="cannot read the manifest: No such file"):
+    with pytest.raises(MegatokenError):
         read_manifest(tmp_path)
     with pytest.raises(FileNotFoundError):  # `prepare` turns it into a StorageError
         write_manifest(tmp_path / "nowhere", MANIFEST)

@@ -1,13 +1,12 @@
-"""GPT-2's byte-level BPE with a cache of word ids.
+"""Encode text with GPT-2's byte-level BPE and a cache of word ids.
 
-GPT-2's rule splits text into words before any merge (`'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|
-?[^\\s\\p{L}\\p{N}]+| \\s+(?!\\S)|\\s+`, Radford et al. 2019, encoder.py), so the ids of a text are the ids of its
-words, one after the other.
+GPT-2 splits text into words before any merge (`'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|
+?[^\\s\\p{L}\\p{N}]+| \\s+(?!\\S)|\\s+`, Radford et al. 2019, encoder.py), so the ids of a text are
+those of its words.
 
-Python's `re` has no \\p{L}, and libraries disagree about characters that Unicode added lately. So a word is split off
-here only when it and the character after it are ASCII; otherwise everything up to the next white space goes to the
-tokenizer as one word, which is exact too: a word never reaches across a white space, save the single space in front of
-it. White space is Unicode's property of that name, fixed since 2013.
+Python's `re` has no \\p{L}, and libraries disagree about new Unicode characters. So a word is split
+off only if it and the next character are ASCII. Otherwise all text up to the next white space goes
+to the tokenizer, which is also exact: words never cross white space, except the space before them.
 """
 
 import re
@@ -36,12 +35,12 @@ _WORD = re.compile(
     rf"|[{_SPACE}]"
 )
 
-CACHE_WORDS = 1 << 17  # about 30 MB; further words are encoded each time
-LONGEST_WORD = 64  # longer ones hardly ever repeat
+CACHE_WORDS = 1 << 17  # about 30 MB
+LONGEST_WORD = 64  # longer ones are rare
 
 
 class BpeCache(dict[str, bytes]):
-    """Maps a word to its ids (native uint32), encoding it at its first use."""
+    """Map a word to its ids (native uint32), encoded at its first use."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -50,9 +49,7 @@ class BpeCache(dict[str, bytes]):
         self._spell = dict(enumerate(byte_characters()))
 
     def __missing__(self, word: str) -> bytes:
-        if (
-            word.isascii()
-        ):  # exactly one word: merge it at once, a third of the time of the whole machinery
+        if word.isascii():  # one word: the model alone takes a third of the time
             numbers = [token.id for token in self._model.tokenize(word.translate(self._spell))]
         else:
             numbers = self._inner.encode(word, add_special_tokens=False).ids
@@ -62,6 +59,6 @@ class BpeCache(dict[str, bytes]):
         return ids
 
     def encode(self, text: str) -> Ids:
-        """Ids of `text`, uint32."""
+        """Return the ids (n,) of `text`."""
         ids = b"".join(map(self.__getitem__, _WORD.findall(text)))
         return np.frombuffer(ids, dtype=np.uint32)

@@ -1,7 +1,7 @@
-"""Sums and spelling, made on this machine: conversations to fine-tune on, prompts with answers, and held-out ones.
+"""Generate exercises in sums and spelling: conversations, prompts with answers, held-out prompts.
 
-The same bytes everywhere: what is held out, every order and every wording follow from hashes. A sum and its reverse,
-and every wording of a problem, are on the same side of the split.
+Hashes decide the order, the wordings and what is held out, so the bytes are the same everywhere. A
+sum and its reverse, and all wordings of a problem, are on the same side of the split.
 """
 
 import itertools
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-HELD_OUT = 0.1  # share of the problems that `exercises-test` alone has
+HELD_OUT = 0.1  # share of the problems that are only in `exercises-test`
 SUMS_BELOW = 100
-WORDS = 10_000  # drawn, of which some are equal
+WORDS = 10_000  # draws; some are equal
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 SUM_WORDINGS = ("What is {a} + {b}?", "{a} + {b}", "{a}+{b}=?", "Add {a} and {b}.")
 SPELLING_WORDINGS = ("Spell {word}.", "How do you spell {word}?", "spell {word}")
@@ -29,7 +29,7 @@ LONGEST = 3  # problems in a conversation
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """A question in one of its wordings, its answer, and what it is about: the same for every wording."""
+    """A question, its answer, and a key that is the same for all wordings."""
 
     key: str
     question: str
@@ -37,50 +37,44 @@ class Exercise:
 
 
 def list_exercises(*, held_out: bool) -> list[Exercise]:
-    """All problems of one side of the split, in an order of their own."""
-    kept = (
-        each
-        for each in itertools.chain(_make_sums(), _make_spellings())
-        if is_held_out(each.key) == held_out
-    )
-    return sorted(kept, key=lambda each: (_hash(each.question, 1), each.question))
+    """Return all problems of one side of the split, shuffled."""
+    problems = itertools.chain(_make_sums(), _make_spellings())
+    exercises = [problem for problem in problems if is_held_out(problem.key) == held_out]
+    return sorted(exercises, key=lambda problem: (_hash(problem.question, 1), problem.question))
 
 
 def is_held_out(key: str) -> bool:
-    """Whether a problem is one of `exercises-test`."""
+    """Return whether a problem is in `exercises-test`."""
     return _hash(key) < HELD_OUT * 2**64
 
 
 def write_conversations() -> bytes:
-    """Lines of JSON with `messages`: one to LONGEST problems each, some behind a word of small talk."""
-    exercises, rows = list_exercises(held_out=False), list[dict[str, object]]()
+    """Return rows with `messages`: 1 to LONGEST problems each, some after small talk."""
+    exercises = list_exercises(held_out=False)
+    rows: list[dict[str, object]] = []
     start = 0
     while start < len(exercises):
         order = _hash(exercises[start].question, 2)
-        turns = [
-            (each.question, each.answer) for each in exercises[start : start + 1 + order % LONGEST]
-        ]
+        problems = exercises[start : start + 1 + order % LONGEST]
+        turns = [(problem.question, problem.answer) for problem in problems]
         start += len(turns)
         if len(rows) % TALK_EVERY == 0:
             turns.insert(0, SMALL_TALK[order // LONGEST % len(SMALL_TALK)])
-        pairs = (
-            ({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in turns
-        )
-        rows.append({"messages": list(itertools.chain.from_iterable(pairs))})
+        messages = []
+        for question, answer in turns:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        rows.append({"messages": messages})
     return _to_lines(rows)
 
 
 def write_prompts(*, held_out: bool) -> bytes:
-    """Lines of JSON with `prompt` and `answer`, of the problems to learn from or of the others."""
-    return _to_lines(
-        [
-            {"prompt": each.question, "answer": each.answer}
-            for each in list_exercises(held_out=held_out)
-        ]
-    )
+    """Return rows with `prompt` and `answer`, of one side of the split."""
+    exercises = list_exercises(held_out=held_out)
+    return _to_lines([{"prompt": it.question, "answer": it.answer} for it in exercises])
 
 
-# By the name of a source: data/sources.py.
+# By source name, for sources.py.
 EXERCISES: dict[str, Callable[[], bytes]] = {
     "exercises": write_conversations,
     "exercises-prompts": lambda: write_prompts(held_out=False),
@@ -101,12 +95,11 @@ def _make_spellings() -> Iterator[Exercise]:
 
 
 def _draw_word(number: int) -> str:
-    """Two or three syllables, three of four times three."""
+    """Return a word of three syllables, or of two in a quarter of the draws."""
     draw = _hash(str(number), 4)
-    return "".join(
-        SYLLABLES[draw // len(SYLLABLES) ** place % len(SYLLABLES)]
-        for place in range(3 - (draw >> 62 == 0))
-    )
+    n_syllables = 2 if draw >> 62 == 0 else 3
+    base = len(SYLLABLES)
+    return "".join(SYLLABLES[draw // base**place % base] for place in range(n_syllables))
 
 
 def _hash(text: str, seed: int = 0) -> int:

@@ -1,7 +1,6 @@
-"""What a run trains on: one dataset, or several of one tokenizer, each with its share of every batch."""
+"""Open the data of a run: one dataset, or several of one tokenizer with a share of every batch."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +43,7 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """That of the dataset; of several a hash of theirs and their shares."""
+        """The fingerprint of the dataset; of several, a hash of theirs and their shares."""
         if len(self.parts) == 1:
             return self.parts[0].dataset.fingerprint
         text = "".join(f"{part.share!r} {part.dataset.fingerprint}\n" for part in self.parts)
@@ -70,86 +69,61 @@ class Mixture:
 def load_mixture(
     spec: str, *, external_tokenizer: str = "gpt2", report: Report = no_report
 ) -> Mixture:
-    """Open the datasets of `spec`: the path of one, or `PATH:WEIGHT,PATH:WEIGHT,...`.
+    """Open the datasets of `spec`: a path, or `PATH:WEIGHT,PATH:WEIGHT,...`.
 
-    external_tokenizer, report: as of `load_dataset`. Raises ConfigError for an empty one and weights that cannot be,
-    DataError as `load_dataset` and for datasets of different tokenizers.
+    external_tokenizer, report: as of `load_dataset`. Raises ConfigError for an unusable spec,
+    DataError as `load_dataset` does and for datasets of different tokenizers.
     """
     if not spec:
         fix = "set data.path=FOLDER; `megatoken prepare SOURCE --out FOLDER` makes one"
         raise ConfigError("no dataset given", "data.path", fix)
-    named = list(_parse_spec(spec))
+    weights = _parse_spec(spec)
     datasets = [
-        load_dataset(path, external_tokenizer=external_tokenizer, report=report)
-        for path, _ in named
+        load_dataset(path, external_tokenizer=external_tokenizer, report=report) for path in weights
     ]
-    total = sum(weight for _, weight in named)
+    total = sum(weights.values())
     parts = tuple(
-        Part(dataset, weight / total) for dataset, (_, weight) in zip(datasets, named, strict=True)
+        Part(dataset, weight / total)
+        for dataset, weight in zip(datasets, weights.values(), strict=True)
     )
     if len(parts) == 1:
         return Mixture(parts, datasets[0].train)
     for part in parts:
         if part.share < _SMALLEST_SHARE:
-            raise ConfigError(
-                f"data.path: the weight of {part.name} is next to nothing", spec, "leave it out"
-            )
-        _check_same_tokenizer(parts[0], part)
-    shards = [
-        file for dataset in datasets for file in dataset.shards if file.shard.split == "train"
-    ]
+            raise ConfigError(f"the weight of {part.name} is almost 0", "data.path", "leave it out")
+        if _identify(part) != _identify(parts[0]):
+            what = f"{part.name} and {parts[0].name} have different tokenizers"
+            fix = f"prepare one again, with --tokenizer {parts[0].name}"
+            raise DataError(what, "data.path", fix)
+    files = [file for dataset in datasets for file in dataset.shards]
+    shards = [file for file in files if file.shard.split == "train"]
     return Mixture(parts, Tokens(shards, datasets[0].manifest.dtype, datasets[0].vocab_size))
 
 
-def _parse_spec(spec: str) -> Iterator[tuple[str, float]]:
-    """The path and weight of each dataset."""
+def _parse_spec(spec: str) -> dict[str, float]:
+    """Return the weight of each path."""
     items = [item.strip() for item in spec.split(",")]
     matches = [_WEIGHTED.fullmatch(item) for item in items]
     if len(items) == 1 or not any(matches) or Path(spec).exists():
-        yield spec, 1.0
-        return
-    seen = set[str]()
-    for item, match in zip(items, matches, strict=True):
-        if match is None:
-            raise ConfigError(
-                f"data.path: {item!r} has no weight above 0",
-                spec,
-                "write PATH:WEIGHT,PATH:WEIGHT,...",
-            )
-        if match["path"] in seen:
-            raise ConfigError(
-                f"data.path: {match['path']} is named twice", spec, "give it one weight"
-            )
-        seen.add(match["path"])
-        yield match["path"], float(match["weight"])
+        return {spec: 1.0}
+    weights = {match["path"]: float(match["weight"]) for match in matches if match}
+    if len(weights) < len(items):
+        fix = "write PATH:WEIGHT,PATH:WEIGHT,... with each path once"
+        raise ConfigError(f"not a mixture: {spec}", "data.path", fix)
+    return weights
 
 
-def _check_same_tokenizer(first: Part, other: Part) -> None:
-    ours, theirs = (part.dataset.manifest for part in (first, other))
-    facts = [(m.tokenizer["fingerprint"] or m.tokenizer["name"], m.dtype) for m in (ours, theirs)]
-    if (
-        facts[0] != facts[1]
-    ):  # one tokenizer may have two names: bpe:4096, and the file that it was saved as
-        names = [
-            f"{m.tokenizer['name']} ({m.tokenizer['fingerprint'][:8] or m.dtype})"
-            for m in (ours, theirs)
-        ]
-        what = f"datasets of different tokenizers: {first.name} of {names[0]}, {other.name} of {names[1]}"
-        raise DataError(
-            what,
-            "data.path",
-            f"prepare one of them again, with --tokenizer {first.name} for {other.name}",
-        )
+def _identify(part: Part) -> tuple[str, str]:
+    """Return what identifies the tokenizer: one tokenizer can have two names."""
+    manifest = part.dataset.manifest
+    return manifest.tokenizer["fingerprint"] or manifest.tokenizer["name"], manifest.dtype
 
 
 def count_rows(dataset: Mixture, objective: str) -> int:
-    """Pairs or prompts to train on, of a dataset of the objective's kind. Raises ConfigError for several."""
+    """Return the pairs or prompts to train on. Raises ConfigError for several datasets."""
     if len(dataset.parts) > 1:
-        raise ConfigError(
-            f"objective.name={objective} reads one dataset",
-            "data.path",
-            "prepare the rows together",
-        )
+        what = f"objective.name={objective} reads one dataset"
+        raise ConfigError(what, "data.path", "prepare the rows together")
     (part,) = dataset.parts
     n_rows = len(part.dataset.train) // (int(part.dataset.manifest.source["seq_len"]) + 1)
     return n_rows // 2 if OBJECTIVE_DATA[objective] == "preference" else n_rows

@@ -1,6 +1,6 @@
-"""A stateless shuffle: a keyed permutation computed index by index, the same on every platform.
+"""A stateless shuffle: a keyed permutation, computed index by index, the same on every platform.
 
-It is made of additions, multiplications and shifts modulo 2**64, so a position in the data order is one integer.
+It needs no table, so a position in the data order is one integer.
 """
 
 import numpy as np
@@ -8,21 +8,20 @@ from numpy.typing import NDArray
 
 _MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of splitmix64
-_ROUNDS = 8  # half rounds: each half of the index is rewritten four times
+_ROUNDS = 8  # half rounds; each half of the index is rewritten four times
 
 
 def make_key(seed: int, epoch: int) -> int:
-    """The 64-bit key of one epoch: splitmix64(splitmix64(seed) + epoch), all modulo 2**64."""
+    """Return the 64-bit key of an epoch: splitmix64(splitmix64(seed) + epoch), modulo 2**64."""
     return _mix_integer(_mix_integer(seed) + epoch)
 
 
 def feistel_permutation(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """The images of `index` under the permutation `key` of [0, n).
+    """Return the images of `index` (any shape) under the permutation `key` of [0, n).
 
-    index: int64 of any shape, each in [0, n); returns int64 of that shape. A Feistel network over the
-    smallest power of two >= n, applied again to what falls outside (cycle walking; Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002), with the finalizer of splitmix64 (Steele, Lea and Flood,
-    2014) as its round function.
+    A Feistel network over the smallest power of two >= n, applied again to images outside (cycle
+    walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), with the finalizer
+    of splitmix64 (Steele, Lea and Flood, 2014) as its round function.
     """
     assert n >= 1
     if n == 1:
@@ -41,7 +40,7 @@ def feistel_permutation(index: NDArray[np.int64], n: int, key: int) -> NDArray[n
 
 
 def _scramble(value: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
-    """One pass of the Feistel network over `bits` bits; halves may differ by a bit, so nothing is swapped."""
+    """Run the Feistel network over `bits` bits. Halves can differ by a bit, so they do not swap."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -55,7 +54,7 @@ def _scramble(value: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> ND
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64, in place; `value` must be a fresh array."""
+    """Apply the finalizer of splitmix64 in place and return `value`."""
     value ^= value >> np.uint64(30)
     value *= np.uint64(0xBF58476D1CE4E5B9)
     value ^= value >> np.uint64(27)
@@ -65,7 +64,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix_integer(value: int) -> int:
-    """splitmix64: one step of the generator from the state `value`."""
+    """Return one step of splitmix64 from the state `value`."""
     value = (value + GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,10 +1,11 @@
-"""Datasets at an address such as s3://bucket/data: fetched into the cache before use, uploaded after `prepare`.
+"""Fetch datasets at an address such as s3://bucket/data into the cache, and upload prepared ones.
 
-A batch draws its windows from all shards, so all are fetched before the first step; after that a run needs no store.
-The folder in the cache is named by the address and the manifest (of external shards: their listing), so another content
-is another folder. One process of a machine fetches, the others wait for it.
+A batch draws windows from all shards, so all are fetched before the first step. The folder in the
+cache is named by the address and a hash of the manifest (or of the listing of external shards). One
+process per machine fetches, the others wait.
 """
 
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -50,7 +51,7 @@ from megatoken.system.object_store import (
 )
 
 REPORT_SECONDS = 10.0
-LISTING_NAME = "listing.txt"  # in the cache: every external shard that it names was fetched
+LISTING_NAME = "listing.txt"  # in the cache, once all external shards that it names are there
 SUFFIXES = (".bin", ".npy")
 READ_BLOCKS = 64  # at once
 
@@ -58,13 +59,16 @@ Report = Callable[[str], None]
 
 
 def no_report(line: str) -> None:
-    """Say nothing."""
+    """Ignore the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDataset:
-    """What lies at an address. files: bytes of each file to fetch, by name; shards: those with hashes, and their bytes
-    per token; mark: the file that is written into the cache last, and its content."""
+    """A dataset at an address.
+
+    files: bytes of each file to fetch, by name. shards: those with hashes. mark: the file that is
+    written to the cache last, with `content`.
+    """
 
     store: ObjectStore
     files: dict[str, int]
@@ -75,24 +79,25 @@ class RemoteDataset:
 
 
 def local_dataset(path: str | Path, report: Report = no_report) -> Path:
-    """The dataset on this machine: `path` itself, or the folder of the cache into which an address is fetched."""
+    """Return `path`, or for an address the folder in the cache that it is fetched into."""
     path = strip_file_scheme(str(path))
     return fetch_dataset(path, report) if is_address(path) else local_path(path)
 
 
 def fetch_dataset(address: str, report: Report = no_report) -> Path:
-    """The folder of the cache with the dataset, or the external shards, at an address.
+    """Fetch the dataset or external shards at an address. Return their folder in the cache.
 
-    Shards are verified by the manifest's hashes; what an earlier call fetched is kept. report: called with a line when
-    a download starts and while it goes on. Raises DataError when there is no dataset or a shard is damaged there,
-    StorageError when it cannot be fetched.
+    Shards are verified by the manifest's hashes; files of an earlier call are reused. report:
+    called with a line when a download starts and every REPORT_SECONDS. Raises DataError if there is
+    no dataset or a shard is damaged there, StorageError if it cannot be fetched.
     """
     remote = list_remote(address)
     folder = cache_folder("datasets", address, remote.content)
 
     def describe() -> str:
-        there = sum(size for name, size in remote.files.items() if _size(folder / name) == size)
-        return f"{format_quantity(there, 'B')} of {format_quantity(sum(remote.files.values()), 'B')} fetched"
+        done = sum(size for name, size in remote.files.items() if _size(folder / name) == size)
+        total = sum(remote.files.values())
+        return f"{format_quantity(done, 'B')} of {format_quantity(total, 'B')} fetched"
 
     with (
         storage_errors(folder),
@@ -100,17 +105,11 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
     ):
         missing = [name for name, size in remote.files.items() if _size(folder / name) != size]
         if missing or not (folder / remote.mark).exists():
-            needed, free = (
-                sum(remote.files[name] for name in missing),
-                shutil.disk_usage(folder).free,
-            )
+            needed = sum(remote.files[name] for name in missing)
+            free = shutil.disk_usage(folder).free
             if free < needed:
                 what = f"no room to fetch {address}: {needed:,} bytes needed, {free:,} free"
-                raise StorageError(
-                    what,
-                    folder,
-                    "remove other folders beside it, or set MEGATOKEN_CACHE to another disk",
-                )
+                raise StorageError(what, folder, "make room, or set MEGATOKEN_CACHE")
             report(f"fetching {format_quantity(needed, 'B')} from {address} into {folder}")
             calls = [partial(_fetch, remote, name, folder / name) for name in missing]
             run_parallel(calls, lambda: report(describe()), REPORT_SECONDS)
@@ -119,81 +118,78 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
 
 
 def verify_remote(remote: RemoteDataset) -> list[MegatokenError]:
-    """Read every byte of a dataset with hashes where it lies; an error for each shard that is damaged, or missing, and
-    for a tokenizer that cannot be loaded."""
-    errors = list[MegatokenError]()
+    """Read every byte of a remote dataset with hashes. Return an error per bad shard or tokenizer."""
+    errors: list[MegatokenError] = []
 
     def check(name: str) -> None:
         try:
-            if damage := find_damage(
-                remote.shards[name], remote.token_bytes, partial(remote.store.read, name)
-            ):
+            read = partial(remote.store.read, name)
+            damage = find_damage(remote.shards[name], remote.token_bytes, read)
+            if damage:
                 errors.append(_damaged(remote, name, damage))
         except MegatokenError as error:
             errors.append(error)
 
     run_parallel([partial(check, name) for name in remote.shards])
-    with tempfile.TemporaryDirectory(prefix="megatoken-") as own:
+    with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
         try:
             for name in remote.files.keys() - remote.shards.keys():
-                _fetch(remote, name, Path(own) / name)
-            load_saved_tokenizer(Path(own) / "tokenizer")
+                _fetch(remote, name, Path(folder) / name)
+            load_saved_tokenizer(Path(folder) / "tokenizer")
         except MegatokenError as error:
             errors.append(error)
     return errors
 
 
 def list_remote(address: str) -> RemoteDataset:
-    """The dataset or the external shards at an address: a folder, a shard, or a folder with a pattern at the end.
+    """Return the dataset or external shards at an address: a folder, a shard, or a glob pattern.
 
-    Raises DataError where there is neither or an upload has not finished, StorageError when the store cannot be read.
+    Raises DataError if there is neither or an upload has not finished, StorageError if the store
+    cannot be read.
     """
     folder, _, last = address.rstrip("/").rpartition("/")
-    if is_pattern := last.endswith(SUFFIXES) or any(sign in last for sign in "*?["):
-        store, pattern = ObjectStore(folder), last
-    else:
-        store, pattern = ObjectStore(address), "*"
-        try:
-            raw = store.read(MANIFEST_NAME)
-        except MissingObjectError:
-            pass
-        else:
-            manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
-            token_bytes = np.dtype(manifest.dtype).itemsize
-            shards = {shard.file: shard for shard in manifest.shards}
-            files = {
-                name: HEADER_BYTES + shard.tokens * token_bytes for name, shard in shards.items()
-            }
-            own = {
-                name: info.bytes
-                for name, info in store.list("tokenizer").items()
-                if name.count("/") == 1
-            }
-            return RemoteDataset(store, own | files, shards, token_bytes, MANIFEST_NAME, raw)
-    found = {
+    if last.endswith(SUFFIXES) or any(sign in last for sign in "*?["):
+        return _list_external(ObjectStore(folder), last)
+    store = ObjectStore(address)
+    try:
+        raw = store.read(MANIFEST_NAME)
+    except MissingObjectError:
+        return _list_external(store, "*")
+    manifest = parse_manifest(raw, store.at(MANIFEST_NAME))
+    token_bytes = np.dtype(manifest.dtype).itemsize
+    shards = {shard.file: shard for shard in manifest.shards}
+    files = {
+        name: info.bytes for name, info in store.list("tokenizer").items() if name.count("/") == 1
+    }
+    for name, shard in shards.items():
+        files[name] = HEADER_BYTES + shard.tokens * token_bytes
+    return RemoteDataset(store, files, shards, token_bytes, MANIFEST_NAME, raw)
+
+
+def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
+    objects = {
         name: info
         for name, info in sorted(store.list().items())
         if "/" not in name and name.endswith(SUFFIXES) and fnmatchcase(name, pattern)
     }
-    if not found:
-        what = f"no dataset here: no {'such shard' if is_pattern else f'{MANIFEST_NAME}, no .bin and no .npy shards'}"
-        raise DataError(
-            what, address, "check the address: `megatoken prepare SOURCE --out ADDRESS` makes one"
-        )
-    head = store.read(next(iter(found)), 0, HEADER_BYTES)
-    if has_magic(head) and read_header(head, store.at(next(iter(found)))).fingerprint:
-        what = f"shards prepared by megatoken without their {MANIFEST_NAME}: their upload has not finished"
-        raise DataError(
-            what, address, "run the same `megatoken prepare` again, or name the whole folder"
-        )
-    listing = "".join(f"{name} {info.bytes} {info.stamp}\n" for name, info in found.items())
-    sizes = {name: info.bytes for name, info in found.items()}
+    if not objects:
+        fix = "check the address: `megatoken prepare SOURCE --out ADDRESS` makes one"
+        raise DataError("no dataset here", store.at(pattern), fix)
+    first = next(iter(objects))
+    head = store.read(first, 0, HEADER_BYTES)
+    if has_magic(head) and read_header(head, store.at(first)).fingerprint:
+        what = f"shards of megatoken without their {MANIFEST_NAME}"
+        fix = "run the same `megatoken prepare` again, or name the folder"
+        raise DataError(what, store.at(first), fix)
+    listing = "".join(f"{name} {info.bytes} {info.stamp}\n" for name, info in objects.items())
+    sizes = {name: info.bytes for name, info in objects.items()}
     return RemoteDataset(store, sizes, {}, 0, LISTING_NAME, listing.encode())
 
 
 def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    """What differs in a shard from its row of the manifest; empty for nothing. read: its bytes [start, end)."""
-    if (actual := hash_block(read(0, HEADER_BYTES))) != shard.header:
+    """Return how a shard differs from its row of the manifest, or "". read: its bytes [start, end)."""
+    actual = hash_block(read(0, HEADER_BYTES))
+    if actual != shard.header:
         return f"its header has hash {actual}, expected {shard.header}"
     end = HEADER_BYTES + shard.tokens * token_bytes
     for first in range(0, len(shard.blocks), READ_BLOCKS):
@@ -207,9 +203,9 @@ def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes
 
 
 def begin_upload(address: str) -> Path:
-    """Where on this machine the dataset for an address is prepared; the address is marked as not finished.
+    """Mark an address as unfinished. Return the local folder to prepare its dataset in.
 
-    Raises StorageError when nothing can be written there: before hours of work, not after.
+    Raises StorageError if nothing can be written there, before hours of work.
     """
     store = ObjectStore(address)
     if store.size(MANIFEST_NAME) is None:
@@ -218,54 +214,46 @@ def begin_upload(address: str) -> Path:
 
 
 def upload_dataset(folder: Path, address: str, report: Report = no_report) -> None:
-    """Upload a prepared folder: shards and tokenizer, each read back, then the manifest, without which there is none.
+    """Upload a prepared folder: shards and tokenizer, each verified, then the manifest.
 
-    What is there already is left. Raises DataError when another dataset is there, StorageError as the store does.
+    Raises DataError if another dataset is at the address, StorageError as the store does.
     """
-    store, content = ObjectStore(address), (folder / MANIFEST_NAME).read_bytes()
-    there = store.read(MANIFEST_NAME) if store.size(MANIFEST_NAME) is not None else None
-    if there not in (None, content):
-        raise DataError(
-            "another dataset is at this address",
-            address,
-            "choose another --out, or remove that one",
-        )
-    if there is None:
-        paths = [
-            path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")
-        ]
+    store = ObjectStore(address)
+    content = (folder / MANIFEST_NAME).read_bytes()
+    if store.size(MANIFEST_NAME) is None:
         files = {
             path.relative_to(folder).as_posix(): path
-            for path in paths
-            if path.name != MANIFEST_NAME
+            for path in folder.rglob("*")
+            if path.is_file() and not path.name.startswith(".") and path.name != MANIFEST_NAME
         }
-        report(
-            f"uploading {format_quantity(sum(path.stat().st_size for path in paths), 'B')} to {address}"
-        )
+        total = sum(path.stat().st_size for path in files.values())
+        report(f"uploading {format_quantity(total, 'B')} to {address}")
         run_parallel(
             [partial(store.upload, path, name, hash_file(path)) for name, path in files.items()]
         )
         store.write(MANIFEST_NAME, content)
+    elif store.read(MANIFEST_NAME) != content:
+        raise DataError("another dataset is at this address", address, "choose another --out")
     store.remove(PROGRESS_NAME)
 
 
 def cache_folder(kind: str, address: str, content: bytes) -> Path:
-    """The folder of the cache for what is at an address now."""
-    key = xxhash.xxh3_64_hexdigest(address.rstrip("/").encode() + b"\n" + content)
-    name = "".join(
-        sign if sign.isalnum() or sign in "-_." else "-"
-        for sign in address.rstrip("/").rpartition("/")[2]
-    )
+    """Return the folder in the cache for this content of an address."""
+    address = address.rstrip("/")
+    key = xxhash.xxh3_64_hexdigest(address.encode() + b"\n" + content)
+    name = re.sub(r"[^\w.-]", "-", address.rpartition("/")[2])
     return megatoken_cache() / kind / f"{name[:60]}-{key}"
 
 
 def _fetch(remote: RemoteDataset, name: str, path: Path) -> None:
-    """Fetch a file, twice if the first transfer was damaged. Raises DataError when the object itself is."""
-    part, shard = path.with_name(f"{path.name}.part"), remote.shards.get(name)
+    """Fetch a file, again if the transfer damaged it. Raises DataError if the object is damaged."""
+    part = path.with_name(f"{path.name}.part")
+    shard = remote.shards.get(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     for is_last in (False, True):
         remote.store.download(name, part)
-        size, damage = part.stat().st_size, ""
+        size = part.stat().st_size
+        damage = ""
         if size != remote.files[name]:
             damage = f"it has {size:,} bytes, expected {remote.files[name]:,}"
         elif shard is not None:

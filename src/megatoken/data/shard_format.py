@@ -1,9 +1,9 @@
 """The dataset format: shard headers and `manifest.json`.
 
-A folder holds `manifest.json`, `tokenizer/` (files that rebuild the tokenizer), `inputs.xxh3` (a hash that follows the
-times of the text files, so the only file that differs between equal preparations) and shards `train_000000.bin`,
-`val_000000.bin`. A shard has llm.c's layout: 256 little-endian int32 of header, then the tokens. Ours adds the
-tokenizer's sha256 in header bytes 32..63, which llm.c and modded-nanogpt ignore.
+A folder holds `manifest.json`, `tokenizer/`, `inputs.xxh3` and shards `train_000000.bin`, ...,
+`val_000000.bin`, .... `inputs.xxh3` hashes the times of the text files, so it is the only file that
+differs between equal preparations. A shard has llm.c's layout: 256 little-endian int32 of header,
+then the tokens. Header bytes 32..63 are the tokenizer's sha256, which other programs ignore.
 """
 
 import json
@@ -20,17 +20,15 @@ from megatoken.system.atomic_write import MALFORMED, read_small_file, replace_fi
 from megatoken.system.sealed_json import parse_sealed, seal
 
 HEADER_BYTES = 1024
-BLOCK_BYTES = 1 << 18  # unit of hashing; blocks are counted over token bytes, after the header
+BLOCK_BYTES = 1 << 18  # of tokens, without the header: the unit of hashing
 MANIFEST_NAME = "manifest.json"
-PROGRESS_NAME = "progress.json"  # of a preparation that has not finished
-INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text with the times of its files
-DESCRIPTION_NAME = (
-    "megatoken_tokenizer.json"  # in tokenizer/: name, vocab_size, eot, fingerprint, xxh3_128
-)
+PROGRESS_NAME = "progress.json"  # of an unfinished preparation
+INPUTS_NAME = "inputs.xxh3"  # hash of the listing of the text files, with their times
+DESCRIPTION_NAME = "megatoken_tokenizer.json"  # in tokenizer/: its manifest entry, and a hash
 FORMAT_VERSION = 1
-LARGEST_MANIFEST = 1 << 28  # bytes: of 2e12 tokens
+LARGEST_MANIFEST = 1 << 28  # bytes, enough for 2e12 tokens
 
-# dtype -> (magic, version) of llm.c: dev/data/data_common.py writes GPT-2 and LLaMA-3 shards with these.
+# dtype -> (magic, version) of llm.c, as its data_common.py writes GPT-2 and LLaMA-3 shards.
 MAGICS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 SPLITS = ("train", "val")
 
@@ -40,38 +38,32 @@ RESTORE = "restore it from a copy or prepare the dataset again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One row of the manifest: a file and the hashes of its content."""
+    """A row of the manifest: a file and the hashes of its content."""
 
     file: str  # name inside the folder
     split: str  # "train" | "val"
     tokens: int
-    blocks: tuple[
-        str, ...
-    ]  # xxh3_64 hex of every BLOCK_BYTES of token bytes (last one shorter); () when external
-    header: str  # xxh3_64 hex of the 1,024 header bytes; "" when external
+    blocks: tuple[str, ...]  # xxh3_64 hex of each block, the last one shorter; () if external
+    header: str  # xxh3_64 hex of the 1,024 header bytes; "" if external
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Tokenizer, token type, documents, shards in reading order and how they were made."""
+    """Tokenizer, token type, documents, shards in reading order, and how they were made."""
 
-    tokenizer: dict[
-        str, Any
-    ]  # name, vocab_size, eot, fingerprint (sha256 hex; "" = unknown, external shards)
+    tokenizer: dict[str, Any]  # name, vocab_size, eot, fingerprint (sha256 hex; "" if external)
     dtype: str  # "uint16" | "uint32"
     documents: dict[str, int]  # per split
     shards: tuple[Shard, ...]
-    source: dict[
-        str, Any
-    ]  # settings and counts; equal for equal preparations, so no times, workers or paths
+    source: dict[str, Any]  # settings and counts, without times, workers and paths
 
     def tokens(self, split: str) -> int:
-        """Number of tokens in `split`."""
+        """Return the number of tokens in `split`."""
         return sum(shard.tokens for shard in self.shards if shard.split == split)
 
     @property
     def fingerprint(self) -> str:
-        """xxh3_128 hex of the whole content, hence of every token."""
+        """xxh3_128 hex of the content, hence of every token."""
         return str(xxhash.xxh3_128_hexdigest(_encode_manifest(self)))
 
 
@@ -81,23 +73,23 @@ class Header:
 
     dtype: str
     tokens: int
-    fingerprint: str  # sha256 hex of the tokenizer; "" = not recorded
+    fingerprint: str  # sha256 hex of the tokenizer; "" if not recorded
 
 
 def hash_block(data: Any) -> str:
-    """xxh3_64 hex of bytes, a memoryview or a contiguous array (detects accidents, not attacks)."""
+    """Return the xxh3_64 hex of a buffer (detects accidents, not attacks)."""
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
 def hash_blocks(data: Any) -> Iterator[str]:
-    """Yield the hash of every BLOCK_BYTES of a buffer of token bytes; the last one may be shorter."""
+    """Yield the hash of every block of a buffer of token bytes; the last can be shorter."""
     view = memoryview(data).cast("B")
     for start in range(0, len(view), BLOCK_BYTES):
         yield hash_block(view[start : start + BLOCK_BYTES])
 
 
 def make_header(tokens: int, dtype: str, fingerprint: str) -> bytes:
-    """The 1,024 header bytes of a shard of `tokens` tokens; `fingerprint`: sha256 in hex, "" for unknown."""
+    """Return the 1,024 header bytes of a shard. fingerprint: sha256 hex, "" if unknown."""
     assert 0 <= tokens < 2**31, "llm.c keeps the count in an int32"
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = (*MAGICS[dtype], tokens)
@@ -110,12 +102,12 @@ def make_header(tokens: int, dtype: str, fingerprint: str) -> bytes:
 
 
 def has_magic(raw: bytes) -> bool:
-    """Whether bytes begin like a shard with a header."""
+    """Return whether bytes begin like a shard with a header."""
     return any(raw.startswith(magic.to_bytes(4, "little")) for magic, _ in MAGICS.values())
 
 
 def read_header(raw: bytes, where: str) -> Header:
-    """Decode and check 1,024 header bytes. Raises DataError, naming the file `where`."""
+    """Decode 1,024 header bytes. Raises DataError, naming the file `where`, if they are wrong."""
     if len(raw) < HEADER_BYTES:
         what = f"shard has {len(raw):,} bytes, less than its {HEADER_BYTES:,}-byte header"
         raise DataError(what, where, "copy or prepare the file again")
@@ -135,28 +127,26 @@ def read_header(raw: bytes, where: str) -> Header:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` atomically and durably, the hash of its content last. Raises OSError as the disk does."""
+    """Write `manifest.json` atomically and durably. Raises OSError."""
     replace_file(folder / MANIFEST_NAME, seal(_encode_manifest(manifest), bits=64), durable=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `manifest.json`; check its own hash and its version.
+    """Return the manifest of a folder.
 
-    Raises DataError when it is missing, unreadable, damaged or of another version.
+    Raises DataError if it is missing, unreadable, damaged or of another version.
     """
     path = folder / MANIFEST_NAME
     try:
         data = read_small_file(path, LARGEST_MANIFEST)
     except OSError as error:
         what = f"cannot read the manifest: {error.strerror}"
-        raise DataError(
-            what, path, "finish the preparation or correct the folder's name"
-        ) from error
+        raise DataError(what, path, "check the folder, or finish the preparation") from error
     return parse_manifest(data, path)
 
 
 def parse_manifest(data: bytes, where: str | Path) -> Manifest:
-    """The manifest in the bytes of a `manifest.json`; raises as `read_manifest`."""
+    """Return the manifest in the bytes of `manifest.json`. Raises as `read_manifest`."""
     try:
         content = parse_sealed(data)
     except ValueError as error:
@@ -165,12 +155,12 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON without its end: one shard a line, keys sorted, so equal means equal bytes."""
+    """Return the manifest as JSON without its end, a shard per line, with sorted keys."""
 
     def dump(value: Any) -> str:
         return json.dumps(value, sort_keys=True, ensure_ascii=True, allow_nan=False)
 
-    # Hashes as one string, 16 digits a block: a third of the size and parsed in one go.
+    # Hashes as one string, 16 digits per block: a third of the size.
     shards = ",\n".join(
         dump(asdict(shard) | {"blocks": "".join(shard.blocks)}) for shard in manifest.shards
     )
@@ -189,9 +179,7 @@ def _decode_manifest(content: Any, where: str | Path) -> Manifest:
         version = content["version"]
         if content["format"] != "megatoken dataset" or version != FORMAT_VERSION:
             what = f"manifest of version {version!r}; this program reads version {FORMAT_VERSION}"
-            raise DataError(
-                what, where, "use the program that wrote it or prepare the dataset again"
-            )
+            raise DataError(what, where, "prepare the dataset again")
         manifest = Manifest(
             tokenizer=content["tokenizer"],
             dtype=content["dtype"],
@@ -201,34 +189,33 @@ def _decode_manifest(content: Any, where: str | Path) -> Manifest:
         )
         _check_types(manifest)
     except MALFORMED as error:
-        raise DataError(f"manifest makes no sense: {error!r}", where, RESTORE) from error
+        raise DataError(f"unusable manifest: {error!r}", where, RESTORE) from error
     return manifest
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raise ValueError, or what a value of another type raises, for what no program of ours writes."""
-    tokenizer, counts = manifest.tokenizer, [shard.tokens for shard in manifest.shards]
+    """Raise ValueError, TypeError or LookupError for values of a wrong type or range."""
+    tokenizer = manifest.tokenizer
+    counts = [shard.tokens for shard in manifest.shards]
     numbers = [tokenizer["vocab_size"], tokenizer["eot"], *counts, *manifest.documents.values()]
-    for name, valid in (
-        ("dtype", manifest.dtype in MAGICS),
-        (
-            "tokenizer",
-            isinstance(tokenizer["name"], str) and isinstance(tokenizer["fingerprint"], str),
-        ),
-        ("source", isinstance(manifest.source, dict)),
-        ("split", all(shard.split in SPLITS for shard in manifest.shards)),
-        ("number", all(type(number) is int for number in numbers) and min(counts, default=0) >= 0),
-    ):
+    is_valid = {
+        "dtype": manifest.dtype in MAGICS,
+        "name": isinstance(tokenizer["name"], str),
+        "fingerprint": isinstance(tokenizer["fingerprint"], str),
+        "source": isinstance(manifest.source, dict),
+        "split": all(shard.split in SPLITS for shard in manifest.shards),
+        "number": all(type(number) is int for number in numbers) and min(counts, default=0) >= 0,
+    }
+    for name, valid in is_valid.items():
         if not valid:
-            raise ValueError(f"its {name} is impossible")
+            raise ValueError(f"bad {name}")
 
 
 def _decode_shard(row: dict[str, Any]) -> Shard:
     digits = row["blocks"]
-    shard = Shard(
-        **row | {"blocks": tuple(digits[start : start + 16] for start in range(0, len(digits), 16))}
-    )
-    # A manifest from elsewhere must not make us read outside its folder.
+    blocks = tuple(digits[start : start + 16] for start in range(0, len(digits), 16))
+    shard = Shard(**row | {"blocks": blocks})
+    # Never read outside the folder.
     if shard.file in ("", ".", "..") or any(sign in shard.file for sign in "/\\\0"):
         raise ValueError(f"{shard.file!r} is not a file name")
     return shard

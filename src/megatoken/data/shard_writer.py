@@ -1,4 +1,4 @@
-"""Write a split's token ids to shard files `train_000000.bin`, ...; the number of tokens is all it takes to go on."""
+"""Write the token ids of a split to shard files `train_000000.bin`, ..."""
 
 import os
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ _READ_TOKENS = 1 << 20
 
 @dataclass
 class ShardWriter:
-    """Appends tokens to one split of the dataset in `folder`, after the first `tokens` tokens in its files.
+    """Appends tokens to a split, after the first `tokens` tokens in its files.
 
-    Raises OSError as the disk does, DataError when a file is too short.
+    Raises OSError, and DataError if a file is too short.
     """
 
     folder: Path
     split: str
     dtype: str
-    shard_tokens: int  # per shard; the last one may hold fewer
-    fingerprint: str  # of the tokenizer, for the headers
+    shard_tokens: int  # per shard; the last one can have fewer
+    fingerprint: str  # of the tokenizer
     tokens: int
 
     def __post_init__(self) -> None:
@@ -36,35 +36,33 @@ class ShardWriter:
         self.truncate(self.tokens)
 
     def truncate(self, tokens: int) -> None:
-        """Cut off whatever the files hold after the first `tokens` tokens."""
+        """Remove everything after the first `tokens` tokens."""
         self.close()
         self.tokens = tokens
         item = self._dtype.itemsize
-        kept = {
+        sizes = {
             self._path(index): HEADER_BYTES + n * item
             for index, n in enumerate(self._shard_sizes())
         }
         for path in self.folder.glob(f"{self.split}_*.bin"):
-            if path not in kept:
+            if path not in sizes:
                 path.unlink()
-        for path, size in kept.items():
+        for path, size in sizes.items():
             if not path.exists() or path.stat().st_size < size:
                 what = f"a shard is shorter than the {size:,} bytes that were written"
                 raise DataError(what, path, "delete the output folder and prepare again")
         if tokens % self.shard_tokens:
             self._file = FileIO(path, "r+")
             self._file.truncate(size)
-            _write_all(
-                self._file, bytes(HEADER_BYTES)
-            )  # no header: an unfinished shard must not be readable
+            _write_all(self._file, bytes(HEADER_BYTES))  # an unfinished shard is not readable
             self._file.seek(size)
 
     def append(self, ids: NDArray[Any]) -> None:
-        """Write ids (n,) after those already there, going on in the next shard where one is full."""
+        """Write ids (n,), starting a new shard whenever one is full."""
         ids = ids.astype(self._dtype, copy=False)
         while len(ids):
             if self._file is None:
-                # Unbuffered: a full disk must raise here, not when the object is deleted.
+                # Unbuffered, so that a full disk raises here.
                 self._file = FileIO(self._path(self.tokens // self.shard_tokens), "w+")
                 _write_all(self._file, bytes(HEADER_BYTES))
             part = ids[: self.shard_tokens - self.tokens % self.shard_tokens]
@@ -75,30 +73,35 @@ class ShardWriter:
                 self._close_shard()
 
     def sync(self) -> None:
-        """Force everything written so far to the disk."""
+        """Force everything written to the disk."""
         if self._file:
             os.fsync(self._file.fileno())
 
     def finish(self) -> list[Shard]:
-        """Close the last shard; the manifest rows of all shards in order."""
+        """Close the last shard and return the manifest rows of all shards."""
         self._close_shard()
         rows = []
         for index, tokens in enumerate(self._shard_sizes()):
-            raw = np.memmap(path := self._path(index), np.uint8, "r")
-            blocks, header = tuple(hash_blocks(raw[HEADER_BYTES:])), hash_block(raw[:HEADER_BYTES])
-            rows.append(
-                Shard(file=path.name, split=self.split, tokens=tokens, blocks=blocks, header=header)
+            path = self._path(index)
+            raw = np.memmap(path, np.uint8, "r")
+            row = Shard(
+                file=path.name,
+                split=self.split,
+                tokens=tokens,
+                blocks=tuple(hash_blocks(raw[HEADER_BYTES:])),
+                header=hash_block(raw[:HEADER_BYTES]),
             )
+            rows.append(row)
         return rows
 
     def close(self) -> None:
-        """Close the open file; what was not synced may be lost."""
+        """Close the open file. What was not synced can be lost."""
         if self._file:
             self._file.close()
             self._file = None
 
     def read_from(self, start: int) -> Iterator[NDArray[Any]]:
-        """The tokens from number `start` on, in arrays of at most 1 Mi."""
+        """Yield the tokens from number `start` on, in arrays of at most 1 Mi."""
         while start < self.tokens:
             index, at = divmod(start, self.shard_tokens)
             count = min(_READ_TOKENS, self.tokens - start, self.shard_tokens - at)
@@ -110,16 +113,15 @@ class ShardWriter:
         return self.folder / f"{self.split}_{index:06d}.bin"
 
     def _shard_sizes(self) -> list[int]:
-        """Tokens of each shard."""
+        """Return the tokens of each shard."""
         full, rest = divmod(self.tokens, self.shard_tokens)
         return [self.shard_tokens] * full + [rest] * (rest > 0)
 
     def _close_shard(self) -> None:
         if self._file:
             self._file.seek(0)
-            _write_all(
-                self._file, make_header(self._shard_sizes()[-1], self.dtype, self.fingerprint)
-            )
+            header = make_header(self._shard_sizes()[-1], self.dtype, self.fingerprint)
+            _write_all(self._file, header)
             os.fsync(self._file.fileno())
             self.close()
 

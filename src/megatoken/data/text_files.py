@@ -1,4 +1,4 @@
-"""Open the files of a corpus as bytes of text. JSON arrays, CSV and parquet are read as JSON, one row per line."""
+"""Open the files of a corpus as text. JSON arrays, CSV and parquet become JSON, a row per line."""
 
 import codecs
 import csv
@@ -13,19 +13,19 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from megatoken.data.sources import INSTALL_DATA, File, Source
 from megatoken.errors import DataError, MegatokenError
 
-HEAD_BYTES = 8192  # of a file that decide what it holds
+HEAD_BYTES = 8192  # read to detect the content of a file
 READ_BYTES = 1 << 20
 LARGEST_ROW = 64 << 20  # bytes
-PARQUET_ROWS = 8  # read at a time: with one dictionary each may be as long as the file
+PARQUET_ROWS = 8  # read at once; with a dictionary each can be as long as the file
 _GAP = re.compile(r"[\s,]*")
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
-# lines: JSON, one row per line; rows: the same, converted from an array, CSV, TSV or parquet.
+# lines: JSON, a row per line. rows: the same, converted from an array, CSV, TSV or parquet.
 TextFormat = Literal["separated", "whole", "lines", "rows"]
 
 
 class TextFile(NamedTuple):
-    """An open file. tell: bytes of the file on disk that have been read."""
+    """An open file. tell: returns the bytes of the file on disk that were read."""
 
     stream: BinaryIO
     format: TextFormat
@@ -34,7 +34,7 @@ class TextFile(NamedTuple):
 
 
 class _RowStream:
-    """The part of BinaryIO that readers need, on top of an iterator of lines."""
+    """The part of BinaryIO that readers need, for an iterator of lines."""
 
     def __init__(self, lines: Iterator[bytes]) -> None:
         self._lines = lines
@@ -60,8 +60,8 @@ class _RowStream:
 def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFile]:
     """Open a file for reading from its start.
 
-    text_key: the only column of a parquet file that is needed. Raises DataError, naming the file, for anything that
-    cannot be read inside the `with` block: gzip, zstd, parquet and the network each raise their own exceptions.
+    text_key: the only column to read of a parquet file. Raises DataError, naming the file, for
+    every exception inside the `with` block: gzip, zstd, parquet and the network have their own.
     """
     try:
         if file.format == "parquet":
@@ -72,11 +72,10 @@ def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFi
         with source.open(file) as raw:
             head, _ = fill(decompress(raw, file), b"", HEAD_BYTES)
         if head.startswith(_UTF_16):
-            raise DataError(
-                "UTF-16 text", file.path, "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
-            )
+            raise DataError("UTF-16 text", file.path, "convert it to UTF-8")
         with source.open(file) as raw:
-            stream = content = decompress(raw, file)  # kept: it closes `raw` when it is deleted
+            content = decompress(raw, file)  # closes `raw` when it is deleted
+            stream = content
             format = cast(TextFormat, "lines" if file.format == "json" else file.format)
             rows: Iterator[bytes] | None = None
             if file.format in ("csv", "tsv"):
@@ -92,22 +91,17 @@ def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFi
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
-        fix = "repair or remove the file, check its permissions; a started preparation resumes where it was"
-        raise DataError(f"cannot read: {reason:.200}", file.path, fix) from error
+        raise DataError(f"cannot read: {reason:.200}", file.path, "fix or remove it") from error
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, bytes]]:
-    """Yield the place (file:line) and the JSON of every row. Raises DataError for files that cannot be read."""
+    """Yield the place (file:line) and the JSON of every row. Raises as `open_text`."""
     for file in source.files:
         with open_text(source, file) as (stream, format, *_):
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield (
-                        f"{file.path}, row {number}"
-                        if format == "rows"
-                        else f"{file.path}:{number}",
-                        line,
-                    )
+                    place = f", row {number}" if format == "rows" else f":{number}"
+                    yield file.path + place, line
 
 
 def decompress(raw: BinaryIO, file: File) -> BinaryIO:
@@ -119,7 +113,7 @@ def decompress(raw: BinaryIO, file: File) -> BinaryIO:
             import pyarrow
         except ImportError as error:
             raise DataError(".zst needs pyarrow", file.path, INSTALL_DATA) from error
-        # Unlike other readers it detects a file that ends too early.
+        # Unlike other readers, this one detects a truncated file.
         return io.BufferedReader(
             pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
         )
@@ -127,26 +121,27 @@ def decompress(raw: BinaryIO, file: File) -> BinaryIO:
 
 
 def fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
-    """Return `buffer` extended to `size` bytes, and whether the stream ended before that."""
-    while len(buffer) < size and (part := stream.read(size - len(buffer))):
+    """Return `buffer` extended to `size` bytes, and whether the stream ended."""
+    while len(buffer) < size:
+        part = stream.read(size - len(buffer))
+        if not part:
+            return buffer, True
         buffer += part
-    return buffer, len(buffer) < size
+    return buffer, False
 
 
 def _to_line(row: Any) -> bytes:
-    return (
-        json.dumps(row, ensure_ascii=False, default=_spell).encode("utf-8", "surrogateescape")
-        + b"\n"
-    )
+    text = json.dumps(row, ensure_ascii=False, default=_spell)
+    return text.encode("utf-8", "surrogateescape") + b"\n"
 
 
 def _spell(value: Any) -> str:
-    """Return a value of parquet that JSON does not have as text, such as a date."""
+    """Return a value that JSON does not have, such as a date, as text."""
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def _read_array(stream: BinaryIO, path: str) -> Iterator[bytes]:
-    """Yield the elements of an array of JSON, each on one line. Raises DataError where it is malformed."""
+    """Yield the elements of a JSON array, a line each. Raises DataError if it is malformed."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
     scan = json.JSONDecoder().raw_decode
     text = decoder.decode(stream.read(READ_BYTES))
@@ -156,9 +151,7 @@ def _read_array(stream: BinaryIO, path: str) -> Iterator[bytes]:
         if text.startswith("]", start):
             rest = text[start + 1 :] + decoder.decode(stream.read(READ_BYTES))
             if rest.strip():
-                raise DataError(
-                    "text follows the array of rows", path, "write one array, or one row per line"
-                )
+                raise DataError("text follows the array of rows", path, "write one row per line")
             return
         end = 0
         if start < len(text):
@@ -166,13 +159,12 @@ def _read_array(stream: BinaryIO, path: str) -> Iterator[bytes]:
                 _, end = scan(text, start)
             except (ValueError, RecursionError) as error:
                 if ended or len(text) - start > LARGEST_ROW:
-                    raise DataError(
-                        f"malformed JSON: {error}", f"{path}, row {row}", "fix the row"
-                    ) from error
+                    what = f"malformed JSON: {error}"
+                    raise DataError(what, f"{path}, row {row}", "fix the row") from error
         elif ended:
             raise DataError("the array of rows has no end", path, "copy the file again")
-        if end and (ended or end < len(text)):  # a number may continue in the next block
-            # JSON has line breaks between values only.
+        if end and (ended or end < len(text)):  # a number can continue in the next block
+            # In JSON, line breaks are between values only.
             yield re.sub("[\r\n]", " ", text[start:end]).encode("utf-8", "surrogateescape") + b"\n"
             start, row = end, row + 1
             continue
@@ -182,7 +174,7 @@ def _read_array(stream: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[bytes]:
-    """Yield rows as objects named by the header. A malformed row is yielded as a list or text, which is no object."""
+    """Yield rows as objects. A malformed row becomes a list or text, which readers reject."""
     csv.field_size_limit(LARGEST_ROW)
     rows = csv.reader(
         codecs.iterdecode(stream, "utf-8-sig", "surrogateescape"), delimiter=delimiter, strict=True
@@ -207,7 +199,7 @@ def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[bytes]:
 def _read_parquet(
     raw: BinaryIO, file: File, text_key: str
 ) -> tuple[Iterator[bytes], Callable[[], int]]:
-    """Return the rows of a parquet file, and a function for the bytes read, estimated from the share of its rows."""
+    """Return the rows of a parquet file, and a function that estimates the bytes read."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -220,7 +212,7 @@ def _read_parquet(
     def read() -> Iterator[bytes]:
         nonlocal n_rows
         for batch in table.iter_batches(PARQUET_ROWS, columns=columns, use_threads=False):
-            columns_in_bytes = [  # which may hold invalid UTF-8
+            columns_in_bytes = [  # they can hold invalid UTF-8
                 column.cast(pyarrow.large_binary())
                 if column.type in (pyarrow.string(), pyarrow.large_string())
                 else column
