@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import megatoken
-from megatoken.native.build import INSTRUCTION_SETS, library_name
+from megatoken.native.build import INSTRUCTION_SETS, CompilerError, library_name
 from megatoken.system.machine import find_compiler
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +88,7 @@ def test_instruction_sets_that_the_compiler_does_not_know_are_left_out(
 
     def compile_some(name: str, folder: Path) -> None:
         if name not in known:
-            raise subprocess.CalledProcessError(1, "g++")
+            raise CompilerError("g++")
 
     monkeypatch.setattr(hook_module.sysconfig, "get_platform", lambda: "linux-x86_64")
     monkeypatch.setattr(hook_module, "find_compiler", lambda: "g++")

@@ -339,5 +339,5 @@ def test_attention_without_masks_is_refused_before_the_first_step(
 
 def test_invalid_config_is_refused(config: Config, tmp_path: Path) -> None:
     broken = replace(config, budget=replace(config.budget, batch_tokens=100))
-    with pytest.raises(ConfigError, match="100 is not a multiple of model.seq_len 16"):
+    with pytest.raises(ConfigError, match="100 is not a multiple"):
         Trainer(broken, tmp_path / "run")

@@ -25,14 +25,11 @@ def describe_chat(template: ChatTemplate, model_type: str) -> dict[str, str]:
     convert = ""
     if model_type != "llama":
         lines = [f"FROM ./{GGUF}"]
-        convert = f"python llama.cpp/convert_hf_to_gguf.py . --outfile {GGUF}
-"
+        convert = f"python llama.cpp/convert_hf_to_gguf.py . --outfile {GGUF}\n"
     if template.name in _GO_TEMPLATES:  # ollama has no jinja
         lines.append(f'TEMPLATE """{_GO_TEMPLATES[template.name]}"""')
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
-    modelfile = "
-".join(lines) + "
-"
+    modelfile = "\n".join(lines) + "\n"
     ends = " and ".join(f"`{stop}`" for stop in stops)
     readme = f"""\
 # A chat model
