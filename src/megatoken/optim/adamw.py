@@ -1,4 +1,4 @@
-"""torch's AdamW, and the same update by our own kernel for CPUs (native/kernels/adamw.cc)."""
+"""torch's AdamW, with an optional native kernel for CPUs (native/kernels/adamw.cc)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,17 +10,18 @@ from megatoken.native.library import DTYPES, AdamWUpdate, Library
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW (Loshchilov & Hutter 2019), until `use_native` replaces how it computes.
+    """torch's fused AdamW (Loshchilov & Hutter 2019), or the native kernel after `use_native`.
 
-    The update is limited by memory. The native one passes over it once: it reads the gradient from a parameter's
-    low-precision copy where the parameter has none of its own, and writes the updated copy.
+    The update is memory-bound. The native kernel passes over memory once: it reads gradients from
+    low-precision copies of the parameters and writes the updated copies.
     """
 
     _library: Library | None = None
 
     def use_native(self, library: Library, copies: Mapping[Tensor, Tensor]) -> None:
-        """Compute with `library` from now on. copies: parameters' bf16 copies, which `step` keeps up to date."""
-        self._library, self._copies = library, dict(copies)
+        """Switch to the native kernel. copies: parameters' bf16 copies, which `step` updates."""
+        self._library = library
+        self._copies = dict(copies)
 
     @property
     def updates_copies(self) -> bool:
@@ -28,7 +29,7 @@ class AdamW(torch.optim.AdamW):
         return self._library is not None and bool(self._copies)
 
     def grad_norm(self) -> Tensor | None:
-        """The L2 norm of all gradients (fp32), wherever they are; None where torch computes."""
+        """Return the L2 norm of all gradients (fp32), or None if torch computes the update."""
         if self._library is None:
             return None
         params = [param for group in self.param_groups for param in group["params"]]
@@ -42,7 +43,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, as torch does; see `fused_adamw_step` for bad steps."""
+        """Update all parameters that have a gradient. Bad steps: see `fused_adamw_step`."""
         if self._library is None:
             return super().step(closure)
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)

@@ -1,28 +1,28 @@
-"""What an optimizer keeps and computes, by arithmetic, without torch."""
+"""Memory and FLOPs of optimizers, by arithmetic, without torch."""
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.model.flops import count_matmul_parameters, count_padded_parameters
 
 FP32 = 4
 ORTHOGONALIZE_STEPS = 5
-# Bytes of state for a parameter, in fp32: in a matrix of a hidden layer, and in any other tensor.
+# Bytes of fp32 state per parameter: in a hidden matrix, and in any other tensor.
 STATE_BYTES: dict[str, tuple[int, int]] = {"adamw": (8, 8), "muon": (4, 8)}
 
 
 def count_optimizer_bytes(name: str, model: ModelConfig) -> int:
-    """Bytes of the optimizer's state for a whole model, padding included."""
+    """Return the bytes of the optimizer state of a full model, including padding."""
     per_hidden, per_other = STATE_BYTES[name]
     hidden = count_matmul_parameters(model) - model.vocab_size * model.d_model
     return per_hidden * hidden + per_other * (count_padded_parameters(model) - hidden)
 
 
 def count_saved_bytes(name: str, model: ModelConfig) -> int:
-    """Bytes of a checkpoint: fp32 weights and optimizer state, padding included."""
+    """Return the bytes of a checkpoint: fp32 weights and optimizer state, including padding."""
     return FP32 * count_padded_parameters(model) + count_optimizer_bytes(name, model)
 
 
 def count_optimizer_flops(name: str, model: ModelConfig) -> int:
-    """FLOPs of the optimizer's matrix products in one step: Newton-Schulz of muon, on queries, keys, values apart."""
+    """Return the FLOPs of matrix products in one optimizer step: Muon's Newton-Schulz iteration."""
     if name != "muon":
         return 0
     d, f = model.d_model, model.d_ff

@@ -9,13 +9,18 @@ from megatoken.config.schema import END_DECAYS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRSchedule:
-    """Linear warm-up to `peak_lr`, then a decay that ends at `min_lr_ratio * peak_lr`.
+    """Linear warm-up to `peak_lr`, then a decay to `min_lr_ratio * peak_lr`.
 
-    decay: cosine and linear start at the end of warm-up (Loshchilov & Hutter 2017; GPT-3) and take `decay_length`, or
-    all that is left of the run (None); then the rate stays. wsd stays at the peak and decays linearly over the last
-    `decay_length` (Hu et al. 2024, warmup-stable-decay), wsd-sqrt as 1 - sqrt (Hägele et al. 2024); multi-step falls by
-    sqrt(min_lr_ratio) at the begin and in the middle of it (DeepSeek-AI 2024: at 80% and 90%); constant stays.
-    Lengths are in steps, with a ramp of the batch in tokens: half of the tokens is then half of the way.
+    decay:
+        cosine, linear: from the end of warm-up over `decay_length`, or the rest of the run (None)
+            (Loshchilov & Hutter 2017; GPT-3).
+        wsd, wsd-sqrt: constant, then linear or 1 - sqrt over the last `decay_length` (Hu et al. 2024;
+            Hägele et al. 2024).
+        multi-step: drops by sqrt(min_lr_ratio) at the start and the middle of the last
+            `decay_length` (DeepSeek-AI 2024).
+        constant: no decay.
+
+    Lengths are in steps; with a batch ramp, in tokens.
     """
 
     decay: str
@@ -28,17 +33,17 @@ class LRSchedule:
 
     @property
     def decay_begin(self) -> int:
-        """Where the decay begins, in the unit of lengths."""
+        """The start of the decay, in steps or tokens."""
         if self.decay in END_DECAYS and self.decay_length is not None:
             return max(self.warmup, self.total - self.decay_length)
         return self.warmup
 
     def is_before_decay(self, step: int) -> bool:
-        """Whether the decay has touched none of the first `step` steps."""
+        """Return whether none of the first `step` steps is in the decay."""
         return (self.ramp.before(step) if self.ramp else step) <= self.decay_begin
 
     def lr(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         now, after = (
             (self.ramp.before(step), self.ramp.before(step + 1)) if self.ramp else (step, step + 1)
         )
@@ -51,14 +56,10 @@ class LRSchedule:
             end = begin + self.decay_length
         done = min(max((now - begin) / max(end - begin, 1), 0.0), 1.0)
         if self.decay == "multi-step":
-            left = (
-                1.0
-                if now < begin
-                else math.sqrt(self.min_lr_ratio)
-                if done < 0.5
-                else self.min_lr_ratio
-            )
-            return self.peak_lr * left
+            if now < begin:
+                return self.peak_lr
+            ratio = math.sqrt(self.min_lr_ratio) if done < 0.5 else self.min_lr_ratio
+            return self.peak_lr * ratio
         curves = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "wsd-sqrt": 1 - math.sqrt(done)}
         left = curves.get(self.decay, 1 - done)
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)

@@ -1,9 +1,9 @@
-"""Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024), beside AdamW for all other parameters.
+"""Muon: orthogonalized momentum for hidden matrices (Jordan et al. 2024), AdamW for the rest.
 
-The update of a hidden layer's matrix is U V^T of its momentum's singular value decomposition U S V^T, approximately, by
-five steps of a Newton-Schulz iteration, times sqrt(max(1, rows / columns)): it changes what comes out of a layer by as
-much at any width, so that one learning rate serves all (Yang et al. 2023; Bernstein 2025). Queries, keys and values are
-three matrices, although one product computes them.
+The update of a hidden matrix is approximately U V^T, from the singular value decomposition U S V^T of
+its momentum, times sqrt(max(1, rows / columns)). Five steps of a Newton-Schulz iteration compute it.
+Layer outputs then change equally at any width, so one learning rate fits all widths (Yang et al.
+2023; Bernstein 2025). Queries, keys and values are separate matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,24 +17,18 @@ from megatoken.model.gpt import GPT
 from megatoken.optim.costs import ORTHOGONALIZE_STEPS
 from megatoken.system.torch_compat import follow_found_inf, step_inner
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of the iteration's polynomial a x + b x^3 + c x^5 (Jordan et al. 2024)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5 (Jordan et al. 2024)
 EPS = 1e-7  # the smallest norm to divide by
-# Numbers in one batched product: what a CPU's caches hold, and what fills a GPU and takes little of its memory.
+# Elements in one batched product: fits a CPU's caches; fills a GPU with little of its memory.
 BATCH_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
-MatrixFn = Callable[
-    [list[Tensor]], list[Tensor]
-]  # from whole matrices to as many of the same shapes
+MatrixFn = Callable[[list[Tensor]], list[Tensor]]  # full matrices to matrices of equal shapes
 
 
 class Matrices(Protocol):
-    """Access to the whole matrices of hidden layers, of which this process may have slices.
+    """Hidden matrices, which may be sharded.
 
-    names: of the parameters that hold them, those with a part in this process. dtype: in which they are computed.
+    names: parameters with a shard in this process. dtype: of the computation.
     """
 
     @property
@@ -44,16 +38,16 @@ class Matrices(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Apply `function` to the whole matrices of which `tensors` are the local parts, in the order of `names`.
+        """Apply `function` to the full matrices of the local shards `tensors`, in order of `names`.
 
-        Return this process's parts of the results. Processes share the work: `function` gets some of the matrices.
-        All must call it.
+        Returns this process's shards of the results. Processes share the work, so `function` gets
+        some of the matrices. All must call it.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class WholeMatrices:
-    """`Matrices` of a process that has all of them. rows: of each parameter, of the matrices packed in it."""
+    """Unsharded hidden matrices. rows: by parameter, the rows of each matrix packed in it."""
 
     rows: Mapping[str, Sequence[int]]
     dtype: torch.dtype = torch.float32
@@ -77,7 +71,7 @@ class WholeMatrices:
 
 
 def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
-    """The weights of all linear layers but the output layer, by name: the rows of each matrix packed in it."""
+    """Return the weights of all hidden linear layers with the rows of each matrix packed in them."""
     rows: dict[str, list[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "head":
@@ -89,7 +83,7 @@ def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
 
 
 def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
-    """U V^T sqrt(max(1, rows / columns)) of each matrix, approximately, in its dtype; equal shapes in batches."""
+    """Return approximately U V^T sqrt(max(1, rows / columns)) of each matrix, in its dtype."""
     batches: dict[tuple[int, int], list[int]] = {}
     for index, matrix in enumerate(matrices):
         rows, columns = sorted(matrix.shape)
@@ -113,7 +107,7 @@ def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def _newton_schulz(x_NRC: Tensor) -> Tensor:
-    """Singular values of N matrices R x C, R at most C, moved to between 0.7 and 1.2."""
+    """Move the singular values of N matrices (R, C), R <= C, to between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     norm_N = torch.linalg.vector_norm(
         torch.linalg.vector_norm(x_NRC, dim=-1, dtype=torch.float32), dim=-1
@@ -129,9 +123,9 @@ def _newton_schulz(x_NRC: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
 
-    adamw: over all other parameters, whose groups and state are also this optimizer's. group: `params` in the order
-    of `matrices.names`, and `weight_decay`. As torch's fused optimizers it divides gradients by `self.grad_scale` and
-    leaves everything as it is where `self.found_inf` is 1, if these tensors are set.
+    adamw: for all other parameters; this optimizer shares its groups and state. group: `params` in
+    order of `matrices.names`, and `weight_decay`. Like torch's fused optimizers, divides gradients by
+    `self.grad_scale` and skips the update if `self.found_inf` is 1, if these tensors are set.
     """
 
     def __init__(
@@ -145,7 +139,9 @@ class Muon(torch.optim.Optimizer):
         cautious_decay: bool,
     ) -> None:
         super().__init__([*adamw.param_groups, group | {"momentum": momentum}], {"lr": lr})
-        self.adamw, self.matrices, self.cautious_decay = adamw, matrices, cautious_decay
+        self.adamw = adamw
+        self.matrices = matrices
+        self.cautious_decay = cautious_decay
         self.state = adamw.state
         for param in self.param_groups[-1]["params"]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
@@ -153,25 +149,29 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters; one without a gradient as by a gradient of 0."""
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        """Update all parameters. A missing gradient counts as 0."""
+        found_inf = getattr(self, "found_inf", None)
+        grad_scale = getattr(self, "grad_scale", None)
         step_inner(self, self.adamw)
-        group, bad = self.param_groups[-1], None if found_inf is None else found_inf > 0
+        group = self.param_groups[-1]
+        is_bad = None if found_inf is None else found_inf > 0
         updates = []
         for param in group["params"]:
             gradient = torch.zeros_like(param) if param.grad is None else param.grad
             gradient = gradient if grad_scale is None else gradient / grad_scale
-            before = self.state[param]["momentum_buffer"]
-            after = before.lerp(gradient, 1 - group["momentum"])
-            updates.append(gradient.lerp(after, group["momentum"]).to(self.matrices.dtype))
-            before.copy_(after if bad is None else torch.where(bad, before, after))
+            momentum = self.state[param]["momentum_buffer"]
+            new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
+            updates.append(gradient.lerp(new_momentum, group["momentum"]).to(self.matrices.dtype))
+            if is_bad is not None:
+                new_momentum = torch.where(is_bad, momentum, new_momentum)
+            momentum.copy_(new_momentum)
         for param, update in zip(
             group["params"], self.matrices.map(orthogonalize, updates), strict=True
         ):
             decay = group["lr"] * group["weight_decay"]
             if self.cautious_decay:
-                after = param - decay * param * (param * update >= 0)
+                new_param = param - decay * param * (param * update >= 0)
             else:
-                after = param * (1 - decay)
-            after.sub_(update, alpha=group["lr"])
-            param.copy_(after if bad is None else torch.where(bad, param, after))
+                new_param = param * (1 - decay)
+            new_param.sub_(update, alpha=group["lr"])
+            param.copy_(new_param if is_bad is None else torch.where(is_bad, param, new_param))

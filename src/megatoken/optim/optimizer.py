@@ -1,8 +1,8 @@
-"""Optimizers by name, and which parameters they decay.
+"""Optimizers by name, and the parameter groups that they update.
 
-A new optimizer is one `register_optimizer` call: how it is built, what it keeps for every parameter, and how it gets
-whole matrices if it needs them. Everything else (learning rates, checkpoints, sharding, memory estimates) follows from
-that entry.
+A new optimizer is one `register_optimizer` call: how to build it, the state it keeps per parameter,
+and whether it needs full matrices. Learning rates, checkpoints, sharding and memory estimates follow
+from that entry.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,20 +19,20 @@ from megatoken.optim.adamw import AdamW
 from megatoken.optim.costs import STATE_BYTES
 from megatoken.optim.muon import Matrices, Muon, WholeMatrices, list_hidden_matrices
 
-ParamGroup = dict[
-    str, Any
-]  # params, weight_decay; lr_scale: the group's rate as a multiple of the schedule's
+# params, weight_decay; lr_scale: the group's learning rate as a multiple of the schedule's.
+ParamGroup = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """What the rest of the system needs to know of an optimizer.
+    """An optimizer, as the rest of the system sees it.
 
     build: (groups, config, implementation) -> optimizer; it may set `lr_scale` in a group (default 1).
-    state_keys: tensors kept for a parameter, of its shape; bytes_per_param: their size in fp32, or two, for matrices of
-    hidden layers and for all others. hidden_group: these matrices are a group of their own, the last, whose `matrices`
-    (optim/muon.py) gives them whole on any number of processes. whole_matrices: the update of a matrix needs all of its
-    rows and does not get them so: it cannot be sharded.
+    state_keys: state tensors of a parameter, in its shape.
+    bytes_per_param: their size in fp32; a pair for hidden matrices and for all other parameters.
+    hidden_group: hidden matrices are the last group, whose `matrices` (muon.py) gathers them in full
+        on any number of processes.
+    whole_matrices: the update needs full matrices and does not gather them, so it cannot be sharded.
     """
 
     build: Callable[[list[ParamGroup], OptimConfig, str], torch.optim.Optimizer]
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {}
 
 
 def register_optimizer(name: str, spec: OptimizerSpec) -> None:
-    """Make an optimizer available as `optim.name=NAME`. Raises ConfigError for the name of a built-in one."""
+    """Make an optimizer available as `optim.name=NAME`. Raises ConfigError for a built-in name."""
     if name in BUILT_IN:
         raise ConfigError(
             f"{name!r} is a built-in optimizer", "register_optimizer", "choose another name"
@@ -58,7 +58,7 @@ def register_optimizer(name: str, spec: OptimizerSpec) -> None:
 
 
 def find_optimizer(name: str) -> OptimizerSpec:
-    """The optimizer of that name. Raises ConfigError with the known names."""
+    """Return the optimizer of a name. Raises ConfigError for an unknown one."""
     if name not in OPTIMIZERS:
         raise ConfigError(
             f"unknown optimizer {name!r}", "optim.name", f"choose one of {', '.join(OPTIMIZERS)}"
@@ -74,12 +74,12 @@ def build_optimizer(
     implementation: str = "auto",
     matrices: Matrices | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer that `optim` names over a model's parameters, or over the local shards of them by name.
+    """Build the optimizer that `optim` names over a model's parameters, or over local shards by name.
 
-    sizes: shapes of the whole parameters, where `model` holds shards. implementation: for AdamW `loop`, `foreach` or
-    `fused`, torch's own; `auto` is fused where the device has it. matrices: those of hidden layers, by default of a
-    model that is whole, in fp32. Raises ConfigError for an unknown name, or when the optimizer needs whole matrices and
-    does not get them.
+    sizes: shapes of the full parameters, if `model` holds shards. implementation: torch's AdamW:
+    `loop`, `foreach` or `fused`; `auto` is fused where the device supports it. matrices: the hidden
+    matrices; default: those of an unsharded model, in fp32. Raises ConfigError for an unknown name,
+    or if the optimizer needs full matrices and the model is sharded.
     """
     spec = find_optimizer(optim.name)
     params = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
@@ -87,7 +87,7 @@ def build_optimizer(
     if spec.whole_matrices and any(
         tuple(param.shape) != tuple(sizes[name]) for name, param in params.items()
     ):
-        what = f"{optim.name} needs whole matrices, which are sharded here"
+        what = f"{optim.name} needs full matrices, and the model is sharded"
         raise ConfigError(
             what, "optim.name", "set machine.sharding=none and machine.tensor_parallel=1"
         )
@@ -95,11 +95,13 @@ def build_optimizer(
     if spec.hidden_group:
         if matrices is None:
             if not isinstance(model, nn.Module):
-                what = f"{optim.name} does not know which of these parameters are matrices of hidden layers"
-                raise ConfigError(what, "build_optimizer", "pass the model, or `matrices`, too")
+                what = f"{optim.name} cannot tell hidden matrices from other parameters"
+                raise ConfigError(what, "build_optimizer", "pass the model, or `matrices`")
             matrices = WholeMatrices(list_hidden_matrices(model))
-        own = [params.pop(name) for name in matrices.names]
-        hidden = [{"params": own, "weight_decay": optim.weight_decay, "matrices": matrices}]
+        hidden_params = [params.pop(name) for name in matrices.names]
+        hidden = [
+            {"params": hidden_params, "weight_decay": optim.weight_decay, "matrices": matrices}
+        ]
     groups = group_parameters(params, sizes, optim.weight_decay) + hidden
     optimizer = spec.build(groups, optim, implementation)
     set_lr(optimizer, optim.lr)
@@ -109,7 +111,7 @@ def build_optimizer(
 def group_parameters(
     params: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]], weight_decay: float
 ) -> list[ParamGroup]:
-    """Two groups: matrices and embeddings are decayed, norms and biases are not (Brown et al. 2020)."""
+    """Return two groups: decayed matrices and embeddings, and other parameters (Brown et al. 2020)."""
     matrices = {name for name in params if len(sizes[name]) >= 2}
     return [
         {
@@ -121,25 +123,25 @@ def group_parameters(
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, base_lr: float) -> None:
-    """Prepare an optimizer that the user built: its groups keep their rates as multiples of the schedule's peak."""
+    """Keep the learning rates of a user's optimizer as multiples of the schedule's peak."""
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", group["lr"] / base_lr if base_lr else 1.0)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set every group's learning rate: the schedule's times the group's `lr_scale`."""
+    """Set every group's learning rate to `lr` times its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
-    """Set Muon's momentum; other optimizers keep theirs."""
+    """Set Muon's momentum. Does nothing for other optimizers."""
     if isinstance(optimizer, Muon):
         optimizer.param_groups[-1]["momentum"] = momentum
 
 
 def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> AdamW:
-    """AdamW, whose kernel the machine's autotuning may replace (train/kernel_autotune.py)."""
+    """Build AdamW. Autotuning may replace its kernel (train/kernel_autotune.py)."""
     params = [param for group in groups for param in group["params"]]
     if implementation in ("auto", "native"):
         implementation = "fused" if params[0].device.type in ("cuda", "cpu", "mps") else "foreach"
@@ -147,7 +149,7 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
     betas = (optim.beta1, optim.beta2)
     foreach = implementation == "foreach"
     optimizer = AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused, foreach=foreach)
-    # torch makes the moments in the first step; made here, they count when memory is measured before it.
+    # torch allocates the moments in the first step; here they count when memory is measured.
     for param in params:
         moments = {key: torch.zeros_like(param) for key in ADAMW_KEYS}
         optimizer.state[param] = {
@@ -158,12 +160,18 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
 
 
 def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> Muon:
-    """Muon for the last group, AdamW for the others. The ratio of their rates is fixed."""
+    """Build Muon for the last group and AdamW for the others, at a fixed ratio of learning rates."""
     *others, hidden = groups
     hidden["lr_scale"] = optim.matrix_lr / optim.lr if optim.lr else 1.0
-    adamw, matrices = build_adamw(others, optim, implementation), hidden.pop("matrices")
-    numbers = {"lr": optim.lr, "momentum": optim.momentum}
-    return Muon(adamw, hidden, matrices, **numbers, cautious_decay=optim.cautious_decay)
+    matrices = hidden.pop("matrices")
+    return Muon(
+        build_adamw(others, optim, implementation),
+        hidden,
+        matrices,
+        lr=optim.lr,
+        momentum=optim.momentum,
+        cautious_decay=optim.cautious_decay,
+    )
 
 
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq")

@@ -1,7 +1,7 @@
-"""Chooses the fastest implementation of each operation on this machine, by timing them at the model's own sizes.
+"""Choose the fastest implementation of each operation on this machine, timed at the model's sizes.
 
-Timings are cached on disk per machine, model and precision. An implementation replaces the plain PyTorch one only where
-it is faster by a clear margin. The micro-batch is tuned in micro_batch.py.
+Timings are cached per machine, model and precision. An implementation replaces the plain PyTorch one
+only if it is faster by a clear margin. The micro-batch is tuned in micro_batch.py.
 """
 
 import copy
@@ -30,14 +30,11 @@ from megatoken.system.timing import time_calls
 from megatoken.train.state import TrainState
 
 CACHE_FILE = "choices.json"
-# How much faster than the plain implementation: on a CPU less than this is within the noise of a busy machine.
+# Required speed-up over the plain implementation: on a CPU less is noise of a busy machine.
 MARGIN = {"cpu": 1.1, "mps": 1.1, "cuda": 1.01}
-BLOCK_MARGIN = 1.0  # of a block most is attention, which is timed alone, so that little is much
-TRIAL: Any = {
-    "repeats": 50,
-    "longest": 0.5,
-    "fewest": 3,
-}  # per operation: at most 50 rounds, in half a second, or 3
+BLOCK_MARGIN = 1.0  # most of a block is attention, which is timed separately
+# Per operation: at most 50 rounds in half a second, at least 3.
+TRIAL: Any = {"repeats": 50, "longest": 0.5, "fewest": 3}
 MAX_TRIAL_TOKENS = {"cpu": 2048, "mps": 4096, "cuda": 65536}  # a longer trial adds nothing
 
 Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds of its best repeat
@@ -45,10 +42,9 @@ Timings = dict[str, dict[str, float]]  # operation -> implementation -> seconds 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """The implementations to compute with, and the timings behind them (empty where the config left nothing open).
+    """The chosen implementations, and the timings behind them (empty if the config names them all).
 
-    library: the name of the native kernels' library; empty where no native kernel is chosen, and in what an older
-    version kept.
+    library: name of the native library; empty if no native kernel is chosen.
     """
 
     kernels: Kernels
@@ -61,17 +57,17 @@ class KernelChoice:
 
     @property
     def is_native(self) -> bool:
-        """Whether any operation is computed by the native kernels."""
+        """Whether any operation uses a native kernel."""
         return any("native" in name for name in asdict(self.kernels).values())
 
     def sums_in_same_order(self, other: "KernelChoice") -> bool:
-        """Whether both give the same bits, as far as is known."""
+        """Return whether both choices give the same bits."""
         return (self.kernels, self.master_weights) == (other.kernels, other.master_weights) and (
             self.library == other.library or not (self.library and other.library)
         )
 
     def explain(self) -> list[tuple[str, str]]:
-        """(operation, chosen implementation and all timings) for the user."""
+        """Return (operation, chosen implementation and all timings) pairs to print."""
         chosen = asdict(self.kernels) | {"mixed": "masters" if self.master_weights else "autocast"}
         times = {
             op: ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in s.items())
@@ -81,7 +77,7 @@ class KernelChoice:
         return [(op, f"{chosen[op]} ({text})") for op, text in times.items()] + library
 
     def to_json(self) -> dict[str, Any]:
-        """As machine.json keeps it."""
+        """Return the choice as saved in machine.json."""
         choice = {
             "kernels": asdict(self.kernels),
             "masters": self.master_weights,
@@ -91,9 +87,9 @@ class KernelChoice:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "KernelChoice":
-        """The choice that `to_json` described."""
+        """Return the choice that `to_json` saved."""
         kernels = Kernels.from_json(values["kernels"])
-        library = values.get("library", "")  # older ones lack it
+        library = values["library"]
         return cls(
             kernels=kernels,
             master_weights=values["masters"],
@@ -111,9 +107,10 @@ def autotune(
     dropout: float,
     compiled: bool = False,
 ) -> KernelChoice:
-    """The fastest implementation of every operation that `machine` leaves to `auto`, by trials of a few seconds in all.
+    """Choose the fastest implementation of every operation that `machine` leaves to `auto`.
 
-    compiled: the model will be compiled, so implementations are timed compiled; only on CUDA.
+    Trials take a few seconds. compiled: time implementations compiled, as the model will be; only on
+    CUDA.
     """
     compiled = compiled and device.type == "cuda"
     if machine.attention in CUDA_ONLY:
@@ -153,13 +150,13 @@ def autotune(
 
 
 def with_library(choice: KernelChoice) -> KernelChoice:
-    """The choice with the name of the library that it computes with here."""
+    """Return the choice with the name of the native library of this machine."""
     library = find_library() if choice.is_native else None
     return replace(choice, library=library.name if library else "")
 
 
 def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:
-    """Make a live state compute with the chosen implementations; weights and optimizer state stay."""
+    """Switch a state to the chosen implementations; weights and optimizer state stay."""
     set_attention(state.model, choice.kernels.attention)
     set_block_kernels(state.model, choice.kernels.block)
     state.cross_entropy_fn = LOSS[choice.kernels.loss]
@@ -170,7 +167,7 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
 
 
 def list_requests(machine: MachineConfig) -> dict[str, Any]:
-    """What the config asks for, per operation; the names are those of machine.json."""
+    """Return the configured implementation per operation, by its name in machine.json."""
     mixed = {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto")
     adamw = machine.adamw if machine.adamw in ("auto", "native") else "torch"
     forms = {
@@ -185,10 +182,10 @@ def list_requests(machine: MachineConfig) -> dict[str, Any]:
 def list_options(
     machine: MachineConfig, device: Device, dropout: float, *, has_windows: bool = False
 ) -> dict[str, list[str]]:
-    """The implementations of each operation that can run here, the plain one first; one where there is no choice.
+    """Return the implementations of each operation that can run here, the plain one first.
 
-    A deterministic run takes the plain ones: the fastest depends on the number of threads. With dropout every attention
-    trains by the formula (model/kernels/attention.py): there is nothing to choose.
+    A deterministic run uses the plain ones: the fastest depends on the number of threads. With
+    dropout every attention trains by the explicit formula (model/kernels/attention.py).
     """
     options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
@@ -229,14 +226,14 @@ def list_options(
 
 
 def pick(seconds: Mapping[str, float], margin: float) -> str:
-    """The fastest implementation if it beats the first, the plain one, by the factor `margin`."""
+    """Return the fastest implementation if it beats the plain (first) one by the factor `margin`."""
     plain, *_ = seconds
     fastest = min(seconds, key=lambda form: seconds[form])
     return fastest if seconds[fastest] * margin < seconds[plain] else plain
 
 
 def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
-    """Raise ConfigError when a CUDA backend cannot compute these heads here."""
+    """Raise ConfigError if a CUDA backend does not support these heads."""
     heads = torch.zeros(
         1, config.n_head, 16, config.d_head, dtype=device.dtype, device=device.torch_device
     )
@@ -248,7 +245,7 @@ def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
 
 
 def _time_in_memory(config: ModelConfig, device: Device, seqs: int, *trial: Any) -> Timings:
-    """`_time_options` of as many sequences as fit in memory, halved from `seqs`."""
+    """Call `_time_options`, halving the sequences until they fit in memory."""
     while True:
         try:
             return _time_options(config, device, seqs, *trial)
@@ -263,9 +260,37 @@ def _time_in_memory(config: ModelConfig, device: Device, seqs: int, *trial: Any)
 def _time_options(
     config: ModelConfig, device: Device, seqs: int, options: Mapping[str, list[str]], compiled: bool
 ) -> Timings:
-    """Seconds of forward and backward of each operation by each of its implementations, in interleaved rounds.
+    """Time forward and backward of each operation's implementations in interleaved rounds.
 
-    Weights are timed in a whole block, attention and the loss alone. An implementation that fails is left out.
+    Implementations that fail are skipped.
+    """
+    trials = _build_trials(config, device, seqs, compiled)
+
+    def run_trial(name: str, form: str) -> None:
+        y = trials[name](form)
+        if y is not None:
+            y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
+
+    best: Timings = {}
+    for name, forms in options.items():
+        if name == "mixed" and pick(best.get("block", {"torch": 1.0}), BLOCK_MARGIN) == "native":
+            continue  # decided: native products take low-precision weights
+        calls = {form: partial(run_trial, name, form) for form in forms}
+        calls = {form: call for form, call in calls.items() if _works(call)}
+        if forms[0] not in calls:
+            continue  # the run will report what is wrong with the plain implementation
+        timings = time_calls(calls, **TRIAL, is_warm=True, synchronize=device.synchronize)
+        # The best repeat: other load on the machine only adds time.
+        best[name] = {form: timing.best for form, timing in timings.items()}
+    return best
+
+
+def _build_trials(
+    config: ModelConfig, device: Device, seqs: int, compiled: bool
+) -> dict[str, Callable[[str], Tensor | None]]:
+    """Return the forward of each operation by implementation.
+
+    Weights are timed in a full block, attention and the loss alone.
     """
     B, T, C = seqs, config.seq_len, config.d_model
     block = (
@@ -307,7 +332,7 @@ def _time_options(
         )
         LOSS[form](logits_NV, targets_N, config.vocab_size, config.logit_softcap, overwrite=True)
 
-    trials: dict[str, Callable[[str], Tensor | None]] = {
+    return {
         "attention": lambda form: ATTENTION[form](
             q, k, v, mask=None, causal=True, dropout=None, **window
         ),
@@ -316,26 +341,9 @@ def _time_options(
         "mixed": run_mixed,
     }
 
-    def run_trial(name: str, form: str) -> None:
-        y = trials[name](form)
-        if y is not None:
-            y.backward(torch.ones_like(y))  # type: ignore[no-untyped-call]
-
-    best: Timings = {}
-    for name, forms in options.items():
-        if name == "mixed" and pick(best.get("block", {"torch": 1.0}), BLOCK_MARGIN) == "native":
-            continue  # decided: native products take low-precision weights
-        calls = {form: call for form in forms if _works(call := partial(run_trial, name, form))}
-        if forms[0] not in calls:
-            continue  # the run itself will report what is wrong with the plain implementation
-        timings = time_calls(calls, **TRIAL, is_warm=True, synchronize=device.synchronize)
-        # The best repeat: other load on the machine only ever adds time.
-        best[name] = {form: timing.best for form, timing in timings.items()}
-    return best
-
 
 def _works(call: Callable[[], object]) -> bool:
-    """Whether an implementation runs here: a backend may lack this head size, a compiler this card."""
+    """Return whether an implementation runs: a backend may lack this head size, a compiler this GPU."""
     try:
         with warnings.catch_warnings(
             action="ignore"

@@ -1,8 +1,9 @@
-"""Stop requests: signals and a wall-clock limit, polled by the training loop, which finishes its step and saves.
+"""Stop requests by signals and a time limit. The training loop polls them, finishes its step and saves.
 
-SIGTERM, SIGINT, SIGUSR1 and 2 (warnings of batch schedulers) and SIGHUP (a closed terminal) only set a flag; nothing is
-saved or printed in a handler. A second SIGTERM or SIGINT ends the process at once with ExitCode.STOPPED, but a rank is
-ended by the process that started it: it may receive the first one twice, and the handler runs late in a long product.
+SIGTERM, SIGINT, SIGUSR1, SIGUSR2 (warnings of batch schedulers) and SIGHUP (a closed terminal) set a
+flag; handlers save and print nothing. A second SIGTERM or SIGINT ends the process at once with
+ExitCode.STOPPED, except in ranks, which their launcher ends: a rank may receive the first signal
+twice, and its handler runs late during a long matrix product.
 """
 
 import math
@@ -22,14 +23,14 @@ _MARGIN = 1.5
 
 
 class StopRequested(Exception):
-    """Raised on all ranks, to leave what they are doing and save: one was asked to stop or is near its time limit."""
+    """Raised on all ranks when one of them has to save and stop."""
 
 
 class PreemptionHandler:
-    """Context manager around the training loop; `stop_requested` is "" or the reason, and stays once set."""
+    """Context manager around the training loop; `stop_requested` holds the reason once set."""
 
     def __init__(self, time_limit_seconds: float | None = None, steps: int = 1) -> None:
-        """The limit runs from here, by the monotonic clock; None: no limit. steps: after so many the loop can stop."""
+        """Start the time limit (None: no limit). steps: the loop stops only after multiples of this."""
         self._steps = steps
         self._limit = time_limit_seconds or 0.0
         self._deadline = (
@@ -43,7 +44,7 @@ class PreemptionHandler:
         self._handlers = handle_signals(FORWARDED, self._on_signal)
 
     def __enter__(self) -> Self:
-        """Install the handlers; outside the main thread, where Python allows none, only the time limit works."""
+        """Install the handlers. Outside the main thread only the time limit works."""
         self._handlers.__enter__()
         return self
 
@@ -53,13 +54,13 @@ class PreemptionHandler:
 
     @property
     def stop_requested(self) -> str:
-        """Why the loop has to save and stop now: "SIGTERM", "time limit 2h", ...; "" to go on."""
+        """The reason to save and stop now, such as "SIGTERM" or "time limit 2h"; "" to continue."""
         return self.stop_before(0.0)
 
     def stop_before(self, seconds: float) -> str:
-        """`stop_requested` when the next thing to do, beside a step, took `seconds` the last time."""
+        """Return `stop_requested` if the next action, besides a step, takes `seconds`."""
         if self._signal and not self._reason:
-            return name_cause(self._signal)  # asked each time: a launcher that dies takes a moment
+            return name_cause(self._signal)  # may change: a dying launcher takes a moment
         if (
             not self._reason
             and time.monotonic() + self.reserve_seconds + _MARGIN * seconds >= self._deadline
@@ -68,15 +69,15 @@ class PreemptionHandler:
         return self._reason
 
     def request_stop(self, reason: str) -> None:
-        """Ask the loop to save and stop; the first reason stays."""
+        """Ask the loop to save and stop. The first reason is kept."""
         if not self._signal:
             self._reason = self._reason or reason
 
     @property
     def reserve_seconds(self) -> float:
-        """Time until the loop can stop again and the save after it: 1.5 times the longest step and save seen lately.
+        """Seconds to reserve for the next step and a save: 1.5 times the longest recent ones.
 
-        Before the first save is seen, a save counts as 5% of the limit, at most 30 s.
+        Before the first save, a save counts as 5% of the limit, at most 30 s.
         """
         expected = min(30.0, 0.05 * self._limit)
         save = expected if self._save_seconds is None else self._save_seconds

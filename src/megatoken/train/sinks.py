@@ -1,4 +1,4 @@
-"""Starts the process that sends a run's rows to other programs (cli/sync.py). A sink can never stop a run."""
+"""Start a process per sink that sends a run's metrics (cli/sync.py). A sink can never stop a run."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +9,7 @@ from megatoken.errors import ConfigError
 from megatoken.launch.local import COMMAND
 from megatoken.system.process import Child
 
-LAST_ROWS_SECONDS = 20.0  # that the end of a run waits for its sinks
+LAST_ROWS_SECONDS = 20.0  # to wait for sinks at the end of a run
 
 
 def check_sinks(names: str) -> None:
@@ -20,10 +20,11 @@ def check_sinks(names: str) -> None:
 
 
 class SinkProcesses:
-    """A process for each sink. It outlives a run that is killed, sends the last rows and ends."""
+    """A process per sink. It outlives a killed run, sends the last rows and ends."""
 
     def __init__(self, names: str, run: Path, console: Console) -> None:
-        self._console, self._run = console, run
+        self._console = console
+        self._run = run
         self._processes: dict[str, Child] = {}
         for name in split_sinks(names):
             command = [*COMMAND, "sync", str(run), "--to", name, "--follow"]
@@ -36,7 +37,7 @@ class SinkProcesses:
                 console.warn(f"{name} gets no rows: {error.strerror}")
 
     def finish(self) -> None:
-        """Wait a while for the last rows, once the status says that the run has ended; say how to send the rest."""
+        """Wait for the last rows, and print how to send the rest."""
         for name, process in self._processes.items():
             exit_code = process.wait(LAST_ROWS_SECONDS)
             if exit_code:

@@ -1,7 +1,8 @@
-"""Spikes: a loss or gradient norm far above those of the last steps, by median and median absolute deviation.
+"""Detect loss and gradient-norm spikes.
 
-Both are compared by their logarithms, because gradient norms are spread like a log-normal or wider. Neither a trend
-within the window nor a few extreme values move the median and the deviation much.
+A value is a spike if its log is far above the median of recent steps, measured in median absolute
+deviations. Logs, because gradient norms are roughly log-normal; medians, because they are robust to
+trends and outliers.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 WINDOW = 128  # steps
-MIN_STEPS = 64  # nothing is judged before
+MIN_STEPS = 64  # steps before detection starts
 # A spike is both: this many standard deviations (of a normal distribution with the same MAD) above the median, ...
 DEVIATIONS = 15.0
 # ... and this many times the median, because a calm window has hardly any deviation.
@@ -21,12 +22,12 @@ _TINY = 1e-30  # in place of a loss of 0
 
 @dataclass(slots=True)
 class RecentSteps:
-    """(loss, gradient norm) of the last accepted steps, oldest first: finite, and of batches that were not skipped."""
+    """(loss, gradient norm) of the last accepted steps, oldest first."""
 
     values: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def load(self, values: Iterable[Sequence[float]]) -> None:
-        """Replace the window by one that was saved."""
+        """Load a saved window."""
         self.values.clear()
         self.values.extend((loss, grad_norm) for loss, grad_norm in values)
 

@@ -1,6 +1,6 @@
-"""What a run carries from step to step: weights, optimizer state, loss scaler, and the step number.
+"""Training state: weights, optimizer state, loss scaler and step number.
 
-Dropout is a function of (seed, step, sequence, place in the model), so there is no random state to carry or save.
+Dropout is a function of (seed, step, sequence, place in the model), so there is no random state.
 """
 
 import copy
@@ -41,12 +41,15 @@ MOMENTUM_START = 0.85  # of optim.momentum_warmup (Jordan et al. 2024)
 class TrainState:
     """Weights, optimizer state and step number of a run.
 
-    `model` always holds the fp32 weights: they are updated, evaluated, saved. `sharded` is this process's part of them.
-    `compute_model` is what forward and backward run through: the model itself, or its copy in low precision when
-    master weights are on. `forward` is `compute_model`, compiled or not. `found_bad` (bool, on the device): some step
-    was bad, so its update and all later ones are left out until the host reads it. `skipped_batches` (ascending):
-    numbers of the batches that are left out of the data order. `recent`: loss and gradient norm of the last steps.
-    `objective`: None: the mean cross-entropy of the targets.
+    model: the fp32 weights, which are updated, evaluated and saved.
+    sharded: this process's part of them.
+    compute_model: runs forward and backward: the model, or a low-precision copy with master weights.
+    forward: `compute_model`, compiled or not.
+    found_bad: bool on the device: a step was bad, so its update and later ones are skipped until the
+        host reads it.
+    skipped_batches: numbers of batches removed from the data order, ascending.
+    recent: loss and gradient norm of the last steps.
+    objective: None: the mean cross-entropy of the targets.
     """
 
     model: GPT

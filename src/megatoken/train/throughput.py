@@ -11,11 +11,11 @@ from megatoken.train.state import StepConfig
 
 @dataclass(slots=True)
 class ThroughputMeter:
-    """Times steps alone: call `start` after an evaluation, a sample or a save to leave it out.
+    """Times steps. Call `start` after an evaluation, sample or save to exclude it.
 
-    MFU is achieved model FLOP/s over the device's peak (`device.peak_source` says which), in both readings of
-    model/flops.py: full attention and causal. None if the peak is unknown, and where `is_dense` is False: then tokens
-    are counted as whole contexts, but rows are shorter, and reference models and sampling compute more.
+    MFU is achieved model FLOP/s over the device's peak, for full and for causal attention
+    (model/flops.py). None if the peak is unknown or not `is_dense`: rows of conversations are shorter
+    than the contexts that are counted, and sampling and reference models compute more.
     """
 
     device: Device
@@ -29,16 +29,16 @@ class ThroughputMeter:
     _start: float = field(default_factory=time.perf_counter)
 
     def start(self) -> None:
-        """Begin timing the next step."""
+        """Start timing the next step."""
         self._start = time.perf_counter()
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since `start`."""
+        """Seconds since `start`."""
         return time.perf_counter() - self._start
 
     def read(self, tokens: int, steps: int = 1) -> dict[str, float | None]:
-        """`seconds, tokens_per_second, mfu, mfu_causal` of each of the steps since `start`; begins the next one.
+        """Return seconds, tokens_per_second, mfu and mfu_causal per step since `start`; restart.
 
         tokens: of all these steps.
         """
@@ -47,7 +47,7 @@ class ThroughputMeter:
         seconds, rate = elapsed / steps, tokens / elapsed
         self.total_seconds += elapsed
         self.total_tokens += tokens
-        # An exponential mean for the remaining time: one slow step must not make the estimate jump.
+        # An exponential mean, so that one slow step does not make the estimate jump.
         full = self.step_config.batch_tokens / rate
         self.smooth_seconds = (
             full if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * full
@@ -61,7 +61,7 @@ class ThroughputMeter:
         return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu, "mfu_causal": mfu_causal}
 
     def remaining_seconds(self, step: int) -> float:
-        """Time the remaining steps take at the recent pace."""
+        """Return the seconds of the remaining steps at the recent pace."""
         steps = self.step_config
         tokens = steps.tokens_before(steps.total_steps) - steps.tokens_before(step)
         return tokens / steps.batch_tokens * self.smooth_seconds

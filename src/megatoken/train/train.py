@@ -6,7 +6,7 @@ checkpoint, and trains it to the end of its budget.
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from megatoken.checkpoint.manifest import CheckpointManifest
 from megatoken.config.fields import Duration, parse_time
 from megatoken.config.load import Change, ResolvedConfig, from_python, list_changes, render
 from megatoken.config.schema import Config
@@ -45,7 +46,7 @@ from megatoken.train.restore import find_dataset_change, restore
 from megatoken.train.run import Callback, Progress, Run, RunContext, RunData, RunLog
 from megatoken.train.run_folder import BUDGET_KEYS
 from megatoken.train.sinks import SinkProcesses, check_sinks
-from megatoken.train.state import StepConfig, build_step_config
+from megatoken.train.state import StepConfig, TrainState, build_step_config
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, call_actions, finish, report_early_stop
 from megatoken.train.summary import print_summary
@@ -247,8 +248,30 @@ class Trainer:
                 self.resolved, config, data, steps, state.step, log_file, context
             )
         )
+        run, is_compiled = self._build_run(
+            config, data, steps, state, progress, log, load_newest, context, is_at_end=is_at_end
+        )
+        if run.is_main:
+            record_changes(run, changes)
+        code = train(run, is_compiled=is_compiled)
+        return code, state.step, stop.stop_requested
+
+    def _build_run(
+        self,
+        config: Config,
+        data: RunData,
+        steps: StepConfig,
+        state: TrainState,
+        progress: Progress,
+        log: RunLog,
+        load_newest: Callable[[], CheckpointManifest | None],
+        context: RunContext,
+        *,
+        is_at_end: bool,
+    ) -> tuple[Run, bool]:
+        """Tune the restored state and open its batches; return the run and whether it is compiled."""
         tuned = tune(state, steps, config, data, context, is_at_end=is_at_end, explain=self.explain)
-        state.start_grad_reduction(comm)
+        state.start_grad_reduction(context.comm)
         # After tuning, which measures the cross-entropy.
         state.objective = build_objective(config.objective, steps.loss_chunk)
         batches, validation = open_batches(
@@ -258,22 +281,19 @@ class Trainer:
             out=context.out,
             console=context.console,
             device=context.device,
-            comm=comm,
+            comm=context.comm,
             config=config,
             data=data,
             state=state,
             step_config=tuned.step_config,
             progress=progress,
             log=log,
-            stop=stop,
+            stop=log.stop,
             batches=batches,
             validation=validation,
             restore=load_newest,
         )
-        if run.is_main:
-            record_changes(run, changes)
-        code = train(run, is_compiled=tuned.is_compiled)
-        return code, state.step, stop.stop_requested
+        return run, tuned.is_compiled
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, str]:
         """Train in `nproc` processes of the `megatoken` command."""
