@@ -11,7 +11,7 @@ import re
 import sysconfig
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,11 +176,10 @@ def _find_corpus(name: str, root: Path | None) -> Source:
 
 
 def _find_python(library: Path) -> Source:
-    sources = [(name, path) for name, path in _walk(library, None) if path.suffix == ".py"]
     files = [
         (name, path)
-        for name, path in sources
-        if _NOT_PYTHON.isdisjoint(Path(name).parts[:-1]) and path.exists() and not _is_table(path)
+        for name, path in _walk(library, None, _NOT_PYTHON)
+        if path.suffix == ".py" and path.exists() and not _is_table(path)
     ]
     if not files:
         raise DataError("no Python sources here", library, "name a folder of .py files by --root")
@@ -296,10 +295,12 @@ def open_local(file: File) -> BinaryIO:
     return stream
 
 
-def _walk(folder: Path, exclude: Path | None) -> Iterator[tuple[str, Path]]:
+def _walk(
+    folder: Path, exclude: Path | None, skip: Collection[str] = ()
+) -> Iterator[tuple[str, Path]]:
     """Yield (relative name, path) of every file and broken link below, except hidden ones.
 
-    Follows links to folders, and visits each folder once.
+    Follows links to folders, and visits each folder once. skip: names of folders to skip.
     """
     visited = set[tuple[int, int]]()
     for parent, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
@@ -309,7 +310,7 @@ def _walk(folder: Path, exclude: Path | None) -> Iterator[tuple[str, Path]]:
             folders.clear()
             continue
         visited.add(identity)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(it for it in folders if not it.startswith(".") and it not in skip)
         for name in names:
             path = Path(parent, name)
             if not name.startswith(".") and (path.is_file() or not path.exists()):
