@@ -1,0 +1,156 @@
+"""Measure the power of the tests: how many seeded mutants of the core do they catch?
+
+    python -m experiments.mutants --count 200 --seed 1 --out runs/mutants.json
+
+Each mutant changes one operator, comparison, constant or statement of a core module in a copy of the
+checkout, and runs the tests of its package until the first failure.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = {  # package: test folders, the likeliest to fail first
+    "model": ["model", "train", "sampling", "convert"],
+    "optim": ["optim", "train", "distributed"],
+    "distributed": ["distributed", "train", "checkpoint"],
+    "checkpoint": ["checkpoint", "train"],
+    "objectives": ["objectives"],
+    "train": ["train", "objectives", "distributed"],
+    "data": ["data", "train"],
+}
+DATA_ORDER = ("dataloader.py", "window_order.py", "permutation.py", "mixture.py", "dataset.py")
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+TIMEOUT_SECONDS = 600
+
+
+def list_files() -> list[Path]:
+    """Return the core modules, relative to src/megatoken."""
+    source = ROOT / "src" / "megatoken"
+    files = []
+    for package in TESTS:
+        for file in sorted((source / package).rglob("*.py")):
+            if package != "data" or file.name in DATA_ORDER:
+                files.append(file.relative_to(source))
+    return files
+
+
+def list_sites(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes that can be mutated inside functions."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            yield from filter(is_site, ast.walk(function))
+
+
+def is_site(node: ast.AST) -> bool:
+    """Return whether `mutate` can change a node."""
+    if isinstance(node, ast.BinOp | ast.BoolOp):
+        return type(node.op) in SWAPS
+    if isinstance(node, ast.Compare):
+        return type(node.ops[0]) in SWAPS
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, float, bool)
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+
+
+def mutate(node: ast.AST) -> str:
+    """Change a node in place and describe the change."""
+    old = ast.unparse(node)
+    if isinstance(node, ast.BinOp | ast.BoolOp):
+        node.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
+    elif isinstance(node, ast.Compare):
+        node.ops[0] = SWAPS[type(node.ops[0])]()  # type: ignore[assignment]
+    elif isinstance(node, ast.Constant):
+        node.value = not node.value if isinstance(node.value, bool) else node.value + 1  # type: ignore[operator]
+    elif isinstance(node, ast.Expr):
+        node.value = ast.Constant(None)
+    return f"{old} -> {ast.unparse(node)}"
+
+
+def draw_mutants(count: int, seed: int) -> Iterator[tuple[Path, int, str, str]]:
+    """Yield (file, line, description, mutated source); sites are drawn uniformly over all files."""
+    sites = [
+        (file, number)
+        for file in list_files()
+        for number, _ in enumerate(
+            list_sites(ast.parse((ROOT / "src" / "megatoken" / file).read_text()))
+        )
+    ]
+    for file, number in random.Random(seed).sample(sites, count):
+        tree = ast.parse((ROOT / "src" / "megatoken" / file).read_text())
+        node = list(list_sites(tree))[number]
+        line = getattr(node, "lineno", 0)
+        description = mutate(node)
+        yield file, line, description, ast.unparse(tree)
+
+
+def is_caught(folder: Path, package: str) -> bool:
+    """Return whether the tests of a package fail in a copy of the checkout."""
+    tests = [f"tests/{name}" for name in TESTS[package] if (folder / "tests" / name).is_dir()]
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-p", "no:cacheprovider", *tests]
+    env = os.environ | {"PYTHONPATH": str(folder / "src")}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, timeout=TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/mutants.json"))
+    options = parser.parse_args()
+    results: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
+        copy = Path(temporary) / "checkout"
+        skipped = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=skipped)
+        for file, line, description, source in draw_mutants(options.count, options.seed):
+            target = copy / "src" / "megatoken" / file
+            original = target.read_text()
+            target.write_text(source)
+            start = time.monotonic()
+            caught = is_caught(copy, file.parts[0])
+            target.write_text(original)
+            results.append(
+                {"file": str(file), "line": line, "change": description, "caught": caught}
+            )
+            verdict = "caught" if caught else "SURVIVED"
+            print(f"{file}:{line}: {description}: {verdict}, {time.monotonic() - start:.0f} s")
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+    n_caught = sum(bool(result["caught"]) for result in results)
+    print(f"{n_caught} of {len(results)} caught")
+
+
+if __name__ == "__main__":
+    main()
