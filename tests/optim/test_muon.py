@@ -252,7 +252,7 @@ def test_a_step_without_gradient_leaves_the_weights(form: str) -> None:
     train_step(state, step_config, CPU, Batch(*tiny_batch()))
     before = weights_of(state)
     state.forward = lambda ids: torch.zeros(*ids.shape, TINY_GPT.d_model)
-    with pytest.raises(NumericsError, match="no gradient reached the weights"):
+    with pytest.raises(NumericsError, match="the gradient is 0"):
         train_step(state, step_config, CPU, Batch(*tiny_batch()))
     assert all(torch.equal(value, before[name]) for name, value in weights_of(state).items())
 

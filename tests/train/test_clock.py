@@ -12,8 +12,8 @@ import pytest
 from megatoken.checkpoint.manifest import read_manifest
 from megatoken.config.load import resolve
 from megatoken.console import Console
+from megatoken.system import metrics_log
 from megatoken.system.metrics_log import MetricsLogger, read_metrics
-from megatoken.train import metrics_log
 from megatoken.train.train import Trainer
 from tests.train.test_changes import RECIPE, write_data
 

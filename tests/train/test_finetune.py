@@ -99,7 +99,7 @@ def test_sizes_are_those_of_the_model_also_when_it_is_gone(base: Path, tmp_path:
     assert Trainer(resolved, out, console=Console(quiet=True)).fit().code == ExitCode.DONE
     with pytest.raises(ConfigError, match=r"set model.n_layer=2"):
         finetune(base, tmp_path / "other", "own", "model.n_layer=3", "model.seq_len=32")
-    with pytest.raises(ConfigError, match=r"not a multiple of seq_len 32 — model.init .*run"):
+    with pytest.raises(ConfigError, match=r"not a multiple of model.seq_len 32 — model.init .*run"):
         finetune(
             base,
             tmp_path / "another",

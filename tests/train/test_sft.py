@@ -351,7 +351,7 @@ def test_what_is_refused(base: Path, tmp_path: Path) -> None:
             "objective.name=pretrain",
             "objective.name=pretrain needs text, this dataset holds",
         ),
-        "order": ("data.order=sequential", "rows of conversations are shuffled"),
+        "order": ("data.order=sequential", "conversations are always shuffled"),
         "parallel": (
             "machine.tensor_parallel=2",
             "rows of conversations are not split over tensor-parallel",

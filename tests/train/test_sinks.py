@@ -142,7 +142,7 @@ def test_whether_wandb_has_a_key_is_asked_of_every_version(key: str) -> None:
 
 def test_sinks_are_checked_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown sink 'tensorbord' .* choose of tensorboard, wandb, trackio"
+        ConfigError, match=r"unknown sink 'tensorbord' .* choose from tensorboard, wandb, trackio"
     ):
         load_config("quickstart", "log.sinks=tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)
