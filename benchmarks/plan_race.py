@@ -113,7 +113,7 @@ class Beside:
     def __call__(self, row: dict[str, Any]) -> None:
         now = time.perf_counter()
         if row["kind"] == "train" and now - self.before > 1.0:
-            self.timer.take_turns()
+            self.timer.run_interleaved()
             self.before = time.perf_counter()
             self.seconds += self.before - now
 

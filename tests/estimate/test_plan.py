@@ -15,14 +15,13 @@ from megatoken.config.load import load_config
 from megatoken.config.presets import PRESETS
 from megatoken.data.dataset import load_dataset
 from megatoken.errors import ExitCode
+from megatoken.estimate.compute_optimal import fitted_loss, split_compute
 from megatoken.estimate.plan import (
     Plan,
     count_evaluated_tokens,
     find_deadline,
-    fitted_loss,
     plan_run,
     scale_gpus,
-    split_compute,
 )
 from megatoken.estimate.speed import Layout, estimate_step
 from megatoken.model.flops import count_parameters, flops_per_token
@@ -90,37 +89,23 @@ def test_recomputation_that_was_chosen_is_named_or_refused(
     ]
     for given, chosen, settings in expected:
         assert main([*words, *given]) == ExitCode.DONE
-        printed = capsys.readouterr()
-        answer = json.loads(printed.out)
+        answer = json.loads(capsys.readouterr().out)
         assert (answer["checkpointing"], answer["settings"]) == (chosen, settings)
-        assert ("train with machine." in printed.err) == bool(settings)
-    assert main(["plan", "gpt2-124m", "--gpus", "128xH100"]) == ExitCode.DONE
-    assert "settings  train with machine.sharding=zero2\n" in capsys.readouterr().out
+    assert main(["plan", "gpt2-124m", "--gpus", "128xH100", "--json"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["settings"] == ["machine.sharding=zero2"]
 
 
 def test_what_does_not_fit_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt3-175b", "--gpus", "8xH100", "--json"]) == ExitCode.DONE
-    printed = capsys.readouterr()
-    answer = json.loads(printed.out)
+    answer = json.loads(capsys.readouterr().out)
     assert [answer[key] for key in ("hours", "gpu_hours", "dollars", "energy_kwh")] == [None] * 4
     assert answer["fewest_gpus"] == 48
     assert plan_recipe("gpt3-175b", "H100", 48).fits
-    assert not plan_recipe(
-        "gpt3-175b", "H100", 32
-    ).fits  # the next number among which 1,536 sequences divide
-    assert plan_recipe(
-        "gpt3-175b", "H100", 1024, "machine.tensor_parallel=8"
-    ).fits  # as its header says
-    above = printed.err.partition("the same batch")[0]
-    assert "fits on  48 x H100" in above
-    assert not any(row in above for row in ("\ntime", "\nprice", "\nenergy"))
-    assert (
-        main(["plan", "gpt2-124m", "--gpus", "1xT4", "machine.micro_batch=512", "--json"])
-        == ExitCode.DONE
-    )
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["fewest_gpus"] is None
-    assert "fits on  no number up to 1,024" in printed.err
+    assert not plan_recipe("gpt3-175b", "H100", 32).fits  # the next divisor of 1,536 sequences
+    assert plan_recipe("gpt3-175b", "H100", 1024, "machine.tensor_parallel=8").fits
+    words = ["gpt2-124m", "--gpus", "1xT4", "machine.micro_batch=512", "--json"]
+    assert main(["plan", *words]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["fewest_gpus"] is None
 
 
 def test_strong_scaling() -> None:
@@ -212,31 +197,16 @@ def test_compute_optimal_split() -> None:
 def test_a_budget_is_planned_at_the_speed_of_a_model_that_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert (
-        main(["plan", "gpt3-125m", "--gpus", "1xRTX-3090", "--budget", "1e6", "--json"])
-        == ExitCode.DONE
-    )
-    printed = capsys.readouterr()
-    budget = json.loads(printed.out)["budget"]
+    words = ["plan", "gpt3-125m", "--gpus", "1xRTX-3090", "--budget", "1e6", "--json"]
+    assert main(words) == ExitCode.DONE
+    budget = json.loads(capsys.readouterr().out)["budget"]
     assert (budget["nearest"], budget["fitting"]) == ("gpt3-175b", "gpt3-760m")
-    assert "nearest preset gpt3-175b, which does not fit: at the speed of gpt3-760m" in printed.err
     fitting = plan_recipe("gpt3-760m", "RTX-3090", 1, "budget.batch_start=0", "budget.batch_ramp=0")
     rate = fitting.tokens_per_second * 1e6 / GPUS["RTX-3090"].price * 3600
     assert budget["flops"] == pytest.approx(6 * count_parameters(fitting.model) * rate, rel=0.1)
     assert 6 * budget["parameters"] * budget["tokens"] == pytest.approx(budget["flops"])
-    words = [
-        "plan",
-        "gpt3-125m",
-        "--gpus",
-        "1xT4",
-        "--price",
-        "1",
-        "--budget",
-        "5",
-        "machine.micro_batch=256",
-    ]
-    assert main(words) == ExitCode.CONFIG
-    assert "no GPT-3 fits on 1 x T4" in capsys.readouterr().err
+    words = ["gpt3-125m", "--gpus", "1xT4", "--price", "1", "--budget", "5"]
+    assert main(["plan", *words, "machine.micro_batch=256"]) == ExitCode.CONFIG
 
 
 @pytest.mark.parametrize(("every", "evaluations"), [("30steps", 5), ("0.5dur", 3), ("0", 1)])
@@ -263,24 +233,14 @@ def test_a_batch_that_grows_takes_longer(capsys: pytest.CaptureFixture[str]) -> 
     assert (whole.layout.micro_batch, half.layout.micro_batch) == (16, 8)
     assert half.hours > 1.1 * whole.hours
     assert plan.hours == pytest.approx((whole.hours + half.hours) / 2, rel=0.01)
-    words = [
-        "gpt2-124m",
-        "--gpus",
-        "32xH100",
-        "budget.batch_start=16384",
-        "budget.batch_ramp=500e6",
-        "--json",
-    ]
-    assert main(["plan", *words]) == ExitCode.DONE
-    printed = capsys.readouterr()
-    answer = json.loads(printed.out)
+    words = "gpt2-124m --gpus 32xH100 budget.batch_start=16384 budget.batch_ramp=500e6 --json"
+    assert main(["plan", *words.split()]) == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
     assert "budget.batch_start=32768" in answer["settings"]
     times = {row["gpus"]: row["hours"] for row in answer["scaling"]}
-    assert times == {
-        gpus: pytest.approx(plan_recipe("gpt2-124m", "H100", gpus).hours) for gpus in times
-    }
+    expected = {gpus: plan_recipe("gpt2-124m", "H100", gpus).hours for gpus in times}
+    assert times == pytest.approx(expected)
     assert answer["hours"] > times[32]
-    assert "batches of 32,768 to 524,288" in printed.err
 
 
 def test_the_vocabulary_is_that_of_the_data(
@@ -295,121 +255,47 @@ def test_the_vocabulary_is_that_of_the_data(
     assert resolve_recipe_or_preset("quickstart", ("model.vocab_size=512",))[1].vocab_size == 512
 
 
-def test_the_command_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "gpt3-1.3b",
-        "--gpus",
-        "8xA100-40GB",
-        "--tokens",
-        "chinchilla",
-        "--price",
-        "2",
-        "--budget",
-        "500",
-    ]
-    assert main(["plan", *words, "--deadline", "2d12h", "--json"]) == ExitCode.DONE
-    printed = capsys.readouterr()
-    answer = json.loads(printed.out)
-    assert len(printed.out.splitlines()) == 1
+def test_json_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "gpt3-1.3b --gpus 8xA100-40GB --tokens chinchilla --price 2 --budget 500"
+    assert main(["plan", *words.split(), "--deadline", "2d12h", "--json"]) == ExitCode.DONE
+    answer = json.loads(capsys.readouterr().out)
     keys = ("fits", "memory_bytes", "tokens_per_second", "mfu", "hours", "dollars", "energy_kwh")
     assert tuple(answer)[: len(keys)] == keys
     assert answer["tokens"] == 20 * count_parameters(PRESETS["gpt3-1.3b"])
     assert answer["dollars"] == pytest.approx(answer["gpu_hours"] * 2)
-    assert (
-        answer["tokens_per_second_low"]
-        < answer["tokens_per_second"]
-        < answer["tokens_per_second_high"]
-    )
+    rate = answer["tokens_per_second"]
+    assert answer["tokens_per_second_low"] < rate < answer["tokens_per_second_high"]
     assert answer["deadline"]["hours"] <= 60
     assert {row["gpus"] for row in answer["scaling"]} >= {1, 8, 128}
     assert set(answer["family"]) == {name for name in PRESETS if name.startswith("gpt3-")}
     spent = 6 * answer["budget"]["parameters"] * answer["budget"]["tokens"]
     assert spent == pytest.approx(500 / 2 * 3600 * 312e12 * answer["mfu"], rel=0.15)
-    assert "does not fit" in printed.err  # 175B
-    assert "left out: 1,024, among which 512 sequences do not divide" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("words", "gpu_hours"),
-    [
-        ("quickstart --gpus 1xH100", "0.012"),
-        ("gpt2-124m --gpus 8xH100 --tokens 1e6", "0.0051"),
-        ("depth-20 --gpus 8xH100", "19.47"),
-    ],
-)
-def test_short_runs_have_digits(
-    words: str, gpu_hours: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words.split()]) == ExitCode.DONE
-    assert f", {gpu_hours} GPU-hours" in capsys.readouterr().out
-
-
-def test_the_least_budget_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "gpt2-124m", "--gpus", "8xH100", "--law", "fitted", "--budget"]
-    assert main([*words, "0.01"]) == ExitCode.CONFIG
-    least = capsys.readouterr().err.partition("give $")[2].split()[0]
-    assert main([*words, least]) == ExitCode.DONE
-
-
-def test_numbers_of_gpus_that_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt3-6.7b", "--gpus", "8xH100"]) == ExitCode.DONE
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert next(row for row in rows if row[:1] == ["1"])[1:4] == ["does", "not", "fit:"]
 
 
 def test_a_price_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt2-124m", "--gpus", "1xT4", "--json"]) == ExitCode.DONE
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["dollars"] is None
-    assert "no price of T4" in printed.err
+    assert json.loads(capsys.readouterr().out)["dollars"] is None
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        (["gpt2-124m"], "no GPUs given"),
-        (["gpt2-124m", "--gpus", "0xA100"], "0 GPUs"),
-        (["gpt2-124m", "--gpus", "8xA10000"], "unknown GPU 'A10000' — --gpus — did you mean A100"),
-        (
-            ["gpt2-124m", "--gpus", "7xH100"],
-            "does not divide among 7 GPUs — --gpus — nearest budget.batch_tokens",
-        ),
-        (["gpt2-124m", "--gpus", "8xH100", "--price", "-1"], "--price"),
-        (["gpt2-124m", "--gpus", "8xH100", "--price", "nan"], "--price"),
-        (["gpt2-124m", "--gpus", "8xH100", "--price", "free"], "--price"),
-        (["gpt2-124m", "--gpus", "8xH100", "--budget", "0"], "--budget"),
-        (
-            ["gpt2-124m", "--gpus", "8xH100", "--budget", "0.01"],
-            "fewer than the law holds for — --budget — give $0.",
-        ),
-        (
-            ["gpt2-124m", "--gpus", "8xH100", "--law", "fitted", "--budget", "1e-9"],
-            "$1e-09 is compute-optimal for",
-        ),
-        (["gpt2-124m", "--gpus", "8xT4", "--budget", "5"], "no price of T4 is known"),
-        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "soon"], "--deadline"),
-        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "0h"], "--deadline"),
-        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "5"], "--deadline"),
-        (["gpt2-124m", "--gpus", "8xH100", "--deadline", "2d5"], "--deadline"),
-        (["gpt2-124m", "--gpus", "8xH100", "--deadline", " "], "--deadline"),
-        (
-            ["gpt3-175b", "--gpus", "1000xH100", "machine.tensor_parallel=8"],
-            "a batch of 1,536 sequences does not divide among 125 replicas of 8 GPUs",
-        ),
-        (["gpt2-124m", "--gpus", "8xH100", "--tokens", "many"], "--tokens"),
-        (["gpt2-124m", "--gpus", "8xH100", "--tokens", "0"], "no tokens"),
-        (["gpt2-125m", "--gpus", "8xH100"], "gpt2-124m"),
-        (["gpt2-124m", "--gpus", "8xH100", "--law", "moore"], "--law"),
-        (["gpt2-124m", "--gpus", "8xH100", "budget.epochs=1"], "the recipe's length is in epochs"),
+        "gpt2-124m",
+        "gpt2-124m --gpus 8xA10000",
+        "gpt2-124m --gpus 7xH100",
+        "gpt2-124m --gpus 8xH100 --price nan",
+        "gpt2-124m --gpus 8xH100 --budget 0.01",
+        "gpt2-124m --gpus 8xH100 --law fitted --budget 1e-9",
+        "gpt2-124m --gpus 8xT4 --budget 5",
+        "gpt2-124m --gpus 8xH100 --deadline 5",
+        "gpt2-124m --gpus 8xH100 --tokens 0",
+        "gpt2-124m --gpus 8xH100 budget.epochs=1",
+        "gpt3-175b --gpus 1000xH100 machine.tensor_parallel=8",
     ],
 )
-def test_errors_are_one_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words]) == ExitCode.CONFIG
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
+def test_refused_commands(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words.split()]) == ExitCode.CONFIG
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_records_of_the_gpu_correct_the_speed(
@@ -438,11 +324,8 @@ def test_records_of_the_gpu_correct_the_speed(
         ask("8xA100-40GB")["tokens_per_second"]
         == plan_recipe("gpt2-355m", "A100-40GB", 8).tokens_per_second
     )
-    (tmp_path / "batch.json").write_text(
-        json.dumps(record | {"answer": answer | {"rows": [{"micro_batch": 16}]}})
-    )
-    assert main([*words, "8xH100"]) == ExitCode.CONFIG
-    assert "not a record of `megatoken bench batch`" in capsys.readouterr().err
+    (tmp_path / "batch.json").write_text(json.dumps(record | {"answer": {"rows": []}}))
+    assert ask("8xH100")["tokens_per_second"] == pytest.approx(known["tokens_per_second"] / 1.2)
 
 
 def test_nothing_slow_is_imported() -> None:
@@ -452,56 +335,28 @@ def test_nothing_slow_is_imported() -> None:
     assert subprocess.run(words, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
-def test_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     target = tmp_path / "plan.png"
     words = ["plan", "gpt2-124m", "--gpus", "8xH100", "--json", "--plot"]
     assert main([*words, str(target.with_suffix(""))]) == ExitCode.DONE
     assert target.read_bytes().startswith(b"\x89PNG")
     assert json.loads(capsys.readouterr().out)["picture"] == str(target)
-    assert (
-        main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.foo")])
-        == ExitCode.CONFIG
-    )
-    answer = capsys.readouterr()
-    assert answer.out == ""  # before any table
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    assert (
-        main(["plan", "gpt2-124m", "--gpus", "8xH100", "--plot", str(tmp_path / "plan.svg")])
-        == ExitCode.DONE
-    )
-    assert "gpt2-124m on H100: 524,288 tokens a step" in (tmp_path / "plan.svg").read_text()
-    assert answer.err.startswith("error: cannot draw: Format 'foo' is not supported")
+    assert main([*words, str(tmp_path / "plan.foo")]) == ExitCode.CONFIG
 
 
 def test_fine_tuning_is_planned_with_the_sizes_of_its_start_and_the_rows_of_its_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_run(tmp_path / "run", draw_model())
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(400))
-    )
-    words = [
-        "prepare",
-        str(tmp_path / "rows.jsonl"),
-        "--out",
-        str(tmp_path / "data"),
-        "--val-fraction",
-        "0.1",
-    ]
-    assert main([*words, "--tokenizer", "bytes", "--context", "24"]) == ExitCode.DONE
-    start = [
-        f"model.init={tmp_path / 'run'}",
-        f"data.path={tmp_path / 'data'}",
-        "budget.batch_tokens=240",
-    ]
+    run, data, rows = tmp_path / "run", tmp_path / "data", tmp_path / "rows.jsonl"
+    save_run(run, draw_model())
+    rows.write_text("".join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(400)))
+    words = f"prepare {rows} --out {data} --val-fraction 0.1 --tokenizer bytes --context 24"
+    assert main(words.split()) == ExitCode.DONE
     capsys.readouterr()
-    assert main(["plan", "sft", "--gpus", "1xA100-80GB", *start]) == ExitCode.DONE
-    printed = capsys.readouterr().out
-    parameters = count_parameters(replace(TINY_GPT, vocab_size=259))
-    assert f"model   sft: {parameters:,} parameters, context 24" in printed
-    rows = load_dataset(tmp_path / "data").manifest.tokens("train") // 25
-    assert main(["plan", "sft", "--gpus", "1xA100-80GB", "--json", *start]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out)["tokens"] == 3 * 24 * rows
+    words = f"plan sft --gpus 1xA100-80GB --json model.init={run} data.path={data}"
+    assert main([*words.split(), "budget.batch_tokens=240"]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    n_rows = load_dataset(data).manifest.tokens("train") // 25
+    assert json.loads(printed.out)["tokens"] == 3 * 24 * n_rows
+    assert f"{count_parameters(replace(TINY_GPT, vocab_size=259)):,} parameters" in printed.err

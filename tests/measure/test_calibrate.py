@@ -67,7 +67,6 @@ def test_layers_and_micro_batches_add_up() -> None:
         timed_seqs=4,
         backward_seconds=[2.0, 5.0],
         update_seconds=[1.0, 2.5],
-        validation_seconds=[0.5, 2.0],
         step_bytes=[100, 400],
         base_bytes=50,
     )
@@ -75,8 +74,9 @@ def test_layers_and_micro_batches_add_up() -> None:
     assert known.step_seconds(12, 12) == 3 * 13 + 6.5
     assert known.memory_bytes(12) == 50 + 1200
     config = load_config("quickstart", *WORDS, "evaluate.every=3", "evaluate.tokens=96")
-    # 6 steps of 2 micro-batches; before the first, after the third and after the last 96 tokens of 1.5 micro-batches.
-    assert known.run_seconds(config, config.model, 6 * 128) == 6 * (2 * 7 + 3.5) + 3 * 1.5 * 3.0
+    # 6 steps of 2 micro-batches; 3 evaluations of 1.5 micro-batches, at a third of the seconds.
+    seconds = known.run_seconds(config, config.model, 6 * 128)
+    assert seconds == pytest.approx(6 * (2 * 7 + 3.5) + 3 * 1.5 * 7 / 3)
     one = replace(known, layers=[2], backward_seconds=[2.0], update_seconds=[1.0], step_bytes=[100])
     assert (one.step_seconds(2, 8), one.memory_bytes(2)) == (5.0, 150)
 
@@ -123,7 +123,7 @@ def test_memory_is_that_of_the_whole_micro_batch_and_time_that_of_a_part(
     model = config.model.resolve(257)
     here = device.open_device(config.machine)
     timer = StepTimer(config, model, here)
-    timer.take_turns()
+    timer.run_interleaved()
     assert (timer.micro_batch, timer.timed_seqs) == (micro_batch, timed)
     choice = autotune(model, config.machine, here, micro_batch=micro_batch, dropout=0.0)
     ids = torch.zeros(batch_seqs, 32, dtype=torch.int64)
@@ -191,7 +191,6 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
         timed_seqs=4,
         backward_seconds=[1.0],
         update_seconds=[2.0],
-        validation_seconds=[0.5],
         step_bytes=[10**9],
         base_bytes=10**9,
     )
@@ -204,7 +203,7 @@ def test_what_does_not_fit_here_has_no_price(fits: bool, monkeypatch: pytest.Mon
     assert answer is not None
     assert answer["tokens_per_second"] == 128 / (2 * 1.0 + 2.0)
     assert answer["fits"] == fits
-    hours = 2 + 32_768 / 64 * 0.5 / 3600  # with one evaluation, in micro-batches of 64 tokens
+    hours = 2 + 32_768 / 64 / 3 / 3600  # with one evaluation, in micro-batches of 64 tokens
     costs = [answer[key] for key in ("hours", "dollars")]
     assert costs == ([pytest.approx(hours), pytest.approx(3 * hours)] if fits else [None, None])
 
@@ -216,7 +215,6 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> N
         timed_seqs=4,
         backward_seconds=[1.0],
         update_seconds=[2.0],
-        validation_seconds=[0.5],
         step_bytes=[1],
         base_bytes=1,
     )

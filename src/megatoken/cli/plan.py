@@ -16,11 +16,11 @@ from megatoken.config.schema import FIELDS, Config
 from megatoken.console import Console, format_duration, format_quantity
 from megatoken.distributed.memory import USABLE
 from megatoken.errors import ConfigError, ExitCode
+from megatoken.estimate.compute_optimal import Optimum, spend_budget
 from megatoken.estimate.plan import (
     CHECKPOINTING,
     GPU_COUNTS,
     MEASURED_SPREAD,
-    Optimum,
     Plan,
     budget_tokens,
     find_deadline,
@@ -30,7 +30,6 @@ from megatoken.estimate.plan import (
     plan_family,
     plan_run,
     scale_gpus,
-    spend_budget,
 )
 from megatoken.model.flops import count_parameters, flops_per_token
 from megatoken.system.atomic_write import local_path, read_object

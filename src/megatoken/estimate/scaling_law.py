@@ -1,9 +1,9 @@
-"""The loss of a finished run as a function of its size: L = E + A / N^a + B / D^b (Hoffmann et al. 2022, eq. 2).
+"""Fit the final loss of runs as a function of their size: L = E + A / N^a + B / D^b (Hoffmann et al. 2022, eq. 2).
 
-N: weights in matrix products, D: training tokens, C = 6 N D: FLOPs without attention's. Runs that vary only one of the
-two, or both in step, fix a law of that one: L = E + A / x^a. For given exponents the law is linear in E, A and B, so
-the fit searches exponents on a grid, refined, and solves the rest (variable projection, Golub & Pereyra 1973): least
-squares of relative errors, E, A and B not negative.
+N: weights in matrix products, D: training tokens, C = 6 N D: FLOPs without attention. If runs vary only N or only D, or
+both together (C), the law has one term: L = E + A / x^a. With fixed exponents the law is linear in E, A and B, so the
+fit refines a grid of exponents and solves for the rest (variable projection, Golub & Pereyra 1973) by least squares of
+relative errors with nonnegative E, A and B.
 """
 
 from collections.abc import Sequence
@@ -15,34 +15,35 @@ import numpy as np
 
 from megatoken.errors import DataError
 
-EXPONENTS = (0.02, 1.5)  # searched between; published ones lie from 0.05 to 0.5
-GRID, REFINEMENTS = 13, 6  # exponents a step, each step a third as wide
+EXPONENTS = (0.02, 1.5)  # search range; published ones are 0.05 to 0.5
+GRID = 13  # exponents per refinement
+REFINEMENTS = 6  # each a third as wide
 RESAMPLES = 200
 INTERVAL = (0.1, 0.9)
-FEWEST_VALUES = 3  # of N or D that a term of its own needs
-IN_STEP = 0.98  # correlation of log N and log D above which runs fix a law of N x D alone
+FEWEST_VALUES = 3  # different values of N or D that a term needs
+IN_STEP = 0.98  # correlation of log N and log D above which only a law of C can be fitted
 Array = np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The variables of the law: N and D, or one of N, D and C."""
+    """Variables of the law: N and D, or one of N, D and C."""
 
     names: tuple[str, ...]
 
     def values(self, parameters: Array, tokens: Array) -> list[Array]:
-        known = {"N": parameters, "D": tokens, "C": 6.0 * parameters * tokens}
-        return [np.asarray(known[name], dtype=float) for name in self.names]
+        variables = {"N": parameters, "D": tokens, "C": 6.0 * parameters * tokens}
+        return [np.asarray(variables[name], dtype=float) for name in self.names]
 
     @property
     def unknowns(self) -> int:
-        """Numbers to fit: E, and a factor and an exponent each."""
+        """Number of coefficients: E, and a factor and an exponent per term."""
         return 1 + 2 * len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """L = floor + sum of factor / value^exponent over the terms. floor in nats, as the losses."""
+    """L = floor + sum of factor / value^exponent over the terms, in nats."""
 
     terms: Terms
     floor: float
@@ -57,7 +58,7 @@ class Law:
         return np.asarray(self.floor + sum(parts))
 
     def best_split(self, flops: Array | float) -> tuple[Any, Any]:
-        """The N and D of 6 N D = flops with the lowest loss (Hoffmann et al. 2022, eq. 4); NaN where one factor is 0.
+        """Return N and D of 6 N D = flops with the lowest loss (Hoffmann et al. 2022, eq. 4), NaN if a factor is 0.
 
         The law must have the terms N and D.
         """
@@ -70,39 +71,28 @@ class Law:
 
 
 def choose_terms(parameters: Array, tokens: Array) -> Terms:
-    """The terms whose exponents these runs can fix. Raises DataError for too few runs or values."""
-    log_n, log_d = np.log(parameters), np.log(tokens)
-    varied = [
-        name
-        for name, x in (("N", log_n), ("D", log_d))
-        if len(np.unique(x.round(6))) >= FEWEST_VALUES
-    ]
-    if len(varied) == 2 and abs(np.corrcoef(log_n, log_d)[0, 1]) > IN_STEP:
+    """Return the terms that these runs determine. Raises DataError for too few runs or values."""
+    logs = {"N": np.log(parameters), "D": np.log(tokens)}
+    varied = [name for name, x in logs.items() if len(np.unique(x.round(6))) >= FEWEST_VALUES]
+    if len(varied) == 2 and abs(np.corrcoef(logs["N"], logs["D"])[0, 1]) > IN_STEP:
         varied = ["C"]
-    if not varied:
-        fix = "add runs of other sizes or other budgets"
-        raise DataError(
-            f"fewer than {FEWEST_VALUES} model sizes and fewer than {FEWEST_VALUES} token counts",
-            fix=fix,
-        )
     terms = Terms(tuple(varied))
-    if len(parameters) <= terms.unknowns:
-        what = f"{len(parameters)} runs cannot fix the {terms.unknowns} numbers of the law in {' and '.join(varied)}"
-        raise DataError(what, fix=f"give {terms.unknowns + 1} runs or more")
+    if not varied or len(parameters) <= terms.unknowns:
+        what = (
+            f"{len(parameters)} runs do not determine a law in {' and '.join(varied) or 'N or D'}"
+        )
+        fix = f"give more than {terms.unknowns} runs, of {FEWEST_VALUES} sizes or lengths"
+        raise DataError(what, fix=fix)
     return terms
 
 
 def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> Law:
-    """The law of these runs with the least squares of relative errors. All arrays: one value a run."""
+    """Fit a law by least squares of relative errors. All arrays have one value per run."""
     values = terms.values(parameters, tokens)
-    scales = [
-        np.exp(np.log(x).mean()) for x in values
-    ]  # so that factors of all exponents are of one size
+    scales = [np.exp(np.log(x).mean()) for x in values]  # for well-conditioned factors
     ratios = [np.log(x / scale) for x, scale in zip(values, scales, strict=True)]
-    centers, width = (
-        [np.sqrt(EXPONENTS[0] * EXPONENTS[1])] * len(values),
-        np.log(EXPONENTS[1] / EXPONENTS[0]) / 2,
-    )
+    centers = [np.sqrt(EXPONENTS[0] * EXPONENTS[1])] * len(values)
+    width = np.log(EXPONENTS[1] / EXPONENTS[0]) / 2
     for _ in range(REFINEMENTS):
         axes = [np.clip(c * np.exp(np.linspace(-width, width, GRID)), *EXPONENTS) for c in centers]
         grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=1)
@@ -110,7 +100,8 @@ def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> La
         columns = np.concatenate([np.ones_like(powers[:, :1]), powers], axis=1) / losses
         coefficients, errors = _solve_not_negative(columns)
         best = int(errors.argmin())
-        centers, width = list(grid[best]), width / 3
+        centers = list(grid[best])
+        width /= 3
     floor, *factors = coefficients[best]
     exponents = tuple(float(e) for e in centers)
     unscaled = (float(f * scale**e) for f, scale, e in zip(factors, scales, exponents, strict=True))
@@ -118,9 +109,10 @@ def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> La
 
 
 def _solve_not_negative(columns: Array) -> tuple[Array, Array]:
-    """Coefficients (points, k), none negative, that bring columns (points, k, runs) nearest to 1; squared errors."""
+    """Fit nonnegative combinations of columns (points, k, runs) to 1; return coefficients (points, k), squared errors."""
     points, k, _ = columns.shape
-    best, least = np.zeros((points, k)), np.full(points, np.inf)
+    best = np.zeros((points, k))
+    least = np.full(points, np.inf)
     for size in range(1, k + 1):
         for chosen in combinations(range(k), size):
             part = columns[:, list(chosen)]
@@ -135,7 +127,7 @@ def _solve_not_negative(columns: Array) -> tuple[Array, Array]:
 
 
 def resample(law: Law, parameters: Array, tokens: Array, losses: Array, seed: int = 0) -> list[Law]:
-    """Laws of RESAMPLES other draws of the noise: the fitted losses times normal errors of the size seen here."""
+    """Fit RESAMPLES laws to the fitted losses times normal noise with the residuals' deviation."""
     fitted = law.loss(parameters, tokens)
     freedom = max(len(losses) - law.terms.unknowns, 1)
     noise = np.sqrt(((losses / fitted - 1) ** 2).sum() / freedom)
@@ -144,6 +136,6 @@ def resample(law: Law, parameters: Array, tokens: Array, losses: Array, seed: in
 
 
 def interval(values: Sequence[float] | Array) -> tuple[float, float]:
-    """The middle 80% of resampled values."""
+    """Return the central 80% of resampled values."""
     low, high = np.nanquantile(np.asarray(values, dtype=float), INTERVAL)
     return float(low), float(high)

@@ -1,6 +1,6 @@
-"""One training step of one process among many on fake tensors: its memory and communication, without the devices.
+"""Trace one training step of one process among many on fake tensors: memory and communication, without the devices.
 
-Model, sharding, step and optimizer are those of training, with plain kernels; `auto` precision is bf16, `auto`
+Model, sharding, step and optimizer are those of training, with plain kernels. `auto` precision is bf16, `auto`
 micro-batch one sequence.
 """
 
@@ -36,15 +36,15 @@ from megatoken.train.step import train_step_async
 
 PROCESSES_PER_MACHINE = 8
 TRACED = 3  # micro-batches: the first, one in the middle, the last
-EPOCH_TOKENS = 10**9  # for runs whose length is given in epochs
+EPOCH_TOKENS = 10**9  # for runs whose length is in epochs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Memory in bytes of the first process, which has the largest share, and how the step is split.
+    """Bytes of the first process, which has the largest share, and the layout of the step.
 
-    total_bytes is the peak; activation_bytes its remainder: activations, gathered weights, communication buffers. With
-    one micro-batch a step not all gradients exist at the peak; with more, the four parts sum to the total.
+    total_bytes is the peak; activation_bytes the rest of it: activations, gathered weights, communication buffers. With
+    one micro-batch per step, not all gradients exist at the peak; with more, the four parts sum to the total.
     """
 
     parameter_bytes: int
@@ -59,7 +59,7 @@ class Estimate:
     tensor_parallel: int
     readers: int  # data-parallel ranks
     micro_batch: int
-    micro_steps: int  # micro-batches a step
+    micro_steps: int  # micro-batches per step
     precision: str
     seconds: float  # of this dry run
 
@@ -69,51 +69,47 @@ def dry_run(
 ) -> Estimate:
     """Estimate one step on `processes`, of which only the first is simulated.
 
-    `sharding=auto` is the simplest that fits in memory_bytes (0: unknown). Raises ConfigError when batch, heads or
+    `sharding=auto` becomes the simplest that fits in memory_bytes (0: unknown). Raises ConfigError if batch, heads or
     processes do not divide.
     """
     if processes < 1:
-        raise ConfigError(f"{processes} GPUs", "--gpus", "give one or more")
+        raise ConfigError(f"{processes} GPUs", "--gpus", "give at least 1")
     estimate = dry_run_once(config, model_config, processes, memory_bytes)
-    while (
-        config.machine.sharding == "auto"
-        and 0 < USABLE * memory_bytes < estimate.total_bytes
-        and estimate.readers > 1
-        and estimate.shard != SIMPLEST_FIRST[-1]
-    ):
-        sharding: Any = SIMPLEST_FIRST[SIMPLEST_FIRST.index(estimate.shard) + 1]
-        next_config = replace(config, machine=replace(config.machine, sharding=sharding))
-        estimate = dry_run_once(next_config, model_config, processes, memory_bytes)
+    if config.machine.sharding != "auto" or not memory_bytes or estimate.readers == 1:
+        return estimate
+    stronger: Any
+    for stronger in SIMPLEST_FIRST[SIMPLEST_FIRST.index(estimate.shard) + 1 :]:
+        if estimate.total_bytes <= USABLE * memory_bytes:
+            break
+        sharded = replace(config, machine=replace(config.machine, sharding=stronger))
+        estimate = dry_run_once(sharded, model_config, processes, memory_bytes)
     return estimate
 
 
 def dry_run_once(
     config: Config, model_config: ModelConfig, processes: int, memory_bytes: float
 ) -> Estimate:
-    """Trace one step in the layout that `choose_dims` takes."""
+    """Trace one step in the layout that `choose_dims` picks."""
     start = time.perf_counter()
     with fake_process_group(processes), FakeTensorMode(), MemoryTracker() as tracker:
         state, step_config, device = build(config, model_config, processes, memory_bytes)
         params = list(state.sharded.local_params.values())
         moments = [
-            moment
-            for param_state in state.optimizer.state.values()
-            for moment in param_state.values()
+            moment for moments in state.optimizer.state.values() for moment in moments.values()
         ]
         micro_steps = config.batch_seqs // state.dims.dp_size // step_config.micro_batch
         tracker.count_gradients = lambda: count_local_bytes(
-            [p.grad for p in params if p.grad is not None]
+            [param.grad for param in params if param.grad is not None]
         )
         sent = trace_step(state, step_config, device, tracker, micro_steps)
-        parameter_bytes, optimizer_bytes = count_local_bytes(params), count_local_bytes(moments)
+        parameter_bytes = count_local_bytes(params)
+        optimizer_bytes = count_local_bytes(moments)
+    state_bytes = parameter_bytes + optimizer_bytes + tracker.gradients_at_peak
     return Estimate(
         parameter_bytes=parameter_bytes,
-        gradient_bytes=parameter_bytes,  # fp32 of the same shapes
+        gradient_bytes=parameter_bytes,  # fp32 with the same shapes
         optimizer_bytes=optimizer_bytes,
-        activation_bytes=tracker.peak_bytes
-        - parameter_bytes
-        - optimizer_bytes
-        - tracker.gradients_at_peak,
+        activation_bytes=tracker.peak_bytes - state_bytes,
         total_bytes=tracker.peak_bytes,
         communication_bytes_per_step=sent.total(),
         communication=dict(sent),
@@ -130,7 +126,7 @@ def dry_run_once(
 
 @contextmanager
 def fake_process_group(processes: int) -> Iterator[None]:
-    """A process group whose collectives return at once; none for a single process."""
+    """Open a process group whose collectives return at once; none for a single process."""
     if processes > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     try:
@@ -160,18 +156,17 @@ def build(
     )
     micro_batch = 1 if machine.micro_batch == "auto" else machine.micro_batch
     if config.batch_seqs % (dims.dp_size * micro_batch):
-        what = f"a batch of {config.batch_seqs:,} sequences does not divide among {dims.dp_size:,} data-parallel ranks"
+        what = f"{config.batch_seqs:,} sequences do not divide among {dims.dp_size:,} ranks x micro_batch {micro_batch}"
         near = nearest_multiples(config.batch_seqs, dims.dp_size * micro_batch)
-        fix = f"nearest numbers of sequences for micro-batches of {micro_batch}: {near}"
-        raise ConfigError(what, "budget.batch_tokens", fix)
+        raise ConfigError(what, "budget.batch_tokens", f"nearest numbers of sequences: {near}")
     state = build_state(GPT(model_config, seed=None), config, device, dims)
-    state.scaler = torch.amp.GradScaler(
-        enabled=False
-    )  # of fp16: it would read whether the gradients overflow
+    state.scaler = torch.amp.GradScaler(enabled=False)  # it would read whether gradients overflow
     state.start_grad_reduction(Comm(dist_env))
-    device_type = "cpu" if machine.device == "cpu" else "cuda"
     step_config = build_step_config(
-        config, epoch_tokens=EPOCH_TOKENS, micro_batch=micro_batch, device_type=device_type
+        config,
+        epoch_tokens=EPOCH_TOKENS,
+        micro_batch=micro_batch,
+        device_type="cpu" if machine.device == "cpu" else "cuda",
     )
     return state, step_config, device
 
@@ -204,69 +199,73 @@ def trace_step(
 
 
 def count_local_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the local storages of `tensors`; shared ones count once."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(
-        {
-            id(storage): storage.nbytes()
-            for storage in (tensor.untyped_storage() for tensor in local)
-        }.values()
-    )
+    """Return the bytes of the local storages of `tensors`, shared ones once."""
+    sizes = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        sizes[id(storage)] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def gpu_memory_bytes(gpu: str) -> float:
-    """Memory of a GPU, given by its name or a number of GB. Raises ConfigError for neither."""
-    if match := re.fullmatch(r"(\d{1,3})(gb)?", gpu.strip().lower()):
-        return int(match[1]) * 1e9
-    return find_gpu(gpu, "--gpu").memory_bytes
+    """Return the memory of a GPU, given by name or in GB. Raises ConfigError for an unknown one."""
+    match = re.fullmatch(r"(\d{1,3})(gb)?", gpu.strip().lower())
+    return int(match[1]) * 1e9 if match else find_gpu(gpu, "--gpu").memory_bytes
 
 
 def describe_estimate(estimate: Estimate) -> list[tuple[str, str]]:
-    """Rows of a table: memory of one process by use, the largest first, and its communication."""
-    memory = {"parameters": estimate.parameter_bytes, "gradients": estimate.gradient_bytes}
-    memory |= {"optimizer": estimate.optimizer_bytes, "activations": estimate.activation_bytes}
-    by_collective = ", ".join(
-        f"{name} {format_quantity(size, 'B')}" for name, size in estimate.communication.items()
-    )
-    sent = format_quantity(estimate.communication_bytes_per_step, "B")
-    micro_batches = f"{estimate.micro_steps:,} micro-batches of {estimate.micro_batch}"
-    return [
+    """Return the rows of a table: layout, memory by use, largest first, and communication."""
+    parts = {
+        "parameters": estimate.parameter_bytes,
+        "gradients": estimate.gradient_bytes,
+        "optimizer": estimate.optimizer_bytes,
+        "activations": estimate.activation_bytes,
+    }
+    step = f"{estimate.micro_steps:,} micro-batches of {estimate.micro_batch}"
+    step += f" on each of {estimate.readers:,} data-parallel ranks, {estimate.precision}"
+    rows = [
         ("layout", f"sharded {estimate.shard}, tensor parallel {estimate.tensor_parallel}"),
-        (
-            "step",
-            f"{micro_batches} on each of {estimate.readers:,} data-parallel ranks, {estimate.precision}",
-        ),
-        *(
-            (name, f"{format_quantity(size, 'B'):>9} {size / estimate.total_bytes:5.0%}")
-            for name, size in sorted(memory.items(), key=lambda row: -row[1])
-        ),
-        ("peak", f"{format_quantity(estimate.total_bytes, 'B'):>9} allocated at once"),
-        ("sent", f"{sent:>9} a step" + (f": {by_collective} (rings)" if by_collective else "")),
+        ("step", step),
     ]
+    for name, size in sorted(parts.items(), key=lambda part: -part[1]):
+        share = size / estimate.total_bytes
+        rows.append((name, f"{format_quantity(size, 'B'):>9} {share:5.0%}"))
+    sent = f"{format_quantity(estimate.communication_bytes_per_step, 'B'):>9} a step"
+    by_collective = [
+        f"{name} {format_quantity(size, 'B')}" for name, size in estimate.communication.items()
+    ]
+    if by_collective:
+        sent += f": {', '.join(by_collective)} (rings)"
+    peak = f"{format_quantity(estimate.total_bytes, 'B'):>9} allocated at once"
+    return [*rows, ("peak", peak), ("sent", sent)]
 
 
 def check_fit(
     estimate: Estimate, config: Config, gpu: str, memory_bytes: float
 ) -> tuple[bool, str]:
-    """Whether it fits, and one line with the setting to change next if it does not."""
+    """Return whether it fits, and one line with advice if it does not."""
     usable = USABLE * memory_bytes
     share = f"{estimate.total_bytes / usable:.0%} of the usable memory of {gpu} ({format_quantity(usable, 'B')})"
-    fits = estimate.total_bytes <= usable
-    return fits, f"fits: {share}" if fits else f"does not fit: {share}; {advise(estimate, config)}"
+    if estimate.total_bytes <= usable:
+        return True, f"fits: {share}"
+    return False, f"does not fit: {share}; {advise(estimate, config)}"
 
 
 def advise(estimate: Estimate, config: Config) -> str:
-    """The setting to change next, by the largest use of memory."""
+    """Return the setting to change next, by the largest use of memory."""
     if estimate.activation_bytes > estimate.total_bytes / 2:
         if estimate.shard in ("zero1", "zero2"):
             return "--shard zero3 gathers one layer's weights at a time instead of all"
         if estimate.micro_batch > 1:
             return f"machine.micro_batch={estimate.micro_batch // 2} halves the activations"
         if config.machine.activation_checkpointing != "block":
-            return "machine.activation_checkpointing=block keeps the input of each block and recomputes the rest"
+            return (
+                "machine.activation_checkpointing=block recomputes all but the input of each block"
+            )
     elif estimate.readers > 1 and estimate.shard in SIMPLEST_FIRST[:-1]:
-        sharding = SIMPLEST_FIRST[SIMPLEST_FIRST.index(estimate.shard) + 1]
-        return f"--shard {sharding} shards more of the state over {estimate.readers:,} ranks"
+        stronger = SIMPLEST_FIRST[SIMPLEST_FIRST.index(estimate.shard) + 1]
+        return f"--shard {stronger} shards more of the state"
     if estimate.tensor_parallel < PROCESSES_PER_MACHINE:
         return f"--tp {2 * estimate.tensor_parallel} halves every layer"
     return f"--gpus {2 * estimate.processes} halves the state"

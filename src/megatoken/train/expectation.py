@@ -14,7 +14,7 @@ from megatoken.system.measurement_cache import read_measurements
 from megatoken.train.micro_batch import describe_step
 from megatoken.train.state import StepConfig, TrainState
 
-CALIBRATIONS = "calibrations.json"  # in the cache
+CALIBRATIONS = "calibration.json"  # in the cache
 EXACT_SHARE = 0.005  # deviations below it are reported as exact
 
 
@@ -99,7 +99,6 @@ def expect(
         state.dims,
         precision=device.precision,
         micro_batch=steps.micro_batch,
-        micro_steps=batch_seqs // state.dims.dp_size // steps.micro_batch,
         compiled=is_compiled,
         attention=state.model.attention_name,
         checkpointing=config.machine.activation_checkpointing,
