@@ -13,14 +13,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatoken.cli.main import main
 from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.hf.export import TOLERANCE, write_hf
 from megatoken.convert.hf.families import choose_family
 from megatoken.convert.hf.load import load_hf
 from megatoken.convert.load_pretrained import LoadedModel, load_pretrained
-from megatoken.errors import ConfigError, ExitCode, MegatokenError
+from megatoken.errors import CheckpointError, ConfigError, StorageError
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
 from megatoken.sampling.choose import Sampling
@@ -223,22 +222,8 @@ def test_unsupported_llama_configs_are_refused(tmp_path: Path, change: dict[str,
     write_hf(tmp_path, draw_model(model_config), byte_tokenizer(), "fp32")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(MegatokenError) as caught:
+    with pytest.raises(CheckpointError):
         load_hf(str(tmp_path))
-    assert caught.value.code == ExitCode.CHECKPOINT
-
-
-def test_a_mix_of_switches_that_transformers_lacks_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = save_run(tmp_path / "run", draw_model(replace(TINY_GPT, norm="rmsnorm")))
-    assert main(["export", str(name), "--out", str(tmp_path / "hf")]) == ExitCode.CONFIG
-    assert (
-        main(["export", str(name), "--to", "llmc", "--out", str(tmp_path / "hf")])
-        == ExitCode.CONFIG
-    )
-    assert capsys.readouterr().err.count("\n") == 2
-    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize(
@@ -250,108 +235,89 @@ def test_a_mix_of_switches_that_transformers_lacks_is_refused(
         {"logit_softcap": 15.0},
         {"bias": True},
         {"mlp": "relu2"},
+        {"norm": "layernorm"},
     ],
     ids=str,
 )
-def test_a_switch_that_no_model_of_transformers_has_is_refused(
-    switch: dict[str, Any], tmp_path: Path
-) -> None:
+def test_models_that_no_format_has_are_refused(switch: dict[str, Any], tmp_path: Path) -> None:
     model = draw_model(replace(FAMILIES["qwen3-tied"], **switch))
     for to in ("hf", "llmc"):
         with pytest.raises(ConfigError):
-            export(LoadedModel(model, byte_tokenizer(), "it"), to, tmp_path / to)
+            export_model(model, tmp_path, to=to)
     assert list(tmp_path.iterdir()) == []
 
 
+def export_model(model: GPT, folder: Path, to: str = "hf", dtype: str = "fp32") -> dict[str, Any]:
+    loaded = LoadedModel(model, byte_tokenizer(), "it")
+    return export(loaded, to, folder / "out", dtype, Console(quiet=True))
+
+
 def test_a_dtype_that_no_format_has_is_refused(tmp_path: Path) -> None:
-    for to in ("hf", "llmc"):
-        with pytest.raises(ConfigError):
-            export(LoadedModel(draw_model(), byte_tokenizer(), "it"), to, tmp_path / to, "fp8")
+    with pytest.raises(ConfigError):
+        export_model(draw_model(), tmp_path, dtype="fp8")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unused_ids_are_left_out(tmp_path: Path) -> None:
-    model = draw_model(replace(TINY_GPT, vocab_size=300))  # 43 ids more than the tokenizer has
-    export(
-        str(save_run(tmp_path / "run", model)), "hf", tmp_path / "hf", "fp32", Console(quiet=True)
-    )
-    assert load_hf(str(tmp_path / "hf"))[0].config == TINY_GPT
+    answer = export_model(draw_model(replace(TINY_GPT, vocab_size=300)), tmp_path)
+    assert answer["ids_left_out"] == 43
+    assert load_hf(str(tmp_path / "out"))[0].config == TINY_GPT
 
 
 def test_bf16_export_is_compared_as_written(tmp_path: Path) -> None:
-    name = save_run(tmp_path / "run", draw_model())
-    answer = export(str(name), "hf", tmp_path / "hf", "bf16", Console(quiet=True))
+    answer = export_model(draw_model(), tmp_path, dtype="bf16")
     assert answer["max_relative_difference"] <= TOLERANCE
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert torch.equal(tensors["transformer.ln_f.bias"], draw_model().norm.bias.bfloat16())
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("target", ["folder", "file", "link"])
-def test_a_target_that_exists_is_left_alone(
-    tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, out = save_run(tmp_path / "run", draw_model()), tmp_path / "out"
-    {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}[target]()
-    assert main(["export", str(name), "--to", "hf", "--out", str(out)]) == ExitCode.STORAGE
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
-
-
-def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = save_run(tmp_path / "run", draw_model())
-    monkeypatch.setattr("megatoken.convert.hf.export.TOLERANCE", -1.0)
-    with pytest.raises(MegatokenError) as caught:
-        export(str(name), "hf", tmp_path / "hf", "fp32", Console(quiet=True))
-    assert caught.value.code == ExitCode.CHECKPOINT
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_full_disk_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    name = save_run(tmp_path / "run", draw_model())
-    monkeypatch.setattr("megatoken.convert.hf.export.save_file", fail)
-    assert main(["export", str(name), "--out", str(tmp_path / "hf")]) == ExitCode.STORAGE
-    assert "No space left on device" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    out = tmp_path / ("x" * 300)
-    assert main(["export", str(name), "--out", str(out)]) == ExitCode.STORAGE
-    (tmp_path / "file").touch()
-    assert main(["export", str(name), "--out", str(tmp_path / "file" / "hf")]) == ExitCode.STORAGE
+@pytest.mark.parametrize("target", ["folder", "link"])
+def test_a_target_that_exists_is_left_alone(tmp_path: Path, target: str) -> None:
+    out = tmp_path / "out"
+    if target == "folder":
+        out.mkdir()
+    else:
+        out.symlink_to("nowhere")
+    with pytest.raises(StorageError):
+        export_model(draw_model(), tmp_path)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(
-    "raised", [OSError("no file named model.safetensors"), ValueError("unknown\narchitecture")]
+    ("name", "error", "expected"),
+    [
+        ("safetensors", SafetensorError("I/O error: No space (os error 28)"), StorageError),
+        ("transformers", OSError("no file named model.safetensors"), CheckpointError),
+        ("transformers", ValueError("unknown\narchitecture"), CheckpointError),
+        ("tolerance", None, CheckpointError),
+    ],
 )
-def test_what_transformers_cannot_load_is_not_called_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
+def test_a_failed_export_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: Exception,
+    expected: type[Exception],
 ) -> None:
-
     def fail(*_: object, **__: object) -> None:
-        raise raised
+        raise error
 
-    name = save_run(tmp_path / "run", draw_model())
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
-    with pytest.raises(MegatokenError) as caught:
-        export(str(name), "hf", tmp_path / "hf", "fp32", Console(quiet=True))
-    assert caught.value.code == ExitCode.CHECKPOINT
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    if name == "safetensors":
+        monkeypatch.setattr("megatoken.convert.hf.export.save_file", fail)
+    elif name == "transformers":
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    else:
+        monkeypatch.setattr("megatoken.convert.hf.export.TOLERANCE", -1.0)
+    with pytest.raises(expected):
+        export_model(draw_model(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_transformers_verified_is_false(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = save_run(tmp_path / "run", draw_model())
-    monkeypatch.setitem(sys.modules, "transformers", None)  # import finds nothing
-    assert (
-        main(["export", str(name), "--to", "hf", "--out", str(tmp_path / "hf"), "--json"])
-        == ExitCode.DONE
-    )
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["verified"] is False
-    assert "NOT VERIFIED, because transformers is not installed" in printed.err
-    assert load_hf(str(tmp_path / "hf"))[0].config == TINY_GPT
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert export_model(draw_model(), tmp_path)["verified"] is False
+    assert load_hf(str(tmp_path / "out"))[0].config == TINY_GPT

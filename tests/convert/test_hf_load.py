@@ -1,10 +1,11 @@
 """Hugging Face folders: parity with transformers at full size, and errors for damaged or unsupported folders."""
 
 import json
+import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,17 @@ from safetensors.torch import load_file, save_file
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
 from megatoken.convert.hf.export import write_hf
-from megatoken.convert.hf.load import load_hf
+from megatoken.convert.hf.load import WEIGHTS, load_hf
 from megatoken.convert.load_pretrained import find_tokenizer
 from megatoken.data.tokenizer import load_tokenizer
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import CheckpointError
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
-from megatoken.sampling.choose import Sampling
-from megatoken.sampling.generate import generate_ids
+from tests.convert.models import relative
 
 transformers = pytest.importorskip("transformers")
 
+Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 24, "vocab_size": 130}
 
 
@@ -49,103 +50,28 @@ def save(reference: Any, folder: Path, **options: Any) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The same weights in transformers and here, and the logits of both for the same ids."""
-
-    reference: Any
-    model: GPT
-    logits: torch.Tensor
-    expected_logits: torch.Tensor
-    ids: torch.Tensor
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """gpt2-124m at full size: forward and backward of both, once."""
+def test_full_size_gpt2_equals_transformers(tmp_path: Path) -> None:
+    """gpt2-124m: config, logits, loss, and every tensor written back."""
     reference = reference_model()
-    folder = save(reference, tmp_path_factory.mktemp("gpt2-124m"))
+    folder = save(reference, tmp_path / "hf")
     model, _ = load_hf(str(folder))
-    again = tmp_path_factory.mktemp("again")
-    write_hf(again, model, load_tokenizer("bytes"), "fp32")  # the tokenizer does not matter here
-    theirs, ours = (load_file(each / "model.safetensors") for each in (folder, again))
+    assert model.config == PRESETS["gpt2-124m"]
+    (tmp_path / "back").mkdir()
+    write_hf(tmp_path / "back", model, load_tokenizer("bytes"), "fp32")
+    theirs = load_file(folder / WEIGHTS)
+    ours = load_file(tmp_path / "back" / WEIGHTS)
     assert theirs.keys() == ours.keys()
-    assert all(
-        torch.equal(ours[name], tensor) for name, tensor in theirs.items()
-    )  # so the tests below cover the export, too
-    for each in (folder, again):
-        shutil.rmtree(each)  # half a gigabyte
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    shutil.rmtree(tmp_path)  # a gigabyte
     ids = torch.randint(0, 50257, (2, 32), generator=torch.Generator().manual_seed(1))
-    output = reference(ids, labels=ids)
-    output.loss.backward()
-    hidden = model(ids[:, :-1])
-    total, count = cross_entropy(
-        hidden, model.lm_head_weight, ids[:, 1:], vocab_size=50257, chunk=24
-    )
-    assert float((total / count).detach()) == pytest.approx(float(output.loss.detach()), rel=1e-6)
-    (total / count).backward()
     with torch.no_grad():
-        logits = model.lm_head(hidden)
-    return Pair(reference, model, logits, output.logits[:, :-1].detach(), ids)
-
-
-def test_full_size_logits_equal_transformers(pair: Pair) -> None:
-    assert pair.model.config == PRESETS["gpt2-124m"]
-    assert pair.logits.shape == pair.expected_logits.shape
-    difference = (pair.logits - pair.expected_logits).abs().max() / pair.expected_logits.abs().max()
-    assert float(difference) <= 2e-5
-
-
-def test_full_size_gradients_equal_transformers(pair: Pair) -> None:
-    theirs = dict(pair.reference.transformer.named_parameters())
-    ours = dict(pair.model.named_parameters())
-    table = {
-        "wte": "tokens",
-        "wpe": "positions",
-        "ln_f": "norm",
-        "ln_1": "norm1",
-        "ln_2": "norm2",
-        "attn.c_attn": "attention.qkv",
-        "attn.c_proj": "attention.out",
-        "mlp.c_fc": "mlp.up",
-        "mlp.c_proj": "mlp.down",
-    }
-    checked = set()
-    for name, expected in theirs.items():
-        stem, _, kind = name.rpartition(".")
-        block = ".".join(stem.split(".")[:2]) if stem.startswith("h.") else ""
-        key = table[stem.removeprefix(block + ".") if block else stem]
-        own = f"{block.replace('h.', 'blocks.')}.{key}.{kind}" if block else f"{key}.{kind}"
-        gradient = ours[own].grad
-        assert gradient is not None
-        if own == "tokens.weight":
-            assert torch.count_nonzero(gradient[50257:]) == 0
-            gradient = gradient[:50257]
-        wanted = expected.grad.T if ".c_" in name and kind == "weight" else expected.grad
-        relative = float((gradient - wanted).norm() / wanted.norm())
-        assert relative <= 1e-4, f"{own} differs by {relative:.1e}"
-        checked.add(own)
-    assert checked == set(ours)
-
-
-def test_full_size_greedy_text_equals_transformers(pair: Pair) -> None:
-    prompt = pair.ids[:1, :8]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # hundreds of small steps, that a second thread slows down
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="transformers")
-        expected = pair.reference.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=64,
-            min_new_tokens=64,
-            do_sample=False,
-            pad_token_id=50256,
+        output = reference(ids, labels=ids)
+        hidden = model(ids[:, :-1])
+        total, count = cross_entropy(
+            hidden, model.lm_head_weight, ids[:, 1:], vocab_size=50257, chunk=24
         )
-    torch.set_num_threads(threads)
-    assert generate_ids(
-        pair.model, prompt[0].tolist(), Sampling(max_new_tokens=64, temperature=0)
-    ) == [expected[0, 8:].tolist()]
+        assert relative(model.lm_head(hidden), output.logits[:, :-1]) <= 2e-5
+    assert float(total / count) == pytest.approx(float(output.loss), rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +132,7 @@ def test_weights_are_those_that_the_index_names(tmp_path: Path) -> None:
         index.write_text(index.read_text().replace(path.name, renamed))
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder)
     stale = save(reference_model(seed=3, **SMALL), tmp_path / "stale")
-    (stale / "model.safetensors").rename(folder / "model.safetensors")
+    (stale / WEIGHTS).rename(folder / WEIGHTS)
     model, _ = load_hf(str(folder))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -214,16 +140,9 @@ def test_weights_are_those_that_the_index_names(tmp_path: Path) -> None:
         )
 
 
-def rewrite(
-    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> None:
-    path = folder / "model.safetensors"
+def rewrite(folder: Path, change: Change) -> None:
+    path = folder / WEIGHTS
     save_file(change(load_file(path)), path)
-
-
-def reconfigure(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.mark.parametrize(
@@ -238,9 +157,7 @@ def reconfigure(folder: Path, **values: Any) -> None:
     ],
 )
 def test_older_layouts_of_the_same_model(
-    small: tuple[Any, Path],
-    folder: Path,
-    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    small: tuple[Any, Path], folder: Path, change: Change
 ) -> None:
     rewrite(folder, change)
     assert torch.equal(logits_of(load_hf(str(folder))[0]), logits_of(load_hf(str(small[1]))[0]))
@@ -249,7 +166,7 @@ def test_older_layouts_of_the_same_model(
 def test_half_precision_becomes_fp32(folder: Path) -> None:
     rewrite(folder, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
     model, _ = load_hf(str(folder))
-    saved = load_file(folder / "model.safetensors")["transformer.wpe.weight"]
+    saved = load_file(folder / WEIGHTS)["transformer.wpe.weight"]
     assert torch.equal(model.positions.weight, saved.float())
 
 
@@ -269,20 +186,17 @@ def drop(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]
         lambda t: t | {"transformer.ln_f.bias": torch.zeros(16, dtype=torch.int8)},
     ],
 )
-def test_wrong_tensors_are_named(
-    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> None:
+def test_tensors_that_do_not_fit_are_refused(folder: Path, change: Change) -> None:
     rewrite(folder, change)
-    with pytest.raises(MegatokenError) as caught:
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
         load_hf(str(folder))
-    assert caught.value.code == ExitCode.CHECKPOINT
-    assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"model_type": "opt"},
+        {"model_type": ["gpt2"]},
         {"activation_function": "relu"},
         {"scale_attn_by_inverse_layer_idx": True},
         {"scale_attn_weights": False},
@@ -290,70 +204,43 @@ def test_wrong_tensors_are_named(
         {"tie_word_embeddings": False},
         {"n_head": 3},
         {"n_layer": "two"},
-        {"n_embd": None},
-        {"n_positions": 0},
-        {"n_layer": 10**7},
-        {"n_embd": 10**15, "n_head": 7},
-        {"vocab_size": 10**400},
-        {"layer_norm_epsilon": 10**400},
-        {"model_type": ["gpt2"]},
         {"n_layer": 3},
+        {"n_layer": 10**7},
+        {"n_embd": None},
         {"vocab_size": 131},
+        {"vocab_size": 10**400},
     ],
 )
-def test_unsupported_gpt2_configs_are_refused(folder: Path, values: dict[str, Any]) -> None:
-    reconfigure(folder, **values)
-    with pytest.raises(MegatokenError) as caught:
+def test_unsupported_configs_are_refused(folder: Path, values: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(CheckpointError):
         load_hf(str(folder))
-    assert caught.value.code == ExitCode.CHECKPOINT
 
 
 @pytest.mark.parametrize("keep", [0, 7, 300, -1])
-def test_truncated_weights_are_named(folder: Path, keep: int) -> None:
-    path = folder / "model.safetensors"
+def test_truncated_weights_are_refused(folder: Path, keep: int) -> None:
+    path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(MegatokenError) as caught:
+    with pytest.raises(CheckpointError):
         load_hf(str(folder))
-    assert caught.value.code == ExitCode.CHECKPOINT
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\x00\xff", "[" * 100_000], ids=str.__len__)
-def test_damaged_configuration_is_named(folder: Path, content: str) -> None:
+def test_damaged_config_is_refused(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
-    with pytest.raises(MegatokenError, match=r"config\.json"):
+    with pytest.raises(CheckpointError):
         load_hf(str(folder))
 
 
-def test_four_bit_weights_are_refused(folder: Path) -> None:
-    """Two numbers a byte: torch can neither compare nor copy them."""
-    path = folder / "model.safetensors"
-    length = int.from_bytes(path.read_bytes()[:8], "little")
-    header = json.loads(path.read_bytes()[8 : 8 + length])
-    header["transformer.ln_f.bias"] |= {"dtype": "F4", "shape": [128]}  # of 64 bytes
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + path.read_bytes()[8 + length :])
-    with pytest.raises(MegatokenError, match=r"ln_f\.bias") as caught:
-        load_hf(str(folder))
-    assert caught.value.code == ExitCode.CHECKPOINT
-
-
-def test_missing_files_are_named(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(MegatokenError):
-        load_hf(str(folder))
-    (folder / "config.json").unlink()
-    with pytest.raises(MegatokenError):
-        load_hf(str(folder))
-    (folder / "run-a" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(MegatokenError):
-        load_hf(str(folder))
-
-
-def test_a_missing_shard_is_named(small: tuple[Any, Path], tmp_path: Path) -> None:
-    folder = save(small[0], tmp_path / "shards", max_shard_size="5KB")
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(MegatokenError):
-        load_hf(str(folder))
+def test_missing_files_are_refused(small: tuple[Any, Path], folder: Path, tmp_path: Path) -> None:
+    shards = save(small[0], tmp_path / "shards", max_shard_size="5KB")
+    sorted(shards.glob("*.safetensors"))[1].unlink()
+    (folder / WEIGHTS).unlink()
+    (tmp_path / "empty").mkdir()
+    for path in (shards, folder, tmp_path / "empty"):
+        with pytest.raises(CheckpointError):
+            load_hf(str(path))
 
 
 class Canary:
@@ -366,15 +253,13 @@ class Canary:
         return Path.write_text, (self.path, "executed")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "ckpt.pt", "consolidated.00.pth"])
-def test_pickles_are_refused_and_never_loaded(folder: Path, tmp_path: Path, name: str) -> None:
-    (folder / "model.safetensors").unlink()
-    canary = tmp_path / "canary"
-    torch.save(Canary(canary), folder / name)
-    with pytest.raises(MegatokenError) as caught:
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+def test_pickles_are_never_loaded(folder: Path, tmp_path: Path, name: str) -> None:
+    (folder / WEIGHTS).unlink()
+    torch.save(Canary(tmp_path / "canary"), folder / name)
+    with pytest.raises(CheckpointError):
         load_hf(str(folder))
-    assert caught.value.code == ExitCode.CHECKPOINT
-    assert not canary.exists()
+    assert not (tmp_path / "canary").exists()
 
 
 def test_hub_names_are_found_in_the_local_cache(
@@ -388,25 +273,26 @@ def test_hub_names_are_found_in_the_local_cache(
     shutil.copytree(small[1], home / "snapshots" / commit)
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
-    model, found = load_hf("somebody/tiny-gpt2")
-    assert found == home / "snapshots" / commit
+    model, snapshot = load_hf("somebody/tiny-gpt2")
+    assert snapshot == home / "snapshots" / commit
     assert model.config.n_layer == 2
-    with pytest.raises(MegatokenError) as caught:
+    with pytest.raises(CheckpointError):
         load_hf("somebody/absent")
-    assert caught.value.code == ExitCode.CHECKPOINT
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "/nowhere/at/all", ""])
-def test_missing_paths_are_not_looked_up_on_the_hub(name: str) -> None:
-    with pytest.raises(MegatokenError):
+@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "runs/absent", ""])
+def test_missing_paths_are_not_looked_up_on_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError) as caught:
         load_hf(name)
+    assert "hub:" not in str(caught.value)
 
 
 def test_find_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError) as caught:
+    with pytest.raises(CheckpointError):
         find_tokenizer(tmp_path, 130)
-    assert caught.value.code == ExitCode.CHECKPOINT
-    assert find_tokenizer(tmp_path, 50257) == "gpt2"
     (tmp_path / "vocab.json").touch()
     assert find_tokenizer(tmp_path, 50257) == "gpt2"
     (tmp_path / "merges.txt").touch()

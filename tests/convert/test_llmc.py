@@ -16,7 +16,7 @@ from megatoken.console import Console
 from megatoken.convert.export import export
 from megatoken.convert.llmc import read_llmc, write_llmc, write_tokenizer
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import CheckpointError, ConfigError
 from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
 from tests.convert.models import BYTES, TINY_GPT, byte_tokenizer, draw_model, save_llmc
@@ -109,7 +109,7 @@ def test_tokenizer_file(tmp_path: Path) -> None:
 
 
 def test_only_gpt2_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError):
+    with pytest.raises(ConfigError):
         write_llmc(tmp_path / "m.bin", draw_model(replace(TINY_GPT, d_ff=64)), "fp32")
 
 
@@ -121,36 +121,31 @@ def set_int(position: int, value: int) -> Callable[[bytes], bytes]:
     "change",
     [
         lambda raw: raw[:-1],
-        lambda raw: raw + b"\x00",
-        lambda raw: raw[:500],
-        lambda raw: b"",
+        lambda raw: raw + b"\0",
         lambda raw: raw[:20],
-        set_int(0, 20240520),
-        set_int(1, 2),
+        lambda raw: b"",
+        set_int(0, 20240520),  # magic number
+        set_int(1, 2),  # version
         set_int(1, 5),
-        set_int(4, 0),
-        set_int(5, 5),
-        set_int(7, 200),
-        set_int(400, 2143289344),
+        set_int(4, 0),  # layers
+        set_int(5, 5),  # heads
+        set_int(7, 200),  # padded vocabulary
+        set_int(400, 0x7FC00000),  # NaN
     ],
 )
-def test_wrong_files_are_named(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     path = save_llmc(tmp_path, draw_model())
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(MegatokenError) as caught:
+    with pytest.raises(CheckpointError):
         load_pretrained(str(path), print)
-    assert caught.value.code == ExitCode.CHECKPOINT
-    assert str(path) in str(caught.value)
 
 
-def test_absent_file_and_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(MegatokenError):
-        load_pretrained(str(tmp_path / "absent.bin"), print)
+def test_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
     path = save_llmc(tmp_path, draw_model(replace(TINY_GPT, vocab_size=200)))
-    with pytest.raises(MegatokenError):
+    with pytest.raises(CheckpointError):
         load_pretrained(str(path), print)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(MegatokenError):
+    with pytest.raises(CheckpointError):
         load_pretrained(str(path), print)
 
 

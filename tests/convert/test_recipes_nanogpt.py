@@ -20,7 +20,7 @@ from megatoken.convert.hf.families import GPT2
 from megatoken.convert.load_pretrained import load_pretrained
 from megatoken.convert.nanogpt import EMBEDDING, read_nanogpt
 from megatoken.convert.recipes.nanogpt import translate_nanogpt
-from megatoken.errors import CheckpointError, ExitCode, MegatokenError
+from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.train.state import build_step_config
 from tests.convert.models import BYTES, NANOGPT, TINY_GPT, byte_tokenizer, draw_model, relative
@@ -126,45 +126,36 @@ def test_published_weights(config: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "batch_sizes = 4",
-        "batch_size = 4\nn_layer = open('x')",
-        "n_layer = __import__('os').system('false')",
-        "for i in range(3): pass",
-        "print('hello')",
-        "n_layer = n_head = 3",
-        "n_layer = 12 // 2",
-        "lr_decay_iters = max_iters",
-        "n_layer = 'a' * 10**9",
-        "n_layer = 'six'",
-        "learning_rate = True",
-        "learning_rate = 1e999",
-        "n_layer = (",
-        "eval_only = True",
-        "init_from = 'gpt3'",
-        "lr_decay_iters = 9",
-        "max_iters = 50\nlr_decay_iters = 50",
-        "learning_rate = 0.0",
-        "n_layer = " + "-" * 5000 + "1",
-        "n_layer = " + "2 * " * 5000 + "2",
-        "n_layer = " + "9" * 5000,
-        "n_layer = 0x" + "f" * 5000,
-        "batch_size = 2 * 0x" + "f" * 5000,
-        "batch_size = 2\n" + "batch_size = batch_size * batch_size\n" * 40,
-        "init_from = 'resume'",
-        "init_from = 'resume'\nout_dir = 'x'",
-        "dtype = 'int8'",
-    ],
-)
-def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+REFUSED = [
+    "batch_sizes = 4",
+    "n_layer = open('x')",
+    "n_layer = __import__('os').system('false')",
+    "for i in range(3): pass",
+    "n_layer = n_head = 3",
+    "n_layer = 12 // 2",
+    "n_layer = 'a' * 10**9",
+    "n_layer = 'six'",
+    "learning_rate = True",
+    "learning_rate = 1e999",
+    "n_layer = (",
+    "n_layer = " + "-" * 5000 + "1",
+    "n_layer = " + "9" * 5000,
+    "eval_only = True",
+    "init_from = 'gpt3'",
+    "init_from = 'resume'",
+    "lr_decay_iters = 9",
+    "learning_rate = 0.0",
+    "dtype = 'int8'",
+]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused_settings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.py"
-    path.write_text(text)
-    with pytest.raises(MegatokenError) as caught:
+    path.write_text(f"# comment\n{text}")
+    with pytest.raises(ConfigError) as caught:
         translate_nanogpt(f"{path} --bias=True")
     assert len(str(caught.value)) < 500
-    assert caught.value.code == ExitCode.CONFIG
 
 
 @pytest.mark.parametrize(
@@ -176,11 +167,10 @@ def test_the_whole_line_may_be_pasted(config: Path, program: str) -> None:
     assert whole.name == f"nanogpt-{config.stem}"
 
 
-def test_absent_file_and_words_without_a_value() -> None:
-    with pytest.raises(MegatokenError):
-        translate_nanogpt("absent.py")
-    with pytest.raises(MegatokenError):
-        translate_nanogpt("--batch_size")
+@pytest.mark.parametrize("command", ["absent.py", "--batch_size"])
+def test_refused_commands(command: str) -> None:
+    with pytest.raises(ConfigError):
+        translate_nanogpt(command)
 
 
 def test_data_beside_the_file_is_found(tmp_path: Path) -> None:
@@ -196,13 +186,6 @@ def test_data_beside_the_file_is_found(tmp_path: Path) -> None:
 def test_resume_goes_on_with_a_run_of_ours(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert translate_nanogpt(f"--init_from=resume --out_dir={tmp_path}").out == tmp_path
-
-
-def test_whole_numbers_are_exact() -> None:
-    assert (
-        translate_nanogpt("--n_embd=9007199254740993").assignments["model.d_model"].text
-        == "9007199254740993"
-    )
 
 
 def test_config_shows_a_translated_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,6 +327,14 @@ def test_nanogpts_model_has_the_same_logits(
         assert relative(ours.logits(ids), theirs(ids, ids)[0]) <= 2e-5
 
 
+WRONG_ENTRIES: list[tuple[Any, Any]] = [
+    (1, torch.zeros(1)),
+    ("a", "text"),
+    (EMBEDDING, torch.tensor(1.0)),
+    ("lm_head.weight", torch.zeros(257, 32)),
+]
+
+
 class Canary:
     """Unpickling it writes a file."""
 
@@ -354,89 +345,63 @@ class Canary:
         return Path.write_text, (self.path, "executed")
 
 
-def test_code_is_refused_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, canary = draw_model(), tmp_path / "canary"
-    content = {
-        "model": to_nanogpt(model),
-        "model_args": model_args(model, BYTES),
-        "extra": Canary(canary),
-    }
+def test_code_is_refused_and_never_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    content = {"model": to_nanogpt(draw_model()), "extra": Canary(canary)}
     torch.save(content, tmp_path / "ckpt.pt")
     assert main(["sample", str(tmp_path / "ckpt.pt"), "hello"]) == ExitCode.CHECKPOINT
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
     assert not canary.exists()
 
 
-def test_wrong_files_are_named(checkpoint: tuple[GPT, Path], tmp_path: Path) -> None:
+def test_damaged_files_are_refused(checkpoint: tuple[GPT, Path], tmp_path: Path) -> None:
     model, path = checkpoint
     raw = path.read_bytes()
-    wrong = tmp_path / "wrong.pt"
-
-    def refuse(message: str) -> None:
-        with pytest.raises(MegatokenError) as caught:
-            read_nanogpt(wrong)
-        assert caught.value.code == ExitCode.CHECKPOINT
-        assert str(wrong) in str(caught.value)
-
-    refuse("not a file of torch.save, or truncated: .*No such file")
-    for damaged in (raw[:-50], raw[: len(raw) // 2], b"", b"no zip"):
-        wrong.write_bytes(damaged)
-        refuse("not a file of torch.save, or truncated")
     flipped = bytearray(raw)
     flipped[raw.index(model.positions.weight.detach().numpy().tobytes()) + 5] ^= 1
-    wrong.write_bytes(flipped)
-    refuse("damaged: the checksum of .* is wrong")
-    good = {"model": to_nanogpt(model), "model_args": model_args(model, BYTES)}
-    for change, message in (
-        ([1, 2], "it holds no 'model'"),
-        ({"model": good["model"]}, "it holds no 'model' with 'model_args'"),
-        (
-            good | {"model_args": good["model_args"] | {"n_layer": 3}},
-            "transformer\\.h\\.2\\.ln_1\\.weight is missing",
-        ),
-        (
-            good | {"model_args": good["model_args"] | {"n_layer": 1}},
-            "transformer\\.h\\.1\\..* say none",
-        ),
-        (
-            good | {"model_args": good["model_args"] | {"n_embd": 64}},
-            "transformer\\.wte\\.weight is \\(257, 32\\), its",
-        ),
-        (
-            good | {"model_args": good["model_args"] | {"n_layer": 10**9}},
-            "its sizes say 1,000,000,000 layers of ",
-        ),
-        (
-            good | {"model_args": good["model_args"] | {"n_layer": 10**100}},
-            "n_layer is 'too large'",
-        ),
-        (
-            good | {"model_args": good["model_args"] | {"n_embd": 2**40}},
-            "its sizes say 2 layers of .*, the file holds",
-        ),
-        (good | {"model": good["model"] | {1: torch.zeros(1)}}, "it holds no 'model'"),
-        (good | {"model": good["model"] | {"a": "text"}}, "it holds no 'model'"),
-        (good | {"model": good["model"] | {EMBEDDING: torch.tensor(1.0)}}, "it holds no 'model'"),
-        (
-            good
-            | {
-                "model": {name: torch.zeros(1).expand(t.shape) for name, t in good["model"].items()}
-            },
-            "its sizes say 2 layers of .*, the file holds",
-        ),
-        (
-            good | {"model_args": good["model_args"] | {"n_head": 5}},
-            "5 heads do not divide d_model 32",
-        ),
-        (good | {"model_args": good["model_args"] | {"vocab_size": None}}, "vocab_size is None"),
-        (
-            good | {"model": good["model"] | {"lm_head.weight": torch.zeros(257, 32)}},
-            "differs from the token embedding",
-        ),
+    wrong = tmp_path / "wrong.pt"
+    for content in (raw[:-50], raw[: len(raw) // 2], b"", b"no zip", flipped):
+        wrong.write_bytes(content)
+        with pytest.raises(CheckpointError):
+            read_nanogpt(wrong)
+    with pytest.raises(CheckpointError):
+        read_nanogpt(tmp_path / "absent.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("n_layer", 3),
+        ("n_layer", 1),
+        ("n_layer", 10**9),
+        ("n_layer", 10**100),
+        ("n_embd", 64),
+        ("n_embd", 2**40),
+        ("n_head", 5),
+        ("vocab_size", None),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, name: str, size: int | None) -> None:
+    model = draw_model()
+    content = {"model": to_nanogpt(model), "model_args": {**model_args(model, BYTES), name: size}}
+    torch.save(content, tmp_path / "ckpt.pt")
+    with pytest.raises(CheckpointError):
+        read_nanogpt(tmp_path / "ckpt.pt")
+
+
+def test_other_contents_are_refused(tmp_path: Path) -> None:
+    args = model_args(draw_model(), BYTES)
+    tensors = to_nanogpt(draw_model())
+    for state in (
+        None,
+        {name: torch.zeros(1).expand(tensor.shape) for name, tensor in tensors.items()},
+        *(tensors | {name: value} for name, value in WRONG_ENTRIES),
     ):
-        torch.save(change, wrong)
-        refuse(message)
+        torch.save({"model": state, "model_args": args}, tmp_path / "ckpt.pt")
+        with pytest.raises(CheckpointError):
+            read_nanogpt(tmp_path / "ckpt.pt")
+    torch.save({"model": tensors}, tmp_path / "ckpt.pt")
+    with pytest.raises(CheckpointError):
+        read_nanogpt(tmp_path / "ckpt.pt")
 
 
 def test_no_flipped_bit_is_a_traceback(checkpoint: tuple[GPT, Path], tmp_path: Path) -> None:
@@ -454,5 +419,5 @@ def test_no_flipped_bit_is_a_traceback(checkpoint: tuple[GPT, Path], tmp_path: P
 
 def test_a_vocabulary_of_its_own_needs_a_tokenizer(checkpoint: tuple[GPT, Path]) -> None:
     (checkpoint[1].parent / "tokenizer.json").unlink()
-    with pytest.raises(MegatokenError):
+    with pytest.raises(CheckpointError):
         load_pretrained(str(checkpoint[1]), print)
