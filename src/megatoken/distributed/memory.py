@@ -9,7 +9,6 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import (
-    FP32,
     SIMPLEST_FIRST,
     ParallelDims,
     build_dims,
@@ -21,7 +20,7 @@ from megatoken.model.flops import (
     count_padded_parameters,
     count_value_parameters,
 )
-from megatoken.model.memory import LOSS_CHUNK, count_activation_bytes
+from megatoken.model.memory import FP32, LOSS_CHUNK, count_activation_bytes
 from megatoken.optim.costs import count_optimizer_bytes
 
 STATE_SHARE = 0.7  # of memory for weights, gradients and moments if micro_batch=auto

@@ -17,9 +17,9 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ConfigError
+from megatoken.model.memory import FP32
 
 SIMPLEST_FIRST = ("none", "zero1", "zero2", "zero3")
-FP32 = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

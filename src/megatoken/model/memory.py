@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatoken.config.model_config import ModelConfig
 from megatoken.model.flops import count_block_parameters
 
-FP32 = 4
+FP32 = 4  # bytes
 # Default rows of logits per chunk, by device type: small enough for a CPU's caches, large enough to fill a GPU.
 LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
 

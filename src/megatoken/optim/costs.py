@@ -2,8 +2,8 @@
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.model.flops import count_matmul_parameters, count_padded_parameters
+from megatoken.model.memory import FP32
 
-FP32 = 4
 ORTHOGONALIZE_STEPS = 5
 # Bytes of fp32 state per parameter: in a hidden matrix, and in any other tensor.
 STATE_BYTES: dict[str, tuple[int, int]] = {"adamw": (8, 8), "muon": (4, 8)}
