@@ -34,11 +34,10 @@ faults: $(VENV)/.dev
 # The slow tests, then kills, faults and damage: hours.
 soak: $(VENV)/.dev
 	$(BIN)pytest -m slow
-	for soak in commit kill chaos flip guard launch terminal sweep; do \
+	for soak in commit kill chaos flip guard launch terminal sweep prepare; do \
 		$(BIN)python -m tests.soak.$${soak}_soak || exit 1; \
 	done
-	$(BIN)python -m tests.soak.prepare_soak kills
-	$(BIN)python -m tests.soak.prepare_soak calls
+	$(BIN)python -m tests.soak.prepare_soak --what calls
 
 check: $(VENV)/.dev
 	$(BIN)ruff format --check .

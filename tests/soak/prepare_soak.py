@@ -1,14 +1,11 @@
-"""Soak of `prepare`: kills at random, kills and errors at every system call that touches the output, memory.
+"""Kill or fail `prepare` at random, and at every system call that touches its output.
 
-    python -m tests.soak.prepare_soak kills  --kills 100
-    python -m tests.soak.prepare_soak calls  --sample 0          (0: every point; needs Linux with strace)
-    python -m tests.soak.prepare_soak memory --megabytes 1000 --form txt      (txt, jsonl or files)
+    python -m tests.soak.prepare_soak --what kills --kills 100
+    python -m tests.soak.prepare_soak --what calls --sample 0     every point; needs strace (Linux)
 
-Each ends in one line of JSON. The corpora are made from the standard library's own words, always the same. `gpt2` needs
-its vocabulary on this machine; --tokenizer chooses another. `megatoken bench prepare` measures the speed.
+The same command again must give the bytes of an undisturbed preparation. Prints one JSON line.
 """
 
-import argparse
 import json
 import os
 import random
@@ -17,9 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,14 +27,12 @@ from typing import Any
 
 import xxhash
 
-from benchmarks.data import make_documents, write_jsonl
 from tests.processes import family, wait_for_group
+from tests.soak.options import parse_options
+from tests.soak.strace import format_injection, list_calls, run_traced
 
-CALLS = (
-    "?open,openat,?creat,write,?pwrite64,?writev,fsync,?fdatasync,?rename,?renameat,?renameat2,?unlink,?unlinkat,"
-    "?rmdir,?mkdir,?mkdirat,ftruncate,?flock"
-)
-INJECTED = {"kill": "signal=SIGKILL", "ENOSPC": "error=ENOSPC", "EIO": "error=EIO"}
+KILLS_MEGABYTES = 15
+FAULTS = ("kill", "ENOSPC", "EIO")
 # The command with small chunks, so that a corpus of 60 kB has a dozen of them.
 SMALL_CHUNKS = """
 import sys
@@ -43,49 +41,33 @@ from megatoken.data import corpus_reader, documents
 corpus_reader.CHUNK_BYTES = documents.CHUNK_BYTES = 5000
 sys.exit(main(["prepare", *sys.argv[1:], "--workers", "1"]))
 """
-# Many documents of two splits; one document, whose tokens are moved between the splits at the end.
+# Many documents of two splits; one document, whose tokens move between the splits at the end.
 SCENARIOS = {
-    "many": (
-        "files",
-        ["--tokenizer", "bpe:300", "--shard-tokens", "9000", "--val-fraction", "0.2"],
-    ),
-    "one": ("txt", ["--tokenizer", "bytes", "--shard-tokens", "20000", "--val-fraction", "0.999"]),
+    "many": "--tokenizer bpe:300 --shard-tokens 9000 --val-fraction 0.2",
+    "one": "--tokenizer bytes --shard-tokens 20000 --val-fraction 0.999",
 }
 
 
-def write_corpus(folder: Path, total_bytes: int, form: str) -> None:
-    if form == "files":
-        for number, text in enumerate(make_documents(total_bytes)):
-            parent = folder / f"{number // 1000:04d}"
-            parent.mkdir(exist_ok=True)
-            (parent / f"{number:07d}.txt").write_text(text, encoding="utf-8")
-        return
-    if form == "jsonl":
-        write_jsonl(folder / "corpus.jsonl", make_documents(total_bytes))
-        return
-    with (folder / "corpus.txt").open("w", encoding="utf-8") as file:
-        file.writelines(make_documents(total_bytes))
+def make_texts(total_bytes: int) -> Iterator[str]:
+    """Yield shuffled lines of the standard library as texts of about 4 kB, always the same."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
+    lines = [line for file in files for line in file.read_text("utf-8").splitlines() if line]
+    draw = random.Random(0)
+    made = 0
+    while made < total_bytes:
+        text = "\n".join(draw.choices(lines, k=100)) + "\n"
+        made += len(text)
+        yield text
 
 
-def start_preparing(
-    corpus: Path, out: Path, arguments: argparse.Namespace
-) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "megatoken",
-        "prepare",
-        str(corpus),
-        "--out",
-        str(out),
-        "--json",
-    ]
-    command += ["--tokenizer", arguments.tokenizer, "--workers", str(arguments.workers)]
-    command += ["--shard-tokens", str(arguments.shard_tokens)]
-    return subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+def write_corpus(folder: Path, total_bytes: int, *, one_file: bool) -> None:
+    folder.mkdir()
+    texts = make_texts(total_bytes)
+    if one_file:
+        (folder / "corpus.txt").write_text("".join(texts), encoding="utf-8")
+        return
+    for number, text in enumerate(texts):
+        (folder / f"{number:07d}.txt").write_text(text, encoding="utf-8")
 
 
 def hash_folder(folder: Path) -> dict[str, str]:
@@ -96,71 +78,80 @@ def hash_folder(folder: Path) -> dict[str, str]:
     }
 
 
-def run_kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Kill the parent, or one of its processes, at random moments; the folder must equal the uninterrupted one."""
+def check_equal(folder: Path, reference: Path) -> None:
+    """Check that two folders have the same files with the same bytes."""
+    hashes = hash_folder(folder)
+    expected = hash_folder(reference)
+    names = hashes.keys() | expected.keys()
+    assert hashes == expected, {name for name in names if hashes.get(name) != expected.get(name)}
+
+
+def start_preparing(corpus: Path, out: Path) -> "subprocess.Popen[bytes]":
+    words = [sys.executable, "-P", "-m", "megatoken", "prepare", str(corpus), "--out", str(out)]
+    words += ["--tokenizer", "bpe:4096", "--shard-tokens", "1000000"]
+    return subprocess.Popen(
+        words, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def wait(process: "subprocess.Popen[bytes]") -> int:
+    """Return the exit code of a disturbed preparation; after a minute, kill it and raise."""
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+def run_kills(folder: Path, options: Namespace) -> dict[str, Any]:
+    """Kill the parent or one of its workers at random moments until the preparation is done."""
     corpus = folder / "corpus"
-    corpus.mkdir()
-    write_corpus(corpus, arguments.megabytes * 10**6, arguments.form)
-    started = time.monotonic()
-    assert start_preparing(corpus, folder / "whole", arguments).wait() == 0
-    whole_seconds = time.monotonic() - started
-    draw, rounds, orphans = random.Random(arguments.seed), 0, 0
+    write_corpus(corpus, KILLS_MEGABYTES * 10**6, one_file=True)
+    start = time.monotonic()
+    assert start_preparing(corpus, folder / "undisturbed").wait() == 0
+    seconds = time.monotonic() - start
+    draw = random.Random(options.seed)
     kills: Counter[str] = Counter()
-    expected = hash_folder(folder / "whole")
-    while kills.total() < arguments.kills:
-        out = folder / f"killed{rounds}"
-        rounds += 1
-        while True:
-            child = start_preparing(corpus, out, arguments)
-            try:
-                code = child.wait(
-                    draw.uniform(0, whole_seconds) if kills.total() < arguments.kills else None
-                )
-            except subprocess.TimeoutExpired:
-                workers = list(family(child.pid))[1:] if kills.total() % 2 else []
-                victim = draw.choice(workers or [child.pid])
-                with suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGKILL)
-                code = child.wait(60)
-                kills["worker" if workers else "parent"] += 1
-                orphans += wait_for_group(child.pid, seconds=5)
-                if code == (7 if workers else -signal.SIGKILL):
-                    continue
-            assert code == 0, (
-                f"exit code {code} after {kills.total()} kills"
-            )  # also when all was done before the kill
-            break
-        actual = hash_folder(out)
-        assert actual == expected, {
-            name for name in actual | expected if actual.get(name) != expected.get(name)
-        }
+    orphans = runs = 0
+    while kills.total() < options.kills:
+        out = folder / f"killed{runs}"
+        runs += 1
+        code = -1
+        while code != 0:
+            process = start_preparing(corpus, out)
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(draw.uniform(0, seconds))
+                assert code == 0, f"exit code {code} after {kills}"
+                break
+            workers = list(family(process.pid))[1:] if kills.total() % 2 else []
+            with suppress(ProcessLookupError):
+                os.kill(draw.choice(workers or [process.pid]), signal.SIGKILL)
+            code = wait(process)
+            kills["worker" if workers else "parent"] += 1
+            assert code in (0, 7 if workers else -signal.SIGKILL), code
+            orphans += wait_for_group(process.pid, seconds=5)
+        check_equal(out, folder / "undisturbed")
         shutil.rmtree(out)
-    return {
-        "killed": dict(kills),
-        "runs_finished": rounds,
-        "byte_identical": True,
-        "orphans": orphans,
-    }
+    return {"killed": kills, "runs_finished": runs, "byte_identical": True, "orphans": orphans}
 
 
-def run_calls(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Kill or fail `prepare` at each of its system calls on the output; the same command must then give the same bytes.
-
-    A point that fails is listed with its reason; the soak goes on.
-    """
-    points, outcomes, failures = [], Counter[str](), []
-    for scenario, (form, _) in SCENARIOS.items():
-        (folder / scenario).mkdir()
-        write_corpus(folder / scenario, 60_000, form)
-        log, out = folder / f"{scenario}.log", folder / f"{scenario}-whole"
-        done = trace(folder, scenario, out, log)
+def run_calls(folder: Path, options: Namespace) -> dict[str, Any]:
+    """Disturb small preparations at each of their system calls on the output, and repeat them."""
+    points = []
+    for scenario in SCENARIOS:
+        write_corpus(folder / scenario, 60_000, one_file=scenario == "one")
+        log = folder / f"{scenario}.log"
+        out = folder / f"{scenario}-undisturbed"
+        done = run_traced(prepare_small(folder, scenario, out), log)
         assert done.returncode == 0, done.stderr
-        calls = list_calls(log, out)
-        points += [(scenario, call, n, injected) for call, n in calls for injected in INJECTED]
+        for call, number in list_output_calls(log, out):
+            points += [(scenario, call, number, fault) for fault in FAULTS]
     total = len(points)
-    draw = random.Random(arguments.seed)
-    points = draw.sample(points, arguments.sample) if 0 < arguments.sample < total else points
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    if 0 < options.sample < total:
+        points = random.Random(options.seed).sample(points, options.sample)
+    outcomes: Counter[str] = Counter()
+    failures = []
+    with ThreadPoolExecutor(options.jobs) as pool:
         tries = [pool.submit(try_point, folder, *point) for point in points]
         for point, attempt in zip(points, tries, strict=True):
             try:
@@ -175,148 +166,47 @@ def run_calls(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def try_point(folder: Path, scenario: str, call: str, n: int, injected: str) -> str:
-    """Disturb one preparation at one call, and run it again: how it ended at first. Raises AssertionError."""
-    out = folder / f"{scenario}-{call}-{n}-{injected}"
+def try_point(folder: Path, scenario: str, call: str, number: int, fault: str) -> str:
+    """Disturb a preparation at one call, repeat it, and return how the first one ended."""
+    out = folder / f"{scenario}-{call}-{number}-{fault}"
     log = out.with_suffix(".log")
-    done = trace(folder, scenario, out, log, "-e", f"inject={call}:{INJECTED[injected]}:when={n}")
-    assert (call, n) in list_calls(log, out), "hit something else"
-    if injected == "kill":
-        assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), (
-            f"exit code {done.returncode}"
-        )
-        outcome = "killed"
-    elif done.returncode == 0:
-        outcome = "done"
-    else:
+    words = prepare_small(folder, scenario, out)
+    done = run_traced(words, log, format_injection(call, number, fault))
+    assert (call, number) in list_output_calls(log, out), "hit something else"
+    code = done.returncode
+    if fault == "kill":
+        assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), code
+    elif code != 0:
         lines = [line for line in done.stderr.splitlines() if "error: " in line]
-        assert done.returncode in (3, 5), f"exit code {done.returncode}: {done.stderr[-400:]}"
-        assert len(lines) == 1, done.stderr[-400:]
-        assert str(out) in lines[0], lines[0]
-        assert "Traceback" not in done.stderr, done.stderr[-400:]
-        outcome = f"exit {done.returncode}"
-    again = subprocess.run(
-        prepare_small(folder, scenario, out), capture_output=True, text=True, timeout=120
-    )
-    assert again.returncode == 0, f"the second time: {again.stderr[-400:]}"
-    actual, expected = hash_folder(out), hash_folder(folder / f"{scenario}-whole")
-    assert actual == expected, {
-        name for name in actual | expected if actual.get(name) != expected.get(name)
-    }
+        assert code in (3, 5), f"exit code {code}: {done.stderr}"
+        assert len(lines) == 1, done.stderr
+        assert str(out) in lines[0]
+        assert "Traceback" not in done.stderr, done.stderr
+    again = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, f"the second time: {again.stderr}"
+    check_equal(out, folder / f"{scenario}-undisturbed")
     shutil.rmtree(out)
     log.unlink()
-    return outcome
+    return "killed" if fault == "kill" else f"exit {code}"
 
 
 def prepare_small(folder: Path, scenario: str, out: Path) -> list[str]:
-    return [
-        sys.executable,
-        "-P",
-        "-c",
-        SMALL_CHUNKS,
-        str(folder / scenario),
-        "--out",
-        str(out),
-        *SCENARIOS[scenario][1],
-    ]
+    words = [sys.executable, "-P", "-c", SMALL_CHUNKS, str(folder / scenario), "--out", str(out)]
+    return [*words, *SCENARIOS[scenario].split()]
 
 
-def trace(
-    folder: Path, scenario: str, out: Path, log: Path, *injection: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a small preparation under strace. Without -f: its first thread makes all calls on the output."""
-    strace = [
-        "strace",
-        "-y",
-        "-s",
-        "200",
-        "-o",
-        str(log),
-        "-e",
-        f"trace={CALLS}",
-        "-e",
-        "signal=none",
-        *injection,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONHASHSEED": "0",
-        "RAYON_NUM_THREADS": "1",
-    }
-    command = [*strace, *prepare_small(folder, scenario, out)]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def list_calls(log: Path, out: Path) -> list[tuple[str, int]]:
-    """Each call on the output folder: its name, and its number among those of its name."""
-    counts: Counter[str] = Counter()
-    calls = []
-    for line in log.read_text(errors="replace").splitlines():
-        if match := re.match(r"([a-z0-9_]+)\(", line):
-            counts[match[1]] += 1
-            if re.search(rf"[\"<]{re.escape(str(out))}[\"/>]", line):
-                calls.append((match[1], counts[match[1]]))
-    return calls
-
-
-def run_memory(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Peak resident memory of all processes, summed: shared pages count once per process."""
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    write_corpus(corpus, arguments.megabytes * 10**6, arguments.form)
-    started, peak, processes = time.monotonic(), 0, 0
-    child = start_preparing(corpus, folder / "out", arguments)
-    while child.poll() is None:
-        running = list(family(child.pid))
-        peak, processes = max(peak, sum(map(resident_bytes, running))), max(processes, len(running))
-        time.sleep(0.02)
-    assert child.returncode == 0
-    seconds = time.monotonic() - started
-    return {
-        "peak_resident_megabytes": round(peak / 1e6),
-        "processes": processes,
-        "seconds": round(seconds, 1),
-        "megabytes_per_second": round(arguments.megabytes / seconds, 1),
-    }
-
-
-def resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+def list_output_calls(log: Path, out: Path) -> list[tuple[str, int]]:
+    """Return (name, number among calls of that name) of each call on the output folder."""
+    pattern = re.compile(rf"[\"<]{re.escape(str(out))}[\"/>]")
+    return [(call, number) for call, number, line in list_calls(log) if pattern.search(line)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["kills", "calls", "memory"])
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--sample", type=int, default=0, help="points of `calls` to try; 0: all")
-    parser.add_argument("--jobs", type=int, default=2, help="points of `calls` at a time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--megabytes", type=int)
-    parser.add_argument("--form", choices=["txt", "jsonl", "files"], default="txt")
-    parser.add_argument("--tokenizer", default="gpt2")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--shard-tokens", type=int)
-    arguments = parser.parse_args()
-    megabytes, shard_tokens = {"kills": (15, 10**6), "calls": (0, 0), "memory": (1000, 10**8)}[
-        arguments.what
-    ]
-    arguments.megabytes, arguments.shard_tokens = (
-        arguments.megabytes or megabytes,
-        arguments.shard_tokens or shard_tokens,
-    )
-    run = {"kills": run_kills, "calls": run_calls, "memory": run_memory}[arguments.what]
-    started = time.monotonic()
+    options = parse_options(__doc__, what="kills", kills=100, sample=0, jobs=2, seed=0)
+    run = {"kills": run_kills, "calls": run_calls}[options.what]
     with tempfile.TemporaryDirectory() as folder:
-        result = run(Path(folder).resolve(), arguments)
-    print(json.dumps(vars(arguments) | {"seconds": round(time.monotonic() - started, 1)} | result))
+        result = run(Path(folder).resolve(), options)
+    print(json.dumps(vars(options) | result))
     return int(bool(result.get("failures") or result.get("orphans")))
 
 

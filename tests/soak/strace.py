@@ -1,0 +1,63 @@
+"""Run a command under strace, killing it or failing one of its system calls. Linux."""
+
+import os
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+CALLS = (
+    "?open,openat,?creat,write,?pwrite64,?writev,fsync,?fdatasync,?rename,?renameat,?renameat2,"
+    "?unlink,unlinkat,?rmdir,?mkdir,?mkdirat,ftruncate,?flock,?chmod,?fchmod,?fchmodat,?link,?linkat"
+)
+# One thread and no bytecode, so that every run makes the same calls.
+ENVIRONMENT = {
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+}
+
+
+def strace_words(log: Path, injection: str = "") -> list[str]:
+    """Return the words that trace the main thread of the command after them.
+
+    injection: such as "write:error=EIO:when=3".
+    """
+    words = ["strace", "-y", "-s", "200", "-o", str(log), "-e", f"trace={CALLS}"]
+    words += ["-e", "signal=none"]
+    return [*words, "-e", f"inject={injection}"] if injection else words
+
+
+def run_traced(
+    words: Sequence[str], log: Path, injection: str = "", environment: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command under strace and return its output."""
+    return subprocess.run(
+        [*strace_words(log, injection), *words],
+        env={**os.environ, **ENVIRONMENT, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def format_injection(call: str, number: int, fault: str) -> str:
+    """Return the injection of a fault at a call.
+
+    fault: "kill" or an error such as "EIO"; with a "+" all later calls of the kind fail too.
+    """
+    action = "signal=SIGKILL" if fault == "kill" else f"error={fault.rstrip('+')}"
+    return f"{call}:{action}:when={number}{'+' if fault.endswith('+') else ''}"
+
+
+def list_calls(log: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield (name, number among calls of that name, line) of every call in a log."""
+    counts: Counter[str] = Counter()
+    for line in log.read_text(errors="replace").splitlines():
+        match = re.match(r"([a-z0-9_]+)\(", line)
+        if match:
+            counts[match[1]] += 1
+            yield match[1], counts[match[1]], line
