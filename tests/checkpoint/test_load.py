@@ -1,6 +1,5 @@
 """Saving and restoring the training state with any optimizer; checkpoints of another model are refused."""
 
-import shutil
 import sys
 import threading
 import time
@@ -85,17 +84,6 @@ def save(state: TrainState, folder: Path) -> tuple[Path, CheckpointManifest]:
     return saved, verify(saved)
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "tokenizer"])
-def test_a_save_that_fails_leaves_nothing_of_itself(tmp_path: Path, missing: str) -> None:
-    state = tiny_state()
-    saved, _ = save(state, tmp_path)
-    (tmp_path / missing).rename(tmp_path / "moved")
-    state.step = 1
-    with pytest.raises(StorageError):
-        save_state(saved.parent, state, **files_of(tmp_path), meta={})
-    assert list(saved.parent.iterdir()) == [saved]
-
-
 @pytest.mark.fault(54)
 def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,20 +113,6 @@ def test_a_reader_takes_the_newer_checkpoint_when_its_own_is_removed_while_it_re
     assert loaded.source == f"{tmp_path} at step 1"
     name = "tokens.weight"
     assert torch.equal(loaded.model.state_dict()[name], states[1].model.state_dict()[name])
-
-
-def test_a_run_without_a_valid_checkpoint_is_refused(tmp_path: Path) -> None:
-    saved, _ = save(tiny_state(), tmp_path)
-    (saved / "model.safetensors").write_bytes(b"cut")
-    warnings: list[str] = []
-    with pytest.raises(CheckpointError):
-        load_pretrained(tmp_path, warnings.append)
-    assert "model.safetensors" in warnings[0]
-    with pytest.raises(CheckpointError):
-        consolidate(tmp_path, tmp_path, print)
-    shutil.rmtree(saved)
-    with pytest.raises(CheckpointError):
-        load_pretrained(tmp_path)
 
 
 @pytest.mark.fault(47)
@@ -404,13 +378,6 @@ def test_load_checkpoint_model(model_config: ModelConfig, tmp_path: Path) -> Non
     assert model.config == model_config
     inputs, _ = tiny_batch()
     assert torch.equal(model(inputs), state.model(inputs))
-
-
-def test_a_manifest_without_architecture_switches_is_a_gpt2(tmp_path: Path) -> None:
-    saved, manifest = save(tiny_state(), tmp_path)
-    old = ("n_layer", "n_head", "d_model", "d_ff", "vocab_size", "seq_len", "vocab_multiple")
-    meta = {"shape": {name: manifest.meta["shape"][name] for name in old}}
-    assert load_checkpoint_model(saved, replace(manifest, meta=meta)).config == TINY_GPT
 
 
 def test_the_manifest_keeps_the_field_names_of_earlier_versions(tmp_path: Path) -> None:

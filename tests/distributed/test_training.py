@@ -235,15 +235,6 @@ def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_pat
     assert (status["state"], status["exit_code"]) == ("stopped", ExitCode.STOPPED)
 
 
-def test_a_refusal_is_printed_once(shards: Path, alone: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(alone, out)
-    done = train(shards, out, 2, "machine.micro_batch=4", "log.every=1", "optim.lr=0.1")
-    assert done.returncode == ExitCode.CONFIG, done.stderr
-    assert "optim.lr" in done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-
-
 @pytest.mark.fault(30, 34)
 def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path) -> None:
     """The block that rank 1 reads first at step 2; rank 0 computes on until it misses rank 1."""

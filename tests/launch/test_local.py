@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatoken import __main__
 from megatoken.distributed.env import DistEnv
 from megatoken.errors import ExitCode
-from megatoken.launch.local import STOP_SIGNALS, launch, reserve_port, stop_at_once
+from megatoken.launch.local import STOP_SIGNALS, launch, reserve_port
 
 PROGRAM = """
 import sys, time
@@ -176,10 +176,3 @@ def test_an_early_signal_is_a_stop(with_marker: bool, tmp_path: Path) -> None:
     assert with_marker == marker.exists()
     if with_marker:
         assert marker.read_text() == "75"
-
-
-def test_handlers_are_restored() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with stop_at_once():
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before

@@ -116,15 +116,3 @@ def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(start: tuple[Path, li
     assert b"warning: rank 1 hangs, silent for " in errors
     assert b"no answer: stopped by a signal" in errors
     assert b"Traceback" not in errors.replace(b"traceback : Signal", b"")
-
-
-def test_a_config_error_keeps_its_code(start: tuple[Path, list[str]]) -> None:
-    _, command = start
-    script = Path(command[1])
-    typo = script.with_name("typo.sh")
-    typo.write_text(script.read_text().replace(" budget.steps=100000", " budget.stepz=1"))
-    done = subprocess.run(
-        ["bash", str(typo), "127.0.0.1"], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == ExitCode.CONFIG, done.stderr
-    assert "did you mean 'budget.steps'?" in done.stderr

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.errors import ConfigError
 from megatoken.model.dropout import Dropout, fold_in, sequence_keys
-from megatoken.model.kernels import ATTENTION, register_attention
 
 CPU = torch.device("cpu")
 SHAPE = (16, 24, 32, 40)
@@ -71,16 +69,3 @@ def test_keys_of_a_batch_differ_and_never_change() -> None:
     """A change here changes the curve of every run with dropout, also of those that resume."""
     assert keys(seed=1337, step=7, first=5, count=3).tolist() == [306510868, 438861281, 922554776]
     assert len(set(keys(step=2**33, count=10_000).tolist())) == 10_000
-
-
-def test_an_attention_that_expects_a_probability_is_refused() -> None:
-    def own(
-        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, dropout_p: float
-    ) -> Tensor:
-        return v
-
-    with pytest.raises(
-        ConfigError, match=r"attention 'own' takes dropout_p, a probability — register_attention"
-    ):
-        register_attention("own", own)  # type: ignore[arg-type]
-    assert "own" not in ATTENTION

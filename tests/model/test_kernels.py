@@ -5,19 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.errors import ConfigError
 from megatoken.model.gpt import GPT, TreeMask, set_attention
-from megatoken.model.kernels import (
-    ATTENTION,
-    CUDA_ONLY,
-    Kernels,
-    masked_attention,
-    register_attention,
-)
+from megatoken.model.kernels import ATTENTION, CUDA_ONLY, masked_attention, register_attention
 from megatoken.model.kernels.attention import (
     Dropout,
     explicit_attention,
@@ -127,12 +120,6 @@ def test_dropout_is_applied_to_the_weights(name: str) -> None:
     )
 
 
-def test_flash_is_torchs_own() -> None:
-    q, k, v = random(3, 1, 2, 16, 8)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(causal("flash", q, k, v), expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("family", [TINY_GPT, TINY_LLAMA], ids=["gpt", "llama"])
 def test_a_model_uses_the_selected_attention_and_gets_the_same_gradients(
     family: ModelConfig,
@@ -150,23 +137,6 @@ def test_a_model_uses_the_selected_attention_and_gets_the_same_gradients(
     for other in gradients[1:]:
         for name, gradient in gradients[0].items():
             torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-4)
-
-
-def test_an_attention_that_is_not_registered_is_refused_and_an_old_run_folder_is_read() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"no attention 'nope' — machine.attention — choose one of explicit, flash",
-    ):
-        set_attention(GPT(TINY_GPT), "nope")
-    kept = {
-        "linear": "onednn",
-        "attention": "blocked",
-        "norm": "torch",
-        "gelu": "torch",
-        "loss": "torch",
-    }
-    assert Kernels.from_json(kept) == Kernels(attention="blocked")
-    assert Kernels.from_json({"gelu": "triton", "loss": "triton"}) == Kernels(loss="triton")
 
 
 def alibi(

@@ -1,6 +1,5 @@
 """LLaMA's model: values and gradients of transformers, rotary positions, golden losses."""
 
-import math
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.presets import PRESETS
-from megatoken.model.gpt import GPT, set_activation_checkpointing
+from megatoken.model.gpt import GPT
 from megatoken.model.loss import cross_entropy
 from megatoken.model.rope import apply_rotary, rope_inv_freq, rotary_cos_sin
-from tests.tiny_model import TINY_LLAMA, tiny_state
+from tests.tiny_model import TINY_LLAMA
 
 transformers = pytest.importorskip("transformers")
 
@@ -158,21 +157,6 @@ def test_inverse_frequencies_are_those_of_transformers(name: str) -> None:
     assert float(inv_freq[0]) == 1.0
 
 
-def test_scaling_slows_long_wavelengths_only() -> None:
-    plain, scaled = (
-        rope_inv_freq(
-            replace(TINY_GPT, d_model=32 * 16, rope_factor=factor, rope_context=1024),
-            torch.device("cpu"),
-        )
-        for factor in (1.0, 4.0)
-    )
-    rounds, share = plain * 1024 / (2 * math.pi), scaled / plain
-    assert torch.all(share[rounds >= 4] == 1)
-    torch.testing.assert_close(share[rounds <= 1], torch.full_like(share[rounds <= 1], 0.25))
-    assert torch.all(share.diff() <= 0)
-    assert 0.25 < float(share[(rounds > 1) & (rounds < 4)][0]) < 1
-
-
 def test_only_the_distance_of_two_positions_matters() -> None:
     q, k = torch.randn(
         2, 1, 1, 1, TINY_GPT.d_head, generator=torch.Generator().manual_seed(0)
@@ -202,50 +186,6 @@ def test_low_precision_is_rotated_in_fp32_by_exact_angles() -> None:
     torch.testing.assert_close(low, exact.bfloat16(), rtol=0, atol=0)
 
 
-def test_shapes_of_the_parameters() -> None:
-    """Checkpoints and tensor parallelism rely on these names and shapes."""
-    model = GPT(replace(TINY_GPT, tie_embeddings=False))
-    sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    block = {
-        name.removeprefix("blocks.1."): size
-        for name, size in sizes.items()
-        if name.startswith("blocks.1.")
-    }
-    assert block == {
-        "norm1.weight": (32,),
-        "attention.qkv.weight": (32 + 2 * 16, 32),
-        "attention.out.weight": (32, 32),
-        "norm2.weight": (32,),
-        "mlp.gate.weight": (96, 32),
-        "mlp.up.weight": (96, 32),
-        "mlp.down.weight": (32, 96),
-    }
-    others = {name for name in sizes if not name.startswith("blocks.")}
-    assert others == {"tokens.weight", "norm.weight", "head.weight"}
-    assert sizes["head.weight"] == sizes["tokens.weight"] == (256, 32)
-    assert list(model.buffers()) == []
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_initial_weights(tied: bool) -> None:
-    model_config = replace(
-        TINY_GPT, n_layer=8, d_model=128, d_ff=256, vocab_size=1000, tie_embeddings=tied
-    )
-    model = GPT(model_config, seed=3)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            assert torch.all(parameter == 1), name
-            continue
-        std = 0.02 / 4 if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
-        assert parameter[:1000].std().item() == pytest.approx(std, rel=0.03), name
-    assert (
-        torch.count_nonzero(model.lm_head_weight[1000:])
-        == torch.count_nonzero(model.tokens.weight[1000:])
-        == 0
-    )
-    assert torch.equal(model.lm_head_weight, model.tokens.weight) == tied
-
-
 def learn(model: GPT, ids: Tensor, steps: int = 3) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
@@ -273,46 +213,3 @@ def test_golden_losses() -> None:
     assert learn(model, draw_ids(TINY_LLAMA, 4)) == pytest.approx(
         [4.571456, 4.172758, 3.897610, 3.598461], abs=1e-5
     )
-
-
-def test_norms_are_not_decayed() -> None:
-    state = tiny_state(model_config=replace(TINY_LLAMA, tie_embeddings=False))
-    decayed, plain = (len(group["params"]) for group in state.optimizer.param_groups)
-    assert (decayed, plain) == (2 + 2 * 5, 2 * 2 + 1)
-
-
-@pytest.mark.parametrize("recompute", ["gelu", "block"])
-def test_recomputing_changes_nothing(recompute: str) -> None:
-    losses = []
-    for mode in ("none", recompute):
-        model = GPT(replace(TINY_LLAMA, dropout=0.1), seed=5)
-        set_activation_checkpointing(model, mode)
-        torch.manual_seed(0)
-        losses.append(learn(model, draw_ids(TINY_LLAMA, 2)))
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("switch", [{"norm": "rmsnorm"}, {"pos_emb": "rotary"}, {"mlp": "swiglu"}, {"bias": False},
-                                    {"tie_embeddings": False}, {"n_kv_head": 1}])  # fmt: skip
-def test_every_switch_works_alone(switch: dict[str, Any]) -> None:
-    model_config = ModelConfig(
-        n_layer=2, n_head=2, d_model=32, d_ff=64, vocab_size=97, seq_len=16, **switch
-    )
-    model = GPT(model_config, seed=0)
-    losses = learn(model, draw_ids(model_config, 4))
-    assert losses[0] == pytest.approx(math.log(97), abs=0.1)
-    assert losses[-1] < losses[0] - 0.3
-    assert [
-        name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
-    ] == []
-
-
-def test_attention_is_causal() -> None:
-    model = GPT(TINY_GPT).eval()
-    ids = draw_ids(TINY_GPT, 1)
-    changed = ids.clone()
-    changed[0, 9] = (changed[0, 9] + 1) % TINY_GPT.vocab_size
-    with torch.no_grad():
-        difference = (model(ids) - model(changed)).abs().amax(-1)[0]
-    assert torch.count_nonzero(difference[:9]) == 0
-    assert torch.all(difference[9:] > 0)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,14 +9,13 @@ from torch import Tensor
 
 from megatoken.config.load import load_config
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.presets import PRESETS
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ConfigError
 from megatoken.model.flops import expected_initial_loss
-from megatoken.model.gpt import GPT, TreeMask, set_activation_checkpointing, set_attention
+from megatoken.model.gpt import GPT, TreeMask, set_attention
 from megatoken.model.loss import cap_logits
 from megatoken.train.step import train_step
-from tests.tiny_model import CPU, TINY_GPT, TINY_MODERN, tiny_batch, tiny_state, tiny_step_config
+from tests.tiny_model import CPU, TINY_MODERN, tiny_batch, tiny_state, tiny_step_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,40 +41,6 @@ def scramble(model: GPT) -> GPT:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return model.eval()
-
-
-@pytest.mark.parametrize(
-    "switch",
-    [
-        {"qk_norm": True},
-        {"mlp": "relu2"},
-        {"embedding_norm": True},
-        {"residual_scales": True},
-        {"value_embeddings": True},
-        {"logit_softcap": 5.0},
-        {"window": 5},
-    ],
-    ids=str,
-)
-def test_every_switch_works_alone_and_begins_near_ln_v(switch: dict[str, Any]) -> None:
-    model = GPT(replace(TINY_GPT, **switch), seed=0)
-    losses = learn(model)
-    assert losses[0] == pytest.approx(math.log(97), abs=0.1)
-    assert losses[-1] < losses[0] - 0.3
-    assert [
-        name for name, p in model.named_parameters() if p.grad is None or p.grad.norm() == 0
-    ] == []
-
-
-@pytest.mark.parametrize("switch", [{"residual_scales": True}, {"value_embeddings": True}], ids=str)
-def test_a_switch_that_begins_neutral_changes_little_at_first(switch: dict[str, Any]) -> None:
-    """Scales begin at 1 and 0, value embeddings small beside values."""
-    plain, model = GPT(TINY_GPT, seed=0), GPT(replace(TINY_GPT, **switch), seed=0)
-    model.load_state_dict(plain.state_dict(), strict=False)
-    for block in model.blocks if "value_embeddings" in switch else ():
-        if block.attention.value_tokens is not None:
-            torch.nn.init.zeros_(block.attention.value_tokens.weight)
-    torch.testing.assert_close(model.logits(IDS), plain.logits(IDS), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("softcap", [1.0, 15.0, 1000.0])
@@ -118,18 +82,6 @@ def test_zero_init_begins_at_ln_v_exactly_and_every_parameter_learns_by_the_thir
         tiny_state(model_config=config), tiny_step_config(), CPU, Batch(*tiny_batch())
     )
     assert report.loss == pytest.approx(math.log(97), rel=1e-6)
-
-
-def test_initial_scales_and_gates_of_presets_are_neutral() -> None:
-    model = GPT(replace(PRESETS["modern-5m"], n_layer=4, vocab_size=130))
-    assert model.residual_scales.tolist() == [1.0] * 4
-    assert model.embedding_scales.tolist() == [0.0] * 4
-    with_values = [block.attention.value_tokens is not None for block in model.blocks]
-    assert with_values == [False, True, False, True]
-    table = model.blocks[3].attention.value_tokens.weight
-    assert table.shape == (256, 256)
-    assert table[:130].std().item() == pytest.approx(0.02, rel=0.05)
-    assert not table[130:].any()
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -181,17 +133,6 @@ def test_low_precision_stays_near_fp32(norm: str, attention: str) -> None:
     low = GPT(model.config, seed=3).bfloat16()
     set_attention(low, attention)
     assert low.loss(IDS, IDS.roll(-1, 1)).item() == pytest.approx(expected.item(), rel=1e-2)
-
-
-@pytest.mark.parametrize("recompute", ["gelu", "block"])
-def test_recomputing_changes_nothing(recompute: str) -> None:
-    losses = []
-    for mode in ("none", recompute):
-        model = GPT(replace(TINY_MODERN, dropout=0.1), seed=5)
-        set_activation_checkpointing(model, mode)
-        torch.manual_seed(0)
-        losses.append(learn(model))
-    assert losses[0] == losses[1]
 
 
 def test_a_tree_of_tokens_has_the_logits_of_its_sequences() -> None:
@@ -246,14 +187,6 @@ def test_no_token_reaches_beyond_the_windows_of_its_layers(attention: str) -> No
     model(ids.index_fill(1, torch.tensor([50]), 7))
     difference = (found[1] - found[0]).abs().amax(-1)[0]
     assert difference.nonzero().flatten().tolist() == list(range(50, 50 + 2 * 6 + 1))
-
-
-def test_an_attention_without_windows_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"attention 'fa2' has no windows — machine.attention — use auto"
-    ):
-        set_attention(GPT(TINY_MODERN), "fa2")
-    set_attention(GPT(TINY_GPT), "fa2")
 
 
 def test_value_embeddings_of_layers() -> None:

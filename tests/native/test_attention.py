@@ -134,16 +134,6 @@ def test_what_is_not_finite_reaches_outputs_and_gradients(value: float, part: in
 
 
 @pytest.mark.usefixtures("kernels")
-def test_large_scores_do_not_overflow() -> None:
-    shape = (1, 1, 1, 200, 32)
-    packed, dy = packed_heads(shape, torch.float32) * 40, torch.ones(1, 1, 200, 32)
-    y, grad = compute(native_attention, packed, shape, dy)
-    y_formula, grad_formula = compute(explicit_attention, packed.double(), shape, dy.double())
-    torch.testing.assert_close(y.double(), y_formula, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(grad.double(), grad_formula, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 333), (5, 40)])
 def test_queries_that_see_all_keys(T: int, S: int, dtype: torch.dtype) -> None:

@@ -38,33 +38,6 @@ def test_a_library_that_is_cut_short_is_named(kept: float, tmp_path: Path) -> No
         find_library("portable", tmp_path)
 
 
-@needs_compiler
-def test_a_library_without_the_functions_is_named(tmp_path: Path) -> None:
-    source = tmp_path / "empty.c"
-    source.touch()
-    path = tmp_path / library_name("portable")
-    subprocess.run([find_compiler(), "-shared", str(source), "-o", str(path)], check=True)
-    with pytest.raises(
-        ConfigError,
-        match=r"the native kernels do not load — .*undefined symbol: megatoken_.* — delete",
-    ):
-        find_library("portable", tmp_path)
-
-
-@needs_compiler
-def test_wrong_input_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = build(str(tmp_path / "file"))
-    assert (done.returncode, done.stderr.count("\n"), done.stderr[:20]) == (
-        5,
-        1,
-        "error: File exists —",
-    )
-    done = build(str(tmp_path), MEGATOKEN_INSTRUCTION_SET="sse9")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: unknown instruction set 'sse9'")
-
-
 def test_an_old_compiler_makes_what_it_knows(tmp_path: Path) -> None:
     """Without an instruction set that the processor has, the next one; without any, an error."""
     compiler = tmp_path / "compiler"

@@ -1,8 +1,6 @@
 """Runs of dpo, reward, grpo and ppo from a model that talks: kills, processes, what is refused, what is logged."""
 
-import inspect
 import json
-import math
 import os
 import shutil
 import signal
@@ -77,41 +75,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(folder, "pairs", pairs)
     prepare(folder, "prompts", [{"prompt": f"{n}?", "answer": n} for n in range(40)])
     return folder
-
-
-@pytest.mark.parametrize(
-    ("row", "recipe"),
-    [
-        ({"prompt": "1?", "completion": "1"}, "sft"),
-        ({"prompt": "1?", "chosen": "1", "rejected": "no"}, "dpo"),
-        ({"prompt": "1?", "answer": 1}, "grpo"),
-    ],
-)
-def test_prepare_names_the_recipe_that_trains_on_the_rows(
-    row: dict[str, Any], recipe: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, out = tmp_path / "rows.jsonl", tmp_path / "data"
-    file.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
-    assert (
-        main(["prepare", str(file), "--out", str(out), "--tokenizer", str(base / "run")])
-        == ExitCode.DONE
-    )
-    said = capsys.readouterr().out
-    assert said.endswith(f"next: megatoken train {recipe} --init {base / 'run'} data.path={out}\n")
-    file.write_text(json.dumps(row))
-    words = ["--tokenizer", str(base / "pairs"), "--context", "64"]  # a dataset's tokenizer
-    assert main(["prepare", str(file), "--out", str(tmp_path / "other"), *words]) == ExitCode.DONE
-    capsys.readouterr()
-    for words in (
-        [],
-        ["--tokenizer", "bytes"],
-        ["--tokenizer", str(base / "run" / "tokenizer" / "tokenizer.json")],
-    ):
-        assert (
-            main(["prepare", str(file), "--out", str(tmp_path / "no"), *words]) == ExitCode.CONFIG
-        )
-        line = "error: conversations are prepared for a model"
-        assert capsys.readouterr().err.startswith(line)
 
 
 def pay_for_letters(prompt: str, answer: str, right: str) -> float:
@@ -207,30 +170,6 @@ def test_killed_runs_end_bit_identical(
     killed, whole = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert all(torch.equal(killed[key], whole[key]) for key in whole)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("name", ["dpo", "ppo"])
-def test_two_processes_train_the_same(
-    base: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a reward in a file of the user's, which every process reads."""
-    lines = inspect.getsource(pay_for_letters)
-    (tmp_path / "letters.py").write_text(lines)
-    monkeypatch.chdir(tmp_path)
-    own = {"reward": "letters:pay_for_letters"} if name == "ppo" else {}
-    for nproc in (1, 2):
-        words = ["objective.kl=0.1"] if name == "ppo" else []
-        assert (
-            train(base, name, tmp_path / str(nproc), *words, nproc=nproc, **own).code
-            == ExitCode.DONE
-        )
-    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
-    assert all(torch.allclose(one[key], two[key], rtol=0, atol=2e-5) for key in one)
-    for a, b in zip(losses(tmp_path / "1"), losses(tmp_path / "2"), strict=True):
-        assert a[:2] == b[:2]
-        assert [x for x in a[2:] if x is not None] == pytest.approx(
-            [x for x in b[2:] if x is not None], abs=1e-4
-        )
 
 
 OBJECTIVES = {
@@ -402,14 +341,6 @@ def test_what_is_logged(base: Path, tmp_path: Path) -> None:
     assert "| reward 0." in format_step(first, 6, 0, 0.0).split("| loss")[0]
 
 
-def test_dpo_begins_at_ln_2(base: Path, tmp_path: Path) -> None:
-    train(base, "dpo", tmp_path / "run")
-    rows = read_metrics(tmp_path / "run")
-    assert [row["loss"] for row in rows if row["step"] in (0, 1)] == pytest.approx(
-        [math.log(2)] * 2, abs=1e-5
-    )
-
-
 def test_a_reward_model_takes_the_place_of_a_rule(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -491,57 +422,14 @@ def test_what_does_not_fit(
         train(base, name, tmp_path / "run", *given, reward=None)
 
 
-@pytest.mark.parametrize("reward", ["no_such_module:f", "best"])
-def test_a_reward_that_is_none_is_refused_before_anything_is_measured(
-    base: Path, tmp_path: Path, reward: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ConfigError, match=f"{reward}.* — --reward — .*number"):
-        train(base, "grpo", tmp_path / "run", reward=reward, console=Console())
-    assert capsys.readouterr().out == ""
-
-
-def test_a_reward_without_an_objective_that_samples_is_refused(tmp_path: Path) -> None:
-    for reward in ("exact", lambda prompt, answer, right: 1.0):
-        with pytest.raises(
-            ConfigError,
-            match=r"a reward has no effect with objective.name=pretrain — Trainer — leave",
-        ):
-            Trainer(resolve("quickstart"), tmp_path / "run", reward=reward)
-
-
-def test_a_rule_may_be_named_as_one_s_own_reward_is(base: Path, tmp_path: Path) -> None:
-    assert train(base, "grpo", tmp_path / "run", reward="number").code == ExitCode.DONE
-    assert "reward: number" in (tmp_path / "run" / "config.yaml").read_text()
-    assert (
-        train(base, "grpo", tmp_path / "run", "objective.reward=number", reward=None).code
-        == ExitCode.DONE
-    )
-
-
-def test_a_model_that_has_not_learnt_to_answer_is_said(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = load_tokenizer("bytes")
-    save_run(tmp_path / "plain", GPT(replace(MODEL, vocab_size=plain.vocab_size), seed=1), plain)
-    train(
-        base,
-        "dpo",
-        tmp_path / "run",
-        f"model.init={tmp_path / 'plain'}",
-        "budget.steps=2",
-        console=Console(),
-    )
-    assert f"{tmp_path / 'plain'} has no chat template, so it has not learned to answer" in "".join(
-        capsys.readouterr()
-    )
-
-
 def test_a_value_head_is_left_out_of_an_export(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(base, "reward", tmp_path / "run", "budget.steps=2")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
-    assert "the value head" in "".join(capsys.readouterr())
+    assert "the value head" in "".join(
+        capsys.readouterr()
+    )
     assert load_pretrained(tmp_path / "hf").model.value_head is None
 
 

@@ -11,7 +11,6 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.console import Console
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
-from megatoken.errors import ConfigError
 from megatoken.objectives.answer_scores import AnswerScorer
 from megatoken.objectives.batches import Learner, RolloutBatch
 from megatoken.objectives.objective import build_objective
@@ -22,7 +21,6 @@ from megatoken.objectives.rollouts import (
     RolloutBatches,
     Score,
     build_rows,
-    check_prompts,
     sequence_seed,
 )
 from megatoken.sampling.batch import Completion
@@ -240,16 +238,6 @@ def test_advantages_are_those_of_each_prompts_answers(tmp_path: Path):
     assert batches.metrics["stopped"] == sum(ids[-1] in STOPS for ids in answers) / 8
 
 
-def test_a_low_temperature_draws_likelier_answers(tmp_path: Path):
-    def mean_log_prob(temperature: float) -> float:
-        run = open_run(tmp_path, temperature=temperature, batch=64)
-        batch = open_batches(run).get(0)
-        scores = run.log_probs(batch)
-        return (scores.sum() / (batch.targets_BT >= 0).sum()).item()
-
-    assert mean_log_prob(0.05) > mean_log_prob(1.0) + 0.05
-
-
 @pytest.mark.parametrize(("micro_batch", "temperature"), [(1, 1.0), (3, 1.0), (8, 1.0), (3, 0.6)])
 def test_the_first_gradient_is_the_policy_gradient(
     tmp_path: Path, micro_batch: int, temperature: float
@@ -335,41 +323,3 @@ def test_rollouts_without_a_difference_are_logged_once(tmp_path: Path, reward: f
     batches.get(QUIET_ROLLOUTS + 1)
     assert [row["what"] for row in run.events] == ["no difference in rewards"]
     assert batches.metrics["groups_without_difference"] == 1.0
-
-
-@pytest.mark.parametrize("prompts", [[], [Prompt([1] * 11, "", "")]])
-def test_prompts_that_do_not_fit(prompts: list[Prompt]):
-    with pytest.raises(ConfigError):
-        check_prompts(prompts, 6, 16)
-
-
-def test_groups_are_whole(tmp_path: Path):
-    with pytest.raises(ConfigError, match="groups"):
-        open_batches(open_run(tmp_path, group=8, ranks=2))
-
-
-def test_every_process_raises_what_a_reward_raises(tmp_path: Path):
-    def fail(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        raise ConfigError("reward m:f raised")
-
-    with pytest.raises(ConfigError, match="reward m:f raised"):
-        open_batches(open_run(tmp_path), fail).get(0)
-
-
-def test_a_reward_that_pays_the_empty_answer_is_hacked(tmp_path: Path):
-    """`answer in right`: the model learns to stop at once, which the rule takes for right (docs/chat.md)."""
-
-    def pay_for_parts(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        texts = ["".join(map(chr, each.ids)) for each in completions]
-        return [float(text in prompt.right) for text, prompt in zip(texts, prompts, strict=True)]
-
-    run = open_run(tmp_path, group=16, batch=64)
-    batches, metrics = open_batches(run, pay_for_parts), []
-    run.step_config = replace(
-        tiny_step_config(64, optim__lr=1e-2, optim__schedule="constant"), batch_tokens=64 * 16
-    )
-    for number in range(40):
-        train_step(run.state, run.step_config, CPU, batches.get(number))
-        metrics.append(batches.metrics)
-    assert metrics[0]["reward"] < 0.1 < 0.9 < metrics[-1]["reward"]
-    assert metrics[-1]["answer_tokens"] < 1.5 < 4 < metrics[0]["answer_tokens"]

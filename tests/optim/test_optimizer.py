@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatoken.config.load import resolve
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import OptimConfig
 from megatoken.errors import ConfigError
@@ -81,17 +80,6 @@ def test_optimizer_built_by_the_user_keeps_its_ratios() -> None:
         pytest.approx(0.1),
         pytest.approx(0.05),
     ]
-
-
-def test_registered_name_is_accepted_in_a_config(sgd: str) -> None:
-    assert resolve("quickstart", [f"optim.name={sgd}"]).config.optim.name == sgd
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optim.name: expected one of adamw.*, got 'adamm'"):
-        resolve("quickstart", ["optim.name=adamm"])
-    with pytest.raises(ConfigError, match="unknown optimizer 'x'"):
-        build_optimizer(small_model(), OptimConfig(name="x"))  # type: ignore[arg-type]
 
 
 def test_optimizer_of_whole_matrices_refuses_shards() -> None:

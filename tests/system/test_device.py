@@ -12,23 +12,19 @@ import torch
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
-from megatoken.errors import ConfigError, ExitCode, MegatokenError
+from megatoken.errors import ConfigError
 from megatoken.model.gpt import set_activation_checkpointing
 from megatoken.system.device import (
     Device,
     cache_peak,
-    choose_device,
     fast_precision,
     measure_peak,
     memory_errors,
-    misses_triton,
     open_device,
     wants_compile,
     with_peak,
 )
-from megatoken.train import kernel_autotune
 from megatoken.train.compilation import compile_forward
-from megatoken.train.kernel_autotune import autotune
 from megatoken.train.step import forward_backward, train_step
 from tests.tiny_model import CPU, TINY_GPT, TINY_LLAMA, tiny_batch, tiny_state, tiny_step_config
 
@@ -66,34 +62,6 @@ def test_auto_precision_can_be_chosen_for_a_machine(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("MEGATOKEN_PRECISION", wrong)
         with pytest.raises(ConfigError):
             open_device(MachineConfig(device="cpu"))
-
-
-def test_choosing_a_device_changes_nothing_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settings() -> tuple[int, str, bool]:
-        precision = torch.get_float32_matmul_precision()
-        return torch.get_num_threads(), precision, torch.are_deterministic_algorithms_enabled()
-
-    machine = MachineConfig(device="cpu", threads=torch.get_num_threads() + 1, deterministic=True)
-    before = settings()
-    choose_device(machine)
-    assert settings() == before
-    try:
-        open_device(machine)
-        assert settings() == (before[0] + 1, "highest", True)
-    finally:
-        open_device(replace(machine, threads=before[0], deterministic=False))
-
-
-def test_missing_devices_are_refused() -> None:
-    if torch.cuda.is_available() or torch.backends.mps.is_available():
-        pytest.skip("needs a machine without an accelerator")
-    for name in ("cuda", "cuda:3", "mps"):
-        with pytest.raises(MegatokenError) as error:
-            open_device(MachineConfig(device=name))
-        assert error.value.code == ExitCode.CONFIG
-    assert open_device(MachineConfig(device="auto")).torch_device.type == "cpu"
-    with pytest.raises(MegatokenError):
-        open_device(MachineConfig(device="cpu", precision="fp16"))
 
 
 def test_a_peak_without_data_sheet_is_measured() -> None:
@@ -170,24 +138,6 @@ def test_compile_mode_depends_on_length_and_compiler(monkeypatch: pytest.MonkeyP
         mode, note = wants_compile(MachineConfig(compile=kind), CPU, 10)  # type: ignore[arg-type]
         assert mode == "off"
         assert note
-
-
-def test_a_failing_compiler_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: torch.nn.Module, mode: str | None = None) -> torch.nn.Module:
-        raise RuntimeError("no such instruction\nand much more")
-
-    monkeypatch.setattr(torch, "compile", fail)
-    state = tiny_state()
-    assert compile_forward(state, tiny_step_config(), CPU)
-    assert state.forward is state.compute_model
-
-
-def test_fused_kernels_are_left_out_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_autotune, "find_library", lambda: None)
-    assert misses_triton(CPU)
-    machine = MachineConfig(fused="on", gemm_backend="torch", attention="flash")
-    choice = autotune(TINY_GPT, machine, CPU, micro_batch=1, dropout=0.0)
-    assert choice.kernels.loss == "torch"
 
 
 @pytest.mark.skipif(

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatoken.system import machine
-from megatoken.system.machine import (
-    cpu_count,
-    find_processor_name,
-    free_memory_bytes,
-    peak_resident_bytes,
-)
+from megatoken.system.machine import cpu_count, free_memory_bytes, peak_resident_bytes
 from megatoken.system.measurement_cache import read_measurements, save_measurement
 from megatoken.system.peak_flops import PEAK_FLOPS
 
@@ -66,42 +60,6 @@ def test_rows_are_consistent(name: str) -> None:
     )  # a sparse figure or a wrong unit would show
 
 
-def test_names_are_exact_and_differ_in_more_than_case() -> None:
-    assert len({name.casefold() for name in PEAK_FLOPS}) == len(PEAK_FLOPS)
-    assert all(name == " ".join(name.split()) for name in PEAK_FLOPS)
-    for unknown in (
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-        "H100",
-        "nvidia h200",
-    ):
-        assert unknown not in PEAK_FLOPS
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
-def test_processor_name_comes_from_cpuinfo() -> None:
-    assert find_processor_name()
-    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    models = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
-    assert find_processor_name() in models or not models
-
-
-@pytest.mark.parametrize("name", ["Apple M2 Pro", None])
-def test_a_mac_asks_sysctl_for_its_processor(
-    name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(command: list[str], on_line: Callable[[str], None], timeout: float) -> int:
-        assert command[0] == "sysctl"
-        if name is None:
-            raise FileNotFoundError(command[0])
-        on_line(f"{name}\n")
-        return 0
-
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(machine, "run_child", run)
-    assert find_processor_name() == (name or platform.processor() or platform.machine())
-
-
 def save_measurements(names: str) -> None:
     for name in names:
         save_measurement("x.json", name, ord(name))
@@ -145,15 +103,6 @@ def test_glibc_keeps_freed_memory_unless_the_user_chose() -> None:
     assert run_prepared(program) == ["keeps", ""]
     assert run_prepared(program, MALLOC_MMAP_MAX_="9") == [""]
     assert run_prepared("print(keep_freed_memory())")[0] == str(platform.libc_ver()[0] == "glibc")
-
-
-def test_the_given_environment_is_without_our_additions() -> None:
-    assert (
-        run_prepared(
-            "print('GOMP_SPINCOUNT' in given_environment(), 'GOMP_SPINCOUNT' in os.environ)"
-        )[0]
-        == "False True"
-    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="needs Linux")

@@ -46,12 +46,6 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
     assert not found, "\n".join(found)
 
 
-def test_foreach_copy_converts() -> None:
-    targets = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
-    torch_compat.foreach_copy(targets, [torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
-    assert [target.tolist() for target in targets] == [[1.0, 2.0], [3.0]]
-
-
 @pytest.mark.parametrize(
     ("found_inf", "grad_scale", "expected"), [(0.0, None, 0.5), (1.0, None, 1.0), (0.0, 2.0, 0.5)]
 )
@@ -64,13 +58,6 @@ def test_fused_adamw_honours_found_inf_and_grad_scale(
     scale = None if grad_scale is None else torch.tensor(grad_scale)
     torch_compat.fused_adamw_step(optimizer, torch.tensor(found_inf), scale)
     assert float(weight.detach()) == pytest.approx(expected)
-
-
-def test_a_fused_adamw_that_ignores_found_inf_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)], fused=True)
-    monkeypatch.delattr(optimizer, "_step_supports_amp_scaling")
-    with pytest.raises(ConfigError):
-        torch_compat.fused_adamw_step(optimizer, torch.zeros(()), None)
 
 
 def test_scaler_found_inf_names_an_overflow() -> None:

@@ -228,15 +228,3 @@ def test_the_micro_batch_and_the_kernels_change_nothing(
 ) -> None:
     assert train(shards, tmp_path / "run", MASK, word) == ExitCode.DONE
     assert curve(tmp_path / "run") == pytest.approx(curve(masked), rel=1e-5)
-
-
-def test_data_without_document_boundaries_are_refused(shards: Path, tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("to be or not to be, that is the question. " * 100)
-    prepare(str(tmp_path / "one.txt"), tmp_path / "one", tokenizer="bytes")
-    with pytest.raises(
-        ConfigError, match=r"data.document_mask has no effect: the training split is one document"
-    ):
-        train(tmp_path / "one", tmp_path / "run", MASK)
-    np.save(tmp_path / "train_0.npy", np.arange(1000, dtype=np.uint16) % 256)
-    with pytest.raises(ConfigError, match=r"data.document_mask has no effect"):
-        train(tmp_path, tmp_path / "run", MASK, "data.tokenizer=bytes")

@@ -75,18 +75,6 @@ def stop_after(
     )
 
 
-@pytest.mark.parametrize("length", [0, 300])
-def test_a_run_whose_config_is_cut_goes_on_by_its_folder(
-    run: Path, length: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(whole[:length].rpartition("\n")[0])
-    assert train(run) == 0
-    assert f"this run is finished: {run}" in capsys.readouterr().out
-    assert train(run, "optim.lr=0.5") == 2
-    assert "this run has other settings: optim.lr: " in capsys.readouterr().err
-
-
 def rates(run: Path) -> dict[int, float]:
     return {row["step"]: row["lr"] for row in read_metrics(run) if row["kind"] == "train"}
 
@@ -113,34 +101,6 @@ def test_a_run_goes_on_by_its_folder_with_its_own_settings_and_their_origins(
     text = capsys.readouterr().out
     assert f"run      run in {out}\n" in text
     assert f"this run is finished: {out}; train --extend LENGTH makes it longer\n" in text
-
-
-@pytest.mark.parametrize(
-    ("word", "message"), [("optim.lr=1", "optim.lr: 0.001 -> 1.0"), ("seed=1", "seed: 1337 -> 1")]
-)
-def test_other_settings_follow_the_rules_of_a_resume(
-    run: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(run, word) == 2
-    assert f"this run has other settings: {message} — {run} — " in capsys.readouterr().err
-
-
-def test_a_config_that_cannot_be_read_is_replaced_by_a_checkpoints_copy(run: Path) -> None:
-    (run / "config.yaml").write_text("\0")
-    assert train(run, "--extend", "2steps") == 0
-    assert read_config(run).budget.steps == 10
-
-
-def test_a_folder_and_a_recipe_of_one_name(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(run.parent)
-    run.rename("shakespeare")
-    assert train("./shakespeare") == 0
-    assert "finished: shakespeare;" in capsys.readouterr().out
-    for name in ("shakespeare", "shakespeare.yaml"):
-        assert main(["config", name]) == 0
-        assert "data/shakespeare" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", ["4steps", "256tok", "0.5dur"])
@@ -243,12 +203,6 @@ def test_a_new_run_is_not_extended(
     assert train(recipe, "--out", out, "budget.steps=8", "--extend", "4steps") == 2
     assert "no run to extend" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_a_length_that_is_none(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("0", "-5steps", "long", "nan"):
-        assert train(run, f"--extend={text}") == 2
-        assert "argument --extend: " in capsys.readouterr().err
 
 
 def test_what_comes_before_a_decay() -> None:

@@ -10,9 +10,8 @@ import torch
 from megatoken.config.model_config import ModelConfig
 from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
-from megatoken.errors import MegatokenError
 from megatoken.model.gpt import set_block_kernels
-from megatoken.model.kernels import ATTENTION, CUDA_ONLY, LOSS, Kernels
+from megatoken.model.kernels import ATTENTION, Kernels
 from megatoken.native.library import find_library
 from megatoken.system import device
 from megatoken.system.device import Device, misses_triton
@@ -36,15 +35,6 @@ def test_pick_needs_a_clear_margin() -> None:
     assert pick({"torch": 1.0, "other": 0.93}, 1.1) == "torch"
     assert pick({"torch": 1.0, "other": 0.9, "third": 0.8}, 1.1) == "third"
     assert pick({"flash": 1.0, "blocked": 2.0}, 1.01) == "flash"
-
-
-def test_requested_kernels_are_not_timed(tmp_path: Path) -> None:
-    machine = MachineConfig(gemm_backend="torch", attention="explicit", master_weights="off")
-    choice = autotune(TINY_GPT, machine, CPU, micro_batch=2, dropout=0.0)
-    assert choice.kernels == Kernels(attention="explicit")
-    assert not choice.master_weights
-    assert choice.seconds == {}
-    assert not (tmp_path / CACHE_FILE).exists()
 
 
 def test_options_follow_precision_and_dropout() -> None:
@@ -116,12 +106,6 @@ def test_options_on_cuda_follow_compute_capability_and_triton(
     assert misses_triton(card) == "they are made for NVIDIA GPUs"
 
 
-def test_fp32_has_no_low_precision_copy() -> None:
-    machine = MachineConfig(master_weights="on")
-    assert list_options(machine, CPU, 0.0)["mixed"] == ["autocast"]
-    assert list_options(machine, BF16, 0.0)["mixed"] == ["masters"]
-
-
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: no room")]
 )
@@ -149,39 +133,6 @@ def test_trials_shrink_until_they_fit_in_memory(
         autotune(TINY_LLAMA, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
 
 
-def test_timings_are_cached_per_model_family() -> None:
-    for family in (TINY_GPT, TINY_LLAMA):
-        choice = autotune(
-            family, MachineConfig(), replace(CPU, precision="bf16"), micro_batch=2, dropout=0.0
-        )
-        assert set(choice.seconds) == {"attention", "mixed"}
-        assert all(len(forms) == 2 for forms in choice.seconds.values())
-    assert len(read_measurements(CACHE_FILE)) == 2
-
-
-def test_trials_with_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOSS, "other", LOSS["torch"])
-    options = {
-        "loss": ["torch", "other"],
-        "mixed": ["autocast", "masters"],
-        "attention": ["flash", "explicit"],
-    }
-    model_config = replace(TINY_GPT, vocab_size=20)
-    seconds = autotune_module._time_options(model_config, BF16, 8, options, False)
-    assert {name: set(forms) for name, forms in seconds.items()} == {
-        name: set(forms) for name, forms in options.items()
-    }
-
-
-@pytest.mark.parametrize("form", CUDA_ONLY)
-def test_unavailable_attention_backend_is_refused(form: str) -> None:
-    with pytest.raises(
-        MegatokenError,
-        match=f"no {form} attention for heads of 16 in fp32 on cpu — machine.attention",
-    ):
-        autotune(TINY_GPT, MachineConfig(attention=form), CPU, micro_batch=1, dropout=0.0)  # type: ignore[arg-type]
-
-
 def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: torch.Tensor, **__: object) -> torch.Tensor:
         raise RuntimeError("no such backend")
@@ -195,20 +146,6 @@ def test_failing_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_measurements(CACHE_FILE) == kept
 
 
-def test_timings_are_measured_once_and_explained() -> None:
-    first = autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
-    assert set(first.seconds["attention"]) == {"flash", "blocked"}
-    assert all(seconds > 0 for forms in first.seconds.values() for seconds in forms.values())
-    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0) == first
-    assert len(read_measurements(CACHE_FILE)) == 1
-    autotune(replace(TINY_GPT, d_model=64), MachineConfig(), CPU, micro_batch=2, dropout=0.0)
-    assert len(read_measurements(CACHE_FILE)) == 2
-    output = dict(first.explain())["attention"]
-    assert output.startswith(first.kernels.attention)
-    assert "flash" in output
-    assert " ms" in output
-
-
 def test_cached_timings_decide(tmp_path: Path) -> None:
     autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0)
     kept = json.loads((tmp_path / CACHE_FILE).read_text())
@@ -219,27 +156,6 @@ def test_cached_timings_decide(tmp_path: Path) -> None:
         autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0).kernels.attention
         == "blocked"
     )
-
-
-@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
-def test_timings_of_another_library_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = find_library()
-    assert library is not None
-    monkeypatch.setattr(autotune_module, "find_library", lambda: library)
-    names = {}
-    for name in ("avx2-0123", "avx512-0123"):
-        monkeypatch.setattr(library, "name", name)
-        names[name] = autotune(
-            TINY_GPT, MachineConfig(adamw="native"), CPU, micro_batch=2, dropout=0.0
-        )
-        assert ("library", f"native kernels for {name}") in names[name].explain()
-    assert len(read_measurements(CACHE_FILE)) == 2
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}'])
-def test_damaged_cache_file_is_measured_again(tmp_path: Path, damage: str) -> None:
-    (tmp_path / CACHE_FILE).write_text(damage)
-    assert autotune(TINY_GPT, MachineConfig(), CPU, micro_batch=2, dropout=0.0).seconds
 
 
 def test_twenty_steps_with_any_kernels_reach_the_plain_loss() -> None:

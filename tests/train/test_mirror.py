@@ -12,7 +12,7 @@ from megatoken.checkpoint.mirror import list_mirrored
 from megatoken.cli.main import main
 from megatoken.config.load import load_config
 from megatoken.convert.load_pretrained import load_pretrained
-from megatoken.errors import ConfigError, ExitCode, StorageError
+from megatoken.errors import ExitCode
 from megatoken.system.metrics_log import read_metrics
 from megatoken.system.object_store import ObjectStore
 from megatoken.train import live_mirror
@@ -125,26 +125,3 @@ def test_the_copy_of_a_finished_run_is_at_its_end_and_measures_nothing(
     output = capsys.readouterr().out
     assert "resuming from step-00000012" in output
     assert "micro-batch" not in output
-
-
-def test_a_mirror_that_cannot_be_used_is_refused_before_the_first_step(
-    shard: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot .*file/run"):
-        Trainer(
-            load_config("quickstart", *words(str(shard), str(tmp_path / "file" / "run"))),
-            tmp_path / "a",
-        ).fit()
-    with pytest.raises(ConfigError, match="not an address: Protocol not known: nothing"):
-        Trainer(
-            load_config("quickstart", *words(str(shard), "nothing://x/y")), tmp_path / "b"
-        ).fit()
-
-
-def test_out_is_a_local_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "quickstart", "--out", "s3://bucket/run"]) == ExitCode.CONFIG
-    assert (
-        "train in a local folder, with a copy there: save.mirror=s3://bucket/run"
-        in capsys.readouterr().err
-    )

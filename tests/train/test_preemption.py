@@ -147,12 +147,6 @@ def test_outside_the_main_thread_only_the_time_limit_works() -> None:
     assert seen == [before, "time limit 0s"]
 
 
-def test_no_time_limit() -> None:
-    handler = PreemptionHandler()
-    handler.observe(1e9, save_seconds=1e9)
-    assert handler.stop_requested == ""
-
-
 def test_time_limit_reserves_a_step_and_a_save() -> None:
     handler = PreemptionHandler(time_limit_seconds=100)
     assert handler.reserve_seconds == 1.5 * 5
@@ -194,10 +188,3 @@ def test_loop_stops_before_the_time_limit(now: list[float]) -> None:
         now[0] += 2.0
         handler.observe(2.0)
     assert now[0] == 132.0  # 1.5 * (2 + 10) before the end
-
-
-@pytest.mark.parametrize(("seconds", "words"), [(7200, "2h00m"), (5400, "1h30m"), (45, "45s")])
-def test_stop_reason_format(seconds: float, words: str) -> None:
-    handler = PreemptionHandler(time_limit_seconds=seconds)
-    handler.observe(seconds)
-    assert handler.stop_requested == f"time limit {words}"

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -32,7 +31,6 @@ from megatoken.config.load import resolve
 from megatoken.console import Console
 from megatoken.data.tokenizer import load_saved_tokenizer, load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError, StorageError
-from megatoken.native.library import find_library
 from megatoken.plots import draw_weights
 from megatoken.system.metrics_log import read_metrics
 from megatoken.train.run import Run
@@ -159,25 +157,6 @@ def test_runtime_settings_do_not_change_the_loss_curve(
             ]
         )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_resume_with_other_settings_is_refused_with_the_difference(
-    clean: Path, recipe: Path
-) -> None:
-    with pytest.raises(
-        MegatokenError, match=r"optim.lr: 0.01 -> 0.02; budget.steps: 40 -> 50"
-    ) as error:
-        train(recipe, clean, "optim.lr=2e-2", "budget.steps=50")
-    assert error.value.code == ExitCode.CONFIG
-
-
-def test_resume_with_other_data_is_refused(clean: Path, recipe: Path, tmp_path: Path) -> None:
-    for name in ("train_0.npy", "val_0.npy"):
-        ids = np.load(recipe.parent / name)
-        np.save(tmp_path / name, np.roll(ids, 1))
-    with pytest.raises(MegatokenError, match="was trained on dataset") as error:
-        train(recipe, clean, f"data.path={tmp_path}/*.npy")
-    assert error.value.code == ExitCode.DATA
 
 
 def test_damaged_checkpoint_is_reported_and_skipped(
@@ -376,71 +355,6 @@ def test_damaged_machine_json_is_measured_again(recipe: Path, tmp_path: Path) ->
         assert mended["forms"]["kernels"]["attention"] in ("flash", "blocked", "native")
 
 
-@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
-def test_native_products_say_that_they_take_low_precision_weights(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    native = "machine.precision=bf16", "machine.gemm_backend=native"
-    train(recipe, tmp_path / "run", *SHORT, *native, "machine.master_weights=off")
-    assert "machine.master_weights=off is ignored" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(find_library() is None, reason="the native kernels are not compiled")
-def test_other_kernels_on_a_resume_are_said(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The library of another processor, or of another version, adds in another order; and one may be gone."""
-    for before, now in (
-        ({"library": "avx2-0123"}, "avx2-0123"),
-        ({"kernels": {"attention": "gone"}}, "attention gone"),
-    ):
-        out = tmp_path / now
-        train(
-            recipe,
-            out,
-            "sample.every=0",
-            "budget.steps=4",
-            "save.every=2steps",
-            "machine.gemm_backend=native",
-        )
-        facts = json.loads((out / "machine.json").read_text())
-        assert facts["forms"]["library"]
-        facts["forms"] |= before
-        (out / "machine.json").write_text(json.dumps(facts))
-        for _ in range(2):
-            capsys.readouterr()
-            shutil.rmtree(out / "checkpoints" / "step-00000004")
-            (out / "status.json").unlink()
-            train(
-                recipe,
-                out,
-                "sample.every=0",
-                "budget.steps=4",
-                "save.every=2steps",
-                "machine.gemm_backend=native",
-            )
-            said = capsys.readouterr()
-            if now:
-                assert "different kernels than before step 2" in said.out + said.err
-                assert now in said.out + said.err
-            else:  # it goes on with those of the last start
-                assert "other kernels" not in said.out + said.err
-            now = ""
-
-
-def test_a_lost_choice_of_kernels_is_said(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "sample.every=0", "budget.steps=4", "save.every=2steps"
-    train(recipe, tmp_path, *words)
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
-    for lost in "status.json", "machine.json":
-        (tmp_path / lost).unlink()
-    assert "re-tuning kernels" not in capsys.readouterr().err
-    train(recipe, tmp_path, *words)
-    assert "re-tuning kernels" in capsys.readouterr().err
-
-
 def test_run_keeps_the_kernels_it_started_with(recipe: Path, tmp_path: Path) -> None:
     """Another kernel adds in another order: a resume that chose again would not be bit-identical."""
     out = tmp_path / "run"
@@ -465,19 +379,6 @@ def test_run_keeps_the_kernels_it_started_with(recipe: Path, tmp_path: Path) -> 
         json.loads((out / "machine.json").read_text())["forms"]["kernels"]["attention"]
         == "explicit"
     )
-
-
-def test_explain_prints_the_timings(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = resolve(str(recipe), ["sample.every=0", "budget.steps=1", "model.dropout=0"]).config
-    config = replace(config, machine=replace(config.machine, fused="on", sharding="zero1"))
-    Trainer(config, tmp_path / "run", explain=True).fit()
-    output = capsys.readouterr().out
-    assert re.search(r"kernels +attention \w+", output)
-    assert re.search(r"attention +\w+ \(flash [\d.e-]+ ms, (blocked|native) [\d.e-]+ ms\)", output)
-    assert ("machine.fused=on is ignored" in output) == (find_library() is None)
-    assert "machine.sharding=zero1 is ignored" in output
 
 
 @pytest.mark.fault(18)
@@ -509,15 +410,6 @@ def test_space_is_asked_for_the_checkpoints_that_are_missing(
     free = lambda: 0 if first.exists() else one  # noqa: E731  # killed after a commit, before the oldest was removed
     assert train(recipe, out, *words).steps == 4
     assert list_steps(out / "checkpoints") == [3, 4]
-
-
-def test_damaged_log_of_a_finished_run_is_no_obstacle(recipe: Path, tmp_path: Path) -> None:
-    train(recipe, tmp_path, *SHORT)
-    with (tmp_path / "metrics.jsonl").open("a") as log:
-        log.write("a stray line\n")
-    assert train(recipe, tmp_path, *SHORT).loss is not None
-    (tmp_path / "metrics.jsonl").unlink()
-    assert train(recipe, tmp_path, *SHORT).code == ExitCode.DONE
 
 
 def test_missing_dataset(recipe: Path, tmp_path: Path) -> None:
@@ -586,20 +478,6 @@ def test_damaged_or_missing_config_is_restored_from_a_checkpoint(
     assert (out / "config.yaml").read_text() == config
 
 
-def test_out_that_cannot_be_used_is_a_storage_error(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="File name too long"):
-        train(recipe, tmp_path / ("x" * 256))
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0)
-    try:
-        if os.access(closed, os.X_OK):
-            pytest.skip("this user may enter every folder")
-        with pytest.raises(StorageError, match="Permission denied"):
-            train(recipe, closed / "run")
-    finally:
-        closed.chmod(0o755)
-
-
 def test_tokenizer_of_the_dataset_replaces_a_stale_one(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(recipe, out, "budget.steps=1")
@@ -615,38 +493,6 @@ def test_tokenizer_of_the_dataset_replaces_a_stale_one(recipe: Path, tmp_path: P
     )
     (out / "config.yaml").unlink()
     assert train(recipe, out, "budget.steps=2").steps == 2  # a checkpoint has a copy of the recipe
-
-
-def test_a_warm_up_longer_than_the_run_is_warned_of(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(recipe, tmp_path / "run", "budget.steps=1", "optim.warmup=5steps", "evaluate.tokens=0")
-    assert "optim.warmup: 5 steps exceed the run's 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("vocab_size", "unused"), [(0, 0), (384, 0), (1024, 767)])
-def test_ids_without_text_are_warned_of(
-    vocab_size: int, unused: int, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those of a preset's vocabulary beside a smaller tokenizer; not those that pad it."""
-    train(
-        recipe,
-        tmp_path / "run",
-        "budget.steps=1",
-        "evaluate.tokens=0",
-        f"model.vocab_size={vocab_size}",
-    )
-    warning = f"{unused} of the model's 1,024 ids"
-    assert (warning in (error := capsys.readouterr().err)) is bool(unused)
-    assert ("1,024 ids" in error) is bool(unused)
-
-
-def test_prompt_longer_than_the_context_is_refused(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        MegatokenError, match=r"sample\.prompt has 20 tokens, the model's context is 16"
-    ):
-        train(recipe, tmp_path / "run", f"sample.prompt={'x' * 20}")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.fault(14)
@@ -718,18 +564,6 @@ def slowly(monkeypatch: pytest.MonkeyPatch, fails: Sequence[int] = ()) -> None:
         return write(draft, step, files, *rest)
 
     monkeypatch.setattr(save, "write_files", write_slowly)
-
-
-@pytest.mark.parametrize("last", [3, 4])
-def test_a_checkpoint_that_fails_does_not_keep_the_next_from_being_saved(
-    last: int, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slowly(monkeypatch, fails=[2])
-    overrides = ("save.every=2", f"budget.steps={last}", "evaluate.every=0", "sample.every=0")
-    assert train(recipe, tmp_path / "run", *overrides).code == ExitCode.DONE
-    assert list_steps(tmp_path / "run" / "checkpoints") == [last]
-    events = [row["what"] for row in read_metrics(tmp_path / "run") if row["kind"] == "event"]
-    assert events == ["save failed"]
 
 
 @pytest.mark.fault(14)

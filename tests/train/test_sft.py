@@ -28,7 +28,6 @@ from megatoken.data.sources import find_source
 from megatoken.data.tokenizer import load_tokenizer
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.model.gpt import GPT
-from megatoken.model.loss import cross_entropy
 from megatoken.system.metrics_log import read_metrics
 from megatoken.train.initial_state import add_mean_rows
 from megatoken.train.state import build_state
@@ -192,15 +191,6 @@ def test_two_processes_train_as_one(base: Path, tuned: Path, tmp_path: Path) -> 
     assert rows_of(tmp_path / "run", "val") == pytest.approx(rows_of(tuned, "val"), rel=2e-5)
 
 
-def test_four_processes_train_as_one(base: Path, tuned: Path, tmp_path: Path) -> None:
-    """Without the validation and samples, which two processes share above, so that it takes seconds."""
-    words = ["evaluate.tokens=0", "sample.every=0", "sample.at_start=false"]
-    assert tune(base, tmp_path / "run", *words, nproc=4) == ExitCode.DONE
-    for key, tolerance in (("loss", 2e-5), ("grad_norm", 2e-4)):
-        expected = rows_of(tuned, "train", key)
-        assert rows_of(tmp_path / "run", "train", key) == pytest.approx(expected, rel=tolerance)
-
-
 def test_batches_do_not_depend_on_the_processes(base: Path) -> None:
     dataset = load_dataset(base / "chats")
     marks = open_rows(dataset, "train").marks
@@ -230,39 +220,6 @@ def test_batches_do_not_depend_on_the_processes(base: Path) -> None:
     ]
     n_rows = len(open_rows(dataset, "train"))
     assert sorted(seen[:n_rows]) == list(range(n_rows))
-
-
-@pytest.mark.parametrize("model_config", [TINY_LLAMA, TINY_MODERN], ids=["llama", "modern"])
-def test_packed_conversations_are_trained_as_if_alone(
-    base: Path, model_config: ModelConfig
-) -> None:
-    rows = open_rows(load_dataset(base / "chats"), "train")
-    model_config = replace(model_config, vocab_size=259, seq_len=CONTEXT)
-    total, count = 0.0, 0
-    model = GPT(model_config, seed=3)
-    last = range(len(rows) - 4, len(rows))  # the fullest rows come first, of one conversation each
-    for row in last:
-        ids, marks = rows.read(np.array([row]))
-        kept = int((marks[0] < 4).sum())
-        for piece in np.split(np.arange(kept), np.flatnonzero(marks[0, :kept] & 2)[1:]):
-            batch = make_batch(ids[:, piece], marks[:, piece])
-            assert batch.starts_BT is None
-            hidden, weight = model(batch.inputs_BT), model.lm_head_weight
-            loss, n = cross_entropy(
-                hidden,
-                weight,
-                batch.targets_BT,
-                vocab_size=259,
-                softcap=model_config.logit_softcap,
-                chunk=0,
-            )
-            total, count = total + loss.item(), count + int(n)
-    state = build_state(GPT(model_config, seed=3), tiny_config(), CPU)
-    batch = make_batch(*rows.read(np.array(last)))
-    assert batch.starts_BT is not None
-    assert forward_backward(state, tiny_step_config(2), CPU, batch).item() == pytest.approx(
-        total / count, rel=1e-6
-    )
 
 
 def test_loss_and_gradients_are_those_of_transformers(base: Path) -> None:

@@ -12,9 +12,8 @@ from megatoken.config.schema import OptimConfig
 from megatoken.data.dataloader import Batch
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ExitCode, MegatokenError, NumericsError
-from megatoken.model.gpt import set_activation_checkpointing, set_attention
+from megatoken.model.gpt import set_activation_checkpointing
 from megatoken.model.loss import cross_entropy
-from megatoken.native.library import find_library
 from megatoken.objectives.answer_scores import fit_rows
 from megatoken.objectives.objective import build_objective
 from megatoken.optim.optimizer import build_optimizer
@@ -31,7 +30,6 @@ from tests.tiny_model import (
     CPU,
     TINY_GPT,
     TINY_LLAMA,
-    TINY_MODERN,
     tiny_batch,
     tiny_config,
     tiny_state,
@@ -120,15 +118,6 @@ def test_step_equals_plain_torch() -> None:
     assert report.step == state.step == 1
     for name, parameter in twin.named_parameters():
         torch.testing.assert_close(state.model.get_parameter(name), parameter, rtol=1e-4, atol=1e-6)
-
-
-def test_weight_decay_groups() -> None:
-    decayed, kept = tiny_state().optimizer.param_groups
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
-    assert all(p.dim() == 2 for p in decayed["params"])
-    assert all(p.dim() == 1 for p in kept["params"])
-    counted = sum(p.numel() for group in (decayed, kept) for p in group["params"])
-    assert counted == sum(p.numel() for p in tiny_state().model.parameters())
 
 
 def test_nonfinite_loss_leaves_the_weights() -> None:
@@ -227,17 +216,6 @@ def test_gradients_of_earlier_micro_batches_survive_in_the_memory_of_cuda_graphs
     state.optimizer.zero_grad()
     forward_backward(state, step_config, CPU, Batch(*tiny_batch()))
     assert marks == [[], []]  # once a step, when no gradient is left
-
-
-def test_async_steps_equal_synchronous_steps() -> None:
-    late, now = tiny_state(), tiny_state()
-    pending = [
-        train_step_async(late, tiny_step_config(), CPU, Batch(*tiny_batch(step)))
-        for step in range(4)
-    ]
-    assert wait_for_steps(late, pending) == [
-        train_step(now, tiny_step_config(), CPU, Batch(*tiny_batch(step))) for step in range(4)
-    ]
 
 
 def kept_bytes(
@@ -341,58 +319,6 @@ def test_overfits_one_batch() -> None:
     assert losses[-1] < 1.5
 
 
-LENGTHS = (5, 7, 3)  # of the sequences in a row of 15 tokens, and one that no target counts
-
-
-def pack(rows: torch.Tensor) -> tuple[Batch, Batch]:
-    """Sequences of LENGTHS in rows of all of them, and each in a row of its own."""
-    inputs, targets = rows[:, :-1], rows[:, 1:]
-    starts = torch.tensor(
-        [first for n, first in zip((*LENGTHS, 1), (0, 5, 12, 15), strict=True) for _ in range(n)]
-    )
-    counted = targets.clone()
-    counted[
-        :, [4, 11, 14, 15]
-    ] = -1  # where one sequence ends, the next one's first token is no target
-    alone = []
-    for n, first in zip(LENGTHS, (0, 5, 12), strict=True):
-        pad = (0, 16 - n)
-        part = slice(first, first + n)
-        alone.append(
-            [
-                torch.nn.functional.pad(x[:, part], pad, value=-v)
-                for x, v in ((inputs, 0), (counted, 1))
-            ]
-        )
-    unpacked = [torch.cat(parts) for parts in zip(*alone, strict=True)]
-    return Batch(inputs, counted, starts.expand(len(rows), -1)), Batch(*unpacked)
-
-
-@pytest.mark.parametrize("attention", ["explicit", "flash", "blocked"])
-@pytest.mark.parametrize(
-    "model_config", [TINY_GPT, TINY_LLAMA, TINY_MODERN], ids=["gpt", "llama", "modern"]
-)
-def test_packed_sequences_are_trained_as_if_alone(
-    model_config: ModelConfig, attention: str
-) -> None:
-    packed, unpacked = pack(torch.cat([tiny_batch()[0], tiny_batch()[1][:, -1:]], 1))
-    found = []
-    for batch, micro_batch in ((packed, 8), (packed, 2), (unpacked, 24)):
-        state = tiny_state(model_config=model_config)
-        set_attention(state.model, attention)
-        loss = forward_backward(state, tiny_step_config(micro_batch), CPU, batch).item()
-        found.append((loss, {name: p.grad for name, p in state.model.named_parameters()}))
-    for loss, gradient in found[:-1]:
-        assert loss == pytest.approx(found[-1][0], rel=1e-6)
-        for name, expected in found[-1][1].items():
-            torch.testing.assert_close(gradient[name], expected, rtol=1e-5, atol=2e-7)
-    sees_others = tiny_state(model_config=model_config)
-    mixed = forward_backward(
-        sees_others, tiny_step_config(), CPU, replace(packed, starts_BT=None)
-    ).item()
-    assert abs(mixed - found[0][0]) > 1e-5
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfBatch(Batch):
     half: torch.Tensor
@@ -439,20 +365,3 @@ def test_an_objective_takes_the_place_of_the_cross_entropy() -> None:
         (expected.loss, expected.grad_norm), rel=1e-6
     )
     assert report.values == {"rows": 4 / 64}
-
-
-def test_native_adamw_reads_gradients_of_copies_in_low_precision_alone() -> None:
-    """Sharded weights are trained as other tensors, too, but of the same values: their gradients are collected."""
-    if (library := find_library()) is None:
-        pytest.skip("the native kernels are not compiled")
-    sharded, copied = tiny_state(), tiny_state()
-    trained = {
-        name: torch.nn.Parameter(param.detach().clone())
-        for name, param in sharded.sharded.local_params.items()
-    }
-    sharded.sharded = replace(sharded.sharded, trained=trained)
-    copied.enable_master_weights(torch.bfloat16)
-    for state in (sharded, copied):
-        state.use_native_adamw(library)
-    assert not sharded.updates_copies
-    assert copied.updates_copies

@@ -24,7 +24,7 @@ from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
 from megatoken.system.metrics_log import read_metrics
-from megatoken.train import actions, checkpoint_saver, compilation, setup, tuning
+from megatoken.train import checkpoint_saver, compilation, setup
 from megatoken.train import train as pretrain
 from megatoken.train.actions import Action
 from megatoken.train.train import Summary, Trainer
@@ -139,29 +139,6 @@ def test_validation_and_samples_do_not_recompile_the_blocks(
     assert all(compiled)
 
 
-def test_a_sample_without_memory_does_not_end_the_run(
-    config: Config,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def generate_ids(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(actions, "generate_ids", generate_ids)
-    monkeypatch.setattr(tuning, "compile_forward", lambda *_: "")
-    words = [f"data.path={config.data.path}", *SMALL, "sample.every=6steps", "machine.compile=on"]
-    given = load_config("quickstart", *words)
-    given = replace(given, machine=replace(given.machine, master_weights="on"))
-    summary = Trainer(given, tmp_path / "run").fit()
-    assert summary.steps == 12
-    output = capsys.readouterr().out
-    assert output.count("no sample: out of memory") == 2
-    assert "compiled (machine.compile=on) in 0s" in output
-    assert json.loads((tmp_path / "run" / "machine.json").read_text())["compile"] == "on"
-    assert "machine.master_weights=on" in output
-
-
 @pytest.mark.parametrize("sharding", ["none", "zero3"])
 def test_settings_that_a_split_model_cannot_use_are_named(
     sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -241,14 +218,6 @@ def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path) -> 
     )
     assert losses(tmp_path / "seed") == losses(tmp_path / "same")
     assert losses(tmp_path / "seed") != losses(tmp_path / "other")
-
-
-def test_two_processes_train_the_same_curve(config: Config, tmp_path: Path) -> None:
-    one = fit(config, tmp_path / "one")
-    two = fit(config, tmp_path / "two", nproc=2)
-    assert (two.code, two.steps, two.tokens) == (one.code, one.steps, one.tokens)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    assert two.val_loss == pytest.approx(one.val_loss, rel=1e-5)
 
 
 def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> None:
