@@ -427,9 +427,7 @@ def test_a_value_head_is_left_out_of_an_export(
 ) -> None:
     train(base, "reward", tmp_path / "run", "budget.steps=2")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == ExitCode.DONE
-    assert "the value head" in "".join(
-        capsys.readouterr()
-    )
+    assert "the value head" in "".join(capsys.readouterr())
     assert load_pretrained(tmp_path / "hf").model.value_head is None
 
 
