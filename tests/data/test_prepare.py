@@ -25,6 +25,9 @@ import tokenizers
 from megatoken.data import corpus_reader as reader
 from megatoken.data import documents
 from megatoken.data import prepare as preparation
+from megatoken.data.corpus_reader import Chunk
+from megatoken.data.documents import PrepareOptions
+from megatoken.data.encode_workers import encode_chunks
 from megatoken.data.gpt2_vocab import TIKTOKEN_VOCAB
 from megatoken.data.prepare import Progress, prepare
 from megatoken.data.shard_format import (
@@ -35,8 +38,8 @@ from megatoken.data.shard_format import (
     read_header,
     read_manifest,
 )
-from megatoken.data.tokenizer import load_saved_tokenizer
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer
+from megatoken.errors import ExitCode, MegatokenError, PeerError
 from tests.processes import children, wait_for_group
 from tests.soak import prepare_soak
 
@@ -638,3 +641,17 @@ def test_settings_out_of_range_are_refused_before_any_work(
 ) -> None:
     refuse(ExitCode.CONFIG, write(tmp_path / "a.txt", "text"), tmp_path / "out", **{name: value})
     assert not (tmp_path / "out").exists()
+
+
+def test_a_worker_that_dies_while_it_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer larger than a pipe's buffer must not block the parent."""
+    words = {f"word{number}": number for number in range(5000)}
+    tokenizer = Tokenizer(
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0")).to_str(),
+        "words",
+        0,
+    )
+    monkeypatch.setenv("PYTHONHOME", "/nonexistent")
+    chunks = iter([Chunk([], None, 0, {})] * 2)
+    with pytest.raises(PeerError):
+        list(encode_chunks(chunks, PrepareOptions(), tokenizer, workers=2))

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatoken.data.corpus_reader import Chunk
 from megatoken.data.documents import Encoded, PrepareOptions, Segment, encode_segments
@@ -30,34 +32,38 @@ def encode_chunks(
             yield chunk, encode_segments(chunk.segments, options, tokenizer)
         return
     os.putenv("PYTHONSAFEPATH", "1")  # workers import no module from the current folder
-    pool = ProcessPoolExecutor(
-        workers,
-        multiprocessing.get_context("spawn"),  # forking is unsafe with the tokenizer's threads
-        _start_worker,
-        (options, tokenizer.to_json(), tokenizer.name, tokenizer.eot),
-    )
-    pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
-    try:
-        for chunk in chunks:
-            pending.append((chunk, pool.submit(_encode, chunk.segments)))
-            if len(pending) > 2 * workers:
-                first, future = pending.popleft()
+    with TemporaryDirectory(prefix="megatoken-") as folder:
+        # A file, because a worker that dies while it starts would block a longer argument forever.
+        file = Path(folder) / "tokenizer.json"
+        file.write_text(tokenizer.to_json(), encoding="utf-8")
+        pool = ProcessPoolExecutor(
+            workers,
+            multiprocessing.get_context("spawn"),  # forking is unsafe with the tokenizer's threads
+            _start_worker,
+            (options, file, tokenizer.name, tokenizer.eot),
+        )
+        pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        try:
+            for chunk in chunks:
+                pending.append((chunk, pool.submit(_encode, chunk.segments)))
+                if len(pending) > 2 * workers:
+                    first, future = pending.popleft()
+                    yield first, future.result()
+            for first, future in pending:
                 yield first, future.result()
-        for first, future in pending:
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        fix = "run the same command again to resume; fewer workers need less memory"
-        raise PeerError("a tokenizer worker died", "prepare", fix) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        except BrokenProcessPool as error:
+            fix = "run the same command again to resume; fewer workers need less memory"
+            raise PeerError("a tokenizer worker died", "prepare", fix) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(options: PrepareOptions, tokenizer_json: str, name: str, eot: int) -> None:
+def _start_worker(options: PrepareOptions, file: Path, name: str, eot: int) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process group
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # read by the Rust side
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker = options, Tokenizer(tokenizer_json, name, eot)
+    _worker = options, Tokenizer(file.read_text(encoding="utf-8"), name, eot)
 
 
 def _exit_with_parent() -> None:
