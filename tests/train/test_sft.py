@@ -311,9 +311,9 @@ def test_what_is_refused(base: Path, tmp_path: Path) -> None:
         "order": ("data.order=sequential", "conversations are always shuffled"),
         "parallel": (
             "machine.tensor_parallel=2",
-            "rows of conversations are not split over tensor-parallel",
+            "machine.tensor_parallel: not supported for conversations",
         ),
-        "batch": ("budget.batch_tokens=64000", "holds .* rows of conversations, a batch has 800"),
+        "batch": ("budget.batch_tokens=64000", "sequences of 80 tokens, a batch 800"),
     }
     for name, (word, message) in wrong.items():
         with pytest.raises(MegatokenError, match=message):
