@@ -1,9 +1,12 @@
-"""nanoGPT's own CPU example against ours, to the same loss: `python -m benchmarks.character_race --nanogpt CHECKOUT`.
+"""Train nanoGPT's CPU example and ours to the same loss.
 
-The model is nanoGPT's: 4 layers, 4 heads, 128 wide, 64 characters of tiny Shakespeare in context. nanoGPT trains it as
-its README says (2,000 steps of 12 x 64 characters), ours with the recipe below; both see the first nine tenths of the
-text. Both run as whole programs, start to end, in interleaved rounds. Both losses are measured alike:
-nanoGPT's own estimate over random windows of the last tenth, and ours over all of it. Ends in one JSON line.
+    python -m benchmarks.character_race --nanogpt CHECKOUT --text FILE
+
+The model is nanoGPT's: 4 layers, 4 heads, width 128, a context of 64 characters of tiny
+Shakespeare. nanoGPT trains it as in its README (2,000 steps of 12 x 64 characters), ours with
+character_race.yaml, both on the first nine tenths of the text. Full programs run in interleaved
+rounds. nanoGPT's loss is its own estimate over random windows of the last tenth, ours is over all
+of it. Prints one JSON line.
 """
 
 import argparse
@@ -25,7 +28,7 @@ NANOGPT = (
 
 
 def run_nanogpt(checkout: Path, folder: Path) -> tuple[float, float]:
-    """(seconds, lowest of its estimates of the validation loss)."""
+    """Return the seconds and the lowest of nanoGPT's validation loss estimates."""
     start = time.perf_counter()
     command = [sys.executable, "train.py", *NANOGPT.split(), f"--out_dir={folder}"]
     output = subprocess.run(
@@ -36,7 +39,7 @@ def run_nanogpt(checkout: Path, folder: Path) -> tuple[float, float]:
 
 
 def run_ours(data: Path, folder: Path) -> tuple[float, float]:
-    """(seconds, loss over the held-out tenth at the end)."""
+    """Return the seconds and the final held-out loss."""
     start = time.perf_counter()
     command = [
         "megatoken",

@@ -1,4 +1,4 @@
-"""`bench loader` and `bench prepare`: how fast tokens are read, and how fast text becomes tokens."""
+"""`loader` and `prepare`: how fast tokens are read, and how fast text becomes tokens."""
 
 import argparse
 import json
@@ -51,9 +51,10 @@ COMPARED_DOCUMENTS = 200  # whose ids must be the same for all encoders
 
 
 def run_loader(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Tokens/s of the loader on one core from the page cache: a first epoch, which checks every block, and later ones.
+    """Measure tokens/s of the loader on one core, from the page cache.
 
-    Raises ConfigError when an epoch is less than one batch.
+    The first epoch checks every block; later ones do not. Raises ConfigError if an epoch is less
+    than a batch.
     """
     tokens, largest = (
         options.shards * options.shard_tokens,
@@ -85,7 +86,7 @@ def run_loader(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def write_shards(folder: Path, n_shards: int, shard_tokens: int) -> None:
-    """A dataset of random uint16 ids below GPT-2's vocabulary."""
+    """Write a dataset of random uint16 ids from GPT-2's vocabulary."""
     rng, shards = np.random.default_rng(0), []
     for number in range(n_shards):
         header = make_header(shard_tokens, "uint16", FINGERPRINT)
@@ -123,7 +124,7 @@ def write_shards(folder: Path, n_shards: int, shard_tokens: int) -> None:
 def time_epochs(
     folder: Path, seq_len: int, batch_tokens: int, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Tokens/s of the whole batches of a first epoch, which opens the dataset, and of later ones, in turn."""
+    """Measure tokens/s of a first epoch, which opens the dataset, interleaved with later ones."""
 
     def open_loader() -> DataLoader:
         return DataLoader(
@@ -148,9 +149,9 @@ def time_epochs(
 
 
 def run_prepare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """MB/s of `prepare`, from a text file to shards, beside the `tokenizers` library encoding the same documents.
+    """Measure MB/s of `prepare` and of the `tokenizers` library on the same documents.
 
-    ratio: prepare's median over the other's. Raises NumericsError if ids differ.
+    ratio: prepare's median over the library's. Raises NumericsError if the ids differ.
     """
     documents = list(make_documents(options.megabytes * 10**6))
     spec = options.tokenizer or ("gpt2" if find_local_merges() is not None else FALLBACK)
@@ -191,8 +192,8 @@ def run_prepare(options: argparse.Namespace, console: Console) -> dict[str, Any]
 
 
 def make_documents(total_bytes: int) -> Iterator[str]:
-    """English-like documents of 4 kB on average: shuffled lines of the standard library, with new words
-    as corpora have. Always the same ones.
+    """Yield documents of 4 kB on average: shuffled lines of the standard library and new words.
+    Always the same.
     """
     files = find_source("python", Path(sysconfig.get_paths()["stdlib"])).files
     lines = [
@@ -211,7 +212,7 @@ def make_documents(total_bytes: int) -> Iterator[str]:
 
 
 def write_jsonl(path: Path, documents: Iterable[str]) -> None:
-    """One {"text": ...} a line."""
+    """Write one {"text": ...} per line."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
 

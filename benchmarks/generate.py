@@ -1,8 +1,8 @@
-"""`bench generate`: tokens/s of greedy decoding at batch 1, beside `transformers` where it is installed.
+"""`generate`: tokens/s of greedy decoding at batch 1, next to `transformers` if it is installed.
 
-Both have the same random weights. In fp32 their ids are compared in every repeat; in bf16 rounding decides between
-tokens, and transformers runs in fp32, too: the faster one counts. Where the native kernels are, ours is also timed with
-weights of 8 bits (`sample --int8`).
+Both have the same random weights. In fp32 all repeats must give the same ids. In bf16, where
+rounding can change ids, transformers also runs in fp32 and the faster one counts. With native
+kernels, ours is also timed with int8 weights.
 """
 
 import argparse
@@ -35,9 +35,9 @@ GAIN = 2.0  # of random matrices: a layer's output is this many times as large a
 
 
 def run_generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Tokens/s, prompt included, of each program in turn after an untimed round, and whether all gave the same ids.
+    """Measure tokens/s, prompt included, of each program in interleaved rounds.
 
-    Raises ConfigError when prompt and continuation are longer than the preset's context.
+    Raises ConfigError if prompt and new tokens exceed the preset's context.
     """
     model_config, total = PRESETS[options.preset], options.prompt_tokens + options.tokens
     if total > model_config.seq_len:
@@ -103,10 +103,10 @@ def run_generate(options: argparse.Namespace, console: Console) -> dict[str, Any
 
 
 def build_models(model_config: ModelConfig, console: Console) -> tuple[GPT, Any]:
-    """Our model and transformers' with the same random weights, on the CPU; ours and None where it is not installed.
+    """Return our model and transformers' with the same random weights, or ours and None.
 
-    The matrices of the blocks are wide enough to change what passes through: with initial weights the tied embedding
-    decides alone, the text is one token for ever, and comparing it is idle.
+    The blocks' matrices are large enough to matter. With initial weights the tied embedding
+    decides alone, and the text repeats one token.
     """
     torch.manual_seed(0)
     try:
@@ -127,7 +127,7 @@ def build_models(model_config: ModelConfig, console: Console) -> tuple[GPT, Any]
 
 
 def generate_with(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    """A greedy continuation of the prompt by transformers' own `generate`."""
+    """Return transformers' own greedy continuation of the prompt."""
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

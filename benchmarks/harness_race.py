@@ -1,12 +1,12 @@
-"""HellaSwag by lm-evaluation-harness and by ours, on the same models and examples: the same choices, and how fast.
+"""Compare HellaSwag by lm-evaluation-harness and by ours: the same choices, and the speed of each.
 
-    python -m benchmarks.harness_race --data hellaswag_val.jsonl --text FILE --harness PYTHON_WITH_LM_EVAL
+    python -m benchmarks.harness_race --data hellaswag_val.jsonl --text FILE --harness PYTHON
 
-Models: random weights (4 layers of 256, and GPT-2 124M, the latter on the first --limit examples), and a small one
-trained on TEXT for two minutes with a vocabulary of its own, each exported to a Hugging Face folder that both read.
-Both take turns as whole programs; timed is what follows loading: tokens and model. The harness may choose its batch
-size first. Ours is timed with two scores, and with acc_token_mean, which has other prompts, on top. Ends in one
-JSON line.
+Models: random weights (4 layers of width 256, and GPT-2 124M on the first --limit examples), and a
+small one trained on TEXT for two minutes, each exported to a Hugging Face folder that both read.
+Both run as full programs in interleaved rounds; loading is not timed. The harness chooses its
+batch size first. Ours is timed with two scores, and with acc_token_mean, which has other prompts.
+Prints one JSON line.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def write_trained(text: Path, folder: Path) -> Path:
 
 
 def race(python: str, folder: Path, data: Path, limit: int, rounds: int) -> dict[str, Any]:
-    """Choices that agree, examples a second of each, and the ratios of the same turns."""
+    """Return the choices that agree, examples per second of each, and ratios by round."""
     trials = {
         size: run_harness(python, folder, data, TRIAL_EXAMPLES, size)["seconds"]
         for size in BATCH_SIZES

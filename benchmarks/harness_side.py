@@ -1,8 +1,11 @@
-"""lm-evaluation-harness on HellaSwag from a local file: `python harness_side.py FOLDER FILE LIMIT BATCH_SIZE`.
+"""Run lm-evaluation-harness on HellaSwag from a local file.
 
-Run by benchmarks/harness_race.py with a Python that has `lm_eval`; imports nothing of ours. The task is the harness's
-own but for where its rows come from; rows that have no ctx_a and ctx_b have the harness's preparation of them as ctx.
-Ends in one JSON line: what every example scored, and the seconds that tokens and model took.
+    python harness_side.py FOLDER FILE LIMIT BATCH_SIZE
+
+harness_race.py runs this with a Python that has `lm_eval`; it imports nothing of ours. The task is
+the harness's own, except for the source of its rows. Rows without ctx_a and ctx_b already hold the
+harness's preparation as ctx. Prints one JSON line: the scores of every example, and the seconds of
+tokens and model.
 """
 
 import json

@@ -1,13 +1,12 @@
-"""What hashing adds to a save and to a load of a checkpoint, which do the same without it in turns.
+"""Measure what hashing adds to saving and loading a checkpoint.
 
     python -m benchmarks.hash_cost --rounds 15
 
-A GPT of 42 million parameters with its AdamW state, about 500 MB, on this disk: saved by `save_state`, loaded by
-`verify` of the small files and `restore_state` into a built state, from the page cache (warm) and from the disk (cold:
-its pages are dropped first). The other side takes the same path without the hash. Prints one JSON line: medians of
-seconds with hashes, and of the share of them that hashing takes: the median over rounds of 1 - without / with. Writing
-varies by more than that from save to save, so of a save also the share of its time that it waits for a hash after the
-file is durable (`waits`).
+A GPT of 42 million parameters with its AdamW state, about 500 MB, is saved by `save_state` and
+loaded by `verify` and `restore_state`, from the page cache (warm) and from the disk (cold). The
+same calls without hashing are interleaved. Prints one JSON line: median seconds with hashes, and
+the median over rounds of 1 - without / with. Writes vary by more than that, so `waits` is the
+share of a save's time spent waiting for a hash after the file is durable.
 """
 
 import argparse
@@ -37,7 +36,7 @@ MODEL = ModelConfig(n_layer=12, n_head=8, d_model=512, d_ff=2048, vocab_size=819
 
 
 class NoHash:
-    """In the place of xxh3_128."""
+    """A stand-in for xxh3_128."""
 
     def update(self, block: memoryview) -> None:
         pass
@@ -47,7 +46,7 @@ class NoHash:
 
 
 def drop_pages(folder: Path) -> None:
-    """Forget what the page cache holds of these files."""
+    """Drop these files from the page cache."""
     os.sync()
     for path in folder.iterdir():
         if path.is_file():
@@ -65,7 +64,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 def share_of_hashes(
     rounds: int, call: Callable[[bool], object], prepare: Callable[[], object]
 ) -> dict[str, float]:
-    """call: takes whether to hash. The two take turns, and turns in being the first."""
+    """Time a call with and without hashing, interleaved, each first in half of the rounds."""
     pairs = []
     for index in range(rounds):
         seconds = {}

@@ -1,9 +1,10 @@
-"""Exports a model to Hugging Face, converts it to llama.cpp and compares logits, greedy text, tokens and chat.
+"""Export a model, convert it for llama.cpp, and compare logits, greedy text, tokens and chat.
 
     python -m benchmarks.llamacpp_route RUN --llama-cpp CHECKOUT
 
-Needs a checkout of llama.cpp for its converter, and its engine: pip install gguf llama-cpp-python. The last line of
-stdout is one JSON object. Weights and cache are fp32; the pre-tokenizer of a vocabulary trained here is set to GPT-2's.
+Needs llama.cpp's converter from a checkout, and its engine: pip install gguf llama-cpp-python.
+Weights and cache are fp32; the pre-tokenizer of our own vocabularies is set to GPT-2's. Prints one
+JSON line.
 """
 
 import argparse
@@ -27,7 +28,7 @@ F32 = 0  # of ggml's types; its cache of keys and values is fp16 otherwise
 
 
 def convert(llama_cpp: Path, folder: Path, target: Path) -> None:
-    """Run llama.cpp's own converter in this process."""
+    """Run llama.cpp's converter in this process."""
     sys.path.insert(0, str(llama_cpp))
     from conversion.base import TextModel
 
@@ -45,7 +46,7 @@ def convert(llama_cpp: Path, folder: Path, target: Path) -> None:
 
 
 def answer(llama: Any, chat: Sequence[dict[str, str]]) -> Reply:
-    """By the template in the GGUF, greedily."""
+    """Answer a conversation greedily, with the template in the GGUF."""
     done = llama.create_chat_completion(chat, max_tokens=ANSWER, temperature=0.0)
     choice, count = done["choices"][0], done["usage"]["prompt_tokens"]
     return Reply(

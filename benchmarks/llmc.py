@@ -1,7 +1,7 @@
-"""llm.c's C trainer as a baseline of `bench peers`: built from the user's checkout with its own Makefile's flags.
+"""llm.c's C trainer, built in the user's checkout with its Makefile's flags.
 
-Its forward, backward and AdamW in fp32 on our initial weights and ids; it has no gradient clipping, and decays every
-parameter. It runs as a process of its own that takes ids by stdin and logs as llm.c does.
+Runs forward, backward and AdamW in fp32 on our initial weights and ids, in its own process. It has
+no gradient clipping and decays every parameter.
 """
 
 import re
@@ -28,12 +28,14 @@ RULE = "megatoken: ; $(CC) $(CFLAGS) $(INCLUDES) $(LDFLAGS) -I. {} $(LDLIBS) -o 
 
 
 class LlmcTrainer:
-    """A live process of llm.c. step_seconds: of the last step, as llm.c has timed it."""
+    """A running llm.c process. step_seconds: time of the last step by llm.c's own clock."""
 
     def __init__(
         self, source: Path, config: ModelConfig, optim: OptimConfig, batch_seqs: int
     ) -> None:
-        """source: train_gpt2.c of a checkout. Raises ConfigError where it cannot be built."""
+        """Build and start it. source: train_gpt2.c of a checkout. Raises ConfigError if the build
+        fails.
+        """
         self.step_seconds = 0.0
         numbers = (optim.lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
         with tempfile.TemporaryDirectory(
@@ -46,7 +48,9 @@ class LlmcTrainer:
             self._read(LOADED)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """Train on ids and targets (B, T); return the mean loss in nats. Raises PeerError when the process ends."""
+        """Train on ids and targets (B, T) and return the mean loss in nats. Raises PeerError if
+        the process ends.
+        """
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(
@@ -58,7 +62,7 @@ class LlmcTrainer:
         return float(logged[1])
 
     def _read(self, form: re.Pattern[str]) -> re.Match[str]:
-        """The next line of the form; llm.c prints more, about the model."""
+        """Return the next line that matches; llm.c also prints others."""
         assert self.process.stdout is not None
         last = ""
         for line in self.process.stdout:
@@ -70,13 +74,13 @@ class LlmcTrainer:
         raise PeerError(what, "bench peers", "give a smaller shape or batch")
 
     def close(self) -> None:
-        """End the process."""
+        """Terminate the process."""
         self.process.terminate()
         with suppress(BrokenPipeError, ValueError):  # closed before
             self.process.communicate()
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that the process has held, 0 where the system does not say."""
+        """Return the peak memory of the process, or 0 if unknown."""
         with suppress(OSError, AttributeError):
             text = Path(f"/proc/{self.process.pid}/status").read_text()
             return 1024 * int(re.search(r"VmHWM:\s*(\d+)", text)[1])  # type: ignore[index]
@@ -84,7 +88,7 @@ class LlmcTrainer:
 
 
 def build(checkout: Path, folder: Path) -> Path:
-    """Build DRIVER in a checkout by its Makefile's rules; nothing is written but to `folder`. Raises ConfigError."""
+    """Build DRIVER by the checkout's Makefile, writing only to `folder`. Raises ConfigError."""
     program = folder / "train_gpt2"
     if not (make := shutil.which("make")) or not (checkout / "Makefile").is_file():
         raise ConfigError(

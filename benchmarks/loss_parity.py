@@ -1,8 +1,11 @@
-"""The fast step learns what the exact one does: `python -m benchmarks.loss_parity --device cuda --steps 200`.
+"""Compare the losses of fast training with those of exact training.
 
-Trains the same recipe on real text (the standard library, or --data) as the device does by default and in fp32 without
-TF32, and once more by default from another seed, whose distance is the noise to compare with. Needs no installation:
-PYTHONPATH=src. Ends in one JSON line: mean losses of the last steps, and how far the curves are apart.
+    python -m benchmarks.loss_parity --device cuda --steps 200
+
+Trains a recipe on real text (the standard library, or --data) with the device's defaults and in
+fp32 without TF32, and once more with defaults from another seed, whose distance is the noise.
+Needs no installation: PYTHONPATH=src. Prints one JSON line: mean losses of the last steps, and the
+distances of the curves.
 """
 
 import argparse
@@ -29,13 +32,13 @@ def megatoken(*words: str) -> None:
 
 
 def read_losses(run: Path) -> list[float]:
-    """Every step's training loss, in order."""
+    """Return the training loss of every step."""
     rows = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
 def compare(one: list[float], other: list[float]) -> dict[str, float]:
-    """Relative distances of two curves: the largest of any step, and of the means over the last ones."""
+    """Return the relative distance of two curves: the largest of a step, and of the last means."""
     steps = [abs(a - b) / b for a, b in zip(one, other, strict=True)]
     ends = [statistics.fmean(losses[-LAST:]) for losses in (one, other)]
     return {"largest": max(steps), "end": abs(ends[0] - ends[1]) / ends[1]}

@@ -1,9 +1,11 @@
-"""What Muon's update takes beside AdamW's, of a step of 64K tokens: `python -m benchmarks.muon_overhead`.
+"""Measure how much longer Muon's update takes than AdamW's in a step of 64K tokens.
 
-A GPT-2 124M with the kernels that a run here would take, on one thread, in its CPU seconds. In every round: forward and
-backward of one micro-batch of 1,024 tokens, AdamW's update, Muon's update, each with clipping. A step of 64
-micro-batches is 64 times the first plus one update. Ends in one JSON line: medians of seconds, and the share of the
-step by which Muon's is longer, by rounds.
+    python -m benchmarks.muon_overhead
+
+GPT-2 124M with a run's kernels on one thread, in CPU seconds. Each round times forward and
+backward of one micro-batch of 1,024 tokens, AdamW's update and Muon's update with clipping. A step
+is 64 micro-batches and one update. Prints one JSON line: median seconds, and the share by which
+Muon's step is longer, by round.
 """
 
 import argparse

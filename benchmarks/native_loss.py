@@ -1,8 +1,9 @@
-"""Losses by the native kernels in bf16 beside PyTorch's in fp32: `python -m benchmarks.native_loss`.
+"""Compare the losses of native bf16 kernels with PyTorch's in fp32.
 
-20 steps of GPT-2 124M on the same ids from the same weights, one sequence of 1,024 tokens each; and the quickstart's
-recipe cut to 200 steps on its corpus, from several seeds, with the loss of held-out text at its end. Ends in one
-JSON line.
+    python -m benchmarks.native_loss
+
+20 steps of GPT-2 124M from the same weights on the same ids, and 200 steps of the quickstart from
+several seeds with the held-out loss at the end. Prints one JSON line.
 """
 
 import argparse
@@ -38,7 +39,7 @@ PLAIN = {"compile": "off", "master_weights": "auto"}
 
 
 def train_124m(form: str, steps: int) -> list[float]:
-    """The loss of every step, in a process of its own."""
+    """Return the loss of every step, trained in a worker process."""
     machine = FORMS[form] | PLAIN
     worker = Worker(
         spec=WorkerSpec(
@@ -61,7 +62,7 @@ def train_124m(form: str, steps: int) -> list[float]:
 
 
 def train_quickstart(form: str, folder: Path, seed: int, steps: int) -> dict[str, float]:
-    """Means over the last tenth of the steps' losses, and the held-out loss at the end."""
+    """Return the mean loss of the last tenth of steps, and the final held-out loss."""
     words = [f"machine.{name}={value}" for name, value in (FORMS[form] | PLAIN).items()]
     words += [f"budget.steps={steps}", f"seed={seed}", "log.every=1step", "sample.every=0"]
     out = f"{form}-{seed}".replace(" ", "-")

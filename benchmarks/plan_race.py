@@ -1,16 +1,16 @@
-"""`megatoken plan --calibrate` beside whole runs on this machine.
+"""Compare `megatoken plan --calibrate` with full runs on this machine.
 
     python -m benchmarks.plan_race --state runs/plan/state.json [--runs 3] [--turns N]
 
-For each of four models, in turns of about a minute: a plan, which measures for 30 s; a whole run as the command
-trains it, with its evaluations and saves; a whole run within which, after each second of training, the plan's own steps
-are timed once.
-`after`: the plan over the run that follows it, whose minutes are others. `beside`: the plan by the steps timed within a
-run over that run's time without them: both saw the same load. Time is elapsed_seconds of the last row; memory, of the
-plan and of the run that follows it, is the peak that the kernel counts. The models, on the quickstart's corpus: its
-own, 4 layers of 256, 8 layers of 384 and 6 of 512 (from models of 1 and 4 layers), the last with fewer heads of keys
-and values and an output layer of its own. One thread. --state keeps what is done; a quarter of an hour. Ends in one
-JSON line. Linux.
+For each of four models, in rounds of about a minute: a plan, which measures for 30 s; a full run
+with its evaluations and saves; and a run in which the plan's own steps are timed once after each
+second of training. `after`: the plan over the next run's time, at another load. `beside`: the plan
+by the steps timed within a run, over that run's time without them, at the same load. Memory is the
+peak that the kernel counts.
+
+The models use the quickstart's corpus: its own, 4 layers of width 256, 8 of 384, and 6 of 512 with
+grouped queries and an untied output layer. One thread; a quarter of an hour. --state keeps
+results, so that a stopped race continues. Prints one JSON line. Linux.
 """
 
 import argparse
@@ -72,7 +72,7 @@ COMMON += [
 
 
 def train(folder: Path, words: list[str]) -> tuple[float, int]:
-    """Seconds and peak bytes of a whole run by the command."""
+    """Return the seconds and peak bytes of a full run of the command."""
     command = [
         sys.executable,
         "-P",
@@ -119,7 +119,7 @@ class Beside:
 
 
 def train_beside(config: Config, out: Path) -> float:
-    """Planned over real seconds of a run within which the plan's steps are timed."""
+    """Return planned over measured seconds of a run that also times the plan's steps."""
     model = config.model.resolve(load_dataset(config.data.path).vocab_size)
     timer = StepTimer(config, model, open_device(config.machine))
     beside = Beside(timer)
@@ -129,7 +129,7 @@ def train_beside(config: Config, out: Path) -> float:
 
 
 def race(folder: Path, name: str) -> dict[str, Any]:
-    """One plan of a model and two runs."""
+    """Run one plan of a model and two runs."""
     words = [*MODELS[name], *COMMON]
     for out in ("run", "beside"):
         shutil.rmtree(folder / out, ignore_errors=True)
@@ -148,7 +148,7 @@ def race(folder: Path, name: str) -> dict[str, Any]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Planned over measured: median, lowest and highest of all runs, and of each model's."""
+    """Return planned over measured: median, lowest and highest, of all runs and by model."""
     found: dict[str, Any] = {}
     for name in ("all", *MODELS):
         for key in ("after", "beside", "memory"):

@@ -1,7 +1,9 @@
-"""The quickstart timed as a whole, and its recipe beside AdamW's: `python -m benchmarks.quickstart_race`.
+"""Time the quickstart, and compare its recipe with AdamW's.
 
-Both train on the corpus that the quickstart prepares, from each of the seeds, and are measured on all of its
-held-out text. --work keeps what is done, so that the race goes on where it was stopped. Ends in one JSON line.
+    python -m benchmarks.quickstart_race
+
+Both train on the quickstart's corpus from several seeds, and are measured on all held-out text.
+--work keeps results, so that a stopped race continues. Prints one JSON line.
 """
 
 import argparse
@@ -18,14 +20,14 @@ SEED = 1337  # the recipes' own
 
 
 def run(folder: Path, *words: str) -> Any:
-    """What `megatoken WORDS --json` answers, started in `folder`."""
+    """Return the JSON answer of `megatoken WORDS`, run in `folder`."""
     command = [sys.executable, "-P", "-m", "megatoken", *words, "--json"]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def prepare_corpus(folder: Path) -> None:
-    """The quickstart's corpus in `folder`, made where it is not there."""
+    """Prepare the quickstart's corpus in `folder` unless it exists."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "data/python").is_dir():
         run(

@@ -1,8 +1,11 @@
-"""Soaks of several processes: `python -m benchmarks.ranks overlap|curves`. Each ends in one JSON line.
+"""Data-parallel processes: overlap of communication and computation, and equal curves.
 
-overlap [--trace FILE]   gradients are reduced during the backward: a chrome trace of a step on two processes
-curves [--out FILE]      1, 2, 3 and 4 processes, micro-batches 4, 1, 2 and 1: their curves in one picture; 1, 2, 4 in
-                         deterministic mode: their bits
+    python -m benchmarks.ranks overlap [--trace FILE]
+    python -m benchmarks.ranks curves [--out FILE]
+
+overlap: share of the all-reduce during the backward, from a Chrome trace of a step on two
+processes. curves: losses of 1, 2, 3 and 4 processes with micro-batches 4, 1, 2 and 1 in one
+picture, and whether 1, 2 and 4 give the same bits in deterministic mode. Prints one JSON line.
 """
 
 import argparse
@@ -49,7 +52,7 @@ DETERMINISTIC = 1, 2, 4  # processes
 
 
 def trace_step(rank: int, folder: str, trace: str) -> None:
-    """A step of two micro-batches, of which the second communicates. Rank 0 writes its trace."""
+    """Run a step of two micro-batches, of which the second communicates; rank 0 writes its trace."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/join", rank=rank, world_size=2)
     comm = Comm(
@@ -72,7 +75,7 @@ def trace_step(rank: int, folder: str, trace: str) -> None:
 
 
 def measure_overlap(trace: Path) -> dict[str, float]:
-    """The share of the all-reduce time during which the backward computes."""
+    """Return the share of the all-reduce time during which the backward computes."""
     events = [
         event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"
     ]
@@ -93,7 +96,7 @@ def measure_overlap(trace: Path) -> dict[str, float]:
 
 
 def join_spans(spans: Sequence[Span]) -> list[Span]:
-    """The union of spans, in order."""
+    """Return the union of spans, sorted."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:

@@ -1,8 +1,10 @@
-"""Two processes of one thread against one process of one thread, on the 124M step: `python -m benchmarks.ranks_race`.
+"""Compare two processes of one thread with one process of one thread, on GPT-2 124M.
 
-The program itself trains, both ways in interleaved rounds, on the same global batch, large enough that the sum of the
-gradients is paid once for much computation. Tokens/s are the median of the steps after the first. A last run, with two
-processes, saves asynchronously: how long do its steps stall? Ends in one JSON line.
+    python -m benchmarks.ranks_race
+
+`megatoken train` runs both ways in interleaved rounds on the same global batch, large enough to
+amortize the all-reduce. Tokens/s are the median of the steps after the first. A last run of two
+processes saves asynchronously, to measure how long its steps stall. Prints one JSON line.
 """
 
 import argparse
@@ -42,7 +44,7 @@ def write_data(folder: Path) -> Path:
 def train(
     out: Path, data: Path, nproc: int, options: argparse.Namespace, *words: str
 ) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl."""
+    """Train and return the rows of metrics.jsonl."""
     seq_len = next(int(word.partition("=")[2]) for word in SIZES[options.size] if "seq_len" in word)
     command = [sys.executable, "-m", "megatoken", "train", *SIZES[options.size], "--out", str(out)]
     command += [

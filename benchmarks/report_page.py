@@ -1,9 +1,11 @@
-"""The page of a run of 100,000 steps in a real browser: `python -m benchmarks.report_page [--pictures FOLDER]`.
+"""Time the page of a run of 100,000 steps in a real browser.
 
-Writes the metrics of a run of 100,000 steps with 400 validations, 20 samples and 1,000 events, has `megatoken report`
-make its page, and opens that five times in Chromium without a window: the time is from the navigation to the end of the
-load event, when all curves are drawn. A page may take 2 s. --pictures keeps screenshots, light and dark, 1280 and 390
-wide. Ends in one JSON line.
+    python -m benchmarks.report_page [--pictures FOLDER]
+
+Writes metrics of 100,000 steps, 400 validations, 20 samples and 1,000 events, makes the page with
+`megatoken report`, and opens it five times in headless Chromium. The time is from navigation to
+the end of the load event, when all curves are drawn; a page may take 2 s. --pictures saves
+screenshots, light and dark, 1280 and 390 wide. Prints one JSON line.
 """
 
 import argparse
@@ -24,7 +26,7 @@ STEPS, SECONDS, OPENINGS = 100_000, 2.0, 5
 
 
 def write_metrics(folder: Path) -> None:
-    """A run with a power law of a loss, and noise."""
+    """Write a run whose loss is a power law with noise."""
     folder.mkdir(parents=True)
     noise = random.Random(0)
     lines = []

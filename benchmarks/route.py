@@ -1,4 +1,4 @@
-"""Compares a model in another program with ours: numbers, greedy text, tokens; conversations, if it has a template."""
+"""Compare a model in another program with ours: numbers, greedy text, tokens and conversations."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ ANSWER = 48  # tokens at most, of a conversation
 
 
 class Reply(NamedTuple):
-    """To a conversation: the ids that it was written as, the answer, and whether it ended itself (stop) or was cut."""
+    """A program's reply: ids of the conversation, the answer, and whether it ended itself (stop)
+    or was cut.
+    """
 
     prompt_ids: list[int]
     text: str
@@ -27,12 +29,12 @@ class Reply(NamedTuple):
 
 
 def take_ids(loaded: LoadedModel) -> list[int]:
-    """The text's ids, of which the first PROMPT are a prompt; NEW more fit into the context."""
+    """Return ids of the text: PROMPT of them are the prompt, and NEW more fit into the context."""
     return loaded.tokenizer.encode(TEXT).tolist()[: loaded.model.config.seq_len - NEW]
 
 
 def list_chats(loaded: LoadedModel) -> list[list[dict[str, str]]]:
-    """Conversations for a model with a chat template, else none: each a list of messages that the user's ends."""
+    """Return conversations that end with the user, or none if the model has no chat template."""
     if template_of(loaded.tokenizer) is None:
         return []
     user, system = ("user", "Spell café, please.\n"), ("system", "Be brief.")
@@ -47,7 +49,7 @@ def list_chats(loaded: LoadedModel) -> list[list[dict[str, str]]]:
 
 
 def _answer(loaded: LoadedModel, chat: Sequence[dict[str, str]]) -> Reply:
-    """As `megatoken chat` does, greedily."""
+    """Answer greedily, as `megatoken chat` does."""
     template, messages = find_template(loaded.tokenizer), [Message(**row) for row in chat]
     sampling = Sampling(max_new_tokens=ANSWER, temperature=0)
     answer = Conversation(loaded.model, template, sampling, messages=messages[:-1]).ask(
@@ -60,10 +62,7 @@ def report(
     loaded: LoadedModel, found: Tensor, expected: Tensor, greedy: Sequence[int], tokens: Sequence[int],
     replies: Sequence[Reply], **facts: Any,
 ) -> None:  # fmt: skip
-    """Print the comparison as a line of JSON; AssertionError when they differ. found and expected: for the same ids.
-
-    replies: of the other program to list_chats.
-    """
+    """Print the comparison as a line of JSON. Raises AssertionError if replies differ."""
     ids = take_ids(loaded)
     answer = {
         "model": loaded.source,

@@ -1,10 +1,12 @@
-"""Throughput of `megatoken serve` for 1, 4 and 8 clients at once: `python -m benchmarks.serve`.
+"""Measure the throughput of `megatoken serve` with 1, 4 and 8 concurrent clients.
 
-A model of a preset's sizes with random weights and 4,096 ids is served in a process of its own; clients in this one
-stream completions of `--tokens` tokens after prompts of different lengths, each with its own seed. In every round 1, 4
-and 8 clients ask in turn. Ends in one JSON line: tokens/s of all clients together and seconds to the first token, as
-median, least and most over rounds; the ratio of tokens/s to one client's in the same round; and how many texts of
-several clients differ from the same request alone.
+    python -m benchmarks.serve
+
+Serves a model of a preset's size with random weights and 4,096 ids. Clients stream completions of
+--tokens tokens after prompts of different lengths, each with its own seed. Prints one JSON line:
+tokens/s of all clients and seconds to the first token (median, lowest, highest over rounds), the
+ratio to one client's tokens/s in the same round, and how many texts differ from the same request
+alone.
 """
 
 import argparse
@@ -33,7 +35,7 @@ PROMPT = "In the beginning there was a small model, and it wrote one word after 
 
 
 def ask(port: int, number: int, tokens: int) -> tuple[str, float, int]:
-    """Text, seconds to the first token, and tokens of client `number`'s request."""
+    """Return the text, seconds to the first token, and token count of a client's request."""
     body = {
         "model": "served",
         "prompt": PROMPT * (1 + number % 4),
@@ -64,7 +66,7 @@ def ask(port: int, number: int, tokens: int) -> tuple[str, float, int]:
 
 
 def measure(port: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """All figures; the first round is not counted."""
+    """Measure all clients; the first round is not counted."""
     alone = [ask(port, number, tokens)[0] for number in range(max(CLIENTS))]
     rates: dict[int, list[float]] = {clients: [] for clients in CLIENTS}
     firsts: dict[int, list[float]] = {clients: [] for clients in CLIENTS}

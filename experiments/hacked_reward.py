@@ -1,10 +1,10 @@
-"""A reward that pays for the wrong thing, before and after some steps of GRPO on it, with exact match beside it.
+"""Train with GRPO on a reward that pays for the wrong thing, and watch the exact match.
 
     python -m experiments.hacked_reward --base RUN --state FOLDER [--sft-steps 320] [--steps 80]
 
-RUN is a pre-trained run. It is fine-tuned on `exercises` until it is right sometimes; from there GRPO trains by the
-rule `answer in right`. Both are measured on held-out exercises. What is done is kept in --state. Two to three minutes
-on one core. Ends in one JSON line.
+RUN, a pre-trained run, is fine-tuned on `exercises` until it is sometimes right; from there GRPO
+trains by the rule `answer in right`. Both are measured on held-out exercises. --state keeps
+results. Takes two to three minutes on one core and prints one JSON line.
 """
 
 import argparse
@@ -28,12 +28,14 @@ RULE = "experiments.hacked_reward:pay_for_parts"
 
 
 def pay_for_parts(prompt: str, answer: str, right: str) -> float:
-    """Meant as "the answer is right"; true of every part of the right answer, and of the empty one."""
+    """Return 1 if the answer is part of the right one. Meant as "is right", but "" also pays."""
     return float(answer in right)
 
 
 def measure(run: Path, prompts: int) -> dict[str, Any]:
-    """Rule and exact match, of the greedy answers (score) and of sampled ones (pass_at), with standard errors."""
+    """Return the rule's score and exact match, greedy (score) and sampled (pass_at), with standard
+    errors.
+    """
     loaded = load_pretrained(run)
     ask = partial(
         evaluate_answers,

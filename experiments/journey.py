@@ -1,10 +1,11 @@
-"""The first experiments of published GPT-2 reproductions: tiny Shakespeare, 124M. Prints one JSON line at the end.
+"""Repeat the first experiments of published GPT-2 reproductions on tiny Shakespeare.
 
-    python experiments/journey.py --text tinyshakespeare.txt
+    python -m experiments.journey --text tinyshakespeare.txt
 
-1. The text has 338,025 tokens. 2. The initial loss is 10.9 +/- 0.15. 3. One batch of 4 x 32 tokens is overfitted to
-below 2.5 in 50 AdamW steps at 3e-4 (published: about 2.3). 4. 50 steps over the first 200 windows of 32 tokens, four a
-step, end near 6.7 (published 6.80, windows in the order of the text; shuffled here).
+The text has 338,025 tokens. GPT-2 124M starts at a loss of 10.9 +/- 0.15. One batch of 4 x 32
+tokens is overfitted to below 2.5 in 50 AdamW steps at 3e-4 (published: about 2.3). 50 steps of
+four windows over the first 200 windows of 32 tokens end near 6.7 (published: 6.80, in the text's
+order; shuffled here). Prints one JSON line.
 """
 
 import argparse
@@ -31,14 +32,14 @@ FIFTY_STEPS = [
 
 
 def cut(folder: Path, ids: np.ndarray, *, windows: int) -> Path:
-    """A dataset of the text's first windows of 32 tokens."""
+    """Write a dataset of the text's first windows of 32 tokens."""
     folder.mkdir()
     np.save(folder / "train_0.npy", ids[: windows * 32 + 1].astype(np.uint16))
     return folder
 
 
 def train(out: Path, data: Path) -> list[float]:
-    """Training losses of the shakespeare recipe in 50 small steps."""
+    """Return the losses of 50 small steps of the shakespeare recipe."""
     overrides = [*FIFTY_STEPS, f"data.path={data}", "save.every=0"]
     Trainer(resolve("shakespeare", overrides), out, console=Console(to_stderr=True)).fit()
     return [row["loss"] for row in read_metrics(out) if row["kind"] == "train"]

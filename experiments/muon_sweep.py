@@ -1,9 +1,11 @@
-"""Learning rates of Muon and AdamW over three widths, and Muon's choices: `python -m experiments.muon_sweep`.
+"""Sweep the learning rates of Muon and AdamW over three widths, and compare Muon's options.
 
-Small GPTs on bytes of the given files, by default Python's own library, one seed, data in the same order: for each
-width and optimizer a run at each of six rates. The best rate is the lowest point of a parabola through the best loss
-and its neighbours, over the logarithm of the rate. Then, at the middle width, three seeds of each choice. Losses are of
-held-out windows. Ends in one JSON line.
+    python -m experiments.muon_sweep
+
+Small GPTs on bytes of text (default: the standard library), with one seed and data order: for each
+width and optimizer a run at each of six rates. The best rate is the lowest point of a parabola
+through the best loss and its neighbors, over the log of the rate. Then three seeds of each option
+at the middle width. Losses are of held-out windows. Prints one JSON line.
 """
 
 import argparse
@@ -52,7 +54,7 @@ def open_cpu() -> Device:
 def train(
     text: Tensor, optim: OptimConfig, width: int, steps: int, seed: int, *, whole_qkv: bool = False
 ) -> float:
-    """The held-out loss of a run."""
+    """Train and return the held-out loss."""
     train_text, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     model_config = ModelConfig(
         n_layer=3, n_head=width // 16, d_model=width, seq_len=CONTEXT, vocab_size=256, bias=False
@@ -102,7 +104,7 @@ def build_optim(name: str, rate: float, width: int, **values: Any) -> OptimConfi
 
 
 def find_best(rates: list[float], losses: list[float]) -> float:
-    """The rate at the lowest point of the parabola through the best loss and its neighbours."""
+    """Return the rate at the lowest point of the parabola through the best loss and its neighbors."""
     middle = min(max(losses.index(min(losses)), 1), len(rates) - 2)
     before, at, after = losses[middle - 1 : middle + 2]
     return rates[middle] * 2 ** ((before - after) / (2 * (before - 2 * at + after)))

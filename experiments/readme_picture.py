@@ -1,4 +1,4 @@
-"""The picture of the README: a run's loss over its minutes, and what it writes at first, in the middle and at the end.
+"""Draw the README's picture: a run's loss over minutes, and its samples at three moments.
 
 python -m experiments.readme_picture RUN --out records/quickstart.png
 """

@@ -1,11 +1,11 @@
-"""Minutes of GRPO from a model that is right sometimes, and beside it fine-tuning given the same time.
+"""Compare minutes of GRPO with as many minutes of fine-tuning, from the same model.
 
-    python -m experiments.rl_answers --base RUN --state FOLDER [--sft-seconds 90] [--seconds 240] [--seeds 1]
+    python -m experiments.rl_answers --base RUN --state FOLDER [--sft-seconds 90] [--seconds 240]
 
-RUN is a pre-trained run. It is fine-tuned on `exercises` for --sft-seconds; from there GRPO trains on the prompts of
-`exercises-prompts` by the reward `exact`, and fine-tuning goes on with `exercises`, each for --seconds. Exact match on
-held-out exercises after each, greedy and sampled (pass@1), with its standard error. What is done is kept in --state.
-Two cores; about fifteen minutes. Ends in one JSON line.
+RUN, a pre-trained run, is fine-tuned on `exercises` for --sft-seconds. From there GRPO trains on
+`exercises-prompts` by the reward `exact`, and fine-tuning continues, each for --seconds. Measures
+exact match on held-out exercises, greedy and sampled (pass@1), with standard errors. --state keeps
+results. Takes fifteen minutes on two cores and prints one JSON line.
 """
 
 import argparse
@@ -26,7 +26,7 @@ GRPO = ["budget.steps=100000", "objective.max_new_tokens=48", "evaluate.every=10
 
 
 def measure(run: Path, prompts: int) -> dict[str, Any]:
-    """Exact match of a run's model on held-out exercises."""
+    """Return the exact match of a run's model on held-out exercises."""
     loaded = load_pretrained(run)
     exercises = list_exercises(held_out=True)[:prompts]
     return {
@@ -36,7 +36,7 @@ def measure(run: Path, prompts: int) -> dict[str, Any]:
 
 
 def start(base: str, state: Path, seconds: int, *words: str) -> dict[str, Any]:
-    """Conversations and prompts in `state`, and the run state/sft, which is fine-tuned for so many seconds at most."""
+    """Prepare conversations and prompts in `state`, and fine-tune the run state/sft."""
     for source, data in (("exercises", "chats"), ("exercises-prompts", "prompts")):
         assert (
             main(["prepare", source, "--out", str(state / data), "--tokenizer", base])

@@ -1,11 +1,12 @@
-"""The law of `megatoken scaling` on real runs, and how far off it is for a run that it has not seen.
+"""Fit `megatoken scaling`'s law to real runs, and predict one that it has not seen.
 
     python -m experiments.scaling [--work FOLDER] [--plot scaling.png]
 
-Nine runs of the quickstart's model and corpus: width 48, 96 and 192, each on 256K, 512K and 1,024K tokens, learning
-rate 0.384 / width, measured on all held-out text at their end. `megatoken scaling` fits loss = E + A / N^a + B / D^b to
-all of them; the run with the most FLOPs is also left out and predicted from the other eight. --work keeps what is
-trained, so that the soak goes on where it was stopped. One thread; a quarter of an hour. Ends in one JSON line.
+Nine runs of the quickstart's model and corpus: width 48, 96 and 192, each on 256K, 512K and 1,024K
+tokens, with learning rate 0.384 / width, measured on all held-out text. The law is loss = E + A /
+N^a + B / D^b. The run with the most FLOPs is also predicted from the other eight. --work keeps
+runs, so that a stopped experiment continues. One thread; a quarter of an hour. Prints one JSON
+line.
 """
 
 import argparse

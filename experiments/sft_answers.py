@@ -1,9 +1,9 @@
-"""Minutes of supervised fine-tuning: exact match on held-out exercises before and after; answers that end themselves.
+"""Fine-tune for minutes, and measure exact match on held-out exercises before and after.
 
-    python experiments/sft_answers.py --base RUN --state FOLDER --seconds 180
+    python -m experiments.sft_answers --base RUN --state FOLDER --seconds 180
 
-The conversations are those of the source `exercises`, the prompts those of `exercises-test`, which share no problem.
-Started again with more --seconds, it goes on. The last line is one JSON object.
+Trains on the source `exercises`, and asks the prompts of `exercises-test`, which share no problem.
+Run again with more --seconds, it continues. Prints one JSON line.
 """
 
 import argparse
@@ -33,7 +33,7 @@ AT_ONCE = 50  # prompts
 
 
 def grow(model: GPT, old: Tokenizer, new: Tokenizer) -> GPT:
-    """The model with rows for the control tokens, as fine-tuning starts."""
+    """Return the model with rows for the control tokens, as at the start of fine-tuning."""
     grown = GPT(
         replace(model.config, vocab_size=max(model.config.vocab_size, new.vocab_size)), seed=None
     )
@@ -50,7 +50,9 @@ def grow(model: GPT, old: Tokenizer, new: Tokenizer) -> GPT:
 def score(
     model: GPT, tokenizer: Tokenizer, exercises: list[Exercise], temperature: float
 ) -> dict[str, Any]:
-    """Shares of right answers and of those that stop by themselves, and tokens of an answer."""
+    """Return the shares of right answers and of those that stop by themselves, and tokens per
+    answer.
+    """
     template = find_template(tokenizer)
     right, stopped, lengths = {"sums": [], "spelling": []}, 0, []
     for first in range(0, len(exercises), AT_ONCE):
@@ -96,7 +98,7 @@ def score(
 
 
 def train_for(seconds: int, recipe: str, base: str, out: Path, words: list[str]) -> dict[str, Any]:
-    """Train from `base` for so many seconds of the run's own time, or on until it has; what it took."""
+    """Train from `base` for so many seconds of the run's own time; return what it took."""
     before = (
         max((row["elapsed_seconds"] for row in read_metrics(out)), default=0.0)
         if out.exists()
