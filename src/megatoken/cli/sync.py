@@ -1,8 +1,9 @@
 """`megatoken sync RUN --to tensorboard,wandb,trackio`: sends a run's metrics.jsonl to other programs.
 
-A process of its own reads the log, so that nothing a sink does can stop a run or lose a row. `log.sinks=...` starts one
-beside a run (train/sinks.py), with --follow: it sends rows as they come and ends after the run. RUN/sync/NAME.json
-holds the last step that was sent of each kind, so that a later call sends the rest, and no row of a resumed run twice.
+A separate process reads the log, so no sink can stop a run or lose a row. `log.sinks=...` starts one
+per run with --follow (train/sinks.py), which sends rows as they arrive and ends after the run.
+RUN/sync/NAME.json holds the last step sent of each kind, so a later call sends the rest, and no row of
+a resumed run twice.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Suggest the setting that a misspelled name, or another tool's name, stands for."""
+"""Suggest the setting for a misspelled name or another tool's name."""
 
 from pathlib import Path
 

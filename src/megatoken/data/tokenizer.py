@@ -132,7 +132,7 @@ class Tokenizer:
         return total
 
     def measure_tokens(self, text: str) -> NDArray[np.int64]:
-        """Return the bytes of `text` (n,) that each of its n ids stands for."""
+        """Return the number of bytes of `text` (n,) per id."""
         sizes = np.cumsum([0, *(len(character.encode()) for character in text)])
         starts = [start for start, _ in self._inner.encode(text, add_special_tokens=False).offsets]
         # Several ids of one character: the last gets its bytes.

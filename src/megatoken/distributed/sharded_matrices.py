@@ -145,7 +145,7 @@ class ReplicatedMatrices:
 
 
 class ShardedMatrices:
-    """`Matrices` of which processes hold slices."""
+    """Hidden matrices that are sharded over processes."""
 
     def __init__(
         self,

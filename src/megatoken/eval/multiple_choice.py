@@ -77,10 +77,10 @@ def read_tasks(
 def encode_examples(
     examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int, *, token_mean: bool = True
 ) -> list[EncodedExample]:
-    """Encode examples, contexts truncated from the left to `seq_len`.
+    """Encode examples. Contexts and choices are truncated from the left to `seq_len`, as in lm-eval.
 
-    token_mean: with acc_token_mean, whose other text doubles the cost of HellaSwag. A choice longer than `seq_len` is
-    truncated from the left, too, as in the harness. Raises DataError when a choice has no token.
+    token_mean: include acc_token_mean, whose different text doubles the cost of HellaSwag. Raises
+    DataError for a choice without tokens.
     """
 
     def encode(prompts: Sequence[Prompt], where: str, *, together: bool) -> tuple[Tree, bool]:
@@ -160,10 +160,10 @@ def _best(log_p: NDArray[np.float64], sizes: ArrayLike) -> int:
 
 
 def compute_metrics(results: Sequence[ExampleResult]) -> dict[str, Any]:
-    """acc, acc_norm and acc_token_mean (None if the task does not have it), stderr of each, n; perplexity of a cloze.
+    """Return acc, acc_norm, acc_token_mean (None if the task lacks it), their stderr, n, and perplexity.
 
-    n_cut, if any: examples with a choice that is longer than the context, of which only the end was scored.
-    stderr: the sample's standard deviation over sqrt(n), as in the harness; None for a single example.
+    stderr: sample standard deviation / sqrt(n), as in lm-eval; None for a single example. n_cut, if
+    any: examples with a choice longer than the context, scored on its end only.
     """
     n = len(results)
     metrics: dict[str, Any] = dict.fromkeys(SCORES)

@@ -28,15 +28,15 @@ def reward_exact(prompt: str, answer: str, right: str) -> float:
 
 
 def reward_number(prompt: str, answer: str, right: str) -> float:
-    """1 where the last number of the answer equals that of the right one: 1,000.0 is 1000."""
+    """Return 1 if the last numbers of both answers are equal: 1,000.0 is 1000."""
     number = last_number(answer)
     return float(number is not None and number == last_number(right))
 
 
 def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
-    """1 where the number after the last #### equals that of the right answer (Cobbe et al. 2021).
+    """Return 1 if the number after the last #### equals that of the right answer (Cobbe et al. 2021).
 
-    An answer without the mark gets 0. The right answer may be the whole solution or its number alone.
+    An answer without the mark gets 0. The right answer may be a full solution or just its number.
     """
     _, mark, result = answer.rpartition("####")
     number = NUMBER.match(result.strip().lstrip("$"))
@@ -44,7 +44,7 @@ def reward_gsm8k(prompt: str, answer: str, right: str) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, exactly; None where there is none. A hyphen between two numbers is no sign."""
+    """Return the last number in a text, or None. A hyphen after a number is not a sign."""
     found = list(NUMBER.finditer(text))
     if not found:
         return None

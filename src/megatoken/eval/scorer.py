@@ -32,7 +32,7 @@ BATCH_NODES = {"cpu": 2048, "mps": 8192, "cuda": 32768}  # per forward, includin
 
 
 class ScoredSequence(NamedTuple):
-    """Token ids (at least two), of which the last `n_targets` are scored, each given all before it."""
+    """Token ids (at least two); the last `n_targets` are scored, each given its prefix."""
 
     ids: list[int]
     n_targets: int
@@ -116,10 +116,10 @@ def score_trees(
     comm: Comm,
     on_batch: Callable[[], None] | None = None,
 ) -> list[TreeScores]:
-    """Scores of every tree, in order, on every rank. Log-softmax is fp32; the model's mode is left as it was.
+    """Return the scores of every tree, in order, on every rank, from an fp32 log-softmax.
 
-    on_batch: called on every rank before each of its batches, of which all ranks have as many. Raises NumericsError for
-    scores that are not finite.
+    on_batch: called on every rank before each batch; all ranks have the same number of batches.
+    Raises NumericsError for scores that are not finite.
     """
     firsts = np.cumsum([0, *(len(tree.n_targets) for tree in trees)])
     sums = np.zeros((2, firsts[-1]))  # of log-likelihoods, of targets that are not the argmax

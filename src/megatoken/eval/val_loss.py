@@ -31,11 +31,11 @@ def validation_loss(
     dims: ParallelDims | None = None,
     softmax_cross_entropy: CrossEntropyFn = LOSS["torch"],
 ) -> dict[str, Any]:
-    """`loss_metrics` over the windows of all ranks. The model's mode is left as it was.
+    """Return `loss_metrics` over the windows of all ranks.
 
-    windows: this rank's arrays (B, T+1) of token ids, or batches, perhaps none; ranks that share a model (`dims`) must
-    have the same number of them, of which some may be empty. count_bytes: that of the tokenizer. chunk,
-    softmax_cross_entropy: of `cross_entropy`.
+    windows: this rank's arrays (B, T+1) of token ids, or batches; ranks that share a model (`dims`)
+    need the same number of them, some possibly empty. count_bytes: the tokenizer's. chunk,
+    softmax_cross_entropy: as in `cross_entropy`.
     """
     dims = dims or ParallelDims()
     was_training = model.training

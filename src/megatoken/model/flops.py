@@ -1,10 +1,11 @@
 """Parameters, FLOPs and bytes of a model, by arithmetic, without torch.
 
-FLOPs per token have two published definitions. Full attention: 6N + 12*L*d*T (PaLM, Chowdhery et al. 2022, appendix B).
-Causal: 6N + 6*L*d*T (llm.c), because half of the attention matrix is masked. N counts parameters in matrix products,
-the output layer once, tied or not; embeddings are look-ups, norms and biases are not products. Shared key/value heads
-save parameters but none of attention's own FLOPs: every query meets every key. Value embeddings are look-ups, too. In a
-layer with a window of w keys full attention is w keys a query, causal attention w (2T - w) / 2T on average.
+FLOPs per token have two published definitions. Full attention: 6N + 12*L*d*T (PaLM, Chowdhery et
+al. 2022, appendix B). Causal: 6N + 6*L*d*T (llm.c), because half of the attention matrix is masked. N
+counts parameters in matrix products, including the output layer once, tied or not. Embeddings and
+value embeddings are lookups; norms and biases are not products. Shared key/value heads save
+parameters but no attention FLOPs: every query meets every key. In a layer with a window of w keys,
+full attention is w keys per query, causal attention w (2T - w) / 2T on average.
 """
 
 import math

@@ -167,7 +167,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GELU (Hendrycks and Gimpel 2016) between two projections, or SwiGLU (Shazeer 2020) with a gate beside the first.
+    """GELU (Hendrycks and Gimpel 2016) between two projections, or gated SwiGLU (Shazeer 2020).
 
     GELU is GPT-2's tanh approximation or, by `gelu-erf`, exact; `relu2` is the square of ReLU (So et al. 2021).
     """
@@ -387,7 +387,7 @@ def set_attention(model: GPT, name: str) -> None:
 
 
 def set_block_kernels(model: nn.Module, name: str) -> None:
-    """Compute products, norms and activations with the implementations of that name in BLOCK."""
+    """Select the implementations of products, norms and activations by a name in BLOCK."""
     for part in model.modules():
         if isinstance(part, (Linear, Norm, MLP)):
             part.kernels = BLOCK[name]

@@ -1,6 +1,6 @@
-"""Bytes that a micro-batch needs beside weights, gradients and moments, by arithmetic, without torch.
+"""Activation memory of a micro-batch, by arithmetic, without torch.
 
-Of the step as torch runs it uncompiled; torch.compile keeps less.
+For the uncompiled step; torch.compile saves less for the backward.
 """
 
 from dataclasses import dataclass
@@ -9,17 +9,18 @@ from megatoken.config.model_config import ModelConfig
 from megatoken.model.flops import count_block_parameters
 
 FP32 = 4  # bytes
-# Default rows of logits per chunk, by device type: small enough for a CPU's caches, large enough to fill a GPU.
+# Default rows of logits per chunk: small enough for a CPU's caches, large enough to fill a GPU.
 LOSS_CHUNK = {"cpu": 512, "mps": 4096, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """What a micro-batch needs, in bytes: while its loss is computed, and when its backward ends.
+    """Bytes of a micro-batch while its loss is computed, and at the end of its backward.
 
-    blocks: what the backward needs of the forward. low_precision: copies of weights in the precision of products.
-    loss: logits and what is made of them, or the work of the last block's backward where that is more. end: gradients
-    of the embedding, beside its old one.
+    blocks: activations saved for the backward.
+    low_precision: copies of weights in the precision of matrix products.
+    loss: logits and their gradients, or the last block's backward if that is larger.
+    end: the new gradient of the embedding, in addition to the accumulated one.
     """
 
     blocks: int
@@ -37,10 +38,10 @@ def count_activation_bytes(
     loss_chunk: int,
     sharded: bool,
 ) -> ActivationBytes:
-    """Bytes of a micro-batch of `tokens`.
+    """Return the bytes of a micro-batch of `tokens`.
 
-    sharded: weights are gathered in low precision, so that the residual stream has it, too; else autocast casts them,
-    and the stream is fp32. loss_chunk: rows of logits at once, 0 for all.
+    sharded: weights are gathered in low precision, and so is the residual stream; otherwise autocast
+    casts the weights and the stream is fp32. loss_chunk: rows of logits at once, 0 for all.
     """
     d, head, item = (
         config.d_model,
@@ -61,7 +62,7 @@ def count_activation_bytes(
     tanh = FP32 * logits if config.logit_softcap else 0
     if item == FP32:
         loss = FP32 * (logits + head) + tanh
-    else:  # the softmax in fp32, beside the sum of chunks' gradients; the weight's gradient as a product and in fp32
+    else:  # fp32 softmax and summed chunk gradients; the weight gradient in both precisions
         softmax = logits * (item + FP32) + tanh + (rows < tokens) * head * FP32
         # of one chunk of sharded weights the product is the gradient
         gradient = item if sharded and rows == tokens else FP32 + item

@@ -13,9 +13,9 @@ from megatoken.native.library import DTYPES, View, loaded_library
 
 
 def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool = True) -> Tensor:
-    """Twin: F.scaled_dot_product_attention with enable_gqa. The backward computes the scores again.
+    """Compute F.scaled_dot_product_attention with enable_gqa. The backward recomputes the scores.
 
-    There is one of what is causal; otherwise, when every query sees every key, the result has no gradient.
+    Only causal attention has a gradient.
     """
     if causal:
         return _Attention.apply(q_BHTD, k_BKSD, v_BKSD)  # type: ignore[no-untyped-call, no-any-return]

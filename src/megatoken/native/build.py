@@ -58,7 +58,7 @@ def runnable_instruction_sets() -> list[str]:
 
 @cache
 def library_name(instruction_set: str) -> str:
-    """File name of the library for an instruction set, with a hash of what it is made from: no old one is loaded."""
+    """Return the library's file name for an instruction set, with a hash of its sources."""
     contents = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
     digest = hashlib.sha256(contents + repr((OPTIONS, INSTRUCTION_SETS)).encode()).hexdigest()[:12]
     return f"libmegatoken-{instruction_set}-{digest}.so"

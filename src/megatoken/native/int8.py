@@ -38,7 +38,7 @@ def round_to_int8(weight_OI: Tensor) -> Int8Matrix:
 
 
 def linear(x: Tensor, weight_OI: Int8Matrix, bias_O: Tensor | None) -> Tensor:
-    """Twin: F.linear with `weight_OI.to(x.dtype)`. x is rounded, too, to 13 bits or more."""
+    """Compute F.linear with `weight_OI.to(x.dtype)`; x is rounded to 13 bits or more."""
     width, outputs = x.shape[-1], len(weight_OI)
     N = x.numel() // width
     if N > MOST_ROWS:

@@ -106,7 +106,7 @@ class Library:
             function.argtypes, function.restype = SIGNATURES[name], RETURNS.get(name)
 
     def call(self, name: str, *arguments: object) -> float:
-        """Call a kernel; a tensor stands for the address of its first value."""
+        """Call a kernel; tensors are passed as the address of their first value."""
         addresses = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
         return self._functions[name](*addresses)  # type: ignore[no-any-return]
 

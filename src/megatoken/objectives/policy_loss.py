@@ -14,9 +14,9 @@ VARIANCE_OFFSET = 1e-8
 
 
 def group_advantages(rewards_PG: Tensor) -> Tensor:
-    """Each answer's reward relative to its group: less the mean, divided by the standard deviation (PG).
+    """Return rewards (P, G) normalized within each group by its mean and standard deviation.
 
-    Exactly 0 in a group without a difference: an optimizer that divides by the gradient's size would enlarge rounding.
+    Exactly 0 in a group of equal rewards: adaptive optimizers would amplify rounding errors.
     """
     deviation = rewards_PG - rewards_PG.mean(1, keepdim=True)
     return (
@@ -27,16 +27,17 @@ def group_advantages(rewards_PG: Tensor) -> Tensor:
 
 
 def has_difference(rewards_PG: Tensor) -> Tensor:
-    """Whether the answers of a group got different rewards (P, bool); without, the group teaches nothing."""
+    """Return whether the rewards of each group differ (P, bool); equal ones give no gradient."""
     return rewards_PG.amax(1) > rewards_PG.amin(1)
 
 
 def clipped_loss(
     log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, whether the ratio was clipped) of each token, BT each: -min(r A, clamp(r, 1 - clip, 1 + clip) A).
+    """Return the losses (B, T) -min(r A, clamp(r, 1 - clip, 1 + clip) A), and which were clipped.
 
-    r is the ratio of a token's probability to that with which it was sampled. A clipped token has no gradient.
+    r is the ratio of a token's probability to its probability when sampled. Clipped tokens have no
+    gradient.
     """
     ratio = (log_probs_BT - old_log_probs_BT).exp()
     free, clamped = ratio * advantages_BT, ratio.clamp(1 - clip, 1 + clip) * advantages_BT
@@ -44,7 +45,7 @@ def clipped_loss(
 
 
 def kl_k3(log_probs_BT: Tensor, reference_BT: Tensor) -> Tensor:
-    """An unbiased estimate, never negative, of KL(model || reference) at each sampled token (BT)."""
+    """Return an unbiased, non-negative estimate of KL(model || reference) per sampled token (B, T)."""
     difference = reference_BT - log_probs_BT
     return torch.expm1(difference) - difference
 
@@ -52,10 +53,10 @@ def kl_k3(log_probs_BT: Tensor, reference_BT: Tensor) -> Tensor:
 def gae(
     rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), BT each, 0 outside of the mask: generalized advantage estimation.
+    """Return generalized advantage estimates and returns (B, T), 0 outside the mask.
 
-    values: of the state in which a token is chosen. The answer's last token ends the episode. The tokens of an answer
-    lie in a row.
+    values: of the state in which a token is chosen. The answer's last token ends the episode; the
+    tokens of an answer are contiguous.
     """
     advantages, following = torch.zeros_like(rewards_BT), torch.zeros_like(rewards_BT[:, 0])
     next_value = following
@@ -69,13 +70,13 @@ def gae(
 
 
 def moments(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(sum, sum of squares, number) of the masked values, in double precision: what ranks add before `whiten`."""
+    """Return (sum, sum of squares, count) of the masked values in fp64, which ranks add for `whiten`."""
     values = values_BT.double() * mask_BT
     return torch.stack([values.sum(), values.square().sum(), mask_BT.double().sum()])
 
 
 def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
-    """The masked values with mean 0 and variance 1, unbiased, over all values behind `sums`, of `moments`; else 0."""
+    """Normalize the masked values to mean 0 and variance 1 by the global `sums` of `moments`."""
     total, squares, count = sums.unbind()
     mean = total / count
     variance = (squares / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)
@@ -85,6 +86,6 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
 def clipped_value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float
 ) -> Tensor:
-    """Half the squared error of each value (BT), the larger of that of the value and of it within `clip` of the old."""
+    """Return half the larger squared error (BT) of the value and of the value clipped to the old one."""
     near = torch.maximum(torch.minimum(values_BT, old_values_BT + clip), old_values_BT - clip)
     return 0.5 * torch.maximum((values_BT - returns_BT).square(), (near - returns_BT).square())

@@ -15,7 +15,7 @@ def dpo_loss(
     *,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, rewards of the chosen, rewards of the rejected), B each, of the summed log-probabilities of answers.
+    """Return losses, chosen rewards and rejected rewards (B,) from summed log-probabilities.
 
     The sigmoid loss -log s(r_chosen - r_rejected) of the implicit rewards r = beta (log p - log p_reference) (Direct
     preference optimization, Rafailov et al. 2023, equation 7). ln 2 where the model is its reference. Only the losses
@@ -27,7 +27,7 @@ def dpo_loss(
 
 
 def pairwise_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
-    """-log of the probability (B,) that the chosen answer is preferred, by the scores of both (Bradley and Terry 1952).
+    """Return -log of the probability (B,) that the chosen answer wins (Bradley and Terry 1952).
 
     With the scores of a reward model this is its training loss (Ouyang et al. 2022, equation 1).
     """

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class MissingObjectError(StorageError):
-    """There is no object of that name, or no such bucket."""
+    """The object or bucket does not exist."""
 
 
 def is_address(text: str | Path) -> bool:

@@ -221,7 +221,7 @@ def list_options(
         if name in options and form != "auto"
     }
     if device.precision == "fp32":
-        requests["mixed"] = "autocast"  # a copy in low precision would be in fp32, too
+        requests["mixed"] = "autocast"  # a low-precision copy would also be in fp32
     return options | {name: [form] for name, form in requests.items()}
 
 

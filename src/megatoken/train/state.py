@@ -260,9 +260,9 @@ def build_state(
 def gather_model(
     state: TrainState, dtype: torch.dtype = torch.float32, *, on_all: bool = False
 ) -> GPT | None:
-    """The whole model on rank 0, or on all ranks; None elsewhere. All must call it where the model is split.
+    """Return the full model on rank 0 or on all ranks, None elsewhere. All ranks must call it.
 
-    dtype: of the weights of a split model, whose copy has to fit beside its shards.
+    dtype: of the copy of a split model, which must fit in memory together with the shards.
     """
     is_here = on_all or state.comm.dist_env.is_main_process
     if state.dims.is_unsharded:

@@ -234,14 +234,12 @@ class Trainer:
             stop=stop,
             callbacks=self.callbacks,
         )
-        is_at_end = state.step >= steps.total_steps or progress.is_out_of_patience(
-            config.evaluate.patience
-        )
+        is_at_end = state.step >= steps.total_steps
+        is_at_end |= progress.is_out_of_patience(config.evaluate.patience)
         is_done = is_at_end and read_object(self.out / STATUS).get("state") == "done"
         if comm.broadcast_from_rank0(is_done):
             Mirror(config.save, log, context).finish()
-            fix = "train --extend LENGTH makes it longer"
-            context.console.print(f"this run is finished: {self.out}; {fix}")
+            context.console.print(f"this run is finished: {self.out}; --extend LENGTH lengthens it")
             return ExitCode.DONE, state.step, ""
         comm.run_on_rank0(
             lambda: setup.write_run_files(

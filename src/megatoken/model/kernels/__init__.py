@@ -42,8 +42,10 @@ class Kernels:
 
     @classmethod
     def from_json(cls, names: Mapping[str, str]) -> "Kernels":
-        """From a run folder's machine.json; older ones name implementations of other operations, too."""
-        return cls(**{each.name: names[each.name] for each in fields(cls) if each.name in names})
+        """Return the implementations named in a run folder's machine.json."""
+        return cls(
+            **{field.name: names[field.name] for field in fields(cls) if field.name in names}
+        )
 
     def __str__(self) -> str:
         native = [name for name in ("block", "loss") if getattr(self, name) == "native"]
