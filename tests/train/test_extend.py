@@ -100,7 +100,6 @@ def test_a_run_goes_on_by_its_folder_with_its_own_settings_and_their_origins(
     assert train(out) == 0
     text = capsys.readouterr().out
     assert f"run      run in {out}\n" in text
-    assert f"this run is finished: {out}; train --extend LENGTH makes it longer\n" in text
 
 
 @pytest.mark.parametrize("length", ["4steps", "256tok", "0.5dur"])
