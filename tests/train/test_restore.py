@@ -4,7 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +19,13 @@ from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.distributed.comm import Comm
 from megatoken.distributed.env import DistEnv
-from megatoken.distributed.parallel_dims import build_dims
+from megatoken.distributed.parallel_dims import ParallelDims, build_dims
 from megatoken.errors import CheckpointError, PeerError
-from megatoken.launch.heartbeat import Heartbeat
 from megatoken.system.metrics_log import MetricsLogger, read_metrics
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.preemption import PreemptionHandler
 from megatoken.train.restore import restore
-from megatoken.train.run import Progress, Run, RunContext, RunData, RunLog
+from megatoken.train.run import Progress, Run, RunData, RunLog, RunPlan
 from megatoken.train.state import TrainState
 from tests.tiny_model import CPU, TINY_GPT, tiny_config, tiny_state, tiny_step_config
 
@@ -51,38 +50,37 @@ class TwoRanks(Comm):
 DATASET: Any = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))
 
 
-def open_run(
-    config: Config,
-    context: RunContext,
-    state: TrainState,
-    log_file: MetricsLogger,
-    stop: PreemptionHandler,
-) -> Run:
-    progress = Progress()
-    steps = tiny_step_config()
-    return Run(
-        out=context.out,
-        console=context.console,
-        device=context.device,
-        comm=context.comm,
+def make_plan(
+    out: Path, comm: Comm, log_file: MetricsLogger, stop: PreemptionHandler, config: Config
+) -> RunPlan:
+    return RunPlan(
+        out=out,
+        console=Console(quiet=True),
+        device=CPU,
+        comm=comm,
         config=config,
         data=RunData(dataset=DATASET, model_config=TINY_GPT, tasks={}, loader=None, epoch_tokens=1),
-        state=state,
-        step_config=steps,
-        progress=progress,
-        log=RunLog(
-            file=log_file,
-            heartbeat=Heartbeat(),
-            state=state,
-            step_config=steps,
-            progress=progress,
-            stop=stop,
-        ),
+        step_config=tiny_step_config(),
+        dims=ParallelDims(),
+        log_file=log_file,
         stop=stop,
-        batches=None,
+    )
+
+
+def open_saver(plan: RunPlan, state: TrainState) -> CheckpointSaver:
+    progress = Progress()
+    batches: Any = None
+    run = Run(
+        **{field.name: getattr(plan, field.name) for field in fields(plan)},
+        state=state,
+        progress=progress,
+        log=RunLog(plan=plan, state=state, progress=progress),
+        is_compiled=False,
+        batches=batches,
         validation=None,
         restore=lambda: None,
     )
+    return CheckpointSaver(run)
 
 
 class Node:
@@ -92,19 +90,13 @@ class Node:
         self.state = tiny_state(seed=9)
         self.state.comm = comm
         self.progress = Progress()
-        self.context = RunContext(out=out, console=Console(quiet=True), device=CPU, comm=comm)
         self.out = out
-        self.log = MetricsLogger.open(out) if self.context.is_main else MetricsLogger(out)
+        is_main = comm.dist_env.is_main_process
+        self.log = MetricsLogger.open(out) if is_main else MetricsLogger(out)
+        self.plan = make_plan(out, comm, self.log, PreemptionHandler(), tiny_config())
 
     def restore(self) -> None:
-        restore(
-            self.state,
-            self.progress,
-            dataset=DATASET,
-            log=self.log,
-            context=self.context,
-            allow_changes=False,
-        )
+        restore(self.state, self.progress, self.plan, allow_changes=False)
 
 
 @pytest.mark.parametrize("sharding", ["none", "zero3"])
@@ -117,10 +109,8 @@ def test_rank_0_commits_what_it_has_written_alone_when_another_rank_is_lost(
     state = tiny_state()
     state.comm = comm
     state.step = 2
-    context = RunContext(out=tmp_path, console=Console(quiet=True), device=CPU, comm=comm)
     with MetricsLogger.open(tmp_path) as log_file, PreemptionHandler() as stop:
-        run = open_run(config, context, state, log_file, stop)
-        saver = CheckpointSaver(run)
+        saver = open_saver(make_plan(tmp_path, comm, log_file, stop, config), state)
         saver.save()
         comm.is_lost = True
         if sharding != "none":

@@ -4,42 +4,36 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatoken.config.schema import Config
 from megatoken.data.dataloader import Prefetcher
 from megatoken.eval.rewards import Reward
 from megatoken.objectives.answer_scores import AnswerScorer
 from megatoken.objectives.batch_source import open_row_batches
 from megatoken.objectives.batches import BatchSource, Learner, Poll
-from megatoken.train.run import RunContext, RunData, RunLog
-from megatoken.train.state import StepConfig, TrainState
+from megatoken.train.run import RunLog, RunPlan
+from megatoken.train.state import TrainState
 
 Validation = Callable[[Poll], dict[str, Any]]
 
 
 def open_batches(
-    config: Config,
-    data: RunData,
-    state: TrainState,
-    steps: StepConfig,
-    log: RunLog,
-    context: RunContext,
-    reward: str | Reward | None,
+    plan: RunPlan, state: TrainState, log: RunLog, reward: str | Reward | None
 ) -> tuple[BatchSource, Validation | None]:
     """Return windows of text, preference pairs or sampled answers, once the run is restored."""
-    device = context.device
+    device = plan.device
+    steps = plan.step_config
     if state.objective is None:
-        assert data.loader is not None
-        return Prefetcher(data.loader, device.torch_device), None
+        assert plan.data.loader is not None
+        return Prefetcher(plan.data.loader, device.torch_device), None
     learner = Learner(
-        config=config,
-        out=context.out,
-        dataset=data.dataset,
+        config=plan.config,
+        out=plan.out,
+        dataset=plan.data.dataset,
         policy=state,
         device=device,
         scorer=AnswerScorer(
             device=device, micro_batch=steps.micro_batch, loss_chunk=steps.loss_chunk
         ),
-        console=context.console,
+        console=plan.console,
         log_event=partial(log.write, "event"),
     )
     batches = open_row_batches(learner, state.objective, reward)

@@ -27,7 +27,7 @@ class CheckpointSaver:
         self._root = run.out / CHECKPOINTS
         self._keep_every = run.step_config.steps(run.config.save.keep_every)
         self._pending: AsyncSave | None = None
-        self.mirror = Mirror(run.config.save, run.log, run)
+        self.mirror = Mirror(run.log)
         self.mirror.start()  # a killed run may not have copied its newest checkpoint
         self._prune()  # a run killed after a commit left one too many
 
@@ -47,9 +47,9 @@ class CheckpointSaver:
             "tokenizer": run.data.tokenizer.fingerprint,
             "skipped_batches": list(run.state.skipped_batches),
             "recent_steps": list(run.state.recent.values),
-            "elapsed_seconds": run.log.file.elapsed_seconds,
+            "elapsed_seconds": run.log_file.elapsed_seconds,
         }
-        run.log.file.sync()  # a checkpoint relies on the rows before it
+        run.log_file.sync()  # a checkpoint relies on the rows before it
         self._pending = AsyncSave(
             self._root, run.state, config=run.out / CONFIG, tokenizer=run.out / TOKENIZER, meta=meta
         )
@@ -66,7 +66,7 @@ class CheckpointSaver:
     def _commit(self, pending: AsyncSave) -> None:
         run = self._run
         try:
-            folder = pending.finish(partial(run.log.heartbeat.beat, "save", pending.step))
+            folder = pending.finish(partial(run.heartbeat.beat, "save", pending.step))
         except MegatokenError:
             run.progress.logged.discard(("save", pending.step))
             raise

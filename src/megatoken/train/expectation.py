@@ -12,7 +12,8 @@ from megatoken.system.device import Device
 from megatoken.system.gpus import find_driver
 from megatoken.system.measurement_cache import read_measurements
 from megatoken.train.micro_batch import describe_step
-from megatoken.train.state import StepConfig, TrainState
+from megatoken.train.run import Run
+from megatoken.train.state import StepConfig
 
 CALIBRATIONS = "calibration.json"  # in the cache
 EXACT_SHARE = 0.005  # deviations below it are reported as exact
@@ -67,23 +68,19 @@ def _describe_deviation(share: float, above: str, below: str) -> str:
     return f"{abs(share):.0%} {above if share > 0 else below} than planned"
 
 
-def expect(
-    state: TrainState,
-    steps: StepConfig,
-    config: Config,
-    model: ModelConfig,
-    device: Device,
-    *,
-    is_compiled: bool,
-) -> Expectation | None:
+def expect(run: Run) -> Expectation | None:
     """Return the expectation from `megatoken plan --calibrate`, or for a known GPU from arithmetic.
 
     None where neither is available.
     """
-    batch_seqs = steps.batch_tokens // model.seq_len
-    if state.comm.is_single_process:
+    config = run.config
+    model = run.data.model_config
+    device = run.device
+    steps = run.step_config
+    if run.comm.is_single_process:
         calibration = find_calibration(config, model, device, steps.micro_batch)
         if calibration:
+            batch_seqs = steps.batch_tokens // model.seq_len
             return Expectation(
                 step_seconds=calibration.step_seconds(model.n_layer, batch_seqs),
                 memory_bytes=count_run_bytes(calibration, config, model, device),
@@ -96,11 +93,11 @@ def expect(
         config,
         model,
         gpu,
-        state.dims,
+        run.dims,
         precision=device.precision,
         micro_batch=steps.micro_batch,
-        compiled=is_compiled,
-        attention=state.model.attention_name,
+        compiled=run.is_compiled,
+        attention=run.state.model.attention_name,
         checkpointing=config.machine.activation_checkpointing,
     )
     return Expectation(

@@ -20,8 +20,8 @@ from megatoken.config.schema import END_DECAYS, FIELDS, BudgetConfig, Config, bu
 from megatoken.errors import CheckpointError, ConfigError
 from megatoken.optim.lr_schedule import LRSchedule
 from megatoken.system.atomic_write import storage_errors
-from megatoken.system.metrics_log import METRICS, MetricsLogger
-from megatoken.train.run import Run, RunContext
+from megatoken.system.metrics_log import METRICS
+from megatoken.train.run import Run, RunContext, RunData, RunPlan
 from megatoken.train.run_folder import BUDGET_KEYS, CHECKPOINTS
 from megatoken.train.state import StepConfig, build_step_config
 
@@ -36,7 +36,7 @@ SCHEDULE_KEYS = (
 
 
 def extend_budget(
-    resolved: ResolvedConfig, steps: StepConfig, length: Duration, context: RunContext
+    resolved: ResolvedConfig, data: RunData, length: Duration, context: RunContext
 ) -> ResolvedConfig:
     """Return the config with `length` added to the budget of a run that has reached its end.
 
@@ -49,6 +49,7 @@ def extend_budget(
     if not saved_steps:
         fix = "leave out --extend for a new run"
         raise ConfigError("no run to extend: it has no checkpoint", context.out, fix)
+    steps = build_step_config(resolved.config, epoch_tokens=data.epoch_tokens)
     newest = max(saved_steps)
     if newest < steps.total_steps:
         what = f"step {newest:,} is not the last of {steps.total_steps:,}"
@@ -71,21 +72,16 @@ def _lengthen(
     return "budget.epochs", replace(budget, epochs=tokens / steps.epoch_tokens)
 
 
-def set_aside_decay(
-    config: Config,
-    steps: StepConfig,
-    changes: Sequence[Change],
-    log: MetricsLogger,
-    context: RunContext,
-) -> None:
+def set_aside_decay(plan: RunPlan, changes: Sequence[Change]) -> None:
     """Resume a lengthened run from its newest checkpoint before a decay at the old end, if any.
 
     Later checkpoints, with the log and config so far, move to RUN/finished-step-N, a run folder.
     """
-    old = previous_steps(config, steps, changes)
-    if old is None or config.optim.schedule not in END_DECAYS:
+    schedule = plan.config.optim.schedule
+    old = previous_steps(plan.config, plan.step_config, changes)
+    if old is None or schedule not in END_DECAYS:
         return
-    out = context.out
+    out = plan.out
     root = out / CHECKPOINTS
     saved_steps = list_steps(root)
     early_steps = [
@@ -95,8 +91,8 @@ def set_aside_decay(
     ]
     if not early_steps:
         if saved_steps and not old.schedule.is_before_decay(saved_steps[-1]):
-            what = f"no checkpoint from before the decay of {config.optim.schedule}"
-            context.console.warn(f"{what}; save.keep_every keeps some")
+            what = f"no checkpoint from before the decay of {schedule}"
+            plan.console.warn(f"{what}; save.keep_every keeps some")
         return
     late_steps = [step for step in saved_steps if step > early_steps[-1]]
     if not late_steps:
@@ -111,9 +107,9 @@ def set_aside_decay(
         for step in reversed(late_steps):  # if killed here, the run is at an earlier step
             step_folder(root, step).rename(step_folder(aside / CHECKPOINTS, step))
     message = f"continuing from step {early_steps[-1]:,}, before the decay; finished run: {aside}"
-    context.console.print(f"extended {message}")
-    tokens = steps.tokens_before(early_steps[-1])
-    log.write("event", early_steps[-1], tokens, what="set aside", message=message)
+    plan.console.print(f"extended {message}")
+    tokens = plan.step_config.tokens_before(early_steps[-1])
+    plan.log_file.write("event", early_steps[-1], tokens, what="set aside", message=message)
 
 
 def _name_unused(folder: Path) -> Path:
@@ -149,6 +145,8 @@ def previous_steps(
 
 def record_changes(run: Run, changes: Sequence[Change]) -> None:
     """Print and log each setting that a resume changes, and what the learning rate then does."""
+    if not run.is_main:
+        return
     for change in changes:
         run.console.print(f"changed  {change}")
         run.log.write(

@@ -13,17 +13,13 @@ from torch import Tensor
 from megatoken.checkpoint.commit import list_steps
 from megatoken.config.load import ResolvedConfig
 from megatoken.config.model_config import ModelConfig
-from megatoken.config.schema import Config
 from megatoken.config.validate import validate
-from megatoken.console import Console
 from megatoken.convert.load_pretrained import load_pretrained, read_model_config
 from megatoken.data.chat_dataset import ROW_OBJECTIVES, require_data_for
 from megatoken.data.mixture import load_mixture
-from megatoken.distributed.comm import Comm
-from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.errors import ConfigError, DataError
 from megatoken.model.gpt import GPT, init_weights
-from megatoken.train.run import RunContext, RunData
+from megatoken.train.run import RunPlan
 from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import TrainState, build_state
 
@@ -31,30 +27,24 @@ VOCABULARY_TABLES = ("tokens.weight", "head.weight")  # also attention.value_tok
 
 
 def build_train_state(
-    config: Config,
-    data: RunData,
-    dims: ParallelDims,
-    context: RunContext,
-    *,
-    model: GPT | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    plan: RunPlan, model: GPT | None, optimizer: torch.optim.Optimizer | None
 ) -> TrainState:
     """Put the model on its device and build its optimizer.
 
     model, optimizer: the user's, with the initial weights. Otherwise weights are new or those of
     `model.init`, and left uninitialized if a checkpoint will replace them.
     """
-    user_model = model
-    if model is None:
-        with torch.device("cpu" if dims.is_unsharded else "meta"):
-            model = GPT(data.model_config, seed=None)
-    state = build_state(model, config, context.device, dims, optimizer, context.comm)
-    if user_model is None and not config.model.init:
+    config = plan.config
+    if model is not None:
+        check_user_model(model, optimizer, plan)
+        return build_state(model, config, plan.device, plan.dims, optimizer, plan.comm)
+    with torch.device("cpu" if plan.dims.is_unsharded else "meta"):
+        model = GPT(plan.data.model_config, seed=None)
+    state = build_state(model, config, plan.device, plan.dims, comm=plan.comm)
+    if not config.model.init:
         state.sharded.copy_from_full(init_weights(model, config.seed))
-    elif user_model is None:
-        checkpoints = context.out / CHECKPOINTS
-        if not context.comm.run_on_rank0(lambda: list_steps(checkpoints)):
-            state.sharded.copy_from_full(_read_pretrained(config, data, context.console))
+    elif not plan.comm.run_on_rank0(lambda: list_steps(plan.out / CHECKPOINTS)):
+        state.sharded.copy_from_full(_read_pretrained(plan))
     return state
 
 
@@ -91,18 +81,13 @@ def take_architecture(resolved: ResolvedConfig, out: Path) -> ResolvedConfig:
     return replace(resolved, config=config, origins=origins)
 
 
-def check_user_model(
-    model: GPT,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    model_config: ModelConfig,
-    comm: Comm,
-) -> None:
+def check_user_model(model: GPT, optimizer: torch.optim.Optimizer | None, plan: RunPlan) -> None:
     """Raise ConfigError unless the user's model has the config's architecture, in one process, and
     the user's optimizer updates exactly its parameters."""
-    if config.model.init:
+    model_config = plan.data.model_config
+    if plan.config.model.init:
         raise ConfigError("both a model and model.init are given", "model.init", "use one of them")
-    if not comm.is_single_process:
+    if not plan.comm.is_single_process:
         fix = "use model.init with nproc"
         raise ConfigError("a model object cannot be split over processes", "model", fix)
     if type(model).loss is not GPT.loss:
@@ -145,13 +130,12 @@ def _list_differences(actual: ModelConfig, expected: ModelConfig) -> list[str]:
     ]
 
 
-def _read_pretrained(
-    config: Config, data: RunData, console: Console
-) -> Iterator[tuple[str, Tensor]]:
+def _read_pretrained(plan: RunPlan) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of `model.init`; a shorter context keeps the first learned positions."""
-    name = config.model.init
-    model_config = data.model_config
-    tokenizer = data.tokenizer
+    console = plan.console
+    name = plan.config.model.init
+    model_config = plan.data.model_config
+    tokenizer = plan.data.tokenizer
     loaded = load_pretrained(name, console.warn)
     source = loaded.model.config
     has_same_ids = loaded.tokenizer.shares_ids(tokenizer)
@@ -185,7 +169,7 @@ def _read_pretrained(
         yield weight, values[: model_config.seq_len] if weight == "positions.weight" else values
     if adds_tokens:
         console.print(f"{tokenizer.vocab_size - n_old} new tokens start as the mean of the others")
-        if config.objective.name in ROW_OBJECTIVES:
+        if plan.config.objective.name in ROW_OBJECTIVES:
             fix = "run megatoken train sft first"
             console.warn(f"{name} has no chat template, so it has not learned to answer: {fix}")
     console.print(f"weights from {loaded.source}")

@@ -53,48 +53,39 @@ class KernelChoice:
     library: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kernels}{', weights held in low precision' if self.master_weights else ''}"
-
-    @property
-    def is_native(self) -> bool:
-        """Whether any operation uses a native kernel."""
-        return any("native" in name for name in asdict(self.kernels).values())
+        text = f"{self.kernels}{', weights held in low precision' if self.master_weights else ''}"
+        return f"{text} ({self.library})" if self.library else text
 
     def sums_in_same_order(self, other: "KernelChoice") -> bool:
         """Return whether both choices give the same bits."""
-        return (self.kernels, self.master_weights) == (other.kernels, other.master_weights) and (
-            self.library == other.library or not (self.library and other.library)
-        )
+        return replace(self, seconds={}) == replace(other, seconds={})
 
     def explain(self) -> list[tuple[str, str]]:
         """Return (operation, chosen implementation and all timings) pairs to print."""
         chosen = asdict(self.kernels) | {"mixed": "masters" if self.master_weights else "autocast"}
-        times = {
-            op: ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in s.items())
-            for op, s in self.seconds.items()
-        }
-        library = [("library", f"native kernels for {self.library}")] if self.library else []
-        return [(op, f"{chosen[op]} ({text})") for op, text in times.items()] + library
+        rows = []
+        for op, seconds in self.seconds.items():
+            times = ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in seconds.items())
+            rows.append((op, f"{chosen[op]} ({times})"))
+        return rows
 
     def to_json(self) -> dict[str, Any]:
         """Return the choice as saved in machine.json."""
-        choice = {
+        return {
             "kernels": asdict(self.kernels),
             "masters": self.master_weights,
             "seconds": self.seconds,
+            "library": self.library,
         }
-        return choice | {"library": self.library}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "KernelChoice":
         """Return the choice that `to_json` saved."""
-        kernels = Kernels.from_json(values["kernels"])
-        library = values["library"]
         return cls(
-            kernels=kernels,
+            kernels=Kernels(**values["kernels"]),
             master_weights=values["masters"],
             seconds=values["seconds"],
-            library=library,
+            library=values["library"],
         )
 
 
@@ -120,15 +111,16 @@ def autotune(
             fix = NO_LIBRARY if device.type == "cpu" else "set it to auto"
             raise ConfigError("there are no native kernels for this device", f"machine.{key}", fix)
     options = list_options(machine, device, dropout, has_windows=config.window > 0)
-    library = find_library()
     open_options = {name: forms for name, forms in options.items() if len(forms) > 1}
+    library = find_library()
     seconds: Timings = {}
     if open_options:
         seqs = max(min(micro_batch, MAX_TRIAL_TOKENS[device.type] // config.seq_len), 1)
         circumstances = (
-            f"{device.name} ({device.type}), {torch.get_num_threads()} threads, {device.precision}, "
-            f"torch {torch.__version__}; {replace(config, n_layer=1)}; {seqs} sequences, dropout {dropout}, "
-            f"{'compiled' if compiled else 'eager'}; {open_options}; {library and library.name}"
+            f"{device.name} ({device.type}), {torch.get_num_threads()} threads, "
+            f"{device.precision}, torch {torch.__version__}; {replace(config, n_layer=1)}; "
+            f"{seqs} sequences, dropout {dropout}, {'compiled' if compiled else 'eager'}; "
+            f"{open_options}; {library and library.name}"
         )
         seconds = read_measurements(CACHE_FILE).get(circumstances, {})
         if not seconds:
@@ -136,23 +128,19 @@ def autotune(
             save_measurement(CACHE_FILE, circumstances, seconds)
             return_freed_memory()
     chosen = {name: forms[0] for name, forms in options.items()}
-    margins = {"block": BLOCK_MARGIN}
-    chosen |= {
-        name: pick(forms, margins.get(name, MARGIN[device.type])) for name, forms in seconds.items()
-    }
+    for name, timings in seconds.items():
+        chosen[name] = pick(timings, BLOCK_MARGIN if name == "block" else MARGIN[device.type])
     # Native products take low-precision weights, which autocast would have to make at every use.
     master_weights = chosen.pop("mixed") == "masters" or (
         chosen["block"] == "native" and device.precision == "bf16"
     )
-    return with_library(
-        KernelChoice(kernels=Kernels(**chosen), master_weights=master_weights, seconds=seconds)
+    is_native = any("native" in form for form in chosen.values())
+    return KernelChoice(
+        kernels=Kernels(**chosen),
+        master_weights=master_weights,
+        seconds=seconds,
+        library=library.name if library and is_native else "",
     )
-
-
-def with_library(choice: KernelChoice) -> KernelChoice:
-    """Return the choice with the name of the native library of this machine."""
-    library = find_library() if choice.is_native else None
-    return replace(choice, library=library.name if library else "")
 
 
 def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> None:
@@ -168,15 +156,14 @@ def apply_choice(state: TrainState, choice: KernelChoice, device: Device) -> Non
 
 def list_requests(machine: MachineConfig) -> dict[str, Any]:
     """Return the configured implementation per operation, by its name in machine.json."""
-    mixed = {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto")
-    adamw = machine.adamw if machine.adamw in ("auto", "native") else "torch"
-    forms = {
+    return {
         "block": machine.gemm_backend,
         "attention": machine.attention,
-        "mixed": mixed,
+        "mixed": {"on": "masters", "off": "autocast"}.get(machine.master_weights, "auto"),
         "fused": machine.fused,
+        "adamw": machine.adamw if machine.adamw in ("auto", "native") else "torch",
+        "threads": machine.threads,
     }
-    return forms | {"adamw": adamw, "threads": machine.threads}
 
 
 def list_options(
@@ -189,25 +176,20 @@ def list_options(
     """
     options = {"attention": ["flash"], "loss": ["torch"], "block": ["torch"], "adamw": ["torch"]}
     options["mixed"] = ["autocast", "masters"] if device.precision == "bf16" else ["autocast"]
-    if device.type == "cpu" and machine.compile in (
-        "auto",
-        "off",
-    ):  # the compiler has its own kernels
+    if device.type == "cpu" and machine.compile in ("auto", "off"):  # else the compiler's kernels
         native = ["native"] if find_library() else []
-        if not dropout:  # native attention is as fast as blocks of torch's products, or faster, and keeps no weights
+        if not dropout:
+            # Native attention is at least as fast as blocks of torch's products.
             options["attention"] += native if native and not has_windows else ["blocked"]
-        if (
-            native and device.precision == "fp32"
-        ):  # torch's products in fp32 can be at the processor's limit
+        if native and device.precision == "fp32":  # torch's products may be at the hardware's limit
             options["block"] += ["torch+native", "native"]
         elif machine.master_weights != "off":
             options["block"] += native
-        options["loss"] = {"auto": ["torch", *native], "off": ["torch"], "on": native or ["torch"]}[
-            machine.fused
-        ]
-        options["adamw"] = native or [
-            "torch"
-        ]  # not timed: of the bytes that torch moves it moves a part
+        if machine.fused == "auto":
+            options["loss"] += native
+        elif machine.fused == "on" and native:
+            options["loss"] = native
+        options["adamw"] = native or ["torch"]  # not timed: it moves a part of torch's bytes
     if device.type == "cuda" and device.precision != "fp32" and not dropout and not has_windows:
         options["attention"] += CUDA_ONLY
     # In fp16 the loss recomputes its logits in the backward, which torch differentiates.
@@ -215,14 +197,12 @@ def list_options(
         options["loss"] = ["torch", "triton"] if machine.fused == "auto" else ["triton"]
     if machine.deterministic:
         options = {name: forms[:1] for name, forms in options.items()}
-    requests = {
-        name: form
-        for name, form in list_requests(machine).items()
-        if name in options and form != "auto"
-    }
+    for name, form in list_requests(machine).items():
+        if name in options and form != "auto":
+            options[name] = [form]
     if device.precision == "fp32":
-        requests["mixed"] = "autocast"  # a low-precision copy would also be in fp32
-    return options | {name: [form] for name, form in requests.items()}
+        options["mixed"] = ["autocast"]  # a low-precision copy would also be in fp32
+    return options
 
 
 def pick(seconds: Mapping[str, float], margin: float) -> str:
@@ -297,19 +277,18 @@ def _build_trials(
         GPT(replace(config, n_layer=1, vocab_size=1, dropout=0.0)).blocks[0].to(device.torch_device)
     )
     low_block = copy.deepcopy(block).to(device.dtype)
-    forward, forward_low = (
-        torch.compile(each) if compiled else each for each in (block, low_block)
-    )
+    forward: Callable[..., Tensor] = torch.compile(block) if compiled else block
+    forward_low: Callable[..., Tensor] = torch.compile(low_block) if compiled else low_block
 
     def make(*shape: int, dtype: torch.dtype = device.dtype) -> Tensor:
         values = torch.linspace(-2, 2, math.prod(shape), dtype=dtype, device=device.torch_device)
         return values.view(shape).requires_grad_()
 
-    x_BTC, low_x_BTC = make(B, T, C, dtype=torch.float32), make(B, T, C)
-    q, k, v = (
-        make(B, T, heads, config.d_head).transpose(1, 2)
-        for heads in (config.n_head, *2 * [config.kv_heads])
-    )
+    x_BTC = make(B, T, C, dtype=torch.float32)
+    low_x_BTC = make(B, T, C)
+    q = make(B, T, config.n_head, config.d_head).transpose(1, 2)
+    k = make(B, T, config.kv_heads, config.d_head).transpose(1, 2)
+    v = make(B, T, config.kv_heads, config.d_head).transpose(1, 2)
     rope = rotary_cos_sin(config, torch.arange(T, device=device.torch_device))
     window = {"window": config.window} if config.window else {}
     ids_BT = torch.zeros(B, T, dtype=torch.int64, device=device.torch_device)
@@ -318,13 +297,13 @@ def _build_trials(
 
     def run_mixed(form: str) -> Tensor:
         if form == "masters":
-            return forward_low(low_x_BTC, ids_BT, None, rope, None)  # type: ignore[no-any-return]
+            return forward_low(low_x_BTC, ids_BT, None, rope, None)
         with device.autocast():
-            return forward(x_BTC, ids_BT, None, rope, None)  # type: ignore[no-any-return]
+            return forward(x_BTC, ids_BT, None, rope, None)
 
     def run_block(form: str) -> Tensor:
         set_block_kernels(low_block, form)
-        return forward_low(low_x_BTC, ids_BT, None, rope, None)  # type: ignore[no-any-return]
+        return forward_low(low_x_BTC, ids_BT, None, rope, None)
 
     def run_loss(form: str) -> None:
         logits_NV = torch.zeros(
@@ -345,9 +324,7 @@ def _build_trials(
 def _works(call: Callable[[], object]) -> bool:
     """Return whether an implementation runs: a backend may lack this head size, a compiler this GPU."""
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # torch explains at length why a backend declined
+        with warnings.catch_warnings(action="ignore"):  # of a backend that declines
             call()
     except Exception as error:
         if is_out_of_memory(error):

@@ -5,7 +5,6 @@ import time
 from megatoken.checkpoint.commit import list_steps
 from megatoken.checkpoint.mirror import check_owner, fetch_run
 from megatoken.checkpoint.mirror_uploads import MirrorUploads
-from megatoken.config.schema import SaveConfig
 from megatoken.console import format_duration, format_quantity
 from megatoken.errors import StorageError
 from megatoken.system.object_store import ObjectStore
@@ -60,15 +59,17 @@ class Mirror:
     A failed upload never stops training.
     """
 
-    def __init__(self, save: SaveConfig, log: RunLog, context: RunContext) -> None:
+    def __init__(self, log: RunLog) -> None:
+        plan = log.plan
+        save = plan.config.save
         self._save = save
         self._log = log
-        self._console = context.console
+        self._console = plan.console
         self._uploads: MirrorUploads | None = None
-        if context.is_main and save.mirror:
-            keep_every = log.step_config.steps(save.keep_every)
+        if plan.is_main and save.mirror:
+            keep_every = plan.step_config.steps(save.keep_every)
             self._uploads = MirrorUploads(
-                context.out, save.mirror, keep_last=save.keep_last, keep_every=keep_every
+                plan.out, save.mirror, keep_last=save.keep_last, keep_every=keep_every
             )
 
     @property

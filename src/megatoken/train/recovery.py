@@ -62,7 +62,7 @@ class Recovery:
         if self.check_replicas():  # the weights of one rank are at fault, not the batch
             return
         batch = self.state.batch
-        self.run.log.heartbeat.beat("skip", self.state.step)  # the next step has the same number
+        self.run.heartbeat.beat("skip", self.state.step)  # the next step has the same number
         self.report(bad, "batch skipped", "weights unchanged")
         insort(self.state.skipped_batches, batch)
         self.bad_batches.append(batch)

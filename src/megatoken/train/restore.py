@@ -10,20 +10,14 @@ from megatoken.checkpoint.manifest import CheckpointManifest, DamagedError, File
 from megatoken.config.load import Change
 from megatoken.data.mixture import Mixture
 from megatoken.errors import CheckpointError, DataError, MegatokenError
-from megatoken.system.metrics_log import MetricsLogger, read_metrics
-from megatoken.train.run import Progress, RunContext
+from megatoken.system.metrics_log import read_metrics
+from megatoken.train.run import Progress, RunPlan
 from megatoken.train.run_folder import CHECKPOINTS
 from megatoken.train.state import TrainState
 
 
 def restore(
-    state: TrainState,
-    progress: Progress,
-    *,
-    dataset: Mixture,
-    log: MetricsLogger,
-    context: RunContext,
-    allow_changes: bool,
+    state: TrainState, progress: Progress, plan: RunPlan, *, allow_changes: bool
 ) -> CheckpointManifest | None:
     """Load the newest checkpoint that is valid on every node, and rewind the log to its step.
 
@@ -31,22 +25,22 @@ def restore(
     skipped. All ranks load the same one or raise together: DataError if the dataset is not the one
     trained on (or, with allow_changes, has other tokens), CheckpointError if no checkpoint is valid.
     """
-    root = context.out / CHECKPOINTS
-    if context.is_main:
+    root = plan.out / CHECKPOINTS
+    if plan.is_main:
         remove_leftovers(root)
     steps = state.comm.run_on_rank0(lambda: list_steps(root))
     manifest = None
     for folder in (step_folder(root, step) for step in reversed(steps)):
-        manifest = _load_on_all(state, folder, dataset, log, context, allow_changes=allow_changes)
+        manifest = _load_on_all(state, folder, plan, allow_changes=allow_changes)
         if manifest is not None:
             progress.verified[folder] = manifest.files
-            context.console.print(f"resuming from {folder.name}")
+            plan.console.print(f"resuming from {folder.name}")
             break
     if steps and manifest is None:
         raise CheckpointError("all checkpoints are damaged", root, "choose another --out")
     seconds = manifest.meta.get("elapsed_seconds", 0.0) if manifest else 0.0
     progress.logged, progress.val_losses = state.comm.run_on_rank0(
-        lambda: _rewind_log(context.out, log, state.step, seconds)
+        lambda: _rewind_log(plan, state.step, seconds)
     )
     return manifest
 
@@ -60,23 +54,17 @@ def find_dataset_change(manifest: CheckpointManifest | None, dataset: Mixture) -
 
 
 def _rewind_log(
-    out: Path, log: MetricsLogger, step: int, elapsed_seconds: float
+    plan: RunPlan, step: int, elapsed_seconds: float
 ) -> tuple[set[tuple[str, int]], dict[int, float]]:
     """Drop rows after `step`; return (kind or task, step) and the validation losses of the rest."""
-    log.rewind(step, elapsed_seconds)
-    rows = read_metrics(out)
+    plan.log_file.rewind(step, elapsed_seconds)
+    rows = read_metrics(plan.out)
     logged = {(row.get("task", row["kind"]), row["step"]) for row in rows}
     return logged, {row["step"]: row["loss"] for row in rows if row["kind"] == "val"}
 
 
 def _load_on_all(
-    state: TrainState,
-    folder: Path,
-    dataset: Mixture,
-    log: MetricsLogger,
-    context: RunContext,
-    *,
-    allow_changes: bool,
+    state: TrainState, folder: Path, plan: RunPlan, *, allow_changes: bool
 ) -> CheckpointManifest | None:
     """Load a checkpoint and return its manifest, or None on all ranks if any rank finds it damaged.
 
@@ -86,7 +74,7 @@ def _load_on_all(
     files: Mapping[str, FileEntry] = {}
     error: MegatokenError | None = None
     try:
-        manifest, files = _load(state, folder, dataset, allow_changes=allow_changes)
+        manifest, files = _load(state, folder, plan.data.dataset, allow_changes=allow_changes)
     except MegatokenError as raised:
         error = raised
         try:
@@ -101,10 +89,15 @@ def _load_on_all(
         if rank_error is not None:
             damaged.append(f"{rank_error} (read by rank {rank})" if rank else str(rank_error))
     if damaged:
-        context.console.warn(f"{damaged[0]}: skipping {folder.name}")
-        values = {"checkpoint": folder.name, "message": damaged[0]}
-        log.write(
-            "event", 0, 0, elapsed_seconds=log.elapsed_seconds, what="damaged checkpoint", **values
+        plan.console.warn(f"{damaged[0]}: skipping {folder.name}")
+        plan.log_file.write(
+            "event",
+            0,
+            0,
+            elapsed_seconds=plan.log_file.elapsed_seconds,
+            what="damaged checkpoint",
+            checkpoint=folder.name,
+            message=damaged[0],
         )
         return None
     all_files: dict[str, FileEntry] = {}

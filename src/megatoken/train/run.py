@@ -15,6 +15,7 @@ from megatoken.data.dataloader import DataLoader
 from megatoken.data.mixture import Mixture
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.distributed.comm import Comm
+from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.eval.multiple_choice import EncodedExample
 from megatoken.launch.heartbeat import Heartbeat
 from megatoken.objectives.batches import BatchSource, Poll
@@ -34,6 +35,7 @@ class RunContext:
     console: Console
     device: Device
     comm: Comm
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
     def is_main(self) -> bool:
@@ -84,6 +86,21 @@ class RunData:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan(RunContext):
+    """What a run trains, before its model exists.
+
+    config: with the machine settings that its layout allows. log_file: locks the run folder.
+    """
+
+    config: Config
+    data: RunData
+    step_config: StepConfig
+    dims: ParallelDims
+    log_file: MetricsLogger
+    stop: PreemptionHandler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunLog:
     """Passes rows to the metrics log and the callbacks, and phases to the status and the watchdog.
 
@@ -91,13 +108,17 @@ class RunLog:
     that returns True stops the run.
     """
 
-    file: MetricsLogger
-    heartbeat: Heartbeat
+    plan: RunPlan
     state: TrainState
-    step_config: StepConfig
     progress: Progress
-    stop: PreemptionHandler
     callbacks: Sequence[Callback] = ()
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no step is left, or the validation loss has stopped to fall."""
+        patience = self.plan.config.evaluate.patience
+        is_last = self.state.step >= self.plan.step_config.total_steps
+        return is_last or self.progress.is_out_of_patience(patience)
 
     def write(
         self, kind: str, *, step: int | None = None, to_file: bool = True, **values: Any
@@ -107,46 +128,43 @@ class RunLog:
         to_file: False for train rows between those that are logged.
         """
         step = self.state.step if step is None else step
-        tokens = self.state.tokens_trained(self.step_config, step)
-        values = {"elapsed_seconds": self.file.elapsed_seconds, **values}
+        tokens = self.state.tokens_trained(self.plan.step_config, step)
+        values = {"elapsed_seconds": self.plan.log_file.elapsed_seconds, **values}
         if to_file:
-            self.file.write(kind, step, tokens, **values)
+            self.plan.log_file.write(kind, step, tokens, **values)
             self.progress.logged.add((values.get("task", kind), step))
         for callback in self.callbacks:
             if callback({"kind": kind, "step": step, "tokens": tokens, **values}):
-                self.stop.request_stop("callback")
+                self.plan.stop.request_stop("callback")
 
     def begin(self, phase: str) -> None:
         """Report the current phase to the watchdog and status.json."""
-        self.heartbeat.beat(phase, self.state.step)
-        self.file.begin(phase)
+        self.plan.heartbeat.beat(phase, self.state.step)
+        self.plan.log_file.begin(phase)
 
     @contextmanager
     def during(self, phase: str, step: int) -> Iterator[None]:
         """Report a nested phase, then the outer one again."""
-        with self.heartbeat.during(phase, step):
-            outer = self.file.begin(phase)
+        with self.plan.heartbeat.during(phase, step):
+            outer = self.plan.log_file.begin(phase)
             try:
                 yield
             finally:
-                self.file.begin(outer)
+                self.plan.log_file.begin(outer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run(RunContext):
+class Run(RunPlan):
     """A run that is ready to train. Only `progress` and `state` (weights, step) change.
 
     validation: measures held-out rows in place of held-out text. restore: loads the newest
     checkpoint into `state` and `progress`; returns its manifest, or None without a checkpoint.
     """
 
-    config: Config
-    data: RunData
     state: TrainState
-    step_config: StepConfig
     progress: Progress
     log: RunLog
-    stop: PreemptionHandler
+    is_compiled: bool
     batches: BatchSource
     validation: Callable[[Poll], dict[str, Any]] | None
     restore: Callable[[], CheckpointManifest | None]

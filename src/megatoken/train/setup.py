@@ -46,12 +46,14 @@ from megatoken.model.flops import count_padded_parameters
 from megatoken.optim.costs import count_optimizer_bytes, count_saved_bytes
 from megatoken.redact import redact
 from megatoken.system.atomic_write import replace_file, storage_errors
+from megatoken.system.device import with_peak
 from megatoken.system.machine import find_commit
 from megatoken.system.metrics_log import MetricsLogger
 from megatoken.train.live_mirror import check_mirror, fetch_from_mirror
-from megatoken.train.run import RunContext, RunData
+from megatoken.train.preemption import PreemptionHandler
+from megatoken.train.run import RunContext, RunData, RunPlan
 from megatoken.train.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, TOKENIZER, check_folder
-from megatoken.train.state import StepConfig
+from megatoken.train.state import StepConfig, build_step_config
 
 SCANNED_TOKENS = 1 << 24  # of shards that do not record documents, searched for end-of-text
 MEMORY_MARGIN = 2  # times the free memory: other programs may end, and some may be swapped
@@ -189,6 +191,33 @@ def _find_document_start(dataset: Mixture) -> int:
     return eot
 
 
+def plan_run(
+    config: Config,
+    data: RunData,
+    log_file: MetricsLogger,
+    stop: PreemptionHandler,
+    context: RunContext,
+) -> RunPlan:
+    """Choose the layout and resolve the run's lengths. Raises as `choose_layout`."""
+    config, dims = choose_layout(config, data.model_config, context)
+    device = context.device
+    return RunPlan(
+        out=context.out,
+        console=context.console,
+        device=with_peak(device) if context.is_main else device,
+        comm=context.comm,
+        heartbeat=context.heartbeat,
+        config=config,
+        data=data,
+        step_config=build_step_config(
+            config, epoch_tokens=data.epoch_tokens, device_type=device.type
+        ),
+        dims=dims,
+        log_file=log_file,
+        stop=stop,
+    )
+
+
 def choose_layout(
     config: Config, model_config: ModelConfig, context: RunContext
 ) -> tuple[Config, ParallelDims]:
@@ -214,42 +243,29 @@ def choose_layout(
 
 
 def _disable_unsupported(config: Config, dims: ParallelDims, console: Console) -> MachineConfig:
-    requested = config.machine
-    machine = disable_unsupported(requested, dims)
-    for name in ("master_weights", "fused"):
-        if getattr(requested, name) == "on" != getattr(machine, name):
-            console.warn(f"machine.{name}=on is ignored: the model is split ({dims})")
-    if requested.sharding not in ("auto", dims.sharding):
-        console.warn(f"machine.sharding={requested.sharding} is ignored: one data-parallel process")
+    machine = disable_unsupported(config.machine, dims)
     if machine.deterministic and not dims.is_unsharded:
         what = "machine.deterministic: a split model sums gradients in an order that depends on"
         console.warn(f"{what} the ranks; machine.sharding=none and tensor_parallel=1 do not")
     return machine
 
 
-def write_run_files(
-    resolved: ResolvedConfig,
-    config: Config,
-    data: RunData,
-    steps: StepConfig,
-    step: int,
-    log: MetricsLogger,
-    context: RunContext,
-) -> None:
+def write_run_files(resolved: ResolvedConfig, plan: RunPlan, step: int) -> None:
     """Check disk and mirror, then write provenance, config, tokenizer and status. Rank 0 only.
 
     Raises StorageError if the disk is full or failing.
     """
-    out = context.out
-    check_space(config, data.model_config, steps, step, out)
+    out = plan.out
+    check_space(plan.config, plan.data.model_config, plan.step_config, step, out)
     config_text = redact(render(resolved.config, resolved.origins))
-    provenance = json.dumps(_describe_program(context), indent=1)
+    provenance = json.dumps(_describe_program(plan), indent=1)
     with storage_errors(out):
         replace_file(out / PROVENANCE, provenance + "\n", durable=True)  # marks it as a run
         replace_file(out / CONFIG, config_text, durable=True)
-        data.tokenizer.save(out / TOKENIZER)  # replaces that of a start that failed
-    log.status(state="running", step=step, total_steps=steps.total_steps, message="")
-    check_mirror(config.save.mirror, step, context)
+        plan.data.tokenizer.save(out / TOKENIZER)  # replaces that of a start that failed
+    total_steps = plan.step_config.total_steps
+    plan.log_file.status(state="running", step=step, total_steps=total_steps, message="")
+    check_mirror(plan.config.save.mirror, step, plan)
 
 
 def check_space(

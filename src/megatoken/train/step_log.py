@@ -72,7 +72,7 @@ class StepLog:
         tokens_before = run.step_config.tokens_before
         tokens = tokens_before(steps[-1].step) - tokens_before(steps[0].step - 1)
         speed = self.meter.read(tokens, len(steps))
-        now = run.log.file.elapsed_seconds
+        now = run.log_file.elapsed_seconds
         seconds = speed["seconds"] or 0.0
         run.stop.observe(seconds * len(steps))
         self._report_stragglers()
@@ -115,7 +115,7 @@ class StepLog:
             message = "fp16 gradients overflowed; loss scale lowered"
             run.log.write("event", what="step skipped", message=message)
         left = self.meter.remaining_seconds(step.step)
-        run.log.file.progress(
+        run.log_file.progress(
             step=step.step,
             loss=step.loss,
             tokens_per_second=values["tokens_per_second"],
@@ -149,14 +149,14 @@ def finish(
     console = run.console
     if code != ExitCode.DONE:
         reason = run.stop.stop_requested or "another rank"
-        run.log.file.status(
+        run.log_file.status(
             state="stopped", phase="", exit_code=int(code), step=step, message=reason
         )
         left = format_duration(steps.meter.remaining_seconds(step))
         resume = f"the same command, or megatoken train {shlex.quote(str(run.out))}, resumes"
         console.print(f"stopped by {reason} at step {step}, all saved ({left} left); {resume}")
         return
-    run.log.file.status(state="done", phase="", exit_code=int(code), step=step, message="")
+    run.log_file.status(state="done", phase="", exit_code=int(code), step=step, message="")
     if expectation and steps.meter.total_tokens:
         batches = steps.meter.total_tokens / run.step_config.batch_tokens
         memory = run.device.peak_memory_bytes()

@@ -1,8 +1,7 @@
 """The lines that a run prints before its first step."""
 
 from megatoken.config.model_config import describe_heads
-from megatoken.config.schema import Config
-from megatoken.console import Console, format_count, format_quantity
+from megatoken.console import format_count, format_quantity
 from megatoken.data.chat_dataset import ROW_OBJECTIVES
 from megatoken.data.mixture import Mixture
 from megatoken.distributed.parallel_dims import ParallelDims
@@ -12,20 +11,16 @@ from megatoken.model.flops import (
     expected_initial_loss,
     flops_per_token,
 )
-from megatoken.train.run import RunContext, RunData
+from megatoken.train.run import RunPlan
 from megatoken.train.state import StepConfig
 
 
-def print_summary(
-    name: str,
-    config: Config,
-    data: RunData,
-    steps: StepConfig,
-    dims: ParallelDims,
-    context: RunContext,
-) -> None:
+def print_summary(name: str, plan: RunPlan) -> None:
     """Print the model, data, budget, machine and expected initial loss, and warnings about them."""
-    device = context.device
+    config = plan.config
+    data = plan.data
+    steps = plan.step_config
+    device = plan.device
     model = data.model_config
     tokenizer = data.tokenizer
     tokens = steps.tokens_before(steps.total_steps)
@@ -38,7 +33,7 @@ def print_summary(
         peak = format_quantity(device.peak_flops, "FLOP/s")
         machine.append(f"peak {peak} ({device.peak_source})")
     rows = [
-        ("run", f"{name} in {context.out}"),
+        ("run", f"{name} in {plan.out}"),
         (
             "model",
             f"{model.n_layer} layers, {describe_heads(model)}, width {model.d_model}, context "
@@ -55,18 +50,20 @@ def print_summary(
         ("work", work),
         ("machine", ", ".join(text for text in machine if text)),
     ]
-    if dims != ParallelDims():
-        rows.append(("layout", str(dims)))
+    if plan.dims != ParallelDims():
+        rows.append(("layout", str(plan.dims)))
     if not config.model.init:
         first_loss = f"ln({model.vocab_size:,}) = {expected_initial_loss(model):.2f} nats"
         rows.append(("loss", f"expected at first: {first_loss}"))
-    context.console.table(rows)
-    _warn(config, data, steps, context.console)
+    plan.console.table(rows)
+    _warn(plan)
 
 
-def _warn(config: Config, data: RunData, steps: StepConfig, console: Console) -> None:
-    schedule = steps.schedule
-    unit = "tokens" if steps.ramp else "steps"
+def _warn(plan: RunPlan) -> None:
+    console = plan.console
+    data = plan.data
+    schedule = plan.step_config.schedule
+    unit = "tokens" if plan.step_config.ramp else "steps"
     lengths = {"optim.warmup": schedule.warmup, "optim.decay": schedule.decay_length or 0}
     for key, length in lengths.items():
         if length > schedule.total:
@@ -74,7 +71,7 @@ def _warn(config: Config, data: RunData, steps: StepConfig, console: Console) ->
     vocab_size = data.model_config.vocab_size
     n_unused = vocab_size - data.tokenizer.vocab_size
     # Fewer may pad the vocabulary of another program.
-    if n_unused >= data.model_config.vocab_multiple and not config.model.init:
+    if n_unused >= data.model_config.vocab_multiple and not plan.config.model.init:
         what = f"{n_unused:,} of the model's {vocab_size:,} ids are not in the tokenizer"
         fix = f"model.vocab_size=0 uses the tokenizer's {data.tokenizer.vocab_size:,}"
         console.warn(f"{what}; {fix}")

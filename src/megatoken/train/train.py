@@ -16,21 +16,20 @@ import torch
 
 from megatoken.checkpoint.manifest import CheckpointManifest
 from megatoken.config.fields import Duration, parse_time
-from megatoken.config.load import Change, ResolvedConfig, from_python, list_changes, render
+from megatoken.config.load import ResolvedConfig, from_python, list_changes, render
 from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.distributed.comm import Comm, join_process_group, peer_errors
 from megatoken.distributed.env import read_dist_env
 from megatoken.errors import ConfigError, ExitCode, MegatokenError, NumericsError, error_from_code
 from megatoken.eval.rewards import REWARDS, Reward
-from megatoken.launch.heartbeat import Heartbeat
 from megatoken.launch.local import COMMAND, RESTARTS, launch
 from megatoken.model.gpt import GPT
 from megatoken.objectives.batch_source import check_reward
 from megatoken.objectives.objective import build_objective
 from megatoken.system.atomic_write import read_object
-from megatoken.system.device import Device, memory_errors, open_device, with_peak
-from megatoken.system.metrics_log import STATUS, MetricsLogger, find_last_rows
+from megatoken.system.device import Device, memory_errors, open_device
+from megatoken.system.metrics_log import STATUS, find_last_rows
 from megatoken.system.object_store import run_folder
 from megatoken.train import setup
 from megatoken.train.actions import Action, is_due, list_actions
@@ -38,15 +37,14 @@ from megatoken.train.batches import open_batches
 from megatoken.train.checkpoint_saver import CheckpointSaver
 from megatoken.train.expectation import expect
 from megatoken.train.extend import extend_budget, record_changes, set_aside_decay
-from megatoken.train.initial_state import build_train_state, check_user_model, take_architecture
+from megatoken.train.initial_state import build_train_state, take_architecture
 from megatoken.train.live_mirror import Mirror
 from megatoken.train.preemption import PreemptionHandler, StopRequested
 from megatoken.train.recovery import REPLICA_CHECK_STEPS, Recovery
 from megatoken.train.restore import find_dataset_change, restore
-from megatoken.train.run import Callback, Progress, Run, RunContext, RunData, RunLog
+from megatoken.train.run import Callback, Progress, Run, RunContext, RunLog, RunPlan
 from megatoken.train.run_folder import BUDGET_KEYS
 from megatoken.train.sinks import SinkProcesses, check_sinks
-from megatoken.train.state import StepConfig, TrainState, build_step_config
 from megatoken.train.step import train_step_async
 from megatoken.train.step_log import StepLog, call_actions, finish, report_early_stop
 from megatoken.train.summary import print_summary
@@ -162,136 +160,78 @@ class Trainer:
         """Set up the run, resume it and train; return how, at which step and why it ended."""
         console = self.console if comm.dist_env.is_main_process else Console(quiet=True)
         context = RunContext(out=self.out, console=console, device=device, comm=comm)
-        heartbeat = Heartbeat()
         resolved = take_architecture(self.resolved, self.out)
-        config = resolved.config
         changes = comm.run_on_rank0(
             lambda: setup.open_folder(
                 context,
-                config,
+                resolved.config,
                 allow_changes=self.allow_changes,
                 allowed=BUDGET_KEYS if self.extend else (),
             )
         )
-        check_sinks(config.log.sinks)
-        check_reward(config.objective.reward, self.reward)
-        data = setup.open_data(config, context)
-        build_steps = partial(
-            build_step_config, epoch_tokens=data.epoch_tokens, device_type=device.type
-        )
-        if self.extend:
-            resolved = extend_budget(resolved, build_steps(config), self.extend, context)
-            changes += list_changes(config, resolved.config)
+        check_sinks(resolved.config.log.sinks)
+        check_reward(resolved.config.objective.reward, self.reward)
+        data = setup.open_data(resolved.config, context)
         self.resolved = resolved
-        steps = build_steps(resolved.config)
-        if self.model is not None:
-            check_user_model(self.model, self.optimizer, config, data.model_config, comm)
+        if self.extend:
+            self.resolved = extend_budget(resolved, data, self.extend, context)
+            changes += list_changes(resolved.config, self.resolved.config)
+        config = self.resolved.config
         time_limit = parse_time(config.save.time_limit) or None
         with (
             setup.open_log(self.out, comm) as log_file,
             PreemptionHandler(time_limit, config.objective.rollout_steps) as stop,
         ):
-            return self._start(data, steps, changes, log_file, heartbeat, stop, context)
-
-    def _start(
-        self,
-        data: RunData,
-        steps: StepConfig,
-        changes: list[Change],
-        log_file: MetricsLogger,
-        heartbeat: Heartbeat,
-        stop: PreemptionHandler,
-        context: RunContext,
-    ) -> tuple[ExitCode, int, str]:
-        """Build the model, resume it and train, in a run folder that this run has locked."""
-        comm = context.comm
-        config, dims = setup.choose_layout(self.resolved.config, data.model_config, context)
-        if context.is_main:
-            context = replace(context, device=with_peak(context.device))
-        print_summary(self.resolved.name, config, data, steps, dims, context)
-        state = build_train_state(
-            config, data, dims, context, model=self.model, optimizer=self.optimizer
-        )
-        if self.extend:
-            comm.run_on_rank0(lambda: set_aside_decay(config, steps, changes, log_file, context))
-        progress = Progress()
-        load_newest = partial(
-            restore,
-            state,
-            progress,
-            dataset=data.dataset,
-            log=log_file,
-            context=context,
-            allow_changes=self.allow_changes,
-        )
-        changes += find_dataset_change(load_newest(), data.dataset)
-        log = RunLog(
-            file=log_file,
-            heartbeat=heartbeat,
-            state=state,
-            step_config=steps,
-            progress=progress,
-            stop=stop,
-            callbacks=self.callbacks,
-        )
-        is_at_end = state.step >= steps.total_steps
-        is_at_end |= progress.is_out_of_patience(config.evaluate.patience)
-        is_done = is_at_end and read_object(self.out / STATUS).get("state") == "done"
-        if comm.broadcast_from_rank0(is_done):
-            Mirror(config.save, log, context).finish()
-            context.console.print(f"this run is finished: {self.out}; --extend LENGTH lengthens it")
-            return ExitCode.DONE, state.step, ""
-        comm.run_on_rank0(
-            lambda: setup.write_run_files(
-                self.resolved, config, data, steps, state.step, log_file, context
-            )
-        )
-        run, is_compiled = self._build_run(
-            config, data, steps, state, progress, log, load_newest, context, is_at_end=is_at_end
-        )
-        if run.is_main:
+            plan = setup.plan_run(config, data, log_file, stop, context)
+            print_summary(self.resolved.name, plan)
+            state = build_train_state(plan, self.model, self.optimizer)
+            if self.extend:
+                comm.run_on_rank0(lambda: set_aside_decay(plan, changes))
+            progress = Progress()
+            load_newest = partial(restore, state, progress, plan, allow_changes=self.allow_changes)
+            changes += find_dataset_change(load_newest(), data.dataset)
+            log = RunLog(plan=plan, state=state, progress=progress, callbacks=self.callbacks)
+            is_done = log.is_at_end and read_object(self.out / STATUS).get("state") == "done"
+            if comm.broadcast_from_rank0(is_done):
+                Mirror(log).finish()
+                console.print(f"this run is finished: {self.out}; --extend LENGTH lengthens it")
+                return ExitCode.DONE, state.step, ""
+            comm.run_on_rank0(lambda: setup.write_run_files(self.resolved, plan, state.step))
+            run = self._build_run(plan, log, load_newest)
             record_changes(run, changes)
-        code = train(run, is_compiled=is_compiled)
-        return code, state.step, stop.stop_requested
+            return train(run), state.step, stop.stop_requested
 
     def _build_run(
-        self,
-        config: Config,
-        data: RunData,
-        steps: StepConfig,
-        state: TrainState,
-        progress: Progress,
-        log: RunLog,
-        load_newest: Callable[[], CheckpointManifest | None],
-        context: RunContext,
-        *,
-        is_at_end: bool,
-    ) -> tuple[Run, bool]:
-        """Tune the restored state and open its batches; return the run and whether it is compiled."""
-        tuned = tune(state, steps, config, data, context, is_at_end=is_at_end, explain=self.explain)
-        state.start_grad_reduction(context.comm)
+        self, plan: RunPlan, log: RunLog, load_newest: Callable[[], CheckpointManifest | None]
+    ) -> Run:
+        """Tune the restored state and open its batches."""
+        state = log.state
+        steps, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
+        plan = replace(plan, step_config=steps)
+        state.start_grad_reduction(plan.comm)
         # After tuning, which measures the cross-entropy.
-        state.objective = build_objective(config.objective, steps.loss_chunk)
-        batches, validation = open_batches(
-            config, data, state, tuned.step_config, log, context, self.reward
-        )
-        run = Run(
-            out=context.out,
-            console=context.console,
-            device=context.device,
-            comm=context.comm,
-            config=config,
-            data=data,
+        state.objective = build_objective(plan.config.objective, steps.loss_chunk)
+        batches, validation = open_batches(plan, state, log, self.reward)
+        return Run(
+            out=plan.out,
+            console=plan.console,
+            device=plan.device,
+            comm=plan.comm,
+            heartbeat=plan.heartbeat,
+            config=plan.config,
+            data=plan.data,
+            step_config=steps,
+            dims=plan.dims,
+            log_file=plan.log_file,
+            stop=plan.stop,
             state=state,
-            step_config=tuned.step_config,
-            progress=progress,
+            progress=log.progress,
             log=log,
-            stop=log.stop,
+            is_compiled=is_compiled,
             batches=batches,
             validation=validation,
             restore=load_newest,
         )
-        return run, tuned.is_compiled
 
     def _fit_in_processes(self) -> tuple[ExitCode, int, str]:
         """Train in `nproc` processes of the `megatoken` command."""
@@ -316,16 +256,9 @@ class Trainer:
         return ExitCode(code), saves["save"]["step"] if saves else 0, ""
 
 
-def train(run: Run, *, is_compiled: bool) -> ExitCode:
+def train(run: Run) -> ExitCode:
     """Train a run that is set up; write the final status, also on failure."""
-    expectation = expect(
-        run.state,
-        run.step_config,
-        run.config,
-        run.data.model_config,
-        run.device,
-        is_compiled=is_compiled,
-    )
+    expectation = expect(run)
     if expectation:
         message = expectation.describe(run.step_config, run.state.step)
         run.console.print(f"plan     {message}")
@@ -335,7 +268,7 @@ def train(run: Run, *, is_compiled: bool) -> ExitCode:
     saver = CheckpointSaver(run)
     recovery = Recovery(run, saver)
     step_log = StepLog(run, recovery)
-    run.log.file.start_clock()
+    run.log_file.start_clock()
     try:
         # A rank can be lost, or memory end, in any forward or backward.
         with (
@@ -402,7 +335,7 @@ def is_checked_after(run: Run, actions: Sequence[Action], step: int) -> bool:
 def record_failure(run: Run, saver: CheckpointSaver, error: Exception) -> None:
     """Write an error to the status and the metrics log, and commit a checkpoint in progress."""
     code = int(error.code) if isinstance(error, MegatokenError) else 1
-    run.log.file.status(state="failed", exit_code=code, step=run.state.step, message=str(error))
+    run.log_file.status(state="failed", exit_code=code, step=run.state.step, message=str(error))
     run.log.write("event", what="failed", message=str(error))
     # All ranks are here after a bad step; of another error other ranks may know nothing.
     if run.comm.is_single_process or isinstance(error, NumericsError):

@@ -6,241 +6,150 @@ stay bit-identical. Rank 0 chooses for all.
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from megatoken.config.schema import Config
-from megatoken.console import Console, format_duration
+from megatoken.console import format_duration
 from megatoken.errors import ConfigError
-from megatoken.model.kernels.attention import ATTENTION, BUILT_IN, WITHOUT_MASK
+from megatoken.model.kernels.attention import BUILT_IN, WITHOUT_MASK
 from megatoken.native.library import NO_LIBRARY, find_library
 from megatoken.system.atomic_write import read_object, replace_file, storage_errors
-from megatoken.system.device import misses_triton, wants_compile
+from megatoken.system.device import wants_compile
 from megatoken.train.compilation import compile_forward
-from megatoken.train.kernel_autotune import (
-    KernelChoice,
-    apply_choice,
-    autotune,
-    list_requests,
-    with_library,
-)
+from megatoken.train.kernel_autotune import KernelChoice, apply_choice, autotune, list_requests
 from megatoken.train.micro_batch import find_rates, pick_micro_batch
-from megatoken.train.run import RunContext, RunData
+from megatoken.train.run import RunContext, RunPlan
 from megatoken.train.run_folder import MACHINE
 from megatoken.train.state import StepConfig, TrainState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
-    """What tuning decided: the steps with their micro-batch, and whether the model is compiled."""
-
-    step_config: StepConfig
-    is_compiled: bool
-
-
 def tune(
-    state: TrainState,
-    step_config: StepConfig,
-    config: Config,
-    data: RunData,
-    context: RunContext,
-    *,
-    is_at_end: bool,
-    explain: bool,
-) -> Tuned:
+    state: TrainState, plan: RunPlan, *, is_at_end: bool, explain: bool
+) -> tuple[StepConfig, bool]:
     """Choose kernels, then the micro-batch with them, then compile for that size.
 
     is_at_end: no step is left, so the micro-batch is not measured. explain: print the measurements.
+    Returns the steps with their micro-batch, and whether the model is compiled.
     """
-    choose_kernels(state, step_config, config, data, context, explain=explain)
-    micro_batch = choose_micro_batch(state, step_config, config, context, is_at_end=is_at_end)
-    step_config = replace(step_config, micro_batch=micro_batch)
-    is_compiled = compile_model(state, step_config, config, context)
-    return Tuned(step_config=step_config, is_compiled=is_compiled)
+    choose_kernels(state, plan, explain=explain)
+    micro_batch = choose_micro_batch(state, plan, is_at_end=is_at_end)
+    steps = replace(plan.step_config, micro_batch=micro_batch)
+    return steps, compile_model(state, steps, plan)
 
 
-def choose_kernels(
-    state: TrainState,
-    step_config: StepConfig,
-    config: Config,
-    data: RunData,
-    context: RunContext,
-    *,
-    explain: bool,
-) -> None:
+def choose_kernels(state: TrainState, plan: RunPlan, *, explain: bool) -> None:
     """Use the kernels that the config names, that the run started with, or that are fastest here."""
+    config = plan.config
     attention = config.machine.attention
-    if attention in WITHOUT_MASK and (data.tasks or config.sample.every.value):
+    if attention in WITHOUT_MASK and (plan.data.tasks or config.sample.every.value):
         what = f"attention {attention!r} has no mask or cache, which sampling and tasks need"
         fix = "set sample.every=0 and evaluate.tasks=''"
         raise ConfigError(what, "machine.attention", fix)
-    choice = KernelChoice.from_json(
-        state.comm.run_on_rank0(
-            lambda: _choose_kernels(state, step_config, config, context).to_json()
-        )
-    )
-    apply_choice(state, choice, context.device)
-    context.console.print(f"kernels  {choice}")
-    _warn_of_ignored_settings(config, choice, context)
+    choice = state.comm.run_on_rank0(lambda: _choose_kernels(state, plan))
+    apply_choice(state, choice, plan.device)
+    console = plan.console
+    console.print(f"kernels  {choice}")
+    if plan.device.type == "cpu" and not find_library():
+        console.warn(f"no native kernels for this processor, so training is slower: {NO_LIBRARY}")
     if explain:
         reasons = choice.explain()
         if config.model.dropout and choice.kernels.attention in BUILT_IN:
             reason = "torch's kernels cannot apply our dropout masks"
             reasons.append(("dropout", f"attention trains by the explicit formula: {reason}"))
         for name, reason in reasons:
-            context.console.print(f"  {name:<9} {reason}")
+            console.print(f"  {name:<9} {reason}")
 
 
-def _warn_of_ignored_settings(config: Config, choice: KernelChoice, context: RunContext) -> None:
-    machine = config.machine
-    device = context.device
-    console = context.console
-    if device.type == "cpu" and not find_library():
-        console.warn(f"no native kernels for this processor, so training is slower: {NO_LIBRARY}")
-    if machine.fused == "on" and choice.kernels.loss == "torch" and misses_triton(device):
-        console.warn(f"machine.fused=on is ignored: {misses_triton(device)}")
-    if machine.master_weights == "on" and not choice.master_weights:
-        console.warn("machine.master_weights=on is ignored in fp32")
-    if machine.master_weights == "off" and choice.master_weights:
-        console.warn("machine.master_weights=off is ignored: native kernels need bf16 weights")
-    if (
-        config.model.dropout
-        and choice.kernels.attention in BUILT_IN
-        and machine.attention not in ("auto", "explicit")
-    ):
-        what = f"machine.attention={machine.attention} is used for evaluation and sampling only"
-        console.warn(f"{what}: torch's kernels cannot apply our dropout masks")
-
-
-def _choose_kernels(
-    state: TrainState, step_config: StepConfig, config: Config, context: RunContext
-) -> KernelChoice:
+def _choose_kernels(state: TrainState, plan: RunPlan) -> KernelChoice:
     """Return the saved choice of this run if it still applies, else measure; save the choice."""
+    config = plan.config
     machine = config.machine
-    device = context.device
-    file = context.out / MACHINE
-    is_compiled = wants_compile(machine, device, step_config.total_steps)[0] != "off"
+    device = plan.device
+    library = find_library()
+    is_compiled = wants_compile(machine, device, plan.step_config.total_steps)[0] != "off"
     circumstances = {
         "device": device.name,
         "precision": device.precision,
         "dropout": config.model.dropout,
         "compiled": is_compiled,
+        "library": library.name if library else "",
         **list_requests(machine),
     }
-    saved: Any = read_object(file).get("forms")
-    saved_choice = None
-    match saved:
-        case {
-            "circumstances": saved_circumstances,
-            "kernels": {"attention": str(attention)},
-            "masters": bool(),
-            "seconds": dict(),
-        }:
-            saved_choice = KernelChoice.from_json(saved)
-            has_kernels = attention in ATTENTION and (
-                find_library() is not None or not saved_choice.is_native
-            )
-            if saved_circumstances == circumstances and has_kernels:
-                choice = with_library(saved_choice)
-                if choice != saved_choice:
-                    _warn_of_other_kernels(state, saved_choice, choice, context.console)
-                    _update_json(file, {"forms": saved | choice.to_json()})
-                return choice
-    micro_batch = machine.micro_batch if machine.micro_batch != "auto" else config.batch_seqs
+    saved: dict[str, Any] = read_object(plan.out / MACHINE).get("forms", {})
+    saved_choice = KernelChoice.from_json(saved) if saved else None
+    if saved_choice and saved["circumstances"] == circumstances:
+        return saved_choice
     choice = autotune(
         state.model.config,
         machine,
         device,
-        micro_batch=micro_batch,
+        micro_batch=config.batch_seqs if machine.micro_batch == "auto" else machine.micro_batch,
         dropout=config.model.dropout,
         compiled=is_compiled,
     )
-    if saved_choice:
-        _warn_of_other_kernels(state, saved_choice, choice, context.console)
-    elif state.step:
-        context.console.warn(f"{file} not found: re-tuning kernels, which may differ")
-    _update_json(file, {"forms": {"circumstances": circumstances, **choice.to_json()}})
+    if state.step and not (saved_choice and choice.sums_in_same_order(saved_choice)):
+        old = saved_choice or f"unknown, {MACHINE} is missing"
+        what = f"other kernels than before step {state.step}: {old} -> {choice}"
+        plan.console.warn(f"{what}; the resume is not bit-identical")
+    _save(plan, forms={"circumstances": circumstances, **choice.to_json()})
     return choice
 
 
-def _warn_of_other_kernels(
-    state: TrainState, saved: KernelChoice, choice: KernelChoice, console: Console
-) -> None:
-    """Warn that a run resumes with kernels that sum in a different order."""
-    if not state.step or choice.sums_in_same_order(saved):
-        return
-    names = [f"{c} ({c.library})" if c.library else str(c) for c in (saved, choice)]
-    what = f"different kernels than before step {state.step}, so the resume is not bit-identical"
-    console.warn(f"{what}: {names[0]} -> {names[1]}")
-
-
-def choose_micro_batch(
-    state: TrainState,
-    step_config: StepConfig,
-    config: Config,
-    context: RunContext,
-    *,
-    is_at_end: bool,
-) -> int:
+def choose_micro_batch(state: TrainState, plan: RunPlan, *, is_at_end: bool) -> int:
     """Return the config's micro-batch, the one the run started with, or the fastest.
 
     All ranks measure together.
     """
-    machine = config.machine
+    machine = plan.config.machine
     if machine.micro_batch != "auto":
         return machine.micro_batch
     if is_at_end:
         return 1
-    device = context.device
-    file = context.out / MACHINE
-    batch_seqs = config.batch_seqs // state.dims.dp_size
+    batch_seqs = plan.config.batch_seqs // state.dims.dp_size
     circumstances = {
-        "device": device.name,
-        "precision": device.precision,
+        "device": plan.device.name,
+        "precision": plan.device.precision,
         "batch_seqs": batch_seqs,
-        "loss_chunk": step_config.loss_chunk,
+        "loss_chunk": plan.step_config.loss_chunk,
     }
-    saved = read_object(file)
-    saved_size = saved.get("micro_batch") if saved.get("circumstances") == circumstances else None
-    size = state.comm.broadcast_from_rank0(saved_size)
-    if isinstance(size, int) and 0 < size <= batch_seqs:
+    saved = state.comm.run_on_rank0(lambda: read_object(plan.out / MACHINE))
+    if saved.get("circumstances") == circumstances:
+        size: int = saved["micro_batch"]
         return size
-    rates, is_cached = find_rates(state, step_config, machine, device, batch_seqs)
+    rates, is_cached = find_rates(state, plan.step_config, machine, plan.device, batch_seqs)
     size = pick_micro_batch(rates)
     if len(rates) > 1:
         measured = ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items())
         source = ", cached" if is_cached else ""
-        context.console.print(
+        plan.console.print(
             f"micro-batch {size} of {batch_seqs} sequences (tokens/s by size{source}: {measured})"
         )
-    record = {"micro_batch": size, "circumstances": circumstances, "tokens_per_second": rates}
-    state.comm.run_on_rank0(lambda: _update_json(file, record))
+    state.comm.run_on_rank0(
+        lambda: _save(plan, micro_batch=size, circumstances=circumstances, tokens_per_second=rates)
+    )
     return size
 
 
-def compile_model(
-    state: TrainState, step_config: StepConfig, config: Config, context: RunContext
-) -> bool:
+def compile_model(state: TrainState, steps: StepConfig, plan: RunPlan) -> bool:
     """Compile the forward if wanted, and return whether that worked; warn where it did not."""
-    mode, note = wants_compile(config.machine, context.device, step_config.total_steps)
+    mode, note = wants_compile(plan.config.machine, plan.device, steps.total_steps)
     if mode != "off":
         if not state.dims.is_unsharded:
             mode = "blocks"  # weights are gathered between them
         start = time.monotonic()
-        note = compile_forward(state, step_config, context.device, mode)
+        note = compile_forward(state, steps, plan.device, mode)
         if not note:
             duration = format_duration(time.monotonic() - start)
-            context.console.print(f"compiled (machine.compile={mode}) in {duration}")
+            plan.console.print(f"compiled (machine.compile={mode}) in {duration}")
     if note:
-        context.console.warn(note)
-    is_compiled = mode != "off" and not note
-    record = {"compile": "off" if note else mode}
-    state.comm.run_on_rank0(lambda: _update_json(context.out / MACHINE, record))
-    return is_compiled
+        plan.console.warn(note)
+        mode = "off"
+    state.comm.run_on_rank0(lambda: _save(plan, compile=mode))
+    return mode != "off"
 
 
-def _update_json(path: Path, values: Mapping[str, Any]) -> None:
-    with storage_errors(path.parent):
-        replace_file(path, json.dumps(read_object(path) | dict(values), indent=1) + "\n")
+def _save(context: RunContext, **values: Any) -> None:
+    """Add values to the run's machine.json."""
+    path = context.out / MACHINE
+    with storage_errors(context.out):
+        replace_file(path, json.dumps(read_object(path) | values, indent=1) + "\n")

@@ -4,8 +4,7 @@ ATTENTION, BLOCK and LOSS map names to implementations; tests compare them with 
 each, train/kernel_autotune.py measures which are fastest.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatoken.model.kernels.attention import (
     ATTENTION,
@@ -40,18 +39,13 @@ class Kernels:
     block: str = "torch"
     adamw: str = "torch"
 
-    @classmethod
-    def from_json(cls, names: Mapping[str, str]) -> "Kernels":
-        """Return the implementations named in a run folder's machine.json."""
-        return cls(
-            **{field.name: names[field.name] for field in fields(cls) if field.name in names}
-        )
-
     def __str__(self) -> str:
+        parts = [f"attention {self.attention}"]
+        if self.loss == "triton":
+            parts.append("fused loss")
+        if self.block == "torch+native":
+            parts.append("native norms and activations")
         native = [name for name in ("block", "loss") if getattr(self, name) == "native"]
-        ours = [
-            *(["fused loss"] if self.loss == "triton" else []),
-            *(["native norms and activations"] if self.block == "torch+native" else []),
-            *([f"native {' + '.join(native)}"] if native else []),
-        ]
-        return ", ".join([f"attention {self.attention}", *ours])
+        if native:
+            parts.append(f"native {' + '.join(native)}")
+        return ", ".join(parts)
