@@ -91,12 +91,10 @@ def test_the_time_of_a_run_leaves_out_pauses_and_lost_steps(
             now += 2
             write(log, "train", step)
         write(log, "event", 3)
-    for kept, expected in ((5.0, 5.0), (None, 4.0), ("5", 4.0), (1e999, 4.0), (3.0, 4.0)):
+    for kept, expected in ((5.0, 5.0), (0.0, 4.0), (3.0, 4.0)):
         now += 100  # a pause
         with MetricsLogger.open(tmp_path) as log:
-            log.rewind(
-                2, kept
-            )  # kept in a checkpoint of step 2, or in an older one that has no time
+            log.rewind(2, kept)  # from a checkpoint of step 2
             now += 7
             assert log.elapsed_seconds == expected
             log.start_clock()

@@ -186,8 +186,7 @@ def test_a_full_disk_under_the_log_changes_nothing_but_the_log(
     monkeypatch.setattr(MetricsLogger, "open", open_full)
     assert Trainer(config, tmp_path / "run").fit().steps == 12
     assert (
-        capsys.readouterr().err.count("warning: the log cannot be written: No space left on device")
-        == 1
+        capsys.readouterr().err.count("warning: cannot write the log: No space left on device") == 1
     )
     assert read_metrics(tmp_path / "run") == []
     assert equal(tensors(tmp_path / "run"), clean)
@@ -312,18 +311,8 @@ def test_a_folder_that_is_no_folder_is_refused_before_torch_is_loaded(
     for out, nproc, code, what in (
         (tmp_path, "1", ExitCode.CONFIG, "the folder holds something that is not a run"),
         (tmp_path, "2", ExitCode.CONFIG, "the folder holds something that is not a run"),
-        (
-            tmp_path / "notes.txt",
-            "1",
-            ExitCode.STORAGE,
-            "the run folder cannot be used: not a folder",
-        ),
-        (
-            tmp_path / "notes.txt" / "run",
-            "1",
-            ExitCode.STORAGE,
-            "the run folder cannot be used: not a folder",
-        ),
+        (tmp_path / "notes.txt", "1", ExitCode.STORAGE, "the run folder cannot be used"),
+        (tmp_path / "notes.txt" / "run", "1", ExitCode.STORAGE, "the run folder cannot be used"),
     ):
         command = [
             sys.executable,

@@ -1,8 +1,8 @@
-"""The run folder of a live process: `metrics.jsonl`, `status.json`, and the lock that keeps a second run out.
+"""The log, status and lock of a run folder that a process trains in.
 
-`metrics.jsonl` holds one object a line: kind, step, tokens, elapsed_seconds, then the values. `status.json` (state,
-phase, exit code, step, loss, speed, time left, message, pid, host) is replaced atomically. A log that cannot be written
-never stops training: one warning, then the lost rows are counted.
+`metrics.jsonl` holds one object per line: kind, step, tokens, elapsed_seconds and the row's values.
+`status.json` (state, phase, exit code, step, loss, speed, time left, message, pid, host) is replaced
+atomically. A log that cannot be written never stops training: it warns once and counts lost rows.
 """
 
 import contextlib
@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatoken.config.load import list_runs
-from megatoken.errors import DataError, StorageError
+from megatoken.errors import DataError
 from megatoken.redact import redact_values
-from megatoken.system.atomic_write import replace_file
+from megatoken.system.atomic_write import replace_file, storage_errors
 from megatoken.system.file_lock import format_now, lock_folder
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
 LONGEST_TAIL = 1 << 23  # bytes of a log that are searched for its last rows: some 30,000 rows
-STATUS_SECONDS = 1.0  # between updates of the status by the steps
+STATUS_SECONDS = 1.0  # between updates of the status by steps
 KINDS = ("train", "val", "eval", "sample", "save", "event")
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+UNUSABLE = "the run folder cannot be used"
+OTHER_FOLDER = "name a folder you can write"
 
 
 class MetricsLogger:
@@ -40,17 +42,19 @@ class MetricsLogger:
     def __init__(self, folder: Path, lock: contextlib.ExitStack | None = None) -> None:
         """Use `open`. Without a lock it writes nothing, for processes other than rank 0."""
         self.folder = folder
-        self.lost_rows = 0  # rows and status updates that a full or failing disk did not take
+        self.lost_rows = 0  # rows and status updates that could not be written
         self._lock = lock
         self._status: dict[str, Any] = {
             "state": "running",
             "phase": "setup",
             "exit_code": None,
             "step": 0,
+            "total_steps": None,
+            "loss": None,
+            "tokens_per_second": None,
+            "eta_seconds": None,
+            "message": "",
         }
-        self._status |= dict.fromkeys(
-            ("total_steps", "loss", "tokens_per_second", "eta_seconds")
-        ) | {"message": ""}
         self._status_time = -STATUS_SECONDS
         self._file: FileIO | None = None
         self._elapsed_seconds = 0.0  # until the clock was started
@@ -58,22 +62,22 @@ class MetricsLogger:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Lock a run folder, creating it if need be, and open its log at the end of the last complete line.
+        """Lock a run folder, creating it if needed, and open its log after its last complete line.
 
-        Raises StorageError when another process holds the folder (naming its pid, host and start time) or when the
-        folder cannot be written. The kernel frees the lock of a process however it dies.
+        Raises StorageError if another process holds the folder or it cannot be written. The kernel
+        releases the lock of a process that dies.
         """
         lock = contextlib.ExitStack()
         log = cls(folder, lock)
         lock.enter_context(lock_folder(folder, "run"))
         try:
-            log._file = FileIO(folder / METRICS, "ab")
-            os.truncate(
-                folder / METRICS, (folder / METRICS).read_bytes().rfind(b"\n") + 1
-            )  # a half-written row
-        except OSError as error:
+            with storage_errors(folder, what=UNUSABLE, fix=OTHER_FOLDER):
+                path = folder / METRICS
+                log._file = FileIO(path, "ab")
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a half-written row
+        except BaseException:
             lock.close()
-            raise _unusable_error(folder, error) from error
+            raise
         return log
 
     def __enter__(self) -> Self:
@@ -81,75 +85,72 @@ class MetricsLogger:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with contextlib.suppress(OSError):
-            if (
-                kind and self._file and not os.fstat(self._file.fileno()).st_size
-            ):  # a start that failed
+            is_empty = self._file is not None and not os.fstat(self._file.fileno()).st_size
+            if kind and is_empty:  # the start failed
                 (self.folder / METRICS).unlink()
         self.close()
 
     @property
     def elapsed_seconds(self) -> float:
-        """The time of training behind the current weights: since the run's first step, over all of its starts."""
-        return self._elapsed_seconds + (
-            0.0 if self._clock_start is None else time.monotonic() - self._clock_start
-        )
+        """Seconds of training behind the current weights, over all starts of the run."""
+        if self._clock_start is None:
+            return self._elapsed_seconds
+        return self._elapsed_seconds + time.monotonic() - self._clock_start
 
     def start_clock(self) -> None:
         """Count the time from now on."""
         self._clock_start = time.monotonic()
 
-    def rewind(self, step: int, elapsed_seconds: Any = 0.0) -> None:
-        """Drop the rows that a resume at `step` will write again: later ones except events, and unreadable lines.
+    def rewind(self, step: int, elapsed_seconds: float = 0.0) -> None:
+        """Drop unreadable lines and the rows after `step`, except events; replace the file atomically.
 
-        The clock is set to `elapsed_seconds`, which the checkpoint has kept, or to the last of the rows that stay. The
-        file is replaced atomically. Raises StorageError when it cannot be rewritten.
+        The clock is set to `elapsed_seconds`, which the checkpoint has saved, or to the last of the
+        remaining rows. Raises StorageError if the file cannot be rewritten.
         """
-        times, kept = [_read_seconds(elapsed_seconds)], list[bytes]()
-        path = self.folder / METRICS
-        try:
-            lines = path.read_bytes().splitlines(keepends=True) if self._file else []
-            for line in lines:
-                row = parse_row(line)
-                if row is not None and (row["kind"] == "event" or row["step"] <= step):
-                    kept.append(line)
-                    times += (
-                        []
-                        if row["kind"] == "event"
-                        else [_read_seconds(row.get("elapsed_seconds"))]
-                    )
-            if self._file and len(kept) < len(lines):
-                replace_file(path, b"".join(kept), durable=True)
-                self._file.close()
-                self._file = FileIO(path, "ab")
-        except OSError as error:
-            raise _unusable_error(self.folder, error) from error
-        self._elapsed_seconds = max(times)
+        self._elapsed_seconds = elapsed_seconds
         if self._clock_start is not None:
             self.start_clock()
+        if self._file is None:
+            return
+        path = self.folder / METRICS
+        remaining = []
+        with storage_errors(self.folder, what=UNUSABLE, fix=OTHER_FOLDER):
+            lines = path.read_bytes().splitlines(keepends=True)
+            for line in lines:
+                row = parse_row(line)
+                if row is None or (row["kind"] != "event" and row["step"] > step):
+                    continue
+                remaining.append(line)
+                if row["kind"] != "event":
+                    seconds = row.get("elapsed_seconds", 0.0)
+                    self._elapsed_seconds = max(self._elapsed_seconds, seconds)
+            if len(remaining) < len(lines):
+                replace_file(path, b"".join(remaining), durable=True)
+                self._file.close()
+                self._file = FileIO(path, "ab")
 
     def write(self, kind: str, step: int, tokens: int, **values: Any) -> None:
-        """Append one row. kind: one of KINDS; tokens: trained on so far; values: JSON and numpy.
+        """Append a row. kind: one of KINDS. tokens: trained on so far. values: JSON and NumPy.
 
-        NaN and infinities become the strings "nan", "inf", "-inf", which JSON lacks; read_metrics converts them back.
-        Never raises for a full or failing disk.
+        NaN and infinities become the strings "nan", "inf" and "-inf". Never raises for a full or
+        failing disk.
         """
         assert kind in KINDS, kind
         if self._file is None:
             return
         row = {"kind": kind, "step": step, "tokens": tokens, **values}
-        line = (
-            json.dumps(_to_json(redact_values(row)), allow_nan=False) + "\n"
-        ).encode()  # ASCII: no text can look like a line end
+        text = json.dumps(_to_json(redact_values(row)), allow_nan=False)  # ASCII, without newlines
+        line = f"{text}\n".encode()
         try:
-            written = self._file.write(line)  # one call: a reader never sees half of it
-            if written < len(line):
-                self._file.truncate(self._file.tell() - written)
+            n_written = self._file.write(line)  # one call: a reader never sees half of it
+            if n_written < len(line):
+                self._file.truncate(self._file.tell() - n_written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._count_lost(METRICS, error)
 
     def sync(self) -> None:
-        """Make the rows written so far durable; called before a checkpoint that counts on them."""
+        """Make the rows durable; a checkpoint relies on those before it."""
         if self._file is None:
             return
         try:
@@ -158,20 +159,20 @@ class MetricsLogger:
             self._count_lost(METRICS, error)
 
     def progress(self, **values: Any) -> None:
-        """`status` of a step, written at most once a second."""
+        """Update the status by a step's values, at most once per STATUS_SECONDS."""
         self._status |= values
         if time.monotonic() - self._status_time >= STATUS_SECONDS:
             self.status()
 
     def begin(self, phase: str) -> str:
-        """Show in the status what the run does from now on: step, validate, save, ...; return what it did before."""
-        before: str = self._status["phase"]
-        if phase != before:
+        """Set the phase (step, validate, save, ...) and return the previous one."""
+        previous: str = self._status["phase"]
+        if phase != previous:
             self.status(phase=phase)
-        return before
+        return previous
 
     def status(self, **values: Any) -> None:
-        """Update status.json by `values`; durable unless the state is `running`. Never raises for a failing disk.
+        """Update status.json, durably unless the state is `running`. Never raises for a failing disk.
 
         state: running, done, stopped or failed; with exit_code, step and message.
         """
@@ -179,15 +180,15 @@ class MetricsLogger:
         self._status_time = time.monotonic()
         if self._file is None:
             return
-        facts = {
+        status = {
             **self._status,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "updated": format_now(),
         }
         try:
-            text = json.dumps(_to_json(redact_values(facts)), indent=1) + "\n"
-            replace_file(self.folder / STATUS, text, durable=facts["state"] != "running")
+            text = json.dumps(_to_json(redact_values(status)), indent=1) + "\n"
+            replace_file(self.folder / STATUS, text, durable=status["state"] != "running")
         except OSError as error:
             self._count_lost(STATUS, error)
 
@@ -202,7 +203,9 @@ class MetricsLogger:
     def _count_lost(self, name: str, error: OSError) -> None:
         self.lost_rows += 1
         if self.lost_rows == 1:
-            text = f"the log cannot be written: {error.strerror} — {self.folder / name} — training goes on without it"
+            text = (
+                f"cannot write the log: {error.strerror} — {self.folder / name}; training continues"
+            )
             with contextlib.suppress(OSError):  # of a closed terminal
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
@@ -210,10 +213,10 @@ class MetricsLogger:
 def read_metrics(
     run: Path | str, warn: Callable[[str], None] = warnings.warn
 ) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, in the order written; a half-written last line is left out.
+    """Return the rows of a run's metrics.jsonl in order, without a half-written last line.
 
-    "nan", "inf" and "-inf" of train, val and eval rows become floats again. warn: called with one line where others are
-    not rows, which are left out. Raises DataError when there is no log.
+    "nan", "inf" and "-inf" of train, val and eval rows become floats. warn: called with one line if
+    other lines are not rows; they are skipped. Raises DataError if there is no log.
     """
     path = Path(run) / METRICS
     try:
@@ -222,28 +225,25 @@ def read_metrics(
         runs = list_runs(Path(run))
         fix = f"name one of its runs: {' '.join(runs[:5])}" if runs else "name the folder of a run"
         raise DataError(f"no metrics to read: {error.strerror}", path, fix) from error
-    rows, skipped = [], list[int]()
+    if lines and not lines[-1].endswith(b"\n") and parse_row(lines[-1]) is None:
+        lines.pop()
+    rows = []
     for number, line in enumerate(lines, start=1):
         row = parse_row(line)
-        if row is None and number == len(lines) and not line.endswith(b"\n"):
-            break
         if row is None:
-            skipped.append(number)
+            warn(f"skipped: not a row of metrics — {path}:{number}")
             continue
         if row["kind"] in ("train", "val", "eval"):
-            row = {
-                key: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in row.items()
-            }
+            for key, value in row.items():
+                if isinstance(value, str):
+                    row[key] = NOT_FINITE.get(value, value)
         rows.append(row)
-    if skipped:
-        others = f" and {len(skipped) - 1:,} more" if skipped[1:] else ""
-        warn(f"left out: not a row of metrics — {path}:{skipped[0]}{others}")
     return rows
 
 
 def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The last row of each of some kinds, where there is one, in the last LONGEST_TAIL bytes of a log of any size."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the last row of each kind that the last LONGEST_TAIL bytes of a log hold."""
+    rows: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(OSError), (run / METRICS).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         for tail in (1 << 16, LONGEST_TAIL):
@@ -251,11 +251,12 @@ def find_last_rows(run: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any]]
             text = file.read()
             for kind in kinds:
                 start = text.rfind(b'{"kind": "%s"' % kind.encode())
-                if start >= 0 and (row := parse_row(text[start:].partition(b"\n")[0])):
-                    found[kind] = row
-            if tail >= size or len(found) == len(kinds):
+                row = parse_row(text[start:].partition(b"\n")[0]) if start >= 0 else None
+                if row is not None:
+                    rows[kind] = row
+            if tail >= size or len(rows) == len(kinds):
                 break
-    return found
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +278,12 @@ def read_new_rows(run: Path, position: LogPosition) -> tuple[list[dict[str, Any]
         file.seek(start)
         complete = file.read().rpartition(b"\n")[0]
     end = start + len(complete) + 1 if complete else start
-    rows = [row for line in complete.splitlines() if (row := parse_row(line)) is not None]
-    return rows, LogPosition(inode, end)
+    rows = [parse_row(line) for line in complete.splitlines()]
+    return [row for row in rows if row is not None], LogPosition(inode, end)
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line, None if it is not one."""
+    """Return the row in a line, or None if it holds none."""
     with contextlib.suppress(ValueError, RecursionError):
         match row := json.loads(line):
             case {"kind": str(), "step": int(), "tokens": int()}:
@@ -290,13 +291,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _read_seconds(value: Any) -> float:
-    """The value if it is a duration, 0 if it is missing, as in older runs, or anything else."""
-    return value if isinstance(value, float) and 0 <= value < math.inf else 0.0
-
-
 def _to_json(value: Any) -> Any:
-    """The value in terms of JSON: non-finite floats as strings, numpy scalars and arrays as numbers and lists."""
+    """Convert non-finite floats to strings, and NumPy scalars and arrays to numbers and lists."""
     if isinstance(value, dict):
         return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -304,13 +300,3 @@ def _to_json(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return _to_json(value.tolist())
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _unusable_error(folder: Path, error: OSError) -> StorageError:
-    reason, where = (
-        getattr(error, "strerror", None) or error,
-        getattr(error, "filename", None) or folder,
-    )
-    return StorageError(
-        f"the run folder cannot be used: {reason}", where, "name a folder you can write"
-    )
