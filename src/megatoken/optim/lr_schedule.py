@@ -44,22 +44,26 @@ class LRSchedule:
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        now, after = (
-            (self.ramp.before(step), self.ramp.before(step + 1)) if self.ramp else (step, step + 1)
-        )
-        if now < self.warmup:
-            return self.peak_lr * min(after, self.warmup) / self.warmup
+        start = self.ramp.before(step) if self.ramp else step
+        if start < self.warmup:
+            end = self.ramp.before(step + 1) if self.ramp else step + 1
+            return self.peak_lr * min(end, self.warmup) / self.warmup
         if self.decay == "constant":
             return self.peak_lr
-        begin, end = self.decay_begin, self.total
+        begin = self.decay_begin
+        end = self.total
         if self.decay_length is not None and self.decay not in END_DECAYS:
             end = begin + self.decay_length
-        done = min(max((now - begin) / max(end - begin, 1), 0.0), 1.0)
+        share = min(max((start - begin) / max(end - begin, 1), 0.0), 1.0)  # of the decay
         if self.decay == "multi-step":
-            if now < begin:
+            if start < begin:
                 return self.peak_lr
-            ratio = math.sqrt(self.min_lr_ratio) if done < 0.5 else self.min_lr_ratio
+            ratio = math.sqrt(self.min_lr_ratio) if share < 0.5 else self.min_lr_ratio
             return self.peak_lr * ratio
-        curves = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "wsd-sqrt": 1 - math.sqrt(done)}
-        left = curves.get(self.decay, 1 - done)
-        return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
+        if self.decay == "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * share))
+        elif self.decay == "wsd-sqrt":
+            factor = 1 - math.sqrt(share)
+        else:
+            factor = 1 - share
+        return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * factor)

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 WINDOW = 128  # steps
-MIN_STEPS = 64  # steps before detection starts
-# A spike is both: this many standard deviations (of a normal distribution with the same MAD) above the median, ...
+MIN_STEPS = 64  # before detection starts
+# A spike is both: this many standard deviations (of a normal distribution with the same MAD) above
+# the median, and a multiple of the median, because a calm window has hardly any deviation.
 DEVIATIONS = 15.0
-# ... and this many times the median, because a calm window has hardly any deviation.
-LOSS_RATIO, GRAD_NORM_RATIO = 1.5, 3.0
-_MAD_TO_STD = 1.4826
-_TINY = 1e-30  # in place of a loss of 0
+LOSS_RATIO = 1.5
+GRAD_NORM_RATIO = 3.0
+MAD_TO_STD = 1.4826
+SMALLEST = 1e-30  # in place of a loss of 0
 
 
 @dataclass(slots=True)
@@ -27,12 +28,12 @@ class RecentSteps:
     values: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def load(self, values: Iterable[Sequence[float]]) -> None:
-        """Load a saved window."""
+        """Replace the window by a saved one."""
         self.values.clear()
         self.values.extend((loss, grad_norm) for loss, grad_norm in values)
 
     def limits(self) -> tuple[float, float]:
-        """The largest loss and gradient norm that the next step may have; infinite while there are too few steps."""
+        """Return the largest loss and gradient norm that are no spike; infinite after few steps."""
         if len(self.values) < MIN_STEPS:
             return math.inf, math.inf
         losses, grad_norms = zip(*self.values, strict=True)
@@ -40,8 +41,8 @@ class RecentSteps:
 
 
 def upper_limit(values: Sequence[float], min_ratio: float) -> float:
-    """What lies DEVIATIONS robust standard deviations above the median, but at least `min_ratio` times the median."""
-    logs = sorted(math.log(max(value, _TINY)) for value in values)
+    """Return DEVIATIONS robust standard deviations above the median, or `min_ratio` times it."""
+    logs = sorted(math.log(max(value, SMALLEST)) for value in values)
     middle = len(logs) // 2
     deviation = sorted(abs(log - logs[middle]) for log in logs)[middle]
-    return math.exp(logs[middle] + max(DEVIATIONS * _MAD_TO_STD * deviation, math.log(min_ratio)))
+    return math.exp(logs[middle] + max(DEVIATIONS * MAD_TO_STD * deviation, math.log(min_ratio)))

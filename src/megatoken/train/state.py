@@ -63,12 +63,9 @@ class TrainState:
     grad_reducer: GradBucketReducer | None = None  # where several replicas train
     objective: Objective | None = None
     cross_entropy_fn: CrossEntropyFn = LOSS["torch"]
-    cuda_graphs: bool = (
-        False  # `forward` replays CUDA graphs, whose results the next replay overwrites
-    )
-    compute_timer: PhaseTimer = field(
-        default_factory=PhaseTimer
-    )  # off, where no other process is compared
+    # Whether `forward` replays CUDA graphs, whose results the next replay overwrites.
+    cuda_graphs: bool = False
+    compute_timer: PhaseTimer = field(default_factory=PhaseTimer)  # off by default
     step: int = 0
     skipped_batches: list[int] = field(default_factory=list)
     recent: RecentSteps = field(default_factory=RecentSteps)
@@ -79,10 +76,13 @@ class TrainState:
         return batch_of_step(self.step, self.skipped_batches)
 
     def tokens_trained(self, step_config: "StepConfig", step: int) -> int:
-        """Tokens in the batches of the steps before this one, without the skipped batches."""
+        """Return the tokens in the batches of the first `step` steps, without skipped batches."""
         batch = batch_of_step(step, self.skipped_batches)
-        before, skipped = step_config.tokens_before, [n for n in self.skipped_batches if n < batch]
-        return before(batch) - sum(before(n + 1) - before(n) for n in skipped)
+        tokens = step_config.tokens_before(batch)
+        for skipped in self.skipped_batches:
+            if skipped < batch:
+                tokens -= step_config.batch_size(skipped)
+        return tokens
 
     def full_model(self, device: Device) -> GPT:
         """Return a full model to sample and measure with, on every rank, in the device's precision.
@@ -112,27 +112,22 @@ class TrainState:
 
     @property
     def skips_bad_on_device(self) -> bool:
-        """Whether the optimizer can skip an update by a flag on the device, without the host reading it."""
-        can_skip = isinstance(self.optimizer, torch.optim.AdamW | Muon) and supports_found_inf(
-            self.optimizer
-        )
-        return (
-            can_skip
-            and not self.scaler.is_enabled()
-            and self.found_bad.device.type in ("cpu", "cuda")
-        )
+        """Whether the optimizer skips an update by a flag on the device that the host does not read."""
+        if self.scaler.is_enabled() or self.found_bad.device.type not in ("cpu", "cuda"):
+            return False
+        is_fused = isinstance(self.optimizer, torch.optim.AdamW | Muon)
+        return is_fused and supports_found_inf(self.optimizer)
 
     def enable_master_weights(self, dtype: torch.dtype) -> None:
-        """Run forward and backward through a copy of the model in `dtype`; the optimizer updates the fp32 weights."""
+        """Run forward and backward through a copy in `dtype`; the fp32 weights are updated."""
         self.compute_model = copy.deepcopy(self.model).to(dtype)
         self.forward = self.compute_model
         self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
 
     def use_native_adamw(self, library: Library) -> None:
-        """Update with our own kernel, if the optimizer is AdamW; call it after `enable_master_weights`."""
+        """Update with the native kernel if the optimizer is AdamW. Call after `enable_master_weights`."""
         if not isinstance(self.optimizer, AdamW):
             return
-        # Sharded weights have DTensors of the same fp32 values instead, whose gradients must be collected.
         pairs = self._grad_pairs() if self.uses_master_weights else []
         self.optimizer.use_native(library, {local: trained for trained, local in pairs})
 
@@ -142,13 +137,12 @@ class TrainState:
         return isinstance(self.optimizer, AdamW) and self.optimizer.updates_copies
 
     def global_grad_norm(self) -> Tensor:
-        """The L2 norm of the full gradient, the same on every process."""
-        norm = (
-            self.optimizer.grad_norm()
-            if isinstance(self.optimizer, AdamW) and self.dims.is_unsharded
-            else None
-        )
-        return self.sharded.global_grad_norm(self.comm) if norm is None else norm
+        """Return the L2 norm of the full gradient, the same on every process."""
+        if isinstance(self.optimizer, AdamW) and self.dims.is_unsharded:
+            norm = self.optimizer.grad_norm()
+            if norm is not None:
+                return norm
+        return self.sharded.global_grad_norm(self.comm)
 
     def refresh_low_precision_copy(self) -> None:
         """Round the fp32 weights to the low-precision copy, if there is one."""
@@ -157,7 +151,7 @@ class TrainState:
                 foreach_copy(list(self.compute_model.parameters()), list(self.model.parameters()))
 
     def start_grad_reduction(self, comm: Comm) -> None:
-        """Reduce gradients over the processes of `comm`; call it after everything that replaces `compute_model`."""
+        """Reduce gradients over `comm`. Call after all that replaces `compute_model`."""
         self.comm = comm
         if self.dims.dp_replicate > 1 and self.dims.dp_shard == 1:
             self.grad_reducer = GradBucketReducer(
@@ -165,7 +159,7 @@ class TrainState:
             )
 
     def collect_gradients(self) -> None:
-        """Add the gradients of the compute model to those of the local fp32 parameters, and clear them."""
+        """Move the compute model's gradients to the local fp32 parameters, adding to theirs."""
         for trained, local in self._grad_pairs():
             collect_gradient(trained, local)
 
@@ -177,7 +171,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """What every step of a run needs and no step changes. Lengths in steps, sizes in tokens or sequences."""
+    """The constants of a run's steps. Lengths in steps, batches in tokens, micro-batches in sequences."""
 
     seed: int
     schedule: LRSchedule
@@ -188,32 +182,33 @@ class StepConfig:
     grad_clip: float
     loss_chunk: int
     skip_spikes: bool = False
-    deterministic: bool = False  # gradients are added in an order that 1, 2, 4, ... processes share
-    ramp: BatchRamp | None = None  # where batches grow to `batch_tokens`
-    momentum: float = 0.95  # of muon
+    deterministic: bool = False  # add gradients in an order that 1, 2, 4, ... processes share
+    ramp: BatchRamp | None = None  # for batches that grow to `batch_tokens`
+    momentum: float = 0.95  # of Muon
     momentum_warmup: int = 0
 
     def momentum_of(self, step: int) -> float:
-        """Muon's momentum in a step, counted from 0."""
+        """Return Muon's momentum in a step, counted from 0."""
         if step >= self.momentum_warmup:
             return self.momentum
         start = min(MOMENTUM_START, self.momentum)
         return start + (self.momentum - start) * step / self.momentum_warmup
 
     def steps(self, length: Duration) -> int:
-        """A duration of this run in steps, of full batches."""
-        batch_tokens, epoch_tokens, total_steps = (
-            self.batch_tokens,
-            self.epoch_tokens,
-            self.total_steps,
-        )
+        """Return a duration of this run in steps of full batches."""
         return length.steps(
-            batch_tokens=batch_tokens, epoch_tokens=epoch_tokens, total_steps=total_steps
+            batch_tokens=self.batch_tokens,
+            epoch_tokens=self.epoch_tokens,
+            total_steps=self.total_steps,
         )
 
     def tokens_before(self, batch: int) -> int:
-        """Tokens in the batches before this one; batches are counted from 0."""
+        """Return the tokens in the batches before this one; batches are counted from 0."""
         return self.ramp.before(batch) if self.ramp else batch * self.batch_tokens
+
+    def batch_size(self, batch: int) -> int:
+        """Return the tokens in a batch."""
+        return self.tokens_before(batch + 1) - self.tokens_before(batch)
 
 
 def build_state(
@@ -229,19 +224,20 @@ def build_state(
     optimizer: the user's, built over the model's parameters. comm: default: a single process.
     """
     model.train()
-    checkpointing = config.machine.activation_checkpointing
     sharded = parallelize(
-        model, dims or ParallelDims(), device, activation_checkpointing=checkpointing
+        model,
+        dims or ParallelDims(),
+        device,
+        activation_checkpointing=config.machine.activation_checkpointing,
     )
     if optimizer is None:
+        uses_matrices = find_optimizer(config.optim.name).hidden_group
         optimizer = build_optimizer(
             sharded.local_params,
             config.optim,
             sizes=sharded.full_shapes,
             implementation=config.machine.adamw,
-            matrices=open_matrices(model, sharded, device)
-            if find_optimizer(config.optim.name).hidden_group
-            else None,
+            matrices=open_matrices(model, sharded, device) if uses_matrices else None,
         )
     else:
         adopt_optimizer(optimizer, config.optim.lr)
@@ -279,14 +275,15 @@ def gather_model(
 def build_step_config(
     config: Config, *, epoch_tokens: int, micro_batch: int = 1, device_type: str = "cpu"
 ) -> StepConfig:
-    """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the training split."""
+    """Resolve the run's durations into steps. epoch_tokens: targets in one pass over the split."""
     total_steps = config.total_steps(epoch_tokens)
     lengths = {
         "batch_tokens": config.budget.batch_tokens,
         "epoch_tokens": epoch_tokens,
         "total_steps": total_steps,
     }
-    optim, loss_chunk = config.optim, config.machine.loss_chunk
+    optim = config.optim
+    loss_chunk = config.machine.loss_chunk
     return StepConfig(
         seed=config.seed,
         schedule=_build_schedule(config, **lengths),
@@ -305,25 +302,27 @@ def build_step_config(
 def _build_schedule(
     config: Config, *, batch_tokens: int, epoch_tokens: int, total_steps: int
 ) -> LRSchedule:
-    optim, ramp = config.optim, config.budget.ramp
-    if ramp is None:
-        total, sizes = total_steps, {"total_steps": total_steps}
-    else:
-        total, sizes = ramp.before(total_steps), {"total_tokens": ramp.before(total_steps)}
+    """Return the schedule in steps, or in tokens with a batch ramp."""
+    optim = config.optim
+    ramp = config.budget.ramp
+    total = ramp.before(total_steps) if ramp else total_steps
 
     def measure(length: Duration) -> int:
-        to_unit: Callable[..., int] = length.tokens if ramp else length.steps
-        return to_unit(batch_tokens=batch_tokens, epoch_tokens=epoch_tokens, **sizes)
+        sizes = {"batch_tokens": batch_tokens, "epoch_tokens": epoch_tokens}
+        if ramp:
+            return length.tokens(**sizes, total_tokens=total)
+        return length.steps(**sizes, total_steps=total)
 
-    warmup, decay = optim.warmup, optim.decay_length
+    if ramp and optim.warmup.unit == "steps":
+        warmup = ramp.before(round(optim.warmup.value))
+    else:
+        warmup = measure(optim.warmup)
     return LRSchedule(
         decay=optim.schedule,
         peak_lr=optim.lr,
         min_lr_ratio=optim.min_lr_ratio,
-        warmup=ramp.before(round(warmup.value))
-        if ramp and warmup.unit == "steps"
-        else measure(warmup),
-        decay_length=None if decay is None else measure(decay),
+        warmup=warmup,
+        decay_length=None if optim.decay_length is None else measure(optim.decay_length),
         total=total,
         ramp=ramp,
     )

@@ -44,21 +44,23 @@ class ThroughputMeter:
         """
         self.device.synchronize()
         elapsed = self.elapsed_seconds
-        seconds, rate = elapsed / steps, tokens / elapsed
+        rate = tokens / elapsed
         self.total_seconds += elapsed
         self.total_tokens += tokens
         # An exponential mean, so that one slow step does not make the estimate jump.
         full = self.step_config.batch_tokens / rate
-        self.smooth_seconds = (
-            full if not self.smooth_seconds else 0.9 * self.smooth_seconds + 0.1 * full
-        )
+        self.smooth_seconds = 0.9 * (self.smooth_seconds or full) + 0.1 * full
         self.start()
+        return {
+            "seconds": elapsed / steps,
+            "tokens_per_second": rate,
+            "mfu": self._mfu(rate, causal=False),
+            "mfu_causal": self._mfu(rate, causal=True),
+        }
+
+    def _mfu(self, rate: float, *, causal: bool) -> float | None:
         peak = self.device.peak_flops * self.world_size if self.is_dense else 0.0
-        mfu, mfu_causal = (
-            rate * flops_per_token(self.model_config, causal=causal) / peak if peak else None
-            for causal in (False, True)
-        )
-        return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu, "mfu_causal": mfu_causal}
+        return rate * flops_per_token(self.model_config, causal=causal) / peak if peak else None
 
     def remaining_seconds(self, step: int) -> float:
         """Return the seconds of the remaining steps at the recent pace."""
