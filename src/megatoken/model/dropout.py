@@ -1,14 +1,15 @@
-"""Dropout whose masks are a function of numbers alone (counter-based, as in Salmon et al. 2011).
+"""Dropout without random state: counter-based masks, as in Salmon et al. 2011.
 
-Whether a value is dropped follows from the seed, the step, the sequence's index in the global batch, the layer and the
-place in it, and the value's position and channel (in attention: head, query and key). There is no random state, so
-micro-batches, processes, tensor parallelism, recomputation and compilation all drop the same values.
+Whether a value is dropped is a function of the seed, the step, the sequence's index in the global
+batch, the layer and site, and the value's position and channel (in attention: head, query and key).
+So micro-batches, processes, tensor parallelism, recomputation and compilation drop the same values.
 
-A key is a number of 32 bits in an int64, where no product overflows. In int32 products overflow, which is undefined in
-C++: torch.compile on a CPU then gives other masks.
+A key is a 32-bit number in an int64, where no product overflows. Overflow of int32 is undefined in
+C++: torch.compile on a CPU would give other masks.
 """
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +19,19 @@ BITS = 0xFFFFFFFF
 
 
 def sequence_keys(seed: int, step: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Keys (B,) of the sequences [first, first + count) of a step's global batch."""
+    """Return the keys (B,) of sequences [first, first + count) of a step's global batch."""
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=4).digest()
     step_key = torch.full((), int.from_bytes(digest), device=device)
     return fold_in(step_key, spread(first, count, device))
 
 
 def spread(first: int, count: int, device: torch.device) -> Tensor:
-    """The numbers [first, first + count) times an odd one, modulo 2**32."""
+    """Return the numbers [first, first + count) times an odd constant, modulo 2**32."""
     return torch.arange(first, first + count, device=device) * GOLDEN & BITS
 
 
 def fold_in(key: Tensor, index: Tensor | int) -> Tensor:
-    """Another key for every index: the two-round bijection of 32 bits found by the hash prospector (Wellons)."""
+    """Return a key per index, by the two-round 32-bit bijection of Wellons' hash prospector."""
     x = key ^ index
     x ^= x >> 16  # in place: attention's keys are the largest tensors of a step
     x *= 0x21F0AAAD
@@ -43,17 +44,22 @@ def fold_in(key: Tensor, index: Tensor | int) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Sets values to 0 with probability p, divides the others by 1 - p. site: a number for each dropout of a layer."""
+    """Set values to 0 with probability p and divide the others by 1 - p.
 
-    tp_rank = 0  # under tensor parallelism dimension 1 (positions; heads in attention) is this slice of the whole
+    site: number of this dropout in its layer.
+    """
+
+    tp_rank = 0  # which slice of dimension 1 (positions, or heads) this rank has
+    __call__: Callable[..., Tensor]
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
-        self.p, self.site = p, site
+        self.p = p
+        self.site = site
         self.threshold = round(p * 2**32)  # keys are uniform over 32 bits
 
     def forward(self, keys_B: Tensor | None, x: Tensor) -> Tensor:
-        """x (B, ...) with values dropped by the keys of its sequences; x itself without keys."""
+        """Return x (B, ...) with values dropped by the keys of its sequences, if there are keys."""
         if keys_B is None:
             return x
         key = fold_in(keys_B, self.site)

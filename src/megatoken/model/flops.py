@@ -14,7 +14,7 @@ from megatoken.config.model_config import ModelConfig
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Trainable parameters, with the real vocabulary (padding rows are not counted)."""
+    """Return the trainable parameters, without padding rows of the vocabulary."""
     d = config.d_model
     others = config.seq_len * d if config.pos_emb == "learned" else 0
     others += (1 + config.embedding_norm) * _count_norm_parameters(config, d)
@@ -28,26 +28,25 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def count_block_parameters(config: ModelConfig) -> int:
-    """Trainable parameters of one block."""
-    d, f, gates = config.d_model, config.d_ff, int(config.mlp == "swiglu")
+    """Return the trainable parameters of one block."""
+    d = config.d_model
+    f = config.d_ff
+    gates = int(config.mlp == "swiglu")
     biases = (d + _kv_width(config)) + d + (1 + gates) * f + d if config.bias else 0
-    norms = 2 * _count_norm_parameters(config, d) + 2 * config.qk_norm * _count_norm_parameters(
-        config, config.d_head
-    )
+    norms = 2 * _count_norm_parameters(config, d)
+    if config.qk_norm:
+        norms += 2 * _count_norm_parameters(config, config.d_head)
     return _block_matrices(config) + biases + norms
 
 
 def count_value_parameters(config: ModelConfig, vocab_size: int) -> int:
-    """Trainable parameters of all value embeddings with so many rows, and of their gates."""
-    return (
-        len(config.value_embedding_layers)
-        * config.kv_heads
-        * (vocab_size * config.d_head + config.d_model)
-    )
+    """Return the trainable parameters of all value embeddings and their gates."""
+    per_head = vocab_size * config.d_head + config.d_model
+    return len(config.value_embedding_layers) * config.kv_heads * per_head
 
 
 def _count_embeddings(config: ModelConfig, vocab_size: int) -> int:
-    """Parameters with a row for each token id, and the gates of value embeddings."""
+    """Return the parameters with a row per token id, and the gates of value embeddings."""
     tables = (1 if config.tie_embeddings else 2) * vocab_size * config.d_model
     return tables + count_value_parameters(config, vocab_size)
 
@@ -57,40 +56,40 @@ def _count_norm_parameters(config: ModelConfig, width: int) -> int:
 
 
 def count_matmul_parameters(config: ModelConfig) -> int:
-    """N: weights in matrix products, the output layer counted once."""
+    """Return N: weights in matrix products, the output layer counted once."""
     gates = count_value_parameters(config, vocab_size=0)
     return config.n_layer * _block_matrices(config) + gates + config.vocab_size * config.d_model
 
 
 def _block_matrices(config: ModelConfig) -> int:
-    d, products = config.d_model, 3 if config.mlp == "swiglu" else 2
+    d = config.d_model
+    products = 3 if config.mlp == "swiglu" else 2
     return d * (d + _kv_width(config)) + d * d + products * d * config.d_ff
 
 
 def _kv_width(config: ModelConfig) -> int:
-    """Numbers in the keys and values of a token."""
+    """Return how many numbers the keys and values of a token have."""
     return 2 * config.kv_heads * config.d_head
 
 
 def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
-    """FLOPs of forward and backward for one token at full context, by the causal or the full-attention definition."""
+    """Return the FLOPs of forward and backward for a token at full context, by either definition."""
     T = config.seq_len
     keys = [min(window or T, T) for window in config.windows]
-    attention = sum(
-        6 * config.d_model * w * (2 * T - w) // T if causal else 12 * config.d_model * w
-        for w in keys
-    )
+    if causal:
+        attention = sum(6 * config.d_model * w * (2 * T - w) // T for w in keys)
+    else:
+        attention = sum(12 * config.d_model * w for w in keys)
     return 6 * count_matmul_parameters(config) + attention
 
 
 def expected_initial_loss(config: ModelConfig) -> float:
-    """ln V: the loss in nats of a uniform prediction, which an initialized model is close to."""
+    """Return ln V, the loss in nats of a uniform prediction, close to that of initial weights."""
     return math.log(config.vocab_size)
 
 
 def count_padded_parameters(config: ModelConfig) -> int:
-    """Trainable parameters in memory: the vocabulary with its padding rows."""
-    padding = _count_embeddings(config, config.padded_vocab_size) - _count_embeddings(
-        config, config.vocab_size
-    )
-    return count_parameters(config) + padding
+    """Return the trainable parameters in memory, with the vocabulary's padding rows."""
+    unpadded = _count_embeddings(config, config.vocab_size)
+    padded = _count_embeddings(config, config.padded_vocab_size)
+    return count_parameters(config) + padded - unpadded

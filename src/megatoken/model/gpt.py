@@ -1,33 +1,34 @@
-"""GPT-2, LLaMA and what came after: pre-norm transformers that differ in a few switches of `ModelConfig`.
+"""The model: a pre-norm transformer that is GPT-2, LLaMA or newer, by a few switches of `ModelConfig`.
 
 | | GPT-2 | LLaMA |
 |---|---|---|
 | norm, mlp | LayerNorm, tanh GELU | RMSNorm, SwiGLU |
-| pos_emb | learned | rotary, applied to queries and keys (model/rope.py) |
-| n_kv_head | n_head | fewer: each shared by a group of query heads |
-| bias, tie_embeddings | biases, the token embedding as output layer | no biases, large models with an output layer |
+| pos_emb | learned | rotary, on queries and keys (model/rope.py) |
+| n_kv_head | n_head | fewer: a group of query heads shares each |
+| bias | yes | no |
+| tie_embeddings | yes | only in small models |
 
-Sources: Radford et al. 2019; Touvron et al. 2023, Dubey et al. 2024.
+Sources: Radford et al. 2019; Touvron et al. 2023; Dubey et al. 2024.
 
-More switches, off in both:
+Switches that are off in both:
 
-| switch | what it does | source |
+| switch | effect | source |
 |---|---|---|
-| qk_norm | normalizes queries and keys of each head, which bounds attention's logits | Henry et al. 2020; Qwen3 |
-| mlp=relu2 | squares ReLU | So et al. 2021 (Primer) |
-| zero_init | projections into the stream and an output layer of its own start at 0 | Yang et al. 2022 (muP) |
-| embedding_norm | normalizes the embedding | Scao et al. 2022 (BLOOM) |
-| residual_scales | a block's input is a x + b embedding, a and b for each layer | Jordan et al. 2024 (modded-nanogpt) |
-| value_embeddings | every other layer adds a gated embedding of the token to its values | the same; Zhou et al. 2024 |
-| window | in some layers a query sees that many tokens | Beltagy et al. 2020; Jiang et al. 2023 (Mistral) |
-| logit_softcap | bounds logits by a tanh (model/loss.py) | Riviere et al. 2024 (Gemma 2) |
+| qk_norm | normalize queries and keys, which bounds logits | Henry et al. 2020; Qwen3 |
+| mlp=relu2 | square of ReLU | So et al. 2021 (Primer) |
+| zero_init | projections into the stream start at 0 | Yang et al. 2022 (muP) |
+| embedding_norm | normalize the embedding | Scao et al. 2022 (BLOOM) |
+| residual_scales | a block's input is a x + b embedding | Jordan et al. 2024 (modded-nanogpt) |
+| value_embeddings | add a gated embedding to some values | the same; Zhou et al. 2024 |
+| window | a query sees that many tokens in some layers | Beltagy et al. 2020; Mistral |
+| logit_softcap | bound logits by a tanh (model/loss.py) | Riviere et al. 2024 (Gemma 2) |
 
-Shapes: B batch, T time, C d_model, H heads, K heads of keys and values, D head width, F d_ff, V padded vocabulary,
-S keys (cached and new).
+Shapes: B batch, T time, C d_model, H query heads, K key/value heads, D head width, F d_ff, V padded
+vocabulary, S keys (cached and new).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,29 +50,30 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """For rows that are trees of tokens: every token's position, and which tokens it attends to."""
+    """Rows that are trees of tokens: each token's position, and which tokens it attends to."""
 
     positions_BT: Tensor
     attn_mask_BTT: Tensor  # [b, t, s]: t attends to s
 
 
 def separate_conversations(starts_BT: Tensor) -> TreeMask:
-    """For rows of several sequences: positions restart at each, and none sees another.
+    """Return the mask of rows with several sequences that do not see each other.
 
-    starts_BT: the place in the row at which each token's own sequence begins.
+    starts_BT: index in the row at which each token's sequence begins.
     """
-    places = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+    index_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
     is_same_BTT = starts_BT[:, :, None] == starts_BT[:, None, :]
-    return TreeMask(places - starts_BT, is_same_BTT & (places[:, None] >= places))
+    return TreeMask(index_T - starts_BT, is_same_BTT & (index_T[:, None] >= index_T))
 
 
 class Linear(nn.Linear):
     """x W^T + b."""
 
     kernels = BLOCK["torch"]
+    __call__: Callable[..., Tensor]
 
     def reset_parameters(self) -> None:
-        """Leave memory as it is: `init_weights` has the model's rule, and torch's would draw from the global RNG."""
+        """Do nothing: `init_weights` sets them, and torch would draw from the global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.weight, self.bias)
@@ -80,25 +82,29 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """Rows of a table by id."""
 
+    __call__: Callable[..., Tensor]
+
     def reset_parameters(self) -> None:
-        """As in `Linear`."""
+        """Do nothing, as in `Linear`."""
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016), with a bias where the model has biases, or RMSNorm (Zhang and Sennrich 2019).
+    """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019), which has no bias.
 
-    width: of the last dimension; 0: d_model.
+    width: of the last dimension; 0 for d_model.
     """
 
     kernels = BLOCK["torch"]
+    __call__: Callable[..., Tensor]
 
     def __init__(self, config: ModelConfig, width: int = 0) -> None:
         super().__init__()
         width = width or config.d_model
-        self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
+        self.rms = config.norm == "rmsnorm"
+        self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(width))
-        biased = config.bias and config.norm == "layernorm"
-        self.bias = nn.Parameter(torch.zeros(width)) if biased else None
+        has_bias = config.bias and not self.rms
+        self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.kernels.norm(x_BTC, self.weight, self.bias, self.eps, rms=self.rms)
@@ -107,27 +113,27 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with one packed projection for queries, keys and values."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_fn = ATTENTION["flash"]
         self.masked_attention_fn = masked_attention("flash")  # with a cache or a mask
-        self.heads = [
-            config.n_head,
-            config.kv_heads,
-            config.kv_heads,
-        ]  # of queries, keys and values
-        self.d_head, self.layer = config.d_head, layer
+        self.heads = [config.n_head, config.kv_heads, config.kv_heads]  # of q, k and v
+        self.d_head = config.d_head
+        self.layer = layer
         self.window = {"window": config.windows[layer]} if config.windows[layer] else {}
         self.drop = Dropout(config.dropout, site=1)
         self.qkv = Linear(config.d_model, sum(self.heads) * config.d_head, bias=config.bias)
         self.out = Linear(config.d_model, config.d_model, bias=config.bias)
-        self.q_norm = Norm(config, config.d_head) if config.qk_norm else None
-        self.k_norm = Norm(config, config.d_head) if config.qk_norm else None
-        has_values, kv_heads = layer in config.value_embedding_layers, config.kv_heads
-        self.value_tokens = (
-            Embedding(config.padded_vocab_size, kv_heads * config.d_head) if has_values else None
-        )
-        self.value_gate = Linear(config.d_model, kv_heads, bias=False) if has_values else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = Norm(config, config.d_head)
+            self.k_norm = Norm(config, config.d_head)
+        self.value_tokens = self.value_gate = None
+        if layer in config.value_embedding_layers:
+            self.value_tokens = Embedding(config.padded_vocab_size, config.kv_heads * config.d_head)
+            self.value_gate = Linear(config.d_model, config.kv_heads, bias=False)
 
     def forward(
         self,
@@ -141,17 +147,14 @@ class Attention(nn.Module):
         B, T, _ = x_BTC.shape
         q, k, v = self.qkv(x_BTC).view(B, T, -1, self.d_head).split_with_sizes(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
-        if (
-            self.value_tokens is not None and self.value_gate is not None
-        ):  # the gates start at 2 sigmoid(0) = 1
-            v = v + (
-                2
-                * self.value_gate(x_BTC).sigmoid()[..., None]
-                * self.value_tokens(ids_BT).view_as(v)
-            ).type_as(v)
+            q = self.q_norm(q).type_as(v)
+            k = self.k_norm(k).type_as(v)
+        if self.value_tokens is not None and self.value_gate is not None:
+            gate_BTK1 = 2 * self.value_gate(x_BTC).sigmoid()[..., None]  # starts at 1
+            v = v + (gate_BTK1 * self.value_tokens(ids_BT).view_as(v)).type_as(v)
         if cos_sin is not None:
-            q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
+            q = apply_rotary(q, cos_sin)
+            k = apply_rotary(k, cos_sin)
         q, k, v = (x_BTHD.transpose(1, 2) for x_BTHD in (q, k, v))
         dropout = None if dropout_keys_B is None else partial(self.drop, dropout_keys_B)
         if cache is None and mask is None:
@@ -163,49 +166,51 @@ class Attention(nn.Module):
                 k, v = cache.append(self.layer, k, v)
             causal = mask is None and k.shape[2] == T
             y_BHTD = self.masked_attention_fn(q, k, v, mask=mask, causal=causal, dropout=dropout)
-        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
+        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
-    """GELU (Hendrycks and Gimpel 2016) between two projections, or gated SwiGLU (Shazeer 2020).
+    """GELU (Hendrycks and Gimpel 2016), squared ReLU (So et al. 2021) or SwiGLU (Shazeer 2020).
 
-    GELU is GPT-2's tanh approximation or, by `gelu-erf`, exact; `relu2` is the square of ReLU (So et al. 2021).
+    GELU is GPT-2's tanh approximation, or exact by `gelu-erf`.
     """
 
     kernels = BLOCK["torch"]
     recompute_activation = False
+    __call__: Callable[..., Tensor]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gelu_approximate = "none" if config.mlp == "gelu-erf" else "tanh"
         self.is_relu2 = config.mlp == "relu2"
-        self.gate = (
-            Linear(config.d_model, config.d_ff, bias=config.bias)
-            if config.mlp == "swiglu"
-            else None
-        )
+        self.gate = None
+        if config.mlp == "swiglu":
+            self.gate = Linear(config.d_model, config.d_ff, bias=config.bias)
         self.up = Linear(config.d_model, config.d_ff, bias=config.bias)
         self.down = Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         gate_BTF = None if self.gate is None else self.gate(x_BTC)
-        if (
-            self.recompute_activation
-        ):  # not the projection after it: recomputing ends with what the backward reads
-            return checkpoint(self._project_down, self.up(x_BTC), gate_BTF, use_reentrant=False)  # type: ignore[no-any-return]
-        return self._project_down(self.up(x_BTC), gate_BTF)
+        up_BTF = self.up(x_BTC)
+        if self.recompute_activation:
+            # Recomputation ends with what the backward reads, so `down` itself is not repeated.
+            y_BTC: Tensor = checkpoint(self._project_down, up_BTF, gate_BTF, use_reentrant=False)
+            return y_BTC
+        return self._project_down(up_BTF, gate_BTF)
 
     def _project_down(self, up_BTF: Tensor, gate_BTF: Tensor | None) -> Tensor:
         if self.is_relu2:
             relu_BTF = F.relu(up_BTF)
-            return self.down(relu_BTF * relu_BTF)  # type: ignore[no-any-return] # autocast would square in fp32
-        if gate_BTF is None:
-            return self.down(self.kernels.gelu(up_BTF, approximate=self.gelu_approximate))  # type: ignore[no-any-return]
-        return self.down(self.kernels.swiglu(gate_BTF, up_BTF))  # type: ignore[no-any-return]
+            return self.down(relu_BTF * relu_BTF)  # autocast would square in fp32
+        if gate_BTF is not None:
+            return self.down(self.kernels.swiglu(gate_BTF, up_BTF))
+        return self.down(self.kernels.gelu(up_BTF, approximate=self.gelu_approximate))
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then the MLP, each on the normalized residual stream."""
+    """Attention, then the MLP, each on the normalized residual stream."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -213,7 +218,8 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.norm2 = Norm(config)
         self.mlp = MLP(config)
-        self.drop1, self.drop2 = Dropout(config.dropout, site=2), Dropout(config.dropout, site=3)
+        self.drop1 = Dropout(config.dropout, site=2)
+        self.drop2 = Dropout(config.dropout, site=3)
 
     def forward(
         self,
@@ -226,47 +232,45 @@ class Block(nn.Module):
     ) -> Tensor:
         y_BTC = self.attention(self.norm1(x_BTC), ids_BT, cache, cos_sin, mask, dropout_keys_B)
         x_BTC = x_BTC + self.drop1(dropout_keys_B, y_BTC)
-        return x_BTC + self.drop2(dropout_keys_B, self.mlp(self.norm2(x_BTC)))  # type: ignore[no-any-return]
+        return x_BTC + self.drop2(dropout_keys_B, self.mlp(self.norm2(x_BTC)))
 
 
 class GPT(nn.Module):
-    """`model(ids)` gives hidden states, `model.logits(ids)` logits, `model.loss(inputs, targets)` the mean loss.
+    """`model(ids)` returns hidden states, `model.logits(ids)` logits, `model.loss(...)` the mean loss.
 
-    vocab_size: the tokenizer's, used where the config leaves it open (ConfigError if neither has it). seed: of the
-    initial weights, the same on every device; None, or parameters on the meta device: memory is left uninitialized
-    for a caller who loads weights.
+    vocab_size: the tokenizer's, if the config has none; without either, ConfigError.
+    seed: of the initial weights, which are the same on every device. With None, or on the meta
+        device, memory stays uninitialized for a caller who loads weights.
     """
 
     recompute_blocks = False
     attention_name = "flash"
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self, config: ModelConfig, vocab_size: int | None = None, seed: int | None = 0
     ) -> None:
         super().__init__()
-        self.config = config = config.resolve(vocab_size or 0)
+        config = config.resolve(vocab_size or 0)
         if not config.vocab_size:
             fix = "set it, or pass the tokenizer's vocab_size to GPT"
             raise ConfigError("the vocabulary size is unknown", "model.vocab_size", fix)
+        self.config = config
         self.tokens = Embedding(config.padded_vocab_size, config.d_model)
-        self.positions = (
-            Embedding(config.seq_len, config.d_model) if config.pos_emb == "learned" else None
-        )
+        self.positions = None
+        if config.pos_emb == "learned":
+            self.positions = Embedding(config.seq_len, config.d_model)
         self.embedding_norm = Norm(config) if config.embedding_norm else None
         self.drop = Dropout(config.dropout, site=0)
-        self.residual_scales = (
-            nn.Parameter(torch.ones(config.n_layer)) if config.residual_scales else None
-        )
-        self.embedding_scales = (
-            nn.Parameter(torch.zeros(config.n_layer)) if config.residual_scales else None
-        )
+        self.residual_scales = self.embedding_scales = None
+        if config.residual_scales:
+            self.residual_scales = nn.Parameter(torch.ones(config.n_layer))
+            self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(config)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(config.d_model, config.padded_vocab_size, bias=False)
-        )
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = Linear(config.d_model, config.padded_vocab_size, bias=False)
         self.value_head = Linear(config.d_model, 1) if config.value_head else None
         if seed is not None and not self.tokens.weight.is_meta:
             for name, values in init_weights(self, seed):
@@ -279,28 +283,18 @@ class GPT(nn.Module):
         tree_mask: TreeMask | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (B, T, C) of `ids_BT` (int64), which follow the tokens in `cache` and are added to it.
+        """Return the hidden states (B, T, C) of `ids_BT` (int64).
 
-        tree_mask: for rows that are not one sequence each; without a cache.
-        dropout_keys_B: of `model.dropout.sequence_keys`, with dropout in training; None: from torch's random state.
+        cache: of the tokens before `ids_BT`, which are added to it.
+        tree_mask: of rows that are not one sequence each; without a cache.
+        dropout_keys_B: of `sequence_keys`, for dropout in training; None draws from torch's generator.
         """
         if not (self.training and self.config.dropout):
             dropout_keys_B = None
         elif dropout_keys_B is None:
             dropout_keys_B = torch.randint(2**32, ids_BT.shape[:1], device=ids_BT.device)
-        past, T = 0 if cache is None else cache.length, ids_BT.shape[1]
-        positions = torch.arange(T, device=ids_BT.device) if cache is None else cache.place(T)
-        mask = None
-        if tree_mask is not None:
-            positions, mask = tree_mask.positions_BT, tree_mask.attn_mask_BTT[:, None]
-        elif positions.dim() == 2:  # rows of different lengths, a token each
-            mask = (torch.arange(past + 1, device=ids_BT.device) <= positions)[:, None, None]
-        elif past and T > 1:  # the lower right corner of the causal square
-            mask = torch.ones(1, 1, T, past + T, dtype=torch.bool, device=ids_BT.device).tril(past)
-        window_mask = None
-        if self.config.window and not (cache is None and mask is None):
-            keys = positions if cache is None else torch.arange(past + T, device=ids_BT.device)
-            window_mask = self._window_mask(positions, keys, mask)
+        T = ids_BT.shape[1]
+        positions, mask, window_mask = self._place(ids_BT, cache, tree_mask)
         cos_sin = rotary_cos_sin(self.config, positions)
         x_BTC = self.tokens(ids_BT)
         if self.positions is not None:
@@ -309,14 +303,14 @@ class GPT(nn.Module):
             x_BTC = self.embedding_norm(x_BTC)
         x_BTC = embedding_BTC = self.drop(dropout_keys_B, x_BTC)
         for layer, (block, window) in enumerate(zip(self.blocks, self.config.windows, strict=True)):
-            block_mask = window_mask if window else mask
             if self.residual_scales is not None and self.embedding_scales is not None:
                 x_BTC = (
                     self.residual_scales[layer] * x_BTC
                     + self.embedding_scales[layer] * embedding_BTC
                 )
-            # A block gets keys of its own instead of its number, so that a compiled block serves all layers.
+            # Keys instead of the layer's number, so that one compiled block serves all layers.
             keys_B = None if dropout_keys_B is None else fold_in(dropout_keys_B, 1 + layer)
+            block_mask = window_mask if window else mask
             if self.recompute_blocks and cache is None and torch.is_grad_enabled():
                 x_BTC = checkpoint(
                     block, x_BTC, ids_BT, None, cos_sin, block_mask, keys_B, use_reentrant=False
@@ -325,84 +319,102 @@ class GPT(nn.Module):
                 x_BTC = block(x_BTC, ids_BT, cache, cos_sin, block_mask, keys_B)
         if cache is not None:
             cache.advance(T)
-        return self.norm(x_BTC)  # type: ignore[no-any-return]
+        return self.norm(x_BTC)
+
+    def _place(
+        self, ids_BT: Tensor, cache: KeyValueCache | None, tree_mask: TreeMask | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return positions (T,) or (B, T), and the masks of layers without and with a window.
+
+        A mask is bool (B or 1, 1, T, S); None where every query sees its own key and earlier ones.
+        """
+        T = ids_BT.shape[1]
+        device = ids_BT.device
+        past = 0 if cache is None else cache.length
+        positions = torch.arange(T, device=device) if cache is None else cache.place(T)
+        mask = None
+        if tree_mask is not None:
+            positions = tree_mask.positions_BT
+            mask = tree_mask.attn_mask_BTT[:, None]
+        elif positions.dim() == 2:  # rows of different lengths, with one token each
+            mask = (torch.arange(past + 1, device=device) <= positions)[:, None, None]
+        elif past and T > 1:  # the lower right corner of the causal square
+            mask = torch.ones(1, 1, T, past + T, dtype=torch.bool, device=device).tril(past)
+        if not self.config.window or (cache is None and mask is None):
+            return positions, mask, None
+        keys = positions if cache is None else torch.arange(past + T, device=device)
+        return positions, mask, self._window_mask(positions, keys, mask)
 
     def _window_mask(self, positions: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-        """`mask` within the window, (B or 1, 1, T, S), for queries at (T,) or (B, T), keys at (S,) or (B, S)."""
+        """Restrict a mask to the window. Queries are at (T,) or (B, T), keys at (S,) or (B, S)."""
         queries_BT, keys_BS = (x if x.dim() == 2 else x[None] for x in (positions, keys))
         distance = (queries_BT[:, :, None] - keys_BS[:, None, :])[:, None]
         return (distance < self.config.window) & (distance >= 0 if mask is None else mask)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The output layer's weight (V, C): the token embedding's, or a matrix of its own."""
+        """The output layer's weight (V, C), which may be the token embedding's."""
         return self.tokens.weight if self.head is None else self.head.weight
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., real vocabulary) of hidden states (..., C); padding ids have none."""
-        logits = self.norm.kernels.linear(hidden, self.lm_head_weight, None)[
-            ..., : self.config.vocab_size
-        ]
-        return cap_logits(logits, self.config.logit_softcap)
+        """Return logits (..., vocab_size) of hidden states (..., C), without padding ids."""
+        logits = self.norm.kernels.linear(hidden, self.lm_head_weight, None)
+        return cap_logits(logits[..., : self.config.vocab_size], self.config.logit_softcap)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """A number (...), fp32, for every hidden state (..., C) of a model with a value head."""
+        """Return the value head's output (...), fp32, for hidden states (..., C)."""
         assert self.value_head is not None
-        return (hidden.float() * self.value_head.weight[0].float()).sum(
-            -1
-        ) + self.value_head.bias.float()
+        weight = self.value_head.weight[0].float()
+        return (hidden.float() * weight).sum(-1) + self.value_head.bias.float()
 
     def logits(self, ids_BT: Tensor) -> Tensor:
-        """Logits (B, T, real vocabulary) of the token after each of `ids_BT`."""
+        """Return logits (B, T, vocab_size) of the token after each of `ids_BT`."""
         return self.lm_head(self(ids_BT))
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of the targets that are not negative."""
-        hidden_BTC = self(inputs_BT)
-        config, weight = self.config, self.lm_head_weight
+        """Return the mean cross-entropy in nats of the targets that are not negative."""
         total, count = cross_entropy(
-            hidden_BTC,
-            weight,
+            self(inputs_BT),
+            self.lm_head_weight,
             targets_BT,
-            vocab_size=config.vocab_size,
-            softcap=config.logit_softcap,
+            vocab_size=self.config.vocab_size,
+            softcap=self.config.logit_softcap,
         )
         return total / count
 
 
 def set_attention(model: GPT, name: str) -> None:
-    """Select the implementation of attention. Raises ConfigError for a name that is not registered."""
+    """Select the attention by a name in ATTENTION. Raises ConfigError if the model cannot use it."""
+    key = "machine.attention"
     if name not in ATTENTION:
-        raise ConfigError(
-            f"no attention {name!r}", "machine.attention", f"choose one of {', '.join(ATTENTION)}"
-        )
+        raise ConfigError(f"no attention {name!r}", key, f"choose one of {', '.join(ATTENTION)}")
     if model.config.window and name in WITHOUT_WINDOW:
-        raise ConfigError(
-            f"attention {name!r} has no windows", "machine.attention", "use auto, or model.window=0"
-        )
+        fix = "use auto, or model.window=0"
+        raise ConfigError(f"attention {name!r} has no windows", key, fix)
     model.attention_name = name
     for part in model.modules():
         if isinstance(part, Attention):
-            part.attention_fn, part.masked_attention_fn = ATTENTION[name], masked_attention(name)
+            part.attention_fn = ATTENTION[name]
+            part.masked_attention_fn = masked_attention(name)
 
 
 def set_block_kernels(model: nn.Module, name: str) -> None:
-    """Select the implementations of products, norms and activations by a name in BLOCK."""
+    """Select the products, norms and activations by a name in BLOCK."""
     for part in model.modules():
         if isinstance(part, (Linear, Norm, MLP)):
             part.kernels = BLOCK[name]
 
 
 def copy_kernels(model: GPT, source: GPT) -> None:
-    """Compute with the implementations with which another model does."""
+    """Select the kernels of another model."""
     set_attention(model, source.attention_name)
-    set_block_kernels(
-        model, next(name for name, kernels in BLOCK.items() if kernels is source.norm.kernels)
-    )
+    for name, kernels in BLOCK.items():
+        if kernels is source.norm.kernels:
+            set_block_kernels(model, name)
 
 
 def set_activation_checkpointing(model: GPT, mode: str) -> None:
-    """Recompute in the backward instead of keeping: `none`, `gelu` (the MLP's activation) or `block`."""
+    """Recompute activations in the backward: `none`, `gelu` (those of the MLP) or `block`."""
     model.recompute_blocks = mode == "block"
     for part in model.modules():
         if isinstance(part, MLP):
@@ -410,40 +422,35 @@ def set_activation_checkpointing(model: GPT, mode: str) -> None:
 
 
 def get_activation_checkpointing(model: GPT) -> str:
-    """The mode that `set_activation_checkpointing` was given."""
+    """Return the mode set by `set_activation_checkpointing`."""
     if model.recompute_blocks:
         return "block"
-    return (
-        "gelu"
-        if any(isinstance(part, MLP) and part.recompute_activation for part in model.modules())
-        else "none"
-    )
+    mlps = [part for part in model.modules() if isinstance(part, MLP)]
+    return "gelu" if any(mlp.recompute_activation for mlp in mlps) else "none"
 
 
 def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, initial values) of every parameter, whole and on the CPU; reads only the model's names and shapes.
+    """Yield (name, initial values) of every parameter, unsharded, on the CPU.
 
-    Normal(0, 0.02) for matrices and embeddings, divided by sqrt(2 n_layer) for the two projections that write
-    into the residual stream; biases 0, norms 1, padding rows of the vocabulary 0: GPT-2's rule. LLaMA's papers publish
-    none; the same rule for both lets a comparison of the two compare nothing else. Gates of value embeddings, the value
-    head and what `zero_init` names are 0; scales make each block's input the residual stream alone.
+    Only names and shapes of `model` are read. GPT-2's rule: Normal(0, 0.02) for matrices and
+    embeddings, divided by sqrt(2 n_layer) for the two projections into the residual stream; biases
+    0, norms 1, padding rows of the vocabulary 0. LLaMA's papers publish no rule, so it has the same.
+    Gates of value embeddings, the value head and what `zero_init` names are 0.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)
-    into_stream, tables = (
-        ("attention.out.weight", "mlp.down.weight"),
-        ("tokens.weight", "head.weight"),
-    )
-    zero = ["value_gate.weight", "value_head.weight"]
-    zero += [*into_stream, "head.weight"] if model.config.zero_init else []
+    into_stream = ("attention.out.weight", "mlp.down.weight")
+    zeros: tuple[str, ...] = ("value_gate.weight", "value_head.weight")
+    if model.config.zero_init:
+        zeros += (*into_stream, "head.weight")
     for name, parameter in model.named_parameters():
         values = torch.zeros(parameter.shape, device="cpu")
         if parameter.dim() < 2:
             is_one = ("norm" in name and name.endswith("weight")) or name == "residual_scales"
             values.fill_(1.0 if is_one else 0.0)
-        elif not name.endswith(tuple(zero)):
+        elif not name.endswith(zeros):
             std = residual_std if name.endswith(into_stream) else INIT_STD
             values.normal_(0.0, std, generator=generator)
-        if name.endswith(tables):
+        if name.endswith(("tokens.weight", "head.weight")):
             values[model.config.vocab_size :] = 0.0
         yield name, values

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, so that sampling computes each token once.
+"""Cache keys and values of earlier tokens, so that sampling computes each token once.
 
 Shapes: N sequences, K heads of keys and values, T new tokens, S cached tokens, D head width.
 """
@@ -14,8 +14,9 @@ from megatoken.config.model_config import ModelConfig
 class KeyValueCache:
     """Keys and values of every layer, (layers, rows, K, capacity, D) each, allocated once.
 
-    `lengths` are those of the rows in use, the first ones. The model places its new tokens, each layer appends, and the
-    model advances the lengths after the last layer. Rows of different lengths grow by one token at a time.
+    lengths: of the rows in use, which come first. The model calls `place` for its new tokens, each
+    layer `append`, and the model `advance` after the last layer. Rows of different lengths grow by one
+    token at a time.
     """
 
     def __init__(
@@ -28,19 +29,20 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         sizes = (config.n_layer, rows, config.kv_heads, capacity, config.d_head)
-        # Zeros, because a short row's places up to the longest are read, with weight 0, which leaves no NaN out.
+        # Zeros: places of short rows up to the longest are read with weight 0, and 0 * NaN is NaN.
         self._keys, self._values = torch.zeros(2, *sizes, dtype=dtype, device=device)
         self.lengths = [0] * rows
         self._row_and_end: tuple[Tensor, Tensor] | None = None  # of each row, where lengths differ
 
     @property
     def length(self) -> int:
-        """Of the longest row."""
+        """The length of the longest row."""
         return max(self.lengths)
 
     def place(self, T: int) -> Tensor:
-        """Positions of the next tokens: (T,), or (N, 1) of rows of different lengths, where T is 1."""
-        device, length = self._keys.device, self.length
+        """Return positions of the next tokens: (T,), or (N, 1) if lengths differ and T is 1."""
+        device = self._keys.device
+        length = self.length
         if min(self.lengths) == length:
             self._row_and_end = None
             return torch.arange(length, length + T, device=device)
@@ -50,10 +52,12 @@ class KeyValueCache:
         return ends_N[:, None]
 
     def append(self, layer: int, k_NKTD: Tensor, v_NKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; return all so far, (N, K, S, D) each, S of the longest row."""
-        rows, start = len(self.lengths), self.length
+        """Store a layer's new keys and values, and return all of them, (N, K, S, D) each."""
+        rows = len(self.lengths)
+        start = self.length
         end = start + k_NKTD.shape[2]
-        keys, values = self._keys[layer, :rows, :, :end], self._values[layer, :rows, :, :end]
+        keys = self._keys[layer, :rows, :, :end]
+        values = self._values[layer, :rows, :, :end]
         if self._row_and_end is None:
             keys[:, :, start:] = k_NKTD
             values[:, :, start:] = v_NKTD
@@ -64,12 +68,13 @@ class KeyValueCache:
         return keys, values
 
     def advance(self, T: int) -> None:
-        """Count T tokens more in every row."""
+        """Add T to every row's length."""
         self.lengths = [length + T for length in self.lengths]
 
     def join(self, other: "KeyValueCache", copies: Sequence[int]) -> None:
-        """Append each sequence of another cache, all of one length, as so many rows."""
-        start, length = len(self.lengths), other.length
+        """Append each sequence of another cache, all of one length, `copies` times."""
+        start = len(self.lengths)
+        length = other.length
         rows = torch.arange(len(copies), device=self._keys.device).repeat_interleave(
             torch.tensor(copies, device=self._keys.device)
         )

@@ -127,7 +127,7 @@ def _try_small_model(model: GPT, device: Device, ids: Tensor) -> None:
     _compile_blocks(small)
     with device.autocast():
         keys = sequence_keys(0, 0, 0, len(ids), device.torch_device)
-        small(ids, dropout_keys_B=keys).sum().backward()
+        small(ids, dropout_keys_B=keys).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _compile_blocks(model: GPT) -> None:

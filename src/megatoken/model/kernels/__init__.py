@@ -1,7 +1,7 @@
-"""Operations of the model that have several implementations with the same values and different speed.
+"""Operations of the model that have several implementations, with equal values and other speed.
 
-ATTENTION, BLOCK and LOSS map names to implementations; tests compare them with plain PyTorch. `Kernels` names one of
-each, train/kernel_autotune.py measures which are fastest.
+ATTENTION, BLOCK and LOSS map names to implementations. `Kernels` names one of each;
+train/kernel_autotune.py measures which are fastest.
 """
 
 from dataclasses import dataclass

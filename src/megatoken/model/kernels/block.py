@@ -1,6 +1,6 @@
-"""Operations of a transformer block: torch's, or our own for CPUs (native/). BLOCK lists them by name.
+"""Operations of a transformer block by name: torch's, or the native CPU kernels.
 
-`int8` is for decoding alone: its weights are of native/int8.py.
+`int8` is only for decoding, with the weights of native/int8.py.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,10 @@ from megatoken.native.products import linear as native_linear
 class BlockKernels:
     """One implementation of each operation.
 
-    linear: x (..., in), weight (out, in), bias (out) or None -> (..., out). norm: x (..., C), weight (C), bias (C) or
-    None, eps, rms (RMSNorm, without a bias) -> (..., C). gelu: x, approximate=`tanh` or `none`. swiglu: gate, up ->
-    silu(gate) * up.
+    linear: x (..., in), weight (out, in), bias (out) or None -> (..., out).
+    norm: x (..., C), weight (C), bias (C) or None, eps, rms -> (..., C).
+    gelu: x, approximate=`tanh` or `none`.
+    swiglu: gate, up -> silu(gate) * up.
     """
 
     linear: Callable[..., Tensor]
@@ -30,14 +31,14 @@ class BlockKernels:
 
 
 def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
-    """torch's LayerNorm or RMSNorm."""
+    """Call torch's LayerNorm or RMSNorm."""
     if rms:
         return F.rms_norm(x, weight.shape, weight.type_as(x), eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """By torch's SiLU."""
+    """Call torch's SiLU."""
     return F.silu(gate) * up
 
 
