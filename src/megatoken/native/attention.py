@@ -1,4 +1,4 @@
-"""Causal attention by the compiled kernels (kernels/attention.cc).
+"""Causal attention by the native kernels (kernels/attention.cc).
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width.
 """
@@ -31,31 +31,20 @@ def _view(x: Tensor) -> Any:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """(y, the logarithm of every query's sum of exponentials)."""
+    """Return y, and the logarithm of every query's sum of exponentials."""
     q, k, v = (_contiguous_heads(x) for x in (q, k, v))
     B, H, T, D = q.shape
-    # In the memory layout that the output projection reads, so that it saves this tensor instead of a copy.
+    # In the layout that the output projection reads and saves, without a copy.
     y = q.new_empty(B, T, H, D).transpose(1, 2)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    tensors = (_view(x) for x in (q, k, v, y))
-    loaded_library().call(
-        "attention_forward",
-        DTYPES[q.dtype],
-        *tensors,
-        lse,
-        B,
-        H,
-        k.shape[1],
-        T,
-        k.shape[2],
-        D,
-        causal,
-    )
+    views = (_view(x) for x in (q, k, v, y))
+    sizes = (B, H, k.shape[1], T, k.shape[2], D)
+    loaded_library().call("attention_forward", DTYPES[q.dtype], *views, lse, *sizes, causal)
     return y, lse
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps its inputs, the output and a number per query and head."""
+    """Saves its inputs, the output and a number per query and head."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,11 +59,12 @@ class _Attention(torch.autograd.Function):
         K = k.shape[1]
         dy = _contiguous_heads(dy)
         # Parts of one tensor, as q, k and v are of the projection's output.
-        dq, dk, dv = (
-            q.new_empty(B, T, H + 2 * K, D).transpose(1, 2).split_with_sizes([H, K, K], dim=1)
-        )
-        tensors, gradients = (_view(x) for x in (q, k, v, y, dy)), (_view(x) for x in (dq, dk, dv))
+        packed = q.new_empty(B, T, H + 2 * K, D).transpose(1, 2)
+        dq, dk, dv = packed.split_with_sizes([H, K, K], dim=1)
+        views = (_view(x) for x in (q, k, v, y, dy))
+        gradients = (_view(x) for x in (dq, dk, dv))
+        sizes = (B, H, K, T, D)
         loaded_library().call(
-            "attention_backward", DTYPES[q.dtype], *tensors, lse, *gradients, B, H, K, T, D
+            "attention_backward", DTYPES[q.dtype], *views, lse, *gradients, *sizes
         )
         return dq, dk, dv

@@ -1,7 +1,7 @@
 """Compile the kernels: `python -m megatoken.native.build [--all] [FOLDER]`.
 
-One shared library for each instruction set, without a dependency on Python or on a torch version: it has a C interface,
-and takes its threads from the OpenMP runtime that torch has loaded.
+One shared library per instruction set. It has a C interface, so it depends on no version of Python or
+torch, and takes its threads from the OpenMP runtime that torch has loaded.
 """
 
 import argparse
@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from megatoken.errors import ExitCode, MegatokenError
 from megatoken.system.machine import cpu_features, find_compiler
 from megatoken.system.process import run_child
 
 SOURCES = Path(__file__).parent / "kernels"
-# Fastest first: name, the processor's features that it needs (as /proc/cpuinfo names them), the compiler's options.
+# Fastest first: name -> required features (as in /proc/cpuinfo), compiler options.
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "amx": (("amx_tile", "amx_bf16", "avx512_bf16", *AVX512), ("-march=sapphirerapids",)),
@@ -25,16 +24,9 @@ INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx2": (("avx2", "fma", "f16c"), ("-march=haswell",)),
     "portable": ((), ()),
 }
-# No reordering of sums is allowed to the compiler but where a loop says so (omp simd reduction).
-OPTIONS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-Wall",
-    "-Wextra",
+# The compiler may reorder sums only in loops that say so (omp simd reduction).
+OPTIONS = tuple(
+    "-std=c++17 -O3 -fPIC -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra".split()
 )
 VECTORS = ("-mprefer-vector-width=512",)
 
@@ -44,15 +36,16 @@ class CompilerError(Exception):
 
 
 def runnable_instruction_sets() -> list[str]:
-    """The instruction sets that this processor has, fastest first.
+    """Return the instruction sets that this processor has, fastest first.
 
-    Without AMX, whose kernels have run with emulated tiles alone: `find_library("amx")` asks for them.
+    AMX is left out, because its kernels have only run on emulated tiles; `find_library("amx")` loads
+    them.
     """
     features = cpu_features()
     return [
         name
-        for name, (needed, _) in INSTRUCTION_SETS.items()
-        if features.issuperset(needed) and name != "amx"
+        for name, (required, _) in INSTRUCTION_SETS.items()
+        if features.issuperset(required) and name != "amx"
     ]
 
 
@@ -82,14 +75,15 @@ def compile_library(
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         objects = []
         for source in sorted(SOURCES.glob("*.cc")):
-            objects.append(str(Path(scratch) / f"{source.stem}.o"))
+            output = str(Path(scratch) / f"{source.stem}.o")
             _compile(
-                [compiler, *OPTIONS, *options, *extra_options, "-c", str(source), "-o", objects[-1]]
+                [compiler, *OPTIONS, *options, *extra_options, "-c", str(source), "-o", output]
             )
-        # Linked without OpenMP's runtime: two of them in a process would keep two pools of threads.
-        built = Path(scratch) / target.name
-        _compile([compiler, "-shared", *extra_options, *objects, "-o", str(built)])
-        built.replace(target)  # whole, or not at all
+            objects.append(output)
+        # Linked without an OpenMP runtime: a second one in the process would have its own threads.
+        new_library = Path(scratch) / target.name
+        _compile([compiler, "-shared", *extra_options, *objects, "-o", str(new_library)])
+        new_library.replace(target)
     return target
 
 
@@ -99,7 +93,7 @@ def _compile(command: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Compile for this processor, or with --all for every instruction set, into FOLDER (default: beside this file)."""
+    """Compile for this processor, or with --all for every instruction set, into FOLDER."""
     parser = argparse.ArgumentParser("python -m megatoken.native.build", description=main.__doc__)
     parser.add_argument("--all", action="store_true", help="for every instruction set")
     parser.add_argument(
@@ -108,37 +102,24 @@ def main() -> None:
     options = parser.parse_args()
     compiler = find_compiler()
     if not compiler:
-        print(
-            "no C++ compiler: training on a CPU goes without the native kernels (install g++ to change that)"
-        )
+        print("no C++ compiler: install g++ to train on a CPU with the native kernels")
         return
-    made = 0
-    try:
-        for name in INSTRUCTION_SETS if options.all else runnable_instruction_sets():
-            try:
-                compile_missing(name, options.folder)
-            except CompilerError:  # an old compiler does not know the instruction set
-                print(
-                    f"{compiler} does not compile the native kernels for {name}: see its message",
-                    flush=True,
-                )
-                continue
-            made += 1
-            if not options.all:  # slower ones are not asked for
-                break
-    except OSError as error:
-        parser.exit(
-            ExitCode.STORAGE,
-            f"error: {error.strerror} — {options.folder} — name a folder you can write\n",
-        )
-    except MegatokenError as error:
-        parser.exit(error.code, f"error: {error}\n")
-    if not made:
+    n_compiled = 0
+    for name in INSTRUCTION_SETS if options.all else runnable_instruction_sets():
+        try:
+            compile_missing(name, options.folder)
+        except CompilerError:  # an old compiler does not know the instruction set
+            print(f"{compiler} cannot compile the native kernels for {name}", flush=True)
+            continue
+        n_compiled += 1
+        if not options.all:
+            break
+    if not n_compiled:
         parser.exit(1, f"error: no native kernels — {compiler} — set CXX to another compiler\n")
 
 
 def compile_missing(instruction_set: str, folder: Path) -> None:
-    """Compile the library that `folder` lacks, and delete those of other sources."""
+    """Compile the library if `folder` lacks it, and delete those of other sources."""
     for old in folder.glob(f"libmegatoken-{instruction_set}-*.so"):
         if old.name != library_name(instruction_set):
             old.unlink()

@@ -1,4 +1,4 @@
-"""Weights of 8 bits for decoding, where reading them is what takes time, and the linear layer made of them.
+"""8-bit weights for decoding, whose time is that of reading them, and their linear layer.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from megatoken.native.library import DTYPES, loaded_library
 
-MOST_ROWS = 16  # of x; for more, as of a prompt, the weights are converted back, once for all rows
+MOST_ROWS = 16  # of x; for more, as in a prompt, the weights are converted back once
 LARGEST = 127
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Matrix:
-    """A weight (O, I): rows of integers from -127 to 127 and what each is multiplied by (O, fp32)."""
+    """A weight (O, I): integers from -127 to 127, and a scale per row (O, fp32)."""
 
     values_OI: Tensor
     scales_O: Tensor
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """The weight that the integers stand for, rounded to `dtype`."""
+        """Return the weight in `dtype`."""
         return (self.values_OI * self.scales_O[:, None]).to(dtype)
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class Int8Matrix:
 
 
 def round_to_int8(weight_OI: Tensor) -> Int8Matrix:
-    """Each row's largest magnitude becomes 127: no value moves by more than 1/254 of it."""
+    """Scale each row's largest magnitude to 127, so that errors are at most 1/254 of it."""
     scales_O = weight_OI.float().abs().amax(1) / LARGEST
     divisors_O = torch.where(scales_O > 0, scales_O, 1.0)
     return Int8Matrix((weight_OI.float() / divisors_O[:, None]).round_().to(torch.int8), scales_O)
@@ -39,7 +39,8 @@ def round_to_int8(weight_OI: Tensor) -> Int8Matrix:
 
 def linear(x: Tensor, weight_OI: Int8Matrix, bias_O: Tensor | None) -> Tensor:
     """Compute F.linear with `weight_OI.to(x.dtype)`; x is rounded to 13 bits or more."""
-    width, outputs = x.shape[-1], len(weight_OI)
+    width = x.shape[-1]
+    outputs = len(weight_OI)
     N = x.numel() // width
     if N > MOST_ROWS:
         return F.linear(x, weight_OI.to(x.dtype), bias_O)

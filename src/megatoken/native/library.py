@@ -1,4 +1,4 @@
-"""The compiled kernels, loaded with ctypes: `find_library()` is None where there are none for this processor."""
+"""Load the compiled kernels with ctypes."""
 
 import ctypes
 import struct
@@ -17,22 +17,13 @@ DAMAGED = "delete it, then run python -m megatoken.native.build or install megat
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # enum DType in kernels/common.h
 
 
+ADAMW_FIELDS = "lr beta1 beta2 eps weight_decay correction1 correction2 grad_scale"
+
+
 class AdamWUpdate(ctypes.Structure):
     """struct AdamW in kernels/adamw.cc."""
 
-    _fields_ = [
-        (name, c_float)
-        for name in (
-            "lr",
-            "beta1",
-            "beta2",
-            "eps",
-            "weight_decay",
-            "correction1",
-            "correction2",
-            "grad_scale",
-        )
-    ]
+    _fields_ = [(name, c_float) for name in ADAMW_FIELDS.split()]
 
 
 class View(ctypes.Structure):
@@ -67,7 +58,7 @@ class Matmul(ctypes.Structure):
 
 
 VIEW = ctypes.POINTER(View)
-# The functions' arguments, after which ctypes converts addresses and numbers; they return nothing, or a c_double.
+# Argument types. Functions return nothing, unless RETURNS has a type.
 SIGNATURES = {
     "norm_forward": [c_int32, *[c_void_p] * 6, c_int64, c_int64, c_float, c_int32],
     "norm_backward": [c_int32, *[c_void_p] * 8, c_int64, c_int64, c_int32],
@@ -87,9 +78,10 @@ RETURNS = {"sum_of_squares": c_double}
 
 
 class Library:
-    """The kernels for one instruction set: `library.call("norm_forward", ...)`.
+    """The kernels of one instruction set: `library.call("norm_forward", ...)`.
 
-    name: the instruction set and the hash of the sources. Raises ConfigError for a file that does not load.
+    name: the instruction set and the hash of the sources. Raises ConfigError if the file does not
+    load.
     """
 
     def __init__(self, instruction_set: str, path: Path) -> None:
@@ -103,30 +95,31 @@ class Library:
         except (OSError, AttributeError) as error:  # both name the file
             raise ConfigError("the native kernels do not load", str(error), DAMAGED) from error
         for name, function in self._functions.items():
-            function.argtypes, function.restype = SIGNATURES[name], RETURNS.get(name)
+            function.argtypes = SIGNATURES[name]
+            function.restype = RETURNS.get(name)
 
     def call(self, name: str, *arguments: object) -> float:
-        """Call a kernel; tensors are passed as the address of their first value."""
-        addresses = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
+        """Call a kernel. Tensors are passed as the address of their first value."""
+        addresses = (arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in arguments)
         return self._functions[name](*addresses)  # type: ignore[no-any-return]
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Whether an ELF file ends before its section headers, which linkers write last: loading it kills the process."""
+    """Return whether an ELF file ends before its section headers; loading it kills the process."""
     with path.open("rb") as file:
         header = file.read(64)
     if len(header) < 64 or not header.startswith(b"\x7fELF"):
-        return False  # the loader says what it is
+        return False  # the loader reports what is wrong
     offset, size, count = struct.unpack_from("<Q10xHH", header, 40)
     return bool(path.stat().st_size < offset + size * count)
 
 
 @cache
 def find_library(instruction_set: str = "", folder: Path = Path(__file__).parent) -> Library | None:
-    """The kernels for an instruction set, or for the best one that this processor has and that was compiled.
+    """Return the kernels of an instruction set, or of the best compiled one that this processor has.
 
-    None where none was. torch, which is imported above, has loaded the OpenMP runtime that they use. Raises ConfigError
-    for a damaged file.
+    None if none is compiled. Importing torch has loaded the OpenMP runtime that they use. Raises
+    ConfigError for a damaged file.
     """
     for name in [instruction_set] if instruction_set else runnable_instruction_sets():
         path = folder / library_name(name)
@@ -136,7 +129,7 @@ def find_library(instruction_set: str = "", folder: Path = Path(__file__).parent
 
 
 def loaded_library() -> Library:
-    """The kernels, for an operation that was chosen where `find_library` found them."""
+    """Return the kernels, for an operation that was chosen because they exist."""
     library = find_library()
     assert library is not None, "the caller asks find_library() first"
     return library

@@ -1,4 +1,4 @@
-"""The kernels as operations of torch. Each computes what the function named as its twin does, in the same dtypes.
+"""The native kernels as torch operations. Each computes the function named in its docstring.
 
 Shapes: N rows (B*T), C channels, V padded vocabulary.
 """
@@ -15,8 +15,9 @@ from megatoken.native.library import DTYPES, loaded_library
 def norm(
     x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, *, rms: bool = False
 ) -> Tensor:
-    """Twin: F.layer_norm over the last dimension, or F.rms_norm."""
-    weight_C, bias_C = weight_C.type_as(x), None if bias_C is None else bias_C.type_as(x)
+    """Compute F.layer_norm over the last dimension, or F.rms_norm."""
+    weight_C = weight_C.type_as(x)
+    bias_C = None if bias_C is None else bias_C.type_as(x)
     if not torch.is_grad_enabled():
         return _normalize(x.contiguous(), weight_C, bias_C, eps, rms)[0]
     return _Norm.apply(x, weight_C, bias_C, eps, rms)  # type: ignore[no-untyped-call, no-any-return]
@@ -25,10 +26,11 @@ def norm(
 def _normalize(
     x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean and scale of every row)."""
+    """Return y, and the mean and scale of every row."""
     C = x.shape[-1]
     N = x.numel() // C
-    y, (mean_N, scale_N) = torch.empty_like(x), x.new_empty(2, N, dtype=torch.float32)
+    y = torch.empty_like(x)
+    mean_N, scale_N = x.new_empty(2, N, dtype=torch.float32)
     loaded_library().call(
         "norm_forward", DTYPES[x.dtype], x, weight_C, bias_C, y, mean_N, scale_N, N, C, eps, rms
     )
@@ -43,30 +45,27 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         y, mean_N, scale_N = _normalize(x, weight_C, bias_C, eps, rms)
         ctx.save_for_backward(x, weight_C, mean_N, scale_N)
-        ctx.rms, ctx.biased = rms, bias_C is not None
+        ctx.rms = rms
+        ctx.has_bias = bias_C is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_C, mean_N, scale_N = ctx.saved_tensors
-        N, C = len(mean_N), len(weight_C)
+        N = len(mean_N)
+        C = len(weight_C)
         dx = torch.empty_like(x)
         dweight_C = x.new_empty(C, dtype=torch.float32)
-        dbias_C = torch.empty_like(dweight_C) if ctx.biased else None
+        dbias_C = torch.empty_like(dweight_C) if ctx.has_bias else None
         dy = dy.contiguous()
         arguments = dy, x, mean_N, scale_N, weight_C, dx, dweight_C, dbias_C
         loaded_library().call("norm_backward", DTYPES[x.dtype], *arguments, N, C, ctx.rms)
-        return (
-            dx,
-            dweight_C.to(x.dtype),
-            None if dbias_C is None else dbias_C.to(x.dtype),
-            None,
-            None,
-        )
+        dbias_C = None if dbias_C is None else dbias_C.to(x.dtype)
+        return dx, dweight_C.to(x.dtype), dbias_C, None, None
 
 
 def gelu(x: Tensor, *, approximate: str = "tanh") -> Tensor:
-    """Twin: F.gelu, which also computes the exact one."""
+    """Compute F.gelu, natively if it is the tanh approximation."""
     if approximate != "tanh":
         return F.gelu(x, approximate=approximate)
     if not torch.is_grad_enabled():
@@ -96,14 +95,15 @@ class _Gelu(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Twin: F.silu(gate) * up."""
+    """Compute F.silu(gate) * up."""
     return _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
         y = torch.empty_like(up)
         loaded_library().call("swiglu_forward", DTYPES[up.dtype], gate, up, y, up.numel())
         ctx.save_for_backward(gate, up)
@@ -112,7 +112,8 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        dgate = torch.empty_like(gate)
+        dup = torch.empty_like(up)
         loaded_library().call(
             "swiglu_backward", DTYPES[up.dtype], dy.contiguous(), gate, up, dgate, dup, up.numel()
         )
@@ -122,16 +123,9 @@ class _Swiglu(torch.autograd.Function):
 def softmax_cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, vocab_size: int, softcap: float = 0.0, *, overwrite: bool
 ) -> Tensor:
-    """Twin: model.kernels.cross_entropy.softmax_cross_entropy. Rows must be contiguous."""
+    """Compute model.kernels.cross_entropy.softmax_cross_entropy. Rows must be contiguous."""
     loss_N = torch.empty(len(logits_NV), dtype=torch.float32)
-    arguments = (
-        logits_NV,
-        targets_N.contiguous(),
-        loss_N,
-        *logits_NV.shape,
-        vocab_size,
-        softcap,
-        overwrite,
-    )
-    loaded_library().call("cross_entropy", DTYPES[logits_NV.dtype], *arguments)
+    arguments = (logits_NV, targets_N.contiguous(), loss_N, *logits_NV.shape)
+    options = (vocab_size, softcap, overwrite)
+    loaded_library().call("cross_entropy", DTYPES[logits_NV.dtype], *arguments, *options)
     return loss_N

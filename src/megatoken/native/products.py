@@ -1,4 +1,4 @@
-"""Matrix products by the compiled kernels (kernels/matmul.cc), and the linear layer made of them.
+"""Matrix products by the native kernels (kernels/matmul.cc), and the linear layer built on them.
 
 Shapes: N rows (B*T), I inputs, O outputs.
 """
@@ -14,7 +14,7 @@ from megatoken.native.library import DTYPES, Matmul, Matrix, loaded_library
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Twin: F.linear, which also computes where autocast chooses the dtype."""
+    """Compute F.linear, natively unless autocast chooses the dtype."""
     if torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight_OI, bias_O)
     if not torch.is_grad_enabled():
@@ -31,18 +31,22 @@ def matmul(
     bias_N: Tensor | None = None,
     row_sums_M: Tensor | None = None,
 ) -> Tensor:
-    """The product a b, with sums over all of K in fp32, or `out` plus it; transposed views cost no copy.
+    """Return a b, written to `out` or added to it, with sums over all of K in fp32.
 
-    bias_N is added. row_sums_M (fp32) gets the sums of a's rows.
+    Transposed views are not copied. bias_N is added. row_sums_M (fp32) gets the sums of a's rows.
     """
-    (M, K), N = a_MK.shape, b_KN.shape[1]
+    M, K = a_MK.shape
+    N = b_KN.shape[1]
     assert b_KN.shape[0] == K
     assert a_MK.dtype == b_KN.dtype
     out = a_MK.new_empty(M, N) if out is None else out
     assert out.shape == (M, N)
     arguments = Matmul(dtype=DTYPES[a_MK.dtype], out_dtype=DTYPES[out.dtype], M=M, N=N, K=K)
-    a_MK, b_KN = _with_unit_stride(a_MK), _with_unit_stride(b_KN)
-    arguments.a, arguments.b, arguments.c = _matrix(a_MK), _matrix(b_KN), _matrix(out)
+    a_MK = _with_unit_stride(a_MK)
+    b_KN = _with_unit_stride(b_KN)
+    arguments.a = _matrix(a_MK)
+    arguments.b = _matrix(b_KN)
+    arguments.c = _matrix(out)
     if bias_N is not None:
         arguments.bias = bias_N.data_ptr()
     if row_sums_M is not None:
@@ -63,16 +67,15 @@ def _matrix(x: Tensor) -> Matrix:
 def _gradients(
     dy_NO: Tensor, x_NI: Tensor, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of a weight (O, I) and of the bias (O)."""
+    """Return the gradients of a weight (O, I) and of the bias (O)."""
     sums_O = dy_NO.new_empty(dy_NO.shape[1], dtype=torch.float32) if needs_bias else None
     dweight_OI = matmul(dy_NO.t(), x_NI, row_sums_M=sums_O) if needs_weight or needs_bias else None
     return dweight_OI, None if sums_O is None else sums_O.to(dy_NO.dtype)
 
 
 def _multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    return matmul(x.reshape(-1, x.shape[-1]), weight_OI.t(), bias_N=bias_O).view(
-        *x.shape[:-1], len(weight_OI)
-    )
+    y_NO = matmul(x.reshape(-1, x.shape[-1]), weight_OI.t(), bias_N=bias_O)
+    return y_NO.view(*x.shape[:-1], len(weight_OI))
 
 
 class _Linear(torch.autograd.Function):
@@ -84,6 +87,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI = ctx.saved_tensors
-        x_NI, dy_NO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        x_NI = x.reshape(-1, x.shape[-1])
+        dy_NO = dy.reshape(-1, dy.shape[-1])
         dx = matmul(dy_NO, weight_OI).view(x.shape) if ctx.needs_input_grad[0] else None
         return dx, *_gradients(dy_NO, x_NI, *ctx.needs_input_grad[1:])

@@ -33,12 +33,12 @@ class AdamW(torch.optim.AdamW):
         if self._library is None:
             return None
         params = [param for group in self.param_groups for param in group["params"]]
-        gradients = [
-            gradient for param in params if (gradient := self._gradient(param)) is not None
-        ]
-        total = sum(
-            self._library.call("sum_of_squares", DTYPES[g.dtype], g, g.numel()) for g in gradients
-        )
+        total = 0.0
+        for grad in map(self._gradient, params):
+            if grad is not None:
+                total += self._library.call(
+                    "sum_of_squares", DTYPES[grad.dtype], grad, grad.numel()
+                )
         return torch.tensor(total**0.5)
 
     @torch.no_grad()
@@ -46,26 +46,38 @@ class AdamW(torch.optim.AdamW):
         """Update all parameters that have a gradient. Bad steps: see `fused_adamw_step`."""
         if self._library is None:
             return super().step(closure)
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.item():
             return None
+        scale = getattr(self, "grad_scale", None)
+        grad_scale = 1.0 if scale is None else scale.item()
         for group in self.param_groups:
-            (beta1, beta2), grad_scale = group["betas"], 1.0 if scale is None else scale.item()
             for param in group["params"]:
-                if (gradient := self._gradient(param)) is None:
-                    continue
-                state = self.state[param]
-                state["step"] += 1
-                step = state["step"].item()
-                corrections = 1 - beta1**step, 1 - beta2**step
-                rates = group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
-                update = AdamWUpdate(*rates, *corrections, grad_scale)
-                moments, copy = (state["exp_avg"], state["exp_avg_sq"]), self._copies.get(param)
-                dtype, n = DTYPES[gradient.dtype], param.numel()
-                self._library.call(
-                    "adamw", param, *moments, gradient.contiguous(), dtype, copy, n, update
-                )
+                grad = self._gradient(param)
+                if grad is not None:
+                    self._update(self._library, param, grad, group, grad_scale)
         return None
+
+    def _update(
+        self, library: Library, param: Tensor, grad: Tensor, group: dict[str, Any], scale: float
+    ) -> None:
+        state = self.state[param]
+        state["step"] += 1
+        step = state["step"].item()
+        beta1, beta2 = group["betas"]
+        rates = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        update = AdamWUpdate(*rates, 1 - beta1**step, 1 - beta2**step, scale)
+        library.call(
+            "adamw",
+            param,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            grad.contiguous(),
+            DTYPES[grad.dtype],
+            self._copies.get(param),
+            param.numel(),
+            update,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
