@@ -1,1 +1,1 @@
-"""Checkpoints: the commit protocol on disk (commit, manifest; no torch) and the training state in them (save, load)."""
+"""Checkpoints: the commit protocol on disk, without torch, and the training state in them."""

@@ -98,7 +98,10 @@ def _restore_optimizer(
 
 
 def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
-    """Return the plain model of a verified checkpoint, on the CPU in fp32. Raises CheckpointError."""
+    """Return the plain model of a verified checkpoint, on the CPU in fp32.
+
+    Raises CheckpointError.
+    """
     model_config = decode_model_config(manifest.meta.get("shape"), folder)
     weights = TensorReader(folder, manifest, MODEL)
     with torch.device("meta"), malformed(folder):
@@ -118,7 +121,7 @@ def load_checkpoint_model(folder: Path, manifest: CheckpointManifest) -> GPT:
 
 
 def check_shapes(saved: Mapping[str, Shape], expected: Mapping[str, Shape], folder: Path) -> None:
-    """Raise CheckpointError with the first differences unless names and shapes match the model's."""
+    """Raise CheckpointError unless names and shapes match the model's."""
     names = [name for name in {**expected, **saved} if saved.get(name) != expected.get(name)]
     if names:
         differences = [
@@ -131,8 +134,8 @@ def check_shapes(saved: Mapping[str, Shape], expected: Mapping[str, Shape], fold
 def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
     """Return the optimizer state of the local parameters as `<parameter>/<key>`.
 
-    Raises ConfigError for values that are not tensors and, if the model is sharded, for tensors that
-    are neither scalars nor of their parameter's shape.
+    Raises ConfigError for values that are not tensors and, if the model is sharded, for tensors
+    that are neither scalars nor of their parameter's shape.
     """
     tensors = {}
     for name, param in state.sharded.local_params.items():
@@ -151,8 +154,8 @@ def list_optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return `meta.optimizer` of the manifest: class and numbers of the groups; empty for AdamW.
 
-    The learning rate is left out, because the schedule sets it, and so are Muon's numbers, which are
-    in the config.
+    The learning rate is left out, because the schedule sets it, and so are Muon's numbers, which
+    are in the config.
     """
     if type(optimizer) in (AdamW, torch.optim.AdamW):
         return {}
@@ -172,7 +175,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _check_optimizer(
     saved: Mapping[str, Shape], manifest: CheckpointManifest, state: TrainingState, folder: Path
 ) -> None:
-    """Raise CheckpointError unless the optimizer's class and the names and shapes of its state match."""
+    """Raise CheckpointError unless the optimizer's class and its state's names and shapes match."""
     default = {"name": "AdamW", "groups": []}
     saved_as = manifest.meta.get("optimizer", default)
     live_as = describe_optimizer(state.optimizer).get("optimizer", default)

@@ -87,7 +87,10 @@ class VerifiedFile:
             buffer = buffer[size:]
 
     def finish(self) -> FileEntry:
-        """Return the entry of the file, which must have been read to its end. Raises DamagedError."""
+        """Return the entry of the file, which must have been read to its end.
+
+        Raises DamagedError.
+        """
         _check_hash(self._path, self._hash.hexdigest(), self._entry)
         return replace(self._entry, mtime_ns=self._mtime_ns)
 
@@ -137,7 +140,10 @@ def verify(
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Return the manifest of a folder after checking its hash, format and step. Raises as `verify`."""
+    """Return the manifest of a folder after checking its hash, format and step.
+
+    Raises as `verify`.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise damaged(path, "it is missing, so this was never committed")
@@ -186,7 +192,10 @@ def encode_model_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def decode_model_config(shape: Any, folder: Path) -> ModelConfig:
-    """Return the architecture in `meta.shape`; missing fields are GPT-2's. Raises CheckpointError."""
+    """Return the architecture in `meta.shape`; missing fields are GPT-2's.
+
+    Raises CheckpointError.
+    """
     names = {saved: name for name, saved in _SAVED_NAMES.items()}
     try:
         config = ModelConfig(**{names.get(name, name): value for name, value in shape.items()})

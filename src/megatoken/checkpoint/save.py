@@ -1,4 +1,4 @@
-"""Save checkpoints while training continues: each rank copies its tensors and writes them in a thread.
+"""Save checkpoints while training continues: each rank writes copies of its tensors in a thread.
 
 If every rank holds the full model, rank 0 alone writes model.safetensors and optimizer.safetensors;
 if it is sharded, each rank writes its slices. Rank 0 commits. Ranks communicate only between steps,
@@ -35,7 +35,8 @@ POLL_SECONDS = 0.5
 class AsyncSave:
     """A checkpoint being written. All ranks must create it, and later finish it, at the same steps.
 
-    Raises StorageError on all ranks if it cannot be started or finished; then nothing of it remains.
+    Raises StorageError on all ranks if it cannot be started or finished; then nothing of it
+    remains.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class AsyncSave:
 
         Raises ConfigError for optimizer state that cannot be saved.
 
-        config, tokenizer: copied, so that a checkpoint is self-contained. meta: added to the manifest.
+        config, tokenizer: copied, so that a checkpoint is self-contained. meta: added to the
+            manifest.
         """
         start = time.perf_counter()
         self.step = state.step
@@ -157,7 +159,7 @@ class AsyncSave:
 def save_state(
     root: Path, state: TrainingState, *, config: Path, tokenizer: Path, meta: Mapping[str, Any]
 ) -> Path:
-    """Commit the state as checkpoint `state.step` under `root`, wait for it and return its folder."""
+    """Commit the state as checkpoint `state.step` under `root`, and return its folder."""
     return AsyncSave(root, state, config=config, tokenizer=tokenizer, meta=meta).finish()
 
 

@@ -1,4 +1,4 @@
-"""Read and write the tensors of a checkpoint in safetensors: full in one file, or sliced in one per rank.
+"""Read and write the tensors of a checkpoint: full in one file, or sliced in one per rank.
 
 The header of a file of slices states the rows and columns of each (`parts`) and the full shapes
 (`sizes`). Any slice can be read from whatever slices contain it, so a checkpoint depends neither on
@@ -98,7 +98,10 @@ class TensorReader:
             self._parts.setdefault(tensor, {})[file] = stored
 
     def read(self, name: str) -> Tensor:
-        """Return a full tensor on the CPU in its saved dtype. Raises CheckpointError if incomplete."""
+        """Return a full tensor on the CPU in its saved dtype.
+
+        Raises CheckpointError if incomplete.
+        """
         full = TensorSlice.full(self.shapes[name])
         file, stored = next(iter(self._parts[name].items()))
         if not self.shapes[name] or stored == full:
@@ -126,7 +129,8 @@ class TensorReader:
         targets then hold damaged values.
 
         slices: of the targets; without one a target is full.
-        share: the files that are read to their ends and verified. Only what is needed is read of others.
+        share: the files that are read to their ends and verified. Only what is needed is read of
+            others.
         """
         wanted = {name: slices.get(name) or TensorSlice.full(self.shapes[name]) for name in targets}
         n_missing = {name: target.numel() for name, target in targets.items()}
@@ -188,7 +192,7 @@ def _copy_part(source: Any, stored: TensorSlice, target: Tensor, wanted: TensorS
 
 @contextmanager
 def malformed(where: Path) -> Iterator[None]:
-    """Convert errors of values of other types or sizes to CheckpointError: hashes prove no authorship."""
+    """Convert errors of malformed content, which may have a valid hash, to CheckpointError."""
     try:
         yield
     except (*MALFORMED, RuntimeError, SafetensorError) as error:
@@ -199,8 +203,8 @@ def malformed(where: Path) -> Iterator[None]:
 def consolidate(source: Path, out: Path, warn: Callable[[str], None]) -> Path:
     """Write a run's newest valid checkpoint to `out/step-N` with full tensors; return that folder.
 
-    Only other programs need it. Raises CheckpointError if there is no valid checkpoint, StorageError
-    if the target exists or cannot be written.
+    Only other programs need it. Raises CheckpointError if there is no valid checkpoint,
+    StorageError if the target exists or cannot be written.
     """
     folder, manifest = find_checkpoint(source, warn)
     target = step_folder(out, manifest.step)

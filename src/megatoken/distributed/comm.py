@@ -125,7 +125,10 @@ def peer_errors(dist_env: DistEnv) -> Iterator[None]:
 
 @contextmanager
 def join_process_group(dist_env: DistEnv, device_type: str) -> Iterator[Comm]:
-    """Join the process group, and leave it with the others. Raises PeerError if a process is missing."""
+    """Join the process group, and leave it with the others.
+
+    Raises PeerError if a process is missing.
+    """
     if dist_env.world_size == 1:
         yield Comm(dist_env)
         return

@@ -1,4 +1,4 @@
-"""Sum gradients over replicas: in buckets during the backward, or pairwise with reproducible bits."""
+"""Sum gradients over replicas: in buckets during the backward, or pairwise and reproducibly."""
 
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -72,7 +72,7 @@ class GradBucketReducer:
 
 
 def fill_buckets(pairs: Sequence[GradPair], bucket_bytes: int) -> list[list[GradPair]]:
-    """Group pairs into buckets of at least `bucket_bytes`, last parameter first as in a backward."""
+    """Group pairs into buckets of at least `bucket_bytes`, in the order of a backward."""
     buckets: list[list[GradPair]] = [[]]
     size = 0
     for pair in reversed(pairs):

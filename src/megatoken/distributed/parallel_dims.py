@@ -2,7 +2,8 @@
 
 Processes form a mesh of three axes: tensor-parallel ranks share every layer; sharding ranks share
 weights, gradients or optimizer state and read different data; replicas are full copies that read
-different data. `machine.sharding` chooses what sharding ranks split (Rajbhandari et al. 2020, ZeRO):
+different data. `machine.sharding` chooses what sharding ranks split (Rajbhandari et al. 2020,
+ZeRO):
 
     none    nothing: every replica has everything
     zero1   weights and optimizer state; full weights and gradients exist during a step
@@ -89,7 +90,7 @@ def build_dims(sharding: str, tp_size: int, dist_env: DistEnv) -> ParallelDims:
 def count_state_bytes(
     dims: ParallelDims, n_params: int, optimizer_bytes: int, precision: str
 ) -> int:
-    """Return the bytes of weights, gradients and optimizer state in a process between micro-batches.
+    """Return the bytes of weights, gradients and optimizer state in a process.
 
     n_params, optimizer_bytes: of the full model. Approximate if a tensor does not divide. Weights
     and gradients are fp32; gathered copies of sharded weights are in `precision`.
@@ -117,7 +118,7 @@ def disable_unsupported(machine: MachineConfig, dims: ParallelDims) -> MachineCo
 
 
 def check_dims(dims: ParallelDims, model_config: ModelConfig) -> None:
-    """Raise ConfigError unless the tensor-parallel size divides heads, MLP, vocabulary and context."""
+    """Raise ConfigError unless tensor_parallel divides heads, MLP, vocabulary and context."""
     sizes = {
         "n_head": model_config.n_head,
         "n_kv_head": model_config.kv_heads,

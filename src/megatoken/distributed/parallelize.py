@@ -1,4 +1,4 @@
-"""Apply parallelism: `parallelize` turns a plain GPT into one that computes with other processes."""
+"""Turn a plain GPT into one that computes with other processes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParams:
-    """This process's slices of all parameters, by name. Parameters without a slice here are left out.
+    """This process's slices of parameters, by name. Parameters without a slice are left out.
 
     trained: parameters of the backward (DTensors if sharded).
     local_params: plain tensors that the optimizer updates and checkpoints store.
@@ -88,7 +88,10 @@ class ShardedParams:
             yield name, full
 
     def set_grad_sync(self, model: nn.Module, *, last: bool) -> None:
-        """Choose what FSDP communicates in the next micro-batch. last: it is the step's last one."""
+        """Choose what FSDP communicates in the next micro-batch.
+
+        last: it is the step's last one.
+        """
         if self.dims.dp_shard == 1:
             return
         from torch.distributed.fsdp import FSDPModule

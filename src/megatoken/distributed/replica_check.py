@@ -16,7 +16,10 @@ from megatoken.distributed.comm import Comm
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Replicas that differ. ranks: those that differ from the majority, or all without a majority."""
+    """Replicas that differ.
+
+    ranks: those that differ from the majority, or all without a majority.
+    """
 
     ranks: tuple[int, ...]
     tensors: tuple[str, ...]
@@ -70,6 +73,8 @@ def find_divergence(
             verb = f"rank {listed} differs" if len(ranks) == 1 else f"ranks {listed} differ"
             message = f"{verb} from the other {format_count(count, 'replica')} in {where}"
         else:
-            message = f"ranks {listed} are replicas and differ in {where}; which of them is wrong is unknown"
+            message = (
+                f"ranks {listed} are replicas and differ in {where}; which is wrong is unknown"
+            )
         return Divergence(ranks, tensors, message)
     return None

@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def open_matrices(model: GPT, sharded: ShardedParams, device: Device) -> Matrices:
-    """Return access to the full matrices of a model, in bf16 if the device trains in it, else fp32."""
+    """Return access to the full matrices of a model, in bf16 or else fp32."""
     rows = list_hidden_matrices(model)
     shapes = sharded.full_shapes
     dims = sharded.dims
@@ -111,7 +111,7 @@ class ReplicatedMatrices:
             self._by_rank[matrix.owner].append(index)
 
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As in `Matrices`."""
+        """Apply `function` to full matrices, as in `Matrices`."""
         return self._matrices.map(lambda matrices: self._share(function, matrices), tensors)
 
     def _share(self, function: MatrixFn, matrices: list[Tensor]) -> list[Tensor]:
@@ -189,7 +189,7 @@ class ShardedMatrices:
         ]
 
     def map(self, function: MatrixFn, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As in `Matrices`."""
+        """Apply `function` to full matrices, as in `Matrices`."""
         slices = dict(zip(self.names, tensors, strict=True))
         full = {matrix: self._empty(matrix.shape) for matrix in self._owned}
         self._exchange(

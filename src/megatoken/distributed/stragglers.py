@@ -61,7 +61,7 @@ class PhaseTimer:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that is `ratio` times as slow in a phase as the median of the others, in seconds per step."""
+    """A rank that is `ratio` times as slow in a phase as the others. Seconds per step."""
 
     rank: int
     phase: str
@@ -75,7 +75,10 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Compare the phases of all ranks every WINDOW steps. Report a rank once while it stays slow."""
+    """Compare the phases of all ranks every WINDOW steps.
+
+    Report a rank once while it stays slow.
+    """
 
     def __init__(self, comm: Comm, device_type: str) -> None:
         self._comm = comm
@@ -84,7 +87,10 @@ class StragglerDetector:
         self._slow: set[tuple[int, str]] = set()
 
     def find(self) -> list[Straggler]:
-        """Return ranks that have become slow. All ranks must call it after the same finished steps."""
+        """Return ranks that have become slow.
+
+        All ranks must call it after the same finished steps.
+        """
         if len(self.compute) < WINDOW:
             return []
         half = WINDOW // 2

@@ -82,7 +82,10 @@ def slice_sequence(dims: ParallelDims, targets_BT: Tensor) -> Tensor:
 
 
 def gather_lm_head(weight_VC: Tensor) -> Tensor:
-    """Return the full output layer for the loss of this slice. Its gradients are summed over slices."""
+    """Return the full output layer for the loss of this slice.
+
+    Its gradients are summed over slices.
+    """
     if not is_dtensor(weight_VC):
         return weight_VC
     from torch.distributed.tensor import Partial

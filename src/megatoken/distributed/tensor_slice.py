@@ -1,4 +1,4 @@
-"""Describe the slice of a tensor that a process has: ranges of rows (dimension 0) and of columns."""
+"""Describe the slice of a tensor that a process has: rows (dimension 0) and columns."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,7 +71,7 @@ class TensorSlice:
             row += end - start
 
     def overlaps(self, other: "TensorSlice") -> Iterator[tuple[int, int, int, Range]]:
-        """Yield the overlaps with another slice: (row here, row there, rows, columns of the full tensor)."""
+        """Yield overlaps with another slice: (row here, row there, rows, columns)."""
         first, last = self.columns or (0, 1)
         other_first, other_last = other.columns or (0, 1)
         columns = (max(first, other_first), min(last, other_last))
@@ -91,7 +91,7 @@ class TensorSlice:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return whether a tensor is a DTensor, without importing DTensor, which takes half a second."""
+    """Return whether a tensor is a DTensor, without the half second of importing DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

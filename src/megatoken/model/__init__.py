@@ -1,1 +1,4 @@
-"""The network, its loss and its arithmetic. Plain PyTorch: parallelism and compilation are applied from outside."""
+"""The network, its loss and its arithmetic.
+
+Plain PyTorch: parallelism and compilation are applied from outside.
+"""

@@ -1,8 +1,8 @@
 """Parameters, FLOPs and bytes of a model, by arithmetic, without torch.
 
 FLOPs per token have two published definitions. Full attention: 6N + 12*L*d*T (PaLM, Chowdhery et
-al. 2022, appendix B). Causal: 6N + 6*L*d*T (llm.c), because half of the attention matrix is masked. N
-counts parameters in matrix products, including the output layer once, tied or not. Embeddings and
+al. 2022, appendix B). Causal: 6N + 6*L*d*T (llm.c), because half of the attention matrix is masked.
+N counts parameters in matrix products, including the output layer once, tied or not. Embeddings and
 value embeddings are lookups; norms and biases are not products. Shared key/value heads save
 parameters but no attention FLOPs: every query meets every key. In a layer with a window of w keys,
 full attention is w keys per query, causal attention w (2T - w) / 2T on average.
@@ -73,7 +73,7 @@ def _kv_width(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
-    """Return the FLOPs of forward and backward for a token at full context, by either definition."""
+    """Return the FLOPs of forward and backward for a token at full context."""
     T = config.seq_len
     keys = [min(window or T, T) for window in config.windows]
     if causal:

@@ -1,4 +1,4 @@
-"""The model: a pre-norm transformer that is GPT-2, LLaMA or newer, by a few switches of `ModelConfig`.
+"""The model: a pre-norm transformer that is GPT-2, LLaMA or newer by switches of `ModelConfig`.
 
 | | GPT-2 | LLaMA |
 |---|---|---|
@@ -236,7 +236,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`model(ids)` returns hidden states, `model.logits(ids)` logits, `model.loss(...)` the mean loss.
+    """`model(ids)` returns hidden states, `model.logits` logits, `model.loss` the mean loss.
 
     vocab_size: the tokenizer's, if the config has none; without either, ConfigError.
     seed: of the initial weights, which are the same on every device. With None, or on the meta
@@ -287,7 +287,8 @@ class GPT(nn.Module):
 
         cache: of the tokens before `ids_BT`, which are added to it.
         tree_mask: of rows that are not one sequence each; without a cache.
-        dropout_keys_B: of `sequence_keys`, for dropout in training; None draws from torch's generator.
+        dropout_keys_B: of `sequence_keys`, for dropout in training; None draws from torch's
+            generator.
         """
         if not (self.training and self.config.dropout):
             dropout_keys_B = None
@@ -384,7 +385,10 @@ class GPT(nn.Module):
 
 
 def set_attention(model: GPT, name: str) -> None:
-    """Select the attention by a name in ATTENTION. Raises ConfigError if the model cannot use it."""
+    """Select the attention by a name in ATTENTION.
+
+    Raises ConfigError if the model cannot use it.
+    """
     key = "machine.attention"
     if name not in ATTENTION:
         raise ConfigError(f"no attention {name!r}", key, f"choose one of {', '.join(ATTENTION)}")
@@ -434,8 +438,8 @@ def init_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
 
     Only names and shapes of `model` are read. GPT-2's rule: Normal(0, 0.02) for matrices and
     embeddings, divided by sqrt(2 n_layer) for the two projections into the residual stream; biases
-    0, norms 1, padding rows of the vocabulary 0. LLaMA's papers publish no rule, so it has the same.
-    Gates of value embeddings, the value head and what `zero_init` names are 0.
+    0, norms 1, padding rows of the vocabulary 0. LLaMA's papers publish no rule, so it has the
+    same. Gates of value embeddings, the value head and what `zero_init` names are 0.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.n_layer)

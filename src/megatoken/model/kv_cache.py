@@ -15,8 +15,8 @@ class KeyValueCache:
     """Keys and values of every layer, (layers, rows, K, capacity, D) each, allocated once.
 
     lengths: of the rows in use, which come first. The model calls `place` for its new tokens, each
-    layer `append`, and the model `advance` after the last layer. Rows of different lengths grow by one
-    token at a time.
+    layer `append`, and the model `advance` after the last layer. Rows of different lengths grow by
+    one token at a time.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ def cross_entropy(
             )
             return total, count
         if dtype == torch.float16:
-            # The logits' gradient underflows in fp16 without the loss scale, which only the backward
-            # has, so each chunk's logits are recomputed there.
+            # The logits' gradient underflows in fp16 without the loss scale, which only the
+            # backward has, so each chunk's logits are recomputed there.
             chunks = zip(torch.split(hidden_NC, chunk), torch.split(targets_N, chunk), strict=True)
             options = (vocab_size, softcap, dtype)
             sums = [
@@ -86,7 +86,7 @@ def token_log_probs(
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> Tensor:
-    """Return log p (B, T), fp32, of the targets in softmax(logits / temperature); 0 for those below 0.
+    """Return log p (B, T), fp32, of the targets at a temperature; 0 for targets below 0.
 
     Differentiable; only rows with a target are computed.
 
@@ -113,7 +113,7 @@ def token_log_probs(
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
-    """Bound logits by c tanh(x / c) in fp32 (Gemma 2, Riviere et al. 2024); 0 leaves them unchanged."""
+    """Bound logits by c tanh(x / c) in fp32 (Gemma 2, Riviere et al. 2024), unless c is 0."""
     if not softcap:
         return logits
     return 2 * softcap * torch.sigmoid(logits.float() * (2 / softcap)) - softcap
@@ -152,7 +152,7 @@ def torch_matmul(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Compute the logits' gradient in the forward, by chunks, so that no logits are saved or recomputed."""
+    """Compute the logits' gradient in the forward, so that no logits are saved or recomputed."""
 
     @staticmethod
     def forward(

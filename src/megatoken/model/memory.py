@@ -40,8 +40,9 @@ def count_activation_bytes(
 ) -> ActivationBytes:
     """Return the bytes of a micro-batch of `tokens`.
 
-    sharded: weights are gathered in low precision, and so is the residual stream; otherwise autocast
-    casts the weights and the stream is fp32. loss_chunk: rows of logits at once, 0 for all.
+    sharded: weights are gathered in low precision, and so is the residual stream; otherwise
+    autocast casts the weights and the stream is fp32. loss_chunk: rows of logits at once, 0 for
+    all.
     """
     d = config.d_model
     head = config.padded_vocab_size * d

@@ -2,8 +2,8 @@
 
 Channels i and i + D/2 of a head are a pair, rotated by theta^(-2i/D) radians per token (Hugging
 Face's pairing, whose weights then need no permutation). LLaMA 3.1 extends it to longer contexts:
-pairs that rotate fewer than `rope_low` times in `rope_context` tokens rotate `rope_factor` times more
-slowly, those above `rope_high` times are unchanged, and a linear transition lies between.
+pairs that rotate fewer than `rope_low` times in `rope_context` tokens rotate `rope_factor` times
+more slowly, those above `rope_high` times are unchanged, and a linear transition lies between.
 
 Angles are computed in fp32 at every forward, so there is no buffer to move, cast or save.
 

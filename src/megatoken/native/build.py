@@ -1,7 +1,7 @@
 """Compile the kernels: `python -m megatoken.native.build [--all] [FOLDER]`.
 
-One shared library per instruction set. It has a C interface, so it depends on no version of Python or
-torch, and takes its threads from the OpenMP runtime that torch has loaded.
+One shared library per instruction set. It has a C interface, so it depends on no version of Python
+or torch, and takes its threads from the OpenMP runtime that torch has loaded.
 """
 
 import argparse
@@ -38,8 +38,8 @@ class CompilerError(Exception):
 def runnable_instruction_sets() -> list[str]:
     """Return the instruction sets that this processor has, fastest first.
 
-    AMX is left out, because its kernels have only run on emulated tiles; `find_library("amx")` loads
-    them.
+    AMX is left out, because its kernels have only run on emulated tiles; `find_library("amx")`
+    loads them.
     """
     features = cpu_features()
     return [

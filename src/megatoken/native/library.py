@@ -27,7 +27,7 @@ class AdamWUpdate(ctypes.Structure):
 
 
 class View(ctypes.Structure):
-    """struct View in kernels/attention.cc: (B, heads, rows, D), strides in elements, D contiguous."""
+    """struct View in kernels/attention.cc: (B, heads, rows, D), D contiguous."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -116,7 +116,7 @@ def _is_cut_short(path: Path) -> bool:
 
 @cache
 def find_library(instruction_set: str = "", folder: Path = Path(__file__).parent) -> Library | None:
-    """Return the kernels of an instruction set, or of the best compiled one that this processor has.
+    """Return the kernels of an instruction set, or of the best compiled one for this processor.
 
     None if none is compiled. Importing torch has loaded the OpenMP runtime that they use. Raises
     ConfigError for a damaged file.

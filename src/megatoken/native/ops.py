@@ -20,7 +20,8 @@ def norm(
     bias_C = None if bias_C is None else bias_C.type_as(x)
     if not torch.is_grad_enabled():
         return _normalize(x.contiguous(), weight_C, bias_C, eps, rms)[0]
-    return _Norm.apply(x, weight_C, bias_C, eps, rms)  # type: ignore[no-untyped-call, no-any-return]
+    y: Tensor = _Norm.apply(x, weight_C, bias_C, eps, rms)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _normalize(

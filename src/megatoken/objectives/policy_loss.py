@@ -1,7 +1,8 @@
-"""Reinforcement from rewards of sampled answers: advantages, the clipped objective, KL, values. All in fp32.
+"""Advantages, the clipped objective, KL and values of GRPO and PPO, in fp32.
 
-Sources: PPO, Schulman et al. 2017; GAE, Schulman et al. 2016; GRPO, Shao et al. 2024 (DeepSeekMath); mean over the
-tokens of a batch, Yu et al. 2025 (DAPO); the KL estimator k3, Schulman 2020 (joschu.net/blog/kl-approx.html).
+Sources: PPO, Schulman et al. 2017; GAE, Schulman et al. 2016; GRPO, Shao et al. 2024
+(DeepSeekMath); mean over the tokens of a batch, Yu et al. 2025 (DAPO); the KL estimator k3,
+Schulman 2020 (joschu.net/blog/kl-approx.html).
 
 Shapes: P prompts, G answers to each; B answers, T tokens. Masks are 1 at an answer's tokens.
 """
@@ -19,11 +20,8 @@ def group_advantages(rewards_PG: Tensor) -> Tensor:
     Exactly 0 in a group of equal rewards: adaptive optimizers would amplify rounding errors.
     """
     deviation = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    return (
-        deviation
-        / (rewards_PG.std(1, keepdim=True) + STD_OFFSET)
-        * has_difference(rewards_PG)[:, None]
-    )
+    normalized = deviation / (rewards_PG.std(1, keepdim=True) + STD_OFFSET)
+    return normalized * has_difference(rewards_PG)[:, None]
 
 
 def has_difference(rewards_PG: Tensor) -> Tensor:
@@ -40,12 +38,13 @@ def clipped_loss(
     gradient.
     """
     ratio = (log_probs_BT - old_log_probs_BT).exp()
-    free, clamped = ratio * advantages_BT, ratio.clamp(1 - clip, 1 + clip) * advantages_BT
+    free = ratio * advantages_BT
+    clamped = ratio.clamp(1 - clip, 1 + clip) * advantages_BT
     return -torch.minimum(free, clamped), (clamped < free).detach()
 
 
 def kl_k3(log_probs_BT: Tensor, reference_BT: Tensor) -> Tensor:
-    """Return an unbiased, non-negative estimate of KL(model || reference) per sampled token (B, T)."""
+    """Return an unbiased estimate of KL(model || reference) >= 0 per sampled token (B, T)."""
     difference = reference_BT - log_probs_BT
     return torch.expm1(difference) - difference
 
@@ -58,7 +57,8 @@ def gae(
     values: of the state in which a token is chosen. The answer's last token ends the episode; the
     tokens of an answer are contiguous.
     """
-    advantages, following = torch.zeros_like(rewards_BT), torch.zeros_like(rewards_BT[:, 0])
+    advantages = torch.zeros_like(rewards_BT)
+    following = torch.zeros_like(rewards_BT[:, 0])
     next_value = following
     for t in reversed(range(rewards_BT.shape[1])):
         inside = mask_BT[:, t]
@@ -70,7 +70,7 @@ def gae(
 
 
 def moments(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return (sum, sum of squares, count) of the masked values in fp64, which ranks add for `whiten`."""
+    """Return (sum, sum of squares, count) of the masked values in fp64, to be summed over ranks."""
     values = values_BT.double() * mask_BT
     return torch.stack([values.sum(), values.square().sum(), mask_BT.double().sum()])
 
@@ -86,6 +86,6 @@ def whiten(values_BT: Tensor, mask_BT: Tensor, sums: Tensor) -> Tensor:
 def clipped_value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float
 ) -> Tensor:
-    """Return half the larger squared error (BT) of the value and of the value clipped to the old one."""
+    """Return half the larger squared error (B, T) of the value and of its clipped version."""
     near = torch.maximum(torch.minimum(values_BT, old_values_BT + clip), old_values_BT - clip)
     return 0.5 * torch.maximum((values_BT - returns_BT).square(), (near - returns_BT).square())

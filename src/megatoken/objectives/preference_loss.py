@@ -1,4 +1,4 @@
-"""Losses of preferences: which of two answers to a prompt is better. All in fp32, without a reduction.
+"""Losses of preferences between two answers to a prompt, in fp32, without a reduction.
 
 Shapes: B pairs, each a chosen and a rejected answer.
 """
@@ -17,9 +17,9 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, chosen rewards and rejected rewards (B,) from summed log-probabilities.
 
-    The sigmoid loss -log s(r_chosen - r_rejected) of the implicit rewards r = beta (log p - log p_reference) (Direct
-    preference optimization, Rafailov et al. 2023, equation 7). ln 2 where the model is its reference. Only the losses
-    are differentiable.
+    The sigmoid loss -log s(r_chosen - r_rejected) of the implicit rewards r = beta (log p - log
+    p_reference) (Direct preference optimization, Rafailov et al. 2023, equation 7). ln 2 where the
+    model is its reference. Only the losses are differentiable.
     """
     chosen = beta * (chosen_B - reference_chosen_B)
     rejected = beta * (rejected_B - reference_rejected_B)

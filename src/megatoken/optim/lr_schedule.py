@@ -14,8 +14,8 @@ class LRSchedule:
     decay:
         cosine, linear: from the end of warm-up over `decay_length`, or the rest of the run (None)
             (Loshchilov & Hutter 2017; GPT-3).
-        wsd, wsd-sqrt: constant, then linear or 1 - sqrt over the last `decay_length` (Hu et al. 2024;
-            Hägele et al. 2024).
+        wsd, wsd-sqrt: constant, then linear or 1 - sqrt over the last `decay_length`
+            (Hu et al. 2024; Hägele et al. 2024).
         multi-step: drops by sqrt(min_lr_ratio) at the start and the middle of the last
             `decay_length` (DeepSeek-AI 2024).
         constant: no decay.

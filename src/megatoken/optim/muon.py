@@ -1,9 +1,9 @@
 """Muon: orthogonalized momentum for hidden matrices (Jordan et al. 2024), AdamW for the rest.
 
-The update of a hidden matrix is approximately U V^T, from the singular value decomposition U S V^T of
-its momentum, times sqrt(max(1, rows / columns)). Five steps of a Newton-Schulz iteration compute it.
-Layer outputs then change equally at any width, so one learning rate fits all widths (Yang et al.
-2023; Bernstein 2025). Queries, keys and values are separate matrices.
+The update of a hidden matrix is approximately U V^T, from the singular value decomposition U S V^T
+of its momentum, times sqrt(max(1, rows / columns)). Five steps of a Newton-Schulz iteration compute
+it. Layer outputs then change equally at any width, so one learning rate fits all widths (Yang et
+al. 2023; Bernstein 2025). Queries, keys and values are separate matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +71,7 @@ class WholeMatrices:
 
 
 def list_hidden_matrices(model: nn.Module) -> dict[str, list[int]]:
-    """Return the weights of all hidden linear layers with the rows of each matrix packed in them."""
+    """Return the hidden linear layers' weights, with the rows of each matrix packed in them."""
     rows: dict[str, list[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "head":
@@ -124,8 +124,8 @@ class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay for one group, AdamW for the others.
 
     adamw: for all other parameters; this optimizer shares its groups and state. group: `params` in
-    order of `matrices.names`, and `weight_decay`. Like torch's fused optimizers, divides gradients by
-    `self.grad_scale` and skips the update if `self.found_inf` is 1, if these tensors are set.
+    order of `matrices.names`, and `weight_decay`. Like torch's fused optimizers, divides gradients
+    by `self.grad_scale` and skips the update if `self.found_inf` is 1, if these tensors are set.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Optimizers by name, and the parameter groups that they update.
 
 A new optimizer is one `register_optimizer` call: how to build it, the state it keeps per parameter,
-and whether it needs full matrices. Learning rates, checkpoints, sharding and memory estimates follow
-from that entry.
+and whether it needs full matrices. Learning rates, checkpoints, sharding and memory estimates
+follow from that entry.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,14 @@ ParamGroup = dict[str, Any]
 class OptimizerSpec:
     """An optimizer, as the rest of the system sees it.
 
-    build: (groups, config, implementation) -> optimizer; it may set `lr_scale` in a group (default 1).
+    build: (groups, config, implementation) -> optimizer; it may set `lr_scale` in a group (default
+        1).
     state_keys: state tensors of a parameter, in its shape.
     bytes_per_param: their size in fp32; a pair for hidden matrices and for all other parameters.
-    hidden_group: hidden matrices are the last group, whose `matrices` (muon.py) gathers them in full
-        on any number of processes.
-    whole_matrices: the update needs full matrices and does not gather them, so it cannot be sharded.
+    hidden_group: hidden matrices are the last group, whose `matrices` (muon.py) gathers them in
+        full on any number of processes.
+    whole_matrices: the update needs full matrices and does not gather them, so it cannot be
+        sharded.
     """
 
     build: Callable[[list[ParamGroup], OptimConfig, str], torch.optim.Optimizer]
@@ -74,7 +76,7 @@ def build_optimizer(
     implementation: str = "auto",
     matrices: Matrices | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that `optim` names over a model's parameters, or over local shards by name.
+    """Build the optimizer of `optim` over a model's parameters, or over local shards by name.
 
     sizes: shapes of the full parameters, if `model` holds shards. implementation: torch's AdamW:
     `loop`, `foreach` or `fused`; `auto` is fused where the device supports it. matrices: the hidden
@@ -111,7 +113,7 @@ def build_optimizer(
 def group_parameters(
     params: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]], weight_decay: float
 ) -> list[ParamGroup]:
-    """Return two groups: decayed matrices and embeddings, and other parameters (Brown et al. 2020)."""
+    """Return two groups: decayed matrices and embeddings, and the rest (Brown et al. 2020)."""
     matrices = {name for name in params if len(sizes[name]) >= 2}
     return [
         {
@@ -160,7 +162,7 @@ def build_adamw(groups: list[ParamGroup], optim: OptimConfig, implementation: st
 
 
 def build_muon(groups: list[ParamGroup], optim: OptimConfig, implementation: str) -> Muon:
-    """Build Muon for the last group and AdamW for the others, at a fixed ratio of learning rates."""
+    """Build Muon for the last group and AdamW for the others, at a fixed learning-rate ratio."""
     *others, hidden = groups
     hidden["lr_scale"] = optim.matrix_lr / optim.lr if optim.lr else 1.0
     matrices = hidden.pop("matrices")

@@ -72,13 +72,13 @@ class Device:
         return torch.float32 if self.type == "mps" else torch.float64
 
     def autocast(self, weights: torch.dtype = torch.float32) -> AbstractContextManager[object]:
-        """Return a context in which matrix products of such weights run in the device's precision."""
+        """Return a context in which products with such weights run in the device's precision."""
         if weights == self.dtype:
             return nullcontext()
         return torch.autocast(self.type, dtype=self.dtype)
 
     def peak_memory_bytes(self) -> int:
-        """Return peak memory so far: allocated on the device, or resident in this process on a CPU."""
+        """Return the peak memory allocated on the device, or resident in this process on a CPU."""
         if self.type == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         if self.type == "mps":
@@ -122,8 +122,8 @@ def choose_device(
 ) -> Device:
     """Choose device and precision without changing the process. Each local rank gets a CUDA device.
 
-    peak_flops is the data sheet's, or 0 for a device that is not in the table. Raises ConfigError if
-    the device is missing or does not support the precision.
+    peak_flops is the data sheet's, or 0 for a device that is not in the table. Raises ConfigError
+    if the device is missing or does not support the precision.
     """
     device = _find_device(machine.device)
     if device.type == "cuda" and local_world_size > 1:
@@ -174,7 +174,8 @@ def _peak_key(device: Device) -> str:
     """Describe everything that a measured peak depends on."""
     tf32 = device.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"{device.name} ({device.type}{threads}), {'tf32' if tf32 else device.precision}, torch {torch.__version__}"
+    precision = "tf32" if tf32 else device.precision
+    return f"{device.name} ({device.type}{threads}), {precision}, torch {torch.__version__}"
 
 
 def product_calls(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -224,7 +225,7 @@ def probe_flops(device: Device) -> float:
 
 
 def _random_square(device: Device, size: int) -> torch.Tensor:
-    """Return random values, because chips clock higher on constants, without using the run's generator."""
+    """Return random values, because chips clock higher on constants, from a new generator."""
     generator = torch.Generator(device.torch_device).manual_seed(0)
     return torch.randn(
         size, size, dtype=device.dtype, device=device.torch_device, generator=generator
@@ -284,8 +285,8 @@ def fast_precision(
 ) -> str:
     """Return the precision that a device is fast in.
 
-    CUDA by compute capability: bf16 on Ampere (8.0) and newer; fp16 on Volta and Turing (7.x), whose
-    bf16 is emulated; fp32 on Pascal and older, whose fp16 is slow or absent. CPU: bf16 with
+    CUDA by compute capability: bf16 on Ampere (8.0) and newer; fp16 on Volta and Turing (7.x),
+    whose bf16 is emulated; fp32 on Pascal and older, whose fp16 is slow or absent. CPU: bf16 with
     AVX512-BF16 or AMX.
     """
     if device_type == "cuda":
@@ -318,7 +319,7 @@ def _choose_precision(device: torch.device, precision: str) -> str:
 
 
 def wants_compile(machine: MachineConfig, device: Device, total_steps: int) -> tuple[str, str]:
-    """Return the compile mode (off, on, blocks or graphs), and why the requested one is impossible, or ""."""
+    """Return the compile mode, and why the requested one is impossible."""
     if machine.compile == "auto":
         pays_off = device.type == "cuda" and total_steps >= MIN_COMPILED_STEPS
         return ("on" if pays_off else "off"), ""

@@ -15,7 +15,7 @@ _ADDED_VARIABLES: set[str] = set()
 
 
 def huggingface_cache() -> Path:
-    """Return the folder where huggingface_hub keeps downloaded repositories (HF_HUB_CACHE, HF_HOME)."""
+    """Return huggingface_hub's folder of downloaded repositories (HF_HUB_CACHE, HF_HOME)."""
     if hub := os.environ.get("HF_HUB_CACHE"):
         return Path(hub)
     return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
@@ -36,7 +36,7 @@ def megatoken_cache() -> Path:
 
 
 def heartbeat_file() -> Path | None:
-    """Return the file where the launcher expects this rank's heartbeat, if a launcher started it."""
+    """Return the file in which the launcher expects this rank's heartbeat, if there is one."""
     file = os.environ.get(HEARTBEAT)
     return Path(file) if file else None
 

@@ -15,7 +15,7 @@ NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|rtx|gb\b|sxm\d?|hbm\d?e?|
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU. Rates in bytes per second and one direction; price in US dollars per hour, 0 if unknown.
+    """One GPU. Rates in bytes per second per direction; price in US dollars per hour (0: unknown).
 
     driver: its name in PEAK_FLOPS. memory_bytes: as torch reports them, less than the label's.
     link_rate: to another GPU of the machine. network_rate: its share of the machine's network.
@@ -40,7 +40,7 @@ class Gpu:
         return "RunPod's list of March 2026"
 
     def compute_precision(self, precision: str) -> str:
-        """Return the precision of products in fp32, tf32, bf16 or fp16: fp32 if the card lacks it."""
+        """Return the precision of products: the requested one, or fp32 if the card lacks it."""
         return precision if precision in PEAK_FLOPS[self.driver] else "fp32"
 
     def peak_flops(self, precision: str) -> float:
@@ -95,7 +95,10 @@ def find_gpu(name: str, where: str = "--gpus") -> Gpu:
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """Return number and kind of GPUs in text such as `8xA100-40GB` or `H100`. Raises ConfigError."""
+    """Return number and kind of GPUs in text such as `8xA100-40GB` or `H100`.
+
+    Raises ConfigError.
+    """
     match = re.fullmatch(r"\s*([-+\d.]+)\s*[x*]\s*(\S.*)", text)
     count, name = match.groups() if match else ("1", text)
     if not count.isdecimal() or not 1 <= int(count) <= MAX_GPUS:

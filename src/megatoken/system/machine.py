@@ -125,7 +125,7 @@ def free_memory_bytes() -> int:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit of open files to `count` more than the usual, as far as the system permits."""
+    """Raise the limit of open files by `count`, as far as the system permits."""
     with suppress(ImportError, OSError, ValueError):
         import resource  # absent on Windows
 

@@ -1,8 +1,9 @@
 """The log, status and lock of a run folder that a process trains in.
 
 `metrics.jsonl` holds one object per line: kind, step, tokens, elapsed_seconds and the row's values.
-`status.json` (state, phase, exit code, step, loss, speed, time left, message, pid, host) is replaced
-atomically. A log that cannot be written never stops training: it warns once and counts lost rows.
+`status.json` (state, phase, exit code, step, loss, speed, time left, message, pid, host) is
+replaced atomically. A log that cannot be written never stops training: it warns once and counts
+lost rows.
 """
 
 import contextlib
@@ -102,7 +103,7 @@ class MetricsLogger:
         self._clock_start = time.monotonic()
 
     def rewind(self, step: int, elapsed_seconds: float = 0.0) -> None:
-        """Drop unreadable lines and the rows after `step`, except events; replace the file atomically.
+        """Drop unreadable lines and the rows after `step`, except events.
 
         The clock is set to `elapsed_seconds`, which the checkpoint has saved, or to the last of the
         remaining rows. Raises StorageError if the file cannot be rewritten.
@@ -172,7 +173,7 @@ class MetricsLogger:
         return previous
 
     def status(self, **values: Any) -> None:
-        """Update status.json, durably unless the state is `running`. Never raises for a failing disk.
+        """Update status.json, durably unless the state is `running`. Ignore a failing disk.
 
         state: running, done, stopped or failed; with exit_code, step and message.
         """
@@ -270,7 +271,8 @@ class LogPosition:
 def read_new_rows(run: Path, position: LogPosition) -> tuple[list[dict[str, Any]], LogPosition]:
     """Return the complete rows after a position, and the position after them. Raises OSError.
 
-    After a resume has replaced the file, return all of its rows; the new position has another inode.
+    After a resume has replaced the file, return all of its rows; the new position has another
+    inode.
     """
     with (run / METRICS).open("rb") as file:
         inode = os.fstat(file.fileno()).st_ino

@@ -1,8 +1,8 @@
 """Dense peak FLOP/s of matrix products from vendor data sheets (peak_flops.toml).
 
-PEAK_FLOPS[device name][precision]. Names are exact: a device that is missing is measured (device.py),
-like laptop parts (their rate depends on a power limit), vGPU and MIG slices, Apple's chips, and
-names that different parts share.
+PEAK_FLOPS[device name][precision]. Names are exact: a device that is missing is measured
+(device.py), like laptop parts (their rate depends on a power limit), vGPU and MIG slices, Apple's
+chips, and names that different parts share.
 """
 
 import tomllib

@@ -103,8 +103,8 @@ def run_child(
     """Run a child process to its end and return its exit code, negative for a signal.
 
     The child dies with its parent. It is stopped with SIGTERM on Ctrl-C or another exception here,
-    and after `stop_seconds` with SIGKILL. Raises OSError if it cannot be started, TimeoutError if it
-    runs for more than `timeout` seconds.
+    and after `stop_seconds` with SIGKILL. Raises OSError if it cannot be started, TimeoutError if
+    it runs for more than `timeout` seconds.
     on_line: called on another thread with each line of its output and errors.
     """
     child = Child(command, stdout=on_line, stderr=on_line, env=env)
@@ -118,7 +118,7 @@ def run_child(
 
 
 def at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
-    """Return a call by which a process asks Linux for a signal when its parent dies, however it dies."""
+    """Return a call by which a process asks Linux for a signal when its parent dies."""
     return partial(_PRCTL, PR_SET_PDEATHSIG, number) if _PRCTL else None
 
 

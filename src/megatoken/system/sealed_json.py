@@ -14,7 +14,10 @@ _LONGEST_SEAL = 64
 
 
 def seal(body: bytes, *, bits: int, indent: str = "") -> bytes:
-    """Return a JSON object with its hash of 64 or 128 bits. body: the object without its last `\\n}`."""
+    """Return a JSON object with its hash of 64 or 128 bits.
+
+    body: the object without its last `\\n}`.
+    """
     digest = _hash(body, bits)
     return body + f',\n{indent}"xxh3": "{digest}"\n}}\n'.encode("ascii")
 

@@ -1,7 +1,7 @@
 """All private or undocumented names of torch that megatoken uses.
 
-Those of the dry run are looked up when first used, so that a name that a newer torch has moved breaks
-only the dry run, with a one-line error.
+Those of the dry run are looked up when first used, so that a name that a newer torch has moved
+breaks only the dry run, with a one-line error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step` applies `found_inf` and `grad_scale`, as in torch's fused optimizers."""
+    """Return whether `step` applies `found_inf` and `grad_scale`."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -86,7 +86,7 @@ def fused_adamw_step(
 def scaler_found_inf(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> list[Tensor]:
-    """Return the flags of `scaler.unscale_`, one per device and mutable: > 0 if a gradient is not finite."""
+    """Return the flags of `scaler.unscale_`, one per device: > 0 if one is not finite."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 

@@ -32,7 +32,10 @@ class CheckpointSaver:
         self._prune()  # a run killed after a commit left one too many
 
     def save(self) -> None:
-        """Start a checkpoint of this step, after committing the pending one. Raises StorageError."""
+        """Start a checkpoint of this step, after committing the pending one.
+
+        Raises StorageError.
+        """
         step = self._run.state.step
         if ("save", step) in self._run.progress.logged:
             return

@@ -1,4 +1,4 @@
-"""The expected time and memory of a run: printed at its start, compared with the facts at its end."""
+"""The expected time and memory of a run, printed at its start and compared at its end."""
 
 from dataclasses import dataclass
 

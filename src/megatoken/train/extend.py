@@ -1,8 +1,8 @@
 """Extend the budget of a finished run (`train --extend`), and report changed learning rates.
 
 A decay of the learning rate is made for an end. Under cosine and linear the rate rises to its place
-on the new, longer curve. Decays at the end, such as wsd, are made for extensions: training continues
-from a checkpoint before the decay, as if the end had always been the new one.
+on the new, longer curve. Decays at the end, such as wsd, are made for extensions: training
+continues from a checkpoint before the decay, as if the end had always been the new one.
 """
 
 import shutil

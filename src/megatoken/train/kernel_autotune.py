@@ -1,7 +1,7 @@
 """Choose the fastest implementation of each operation on this machine, timed at the model's sizes.
 
-Timings are cached per machine, model and precision. An implementation replaces the plain PyTorch one
-only if it is faster by a clear margin. The micro-batch is tuned in micro_batch.py.
+Timings are cached per machine, model and precision. An implementation replaces the plain PyTorch
+one only if it is faster by a clear margin. The micro-batch is tuned in micro_batch.py.
 """
 
 import copy
@@ -100,8 +100,8 @@ def autotune(
 ) -> KernelChoice:
     """Choose the fastest implementation of every operation that `machine` leaves to `auto`.
 
-    Trials take a few seconds. compiled: time implementations compiled, as the model will be; only on
-    CUDA.
+    Trials take a few seconds. compiled: time implementations compiled, as the model will be; only
+    on CUDA.
     """
     compiled = compiled and device.type == "cuda"
     if machine.attention in CUDA_ONLY:
@@ -206,7 +206,7 @@ def list_options(
 
 
 def pick(seconds: Mapping[str, float], margin: float) -> str:
-    """Return the fastest implementation if it beats the plain (first) one by the factor `margin`."""
+    """Return the fastest implementation if it beats the first one by the factor `margin`."""
     plain, *_ = seconds
     fastest = min(seconds, key=lambda form: seconds[form])
     return fastest if seconds[fastest] * margin < seconds[plain] else plain
@@ -220,7 +220,8 @@ def _check_attention(config: ModelConfig, form: str, device: Device) -> None:
     q, k = heads, heads[:, : config.kv_heads]
     compute = partial(ATTENTION[form], q, k, k, mask=None, causal=True, dropout=None)
     if device.type != "cuda" or not _works(compute):
-        what = f"no {form} attention for heads of {config.d_head} in {device.precision} on {device.name}"
+        heads_text = f"heads of {config.d_head} in {device.precision}"
+        what = f"no {form} attention for {heads_text} on {device.name}"
         raise ConfigError(what, "machine.attention", "use auto")
 
 
@@ -322,7 +323,7 @@ def _build_trials(
 
 
 def _works(call: Callable[[], object]) -> bool:
-    """Return whether an implementation runs: a backend may lack this head size, a compiler this GPU."""
+    """Return whether an implementation runs on this GPU and with this head size."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of a backend that declines
             call()

@@ -58,7 +58,7 @@ def find_rates(
 
 
 def describe_step(model: ModelConfig, machine: MachineConfig, device: Device) -> str:
-    """Describe what the speed of forward and backward depends on, without layers and micro-batch."""
+    """Describe what the speed of a forward and backward depends on, except layers and batch."""
     shape = {name: value for name, value in model.architecture().items() if name != "n_layer"}
     threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
     return (
@@ -129,7 +129,7 @@ def _time_on_all(
 
 
 def _free_bytes(device: Device) -> float:
-    """Return the memory that a GPU could still allocate; infinite elsewhere, where sizes are small."""
+    """Return the memory that a GPU can still allocate; infinite on other devices."""
     if device.type != "cuda":
         return float("inf")
     return torch.cuda.mem_get_info(device.torch_device)[0]

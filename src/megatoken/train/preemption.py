@@ -1,7 +1,7 @@
-"""Stop requests by signals and a time limit. The training loop polls them, finishes its step and saves.
+"""Stop requests by signals and a time limit. The training loop polls them and saves.
 
-SIGTERM, SIGINT, SIGUSR1, SIGUSR2 (warnings of batch schedulers) and SIGHUP (a closed terminal) set a
-flag; handlers save and print nothing. A second SIGTERM or SIGINT ends the process at once with
+SIGTERM, SIGINT, SIGUSR1, SIGUSR2 (warnings of batch schedulers) and SIGHUP (a closed terminal) set
+a flag; handlers save and print nothing. A second SIGTERM or SIGINT ends the process at once with
 ExitCode.STOPPED, except in ranks, which their launcher ends: a rank may receive the first signal
 twice, and its handler runs late during a long matrix product.
 """
@@ -30,7 +30,10 @@ class PreemptionHandler:
     """Context manager around the training loop; `stop_requested` holds the reason once set."""
 
     def __init__(self, time_limit_seconds: float | None = None, steps: int = 1) -> None:
-        """Start the time limit (None: no limit). steps: the loop stops only after multiples of this."""
+        """Start the time limit (None: no limit).
+
+        steps: the loop stops only after multiples of this.
+        """
         self._steps = steps
         self._limit = time_limit_seconds or 0.0
         self._deadline = (

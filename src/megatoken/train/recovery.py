@@ -24,7 +24,10 @@ REPLICA_FIX = "test the memory and device of that rank; the same command resumes
 
 
 class Recovery:
-    """Skips bad batches and rewinds to the newest checkpoint. All ranks must make the same calls."""
+    """Skips bad batches and rewinds to the newest checkpoint.
+
+    All ranks must make the same calls.
+    """
 
     def __init__(self, run: Run, saver: CheckpointSaver) -> None:
         self.run = run
@@ -54,8 +57,8 @@ class Recovery:
     def skip(self, bad: StepMetrics) -> None:
         """Remove the batch of a bad step, to which `state.step` was reset, from the data order.
 
-        Rewinds after `optim.max_skips` in a row. Raises NumericsError if rewinding does not help, or
-        for a step without a gradient.
+        Rewinds after `optim.max_skips` in a row. Raises NumericsError if rewinding does not help,
+        or for a step without a gradient.
         """
         if bad.grad_norm == 0:
             raise bad_step_error(bad.step, bad.loss, bad.grad_norm)

@@ -23,7 +23,8 @@ def restore(
 
     Returns its manifest, or None if there is no checkpoint. Damaged checkpoints are reported and
     skipped. All ranks load the same one or raise together: DataError if the dataset is not the one
-    trained on (or, with allow_changes, has other tokens), CheckpointError if no checkpoint is valid.
+    trained on (or, with allow_changes, has other tokens), CheckpointError if no checkpoint is
+    valid.
     """
     root = plan.out / CHECKPOINTS
     if plan.is_main:

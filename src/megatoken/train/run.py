@@ -29,7 +29,10 @@ Callback = Callable[[dict[str, Any]], bool | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Where a run trains: its folder, this process and its device. console: quiet except on rank 0."""
+    """Where a run trains: its folder, this process and its device.
+
+    console: quiet except on rank 0.
+    """
 
     out: Path
     console: Console

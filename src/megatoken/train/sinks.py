@@ -1,4 +1,7 @@
-"""Start a process per sink that sends a run's metrics (cli/sync.py). A sink can never stop a run."""
+"""Start a process per sink that sends a run's metrics (cli/sync.py).
+
+A sink can never stop a run.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path

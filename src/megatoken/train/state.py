@@ -43,10 +43,11 @@ class TrainState:
 
     model: the fp32 weights, which are updated, evaluated and saved.
     sharded: this process's part of them.
-    compute_model: runs forward and backward: the model, or a low-precision copy with master weights.
+    compute_model: runs forward and backward: the model, or a low-precision copy with master
+        weights.
     forward: `compute_model`, compiled or not.
-    found_bad: bool on the device: a step was bad, so its update and later ones are skipped until the
-        host reads it.
+    found_bad: bool on the device: a step was bad, so its update and later ones are skipped until
+        the host reads it.
     skipped_batches: numbers of batches removed from the data order, ascending.
     recent: loss and gradient norm of the last steps.
     objective: None: the mean cross-entropy of the targets.
@@ -112,7 +113,7 @@ class TrainState:
 
     @property
     def skips_bad_on_device(self) -> bool:
-        """Whether the optimizer skips an update by a flag on the device that the host does not read."""
+        """Whether the optimizer skips an update by a flag that stays on the device."""
         if self.scaler.is_enabled() or self.found_bad.device.type not in ("cpu", "cuda"):
             return False
         is_fused = isinstance(self.optimizer, torch.optim.AdamW | Muon)
@@ -125,7 +126,10 @@ class TrainState:
         self.sharded = replace(self.sharded, trained=dict(self.compute_model.named_parameters()))
 
     def use_native_adamw(self, library: Library) -> None:
-        """Update with the native kernel if the optimizer is AdamW. Call after `enable_master_weights`."""
+        """Update with the native kernel if the optimizer is AdamW.
+
+        Call after `enable_master_weights`.
+        """
         if not isinstance(self.optimizer, AdamW):
             return
         pairs = self._grad_pairs() if self.uses_master_weights else []
@@ -133,7 +137,7 @@ class TrainState:
 
     @property
     def updates_copies(self) -> bool:
-        """Whether the optimizer reads gradients from the low-precision copy and writes its weights."""
+        """Whether the optimizer reads gradients from the low-precision copy and updates it."""
         return isinstance(self.optimizer, AdamW) and self.optimizer.updates_copies
 
     def global_grad_norm(self) -> Tensor:
@@ -171,7 +175,10 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """The constants of a run's steps. Lengths in steps, batches in tokens, micro-batches in sequences."""
+    """The constants of a run's steps.
+
+    Lengths in steps, batches in tokens, micro-batches in sequences.
+    """
 
     seed: int
     schedule: LRSchedule
@@ -219,7 +226,7 @@ def build_state(
     optimizer: torch.optim.Optimizer | None = None,
     comm: Comm | None = None,
 ) -> TrainState:
-    """Move a model to its device, split it by `dims` (default: not at all), and build the optimizer.
+    """Move a model to its device, split it by `dims`, and build the optimizer.
 
     optimizer: the user's, built over the model's parameters. comm: default: a single process.
     """

@@ -4,10 +4,11 @@ The gradient is that of the mean loss over the global batch: each micro-batch co
 loss divided by the number of targets in the global batch, so any split into micro-batches and
 processes gives the same step.
 
-Loss and gradient norm stay on the device until `wait_for_steps` reads them, so the host never waits.
-A step is bad if its loss or gradient norm is not finite, if it is a spike to be skipped (spikes.py),
-or if the gradient is exactly 0. A bad step leaves the weights unchanged: torch's fused AdamW and Muon
-skip that update and all later ones on the device; for other optimizers the host decides every step.
+Loss and gradient norm stay on the device until `wait_for_steps` reads them, so the host never
+waits. A step is bad if its loss or gradient norm is not finite, if it is a spike to be skipped
+(spikes.py), or if the gradient is exactly 0. A bad step leaves the weights unchanged: torch's fused
+AdamW and Muon skip that update and all later ones on the device; for other optimizers the host
+decides every step.
 """
 
 import math
@@ -41,8 +42,8 @@ FINITE_FIX = "lower optim.lr, lengthen optim.warmup, set optim.grad_clip, or use
 class StepMetrics:
     """Mean loss of the global batch (nats), gradient norm before clipping, learning rate.
 
-    overflowed: fp16 gradients overflowed; the update was skipped and the loss scale lowered. bad: the
-    update was skipped and the step does not count. values: means of the objective's other sums.
+    overflowed: fp16 gradients overflowed; the update was skipped and the loss scale lowered. bad:
+    the update was skipped and the step does not count. values: means of the objective's other sums.
     """
 
     step: int
@@ -116,7 +117,7 @@ def forward_backward(
 def compute_gradients(
     state: TrainState, step_config: StepConfig, device: Device, batch: Batch
 ) -> dict[str, Tensor]:
-    """Add the gradient of the global batch's mean loss (times the fp16 loss scale) to the parameters.
+    """Add the gradient of the global batch's mean loss, times the fp16 loss scale.
 
     batch: this data-parallel rank's sequences. Replicas reduce gradients in buckets during the last
     backward; FSDP2 reduces them itself; deterministic runs add pairwise, in an order that 1, 2, 4,
@@ -264,8 +265,8 @@ def clip_and_update(
     grad_clip = step_config.grad_clip
     if not state.skips_bad_on_device:
         return update_on_host(state, grad_clip, grad_norm)
-    # The optimizer divides gradients by `grad_scale` in its update and skips it if `found_inf` is 1.
-    # clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
+    # The optimizer divides gradients by `grad_scale` in its update and skips it if `found_inf` is
+    # 1. clip_grad_norm_ multiplies by min(1, clip / (norm + 1e-6)).
     grad_scale = ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0) if grad_clip else None
     fused_adamw_step(state.optimizer, state.found_bad.float(), grad_scale)
     return False
@@ -295,8 +296,8 @@ def update_on_host(state: TrainState, grad_clip: float, grad_norm: Tensor) -> bo
 def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[StepMetrics]:
     """Wait for pending steps, in order, and read all their numbers in one transfer.
 
-    The first bad step ends the list: weights and `state.step` are those before it, and the next step
-    trains again. All processes must call it after the same step.
+    The first bad step ends the list: weights and `state.step` are those before it, and the next
+    step trains again. All processes must call it after the same step.
     """
     rows = torch.stack([step.numbers for step in pending]).tolist()
     metrics = []
@@ -320,7 +321,10 @@ def wait_for_steps(state: TrainState, pending: Sequence[PendingStep]) -> list[St
 
 
 def bad_step_error(step: int, loss: float, grad_norm: float, where: str = "") -> NumericsError:
-    """Return the error for a bad step. where: several steps, the last of which has these numbers."""
+    """Return the error for a bad step.
+
+    where: several steps, the last of which has these numbers.
+    """
     where = where or f"step {step}"
     if grad_norm == 0:
         fix = "check for frozen or all-zero weights; machine.compile=off rules out the compiler"

@@ -14,8 +14,8 @@ class ThroughputMeter:
     """Times steps. Call `start` after an evaluation, sample or save to exclude it.
 
     MFU is achieved model FLOP/s over the device's peak, for full and for causal attention
-    (model/flops.py). None if the peak is unknown or not `is_dense`: rows of conversations are shorter
-    than the contexts that are counted, and sampling and reference models compute more.
+    (model/flops.py). None if the peak is unknown or not `is_dense`: rows of conversations are
+    shorter than the contexts that are counted, and sampling and reference models compute more.
     """
 
     device: Device

@@ -1,7 +1,7 @@
 """Train a model: read this file first.
 
-`Trainer(config, out).fit()` sets up a run in a folder (docs/run-folder.md), resumes it from its newest
-checkpoint, and trains it to the end of its budget.
+`Trainer(config, out).fit()` sets up a run in a folder (docs/run-folder.md), resumes it from its
+newest checkpoint, and trains it to the end of its budget.
 """
 
 import tempfile
@@ -90,8 +90,8 @@ class Trainer:
         """Check the arguments. Raises ConfigError if they cannot be combined.
 
         model: a GPT of `config.model`'s architecture with the initial weights.
-        optimizer: built over that model's parameters; its groups' learning rates keep their ratio to
-            `optim.lr`.
+        optimizer: built over that model's parameters; its groups' learning rates keep their ratio
+            to `optim.lr`.
         callbacks: called with every row of metrics; one that returns True stops the run.
         nproc: processes on this machine.
         explain: print what was measured for every automatic choice.

@@ -38,7 +38,7 @@ def tune(
 
 
 def choose_kernels(state: TrainState, plan: RunPlan, *, explain: bool) -> None:
-    """Use the kernels that the config names, that the run started with, or that are fastest here."""
+    """Use the kernels that the config names, that the run started with, or the fastest."""
     config = plan.config
     attention = config.machine.attention
     if attention in WITHOUT_MASK and (plan.data.tasks or config.sample.every.value):

@@ -3,8 +3,8 @@
 softmax(q k^T / sqrt(D)) v (Vaswani et al. 2017). Keys and values may have fewer heads than queries;
 neighboring query heads then share one (Ainslie et al. 2023).
 
-Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width, N = B*H, Q queries
-of a block.
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head width, N = B*H, Q
+queries of a block.
 """
 
 import inspect
@@ -29,15 +29,15 @@ Dropout = Callable[[Tensor], Tensor] | None  # drops some of the weights (B, H, 
 class AttentionFn(Protocol):
     """Queries (B, H, T, D), keys and values (B, K, S, D) -> (B, H, T, D).
 
-    Training calls it with `causal`, sampling with `causal` for the prompt and without for each token
-    after it, scoring with a mask.
+    Training calls it with `causal`, sampling with `causal` for the prompt and without for each
+    token after it, scoring with a mask.
 
     mask: bool (B or 1, 1, T, S), True where a query sees a key.
     causal: T equals S, and a query sees its own key and earlier ones; never with a mask. With
         neither, a query sees every key.
     dropout: applied to the weights after the softmax, unless None.
-    window: keys that a query sees under `causal`, including its own; 0 for all. Passed only in layers
-        that have one (model.window).
+    window: keys that a query sees under `causal`, including its own; 0 for all. Passed only in
+        layers that have one (model.window).
     """
 
     def __call__(
@@ -101,8 +101,8 @@ def flash_attention(
 ) -> Tensor:
     """Call torch's scaled_dot_product_attention, with the backend that it prefers.
 
-    Dropout uses the formula, because the masks of torch's kernels depend on the micro-batch. A window
-    becomes a mask, which saves no work.
+    Dropout uses the formula, because the masks of torch's kernels depend on the micro-batch. A
+    window becomes a mask, which saves no work.
     """
     if dropout is not None:
         return explicit_attention(
@@ -125,7 +125,10 @@ def flash_attention(
 def backend_attention(
     backend: SDPBackend, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any
 ) -> Tensor:
-    """Call torch's kernel with one backend. Raises RuntimeError if it does not support the inputs."""
+    """Call torch's kernel with one backend.
+
+    Raises RuntimeError if it does not support the inputs.
+    """
     with sdpa_kernel(backend):
         return flash_attention(q_BHTD, k_BKSD, v_BKSD, **options)
 
@@ -167,7 +170,10 @@ def native_attention(
     dropout: Dropout,
     window: int = 0,
 ) -> Tensor:
-    """Call the native CPU kernels. A mask uses torch's, dropout the formula; windows are not supported."""
+    """Call the native CPU kernels.
+
+    A mask uses torch's, dropout the formula; windows are not supported.
+    """
     assert not window
     if dropout is not None:
         return explicit_attention(q_BHTD, k_BKSD, v_BKSD, mask=mask, causal=causal, dropout=dropout)
@@ -215,8 +221,8 @@ class _Blocked(torch.autograd.Function):
         q, k, v, y_BHTD, *weights = ctx.saved_tensors
         N, T, D = q.shape
         grad_NTD = grad_BHTD.reshape(N, T, D)
-        # d scores = weights * (d weights - sum(d weights * weights)); the sum is d y . y (Dao et al.
-        # 2022).
+        # d scores = weights * (d weights - sum(d weights * weights)); the sum is d y . y (Dao et
+        # al. 2022).
         sum_NT1 = (grad_BHTD * y_BHTD).sum(-1).view(N, T, 1)
         dq = torch.empty_like(q)
         dk = torch.zeros_like(k)

@@ -1,14 +1,14 @@
 """Cross-entropy of rows of logits, which are overwritten by their gradient: softmax minus one-hot.
 
 Logits x may be capped first: c tanh(x / c) = 2 c s - c with s = sigmoid(2 x / c), which is much
-faster than tanh on a CPU; the softmax ignores the -c. The gradient is then multiplied by 4 s (1 - s).
-Columns from `vocab_size` on are padding, without probability or gradient. The caller zeroes the
+faster than tanh on a CPU; the softmax ignores the -c. The gradient is then multiplied by 4 s (1 -
+s). Columns from `vocab_size` on are padding, without probability or gradient. The caller zeroes the
 gradient of ignored rows.
 
-`softmax_cross_entropy` makes a few passes in fp32 with torch. The Triton kernel reads a row twice and
-writes it once, with sums in fp32; the native kernel (native/kernels/cross_entropy.cc) does the same
-on a CPU. Without Triton this module can still be imported; TRITON_INTERPRET=1 runs the kernel on a
-CPU, as tests do.
+`softmax_cross_entropy` makes a few passes in fp32 with torch. The Triton kernel reads a row twice
+and writes it once, with sums in fp32; the native kernel (native/kernels/cross_entropy.cc) does the
+same on a CPU. Without Triton this module can still be imported; TRITON_INTERPRET=1 runs the kernel
+on a CPU, as tests do.
 
 Shapes: N rows, V padded vocabulary.
 """
