@@ -21,15 +21,15 @@ quickstart: $(VENV)/.user
 
 # Everything that CI runs.
 test: check
-	$(BIN)pytest -n 2
+	$(BIN)pytest -n 2 --dist loadfile
 
 # While you edit: config, model, optimizer, training step, checkpoints, API, house rules.
 test-fast: $(VENV)/.dev
-	$(BIN)pytest -n 2 tests/config tests/model tests/optim tests/train tests/checkpoint tests/test_architecture.py
+	$(BIN)pytest -n 2 --dist loadfile tests/config tests/model tests/optim tests/train tests/checkpoint tests/test_architecture.py
 
 # Every row of docs/faults.md: kills, full disks, damaged files, hung ranks ...
 faults: $(VENV)/.dev
-	$(BIN)pytest -n 2 -m "fault and not slow"
+	$(BIN)pytest -n 2 --dist loadfile -m "fault and not slow"
 
 # The slow tests, then kills, faults and damage: hours.
 soak: $(VENV)/.dev

@@ -9,7 +9,14 @@ import pytest
 import torch.multiprocessing
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["megatoken.train.train", "megatoken.distributed.parallelize"])
+FORKS.set_forkserver_preload(
+    [
+        "megatoken.train.train",
+        "megatoken.distributed.parallelize",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+    ]
+)
 
 
 # A run in a test measures the machine's peak and its kernels for milliseconds, not for seconds.

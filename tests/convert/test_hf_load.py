@@ -50,6 +50,7 @@ def save(reference: Any, folder: Path, **options: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_full_size_gpt2_equals_transformers(tmp_path: Path) -> None:
     """gpt2-124m: config, logits, loss, and every tensor written back."""
     reference = reference_model()

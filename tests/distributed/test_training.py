@@ -130,6 +130,7 @@ def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_p
     assert curve(out) == pytest.approx(curve(alone), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_step_0_is_loaded_by_every_rank(
     shards: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def find_rank(pid: int, rank: int) -> int:
     return next(child for child in children(pid) if read_variable(child, "RANK") == str(rank))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(9)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_path: Path) -> None:
@@ -235,6 +237,7 @@ def test_ranks_stop_and_save_when_their_launcher_is_killed(shards: Path, tmp_pat
     assert (status["state"], status["exit_code"]) == ("stopped", ExitCode.STOPPED)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(30, 34)
 def test_data_that_is_damaged_for_one_rank_ends_all(shards: Path, tmp_path: Path) -> None:
     """The block that rank 1 reads first at step 2; rank 0 computes on until it misses rank 1."""

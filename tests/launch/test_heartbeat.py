@@ -148,6 +148,7 @@ def test_sigusr2_reaches_the_ranks_and_ends_restarts(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (ExitCode.STOPPED, "")
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_hang_and_a_death(tmp_path: Path) -> None:
     """With the losses of a process that nothing befell; a step of half the limit does no harm."""
     (tmp_path / "text.txt").write_text(

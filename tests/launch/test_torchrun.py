@@ -91,6 +91,7 @@ def stop_in_a_step(pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(12, 47)
 def test_a_signal_saves_and_a_rank_that_hangs_is_restarted(start: tuple[Path, list[str]]) -> None:
     out, command = start

@@ -10,10 +10,11 @@ from megatoken.native.build import INSTRUCTION_SETS, runnable_instruction_sets
 from megatoken.system.machine import find_compiler
 from tests.native.conftest import EMULATED_AMX
 
-DRIVERS = [("products", "150 products\n", name) for name in INSTRUCTION_SETS]
-DRIVERS += [
-    ("operations", "12 rounds\n", name) for name in ("avx512_bf16", "avx2")
-]  # ten seconds each to compile
+DRIVERS = [  # ten seconds each to compile
+    pytest.param(driver, output, name, marks=[] if name == "avx2" else pytest.mark.slow)
+    for driver, output in (("products", "150 products\n"), ("operations", "12 rounds\n"))
+    for name in INSTRUCTION_SETS
+]
 
 
 @pytest.mark.parametrize(("driver", "output", "instruction_set"), DRIVERS)

@@ -208,7 +208,10 @@ def train_as_ranks(
         train(base, name, out, *own, callbacks=[die])
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "dpo" else pytest.mark.slow) for name in OBJECTIVES],
+)
 def test_sharded_processes_train_as_one(base: Path, tmp_path: Path, name: str) -> None:
     """All held-out pairs are in one batch, so that a rank has none; answers end after different numbers of tokens."""
     model = GPT(MODEL, seed=1)

@@ -11,6 +11,7 @@ EVERY = ["save.every=5", "log.every=1", "evaluate.every=20", "sample.every=20"]
 NAMES = ["SIGKILL to all at a save", "SIGTERM", "bit flipped in the newest checkpoint"]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(56)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 def test_three_faults_change_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,6 +30,7 @@ from megatoken.train import train as pretrain
 from megatoken.train.spikes import RecentSteps
 from megatoken.train.state import TrainState
 from megatoken.train.train import Trainer
+from tests.ranks import run_ranks
 
 RECIPE = """\
 model: {n_layer: 2, n_head: 2, d_model: 32, seq_len: 16, dropout: 0.1}
@@ -197,9 +197,7 @@ def run_jobs(
     if nproc == 1:
         return {job.name: run_here(job, recipe, folder / job.name) for job in jobs}
     answers = folder / f"answers-{nproc}.json"
-    mp.spawn(
-        _work, args=(nproc, find_free_port(), list(jobs), recipe, folder, answers), nprocs=nproc
-    )
+    run_ranks(_work, nproc, find_free_port(), list(jobs), recipe, folder, answers, nprocs=nproc)
     return dict(json.loads(answers.read_text()))
 
 

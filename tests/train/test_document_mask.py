@@ -210,7 +210,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(shards: Path, masked: Path, tmp_path:
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
-@pytest.mark.parametrize(("sharding", "micro_batch"), [("none", 2), ("zero3", 4)])
+@pytest.mark.parametrize(
+    ("sharding", "micro_batch"), [("none", 2), pytest.param("zero3", 4, marks=pytest.mark.slow)]
+)
 def test_two_processes_train_as_one(
     shards: Path, masked: Path, tmp_path: Path, sharding: str, micro_batch: int
 ) -> None:

@@ -271,7 +271,7 @@ def test_the_replica_that_differs_is_named_by_the_majority() -> None:
     assert found is not None
     assert (found.ranks, found.tensors) == ((0, 2), ("a", "c"))
     assert (
-        "ranks 0 and 2 are replicas and differ in 2 tensors, the first a; which of them is wrong"
+        "ranks 0 and 2 are replicas and differ in 2 tensors, the first a; which is wrong"
         in found.message
     )
 
