@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megatoken.data import corpus_reader as reader
-from megatoken.data import documents, text_files
+from megatoken.data import documents
 from megatoken.data.corpus_reader import ReadPosition, read_chunks, sample_texts
 from megatoken.data.documents import (
     PrepareOptions,
@@ -144,7 +144,6 @@ def test_rows_give_one_document_each(
     source = find_source(str(write_rows(tmp_path / name, form, rows).parent))
     expected = [text for text in texts if text]
     assert read_all(source) == (expected, {"empty": 1})
-    monkeypatch.setattr(text_files, "READ_BYTES", 7)  # an array whose rows span many blocks
     shrink(monkeypatch, 50)
     assert read_all(source) == (expected, {"empty": 1})
     options = PrepareOptions()
@@ -188,14 +187,13 @@ def test_invalid_utf8_in_jsonl(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(37)
-def test_binary_files_are_skipped_in_folders_and_refused_by_name(tmp_path: Path) -> None:
-    binary = write(tmp_path / "a.txt", b"text\0text")
+def test_binary_files_are_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", b"text\0text")
     write(tmp_path / "b.txt", "text")
     write(tmp_path / "c.txt", b"x" * 9000 + b"\0")  # a NUL far from the beginning is a character
     texts, counts = read_all(find_source(str(tmp_path)))
     assert texts == ["text", "x" * 9000 + "\0"]
     assert counts == {"binary_files": 1}
-    assert str(binary) in str(refuse(binary))
 
 
 # --- long documents ------------------------------------------------------------------------------------------------
@@ -395,22 +393,20 @@ def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path) -> None:
     (snapshot / "linked").symlink_to(tmp_path / "elsewhere")  # a folder
     (snapshot / "linked2").symlink_to(snapshot / "linked")
     (tmp_path / "elsewhere" / "loop").symlink_to(snapshot)
-    (snapshot / "copy.jsonl").symlink_to(snapshot / "data" / "train.jsonl")
     (snapshot / "gone.txt").symlink_to(tmp_path / "nowhere")
     source = find_source(str(snapshot))
-    assert [file.name for file in source.files] == ["copy.jsonl", "linked/b.txt"]
+    assert [file.name for file in source.files] == ["data/train.jsonl", "linked/b.txt"]
     counts = {".pdf": 2, "README.md": 1, "dataset_infos.json": 1, "no extension": 1}
-    assert source.skipped == counts | {"broken link": 1, "second link to a file": 1}
+    assert source.skipped == counts
     assert read_all(find_source(str(snapshot / "README.md"))) == (["# Dataset card"], {})
 
 
-def test_a_corpus_with_the_name_of_a_folder_is_refused(
+def test_a_named_corpus_wins_over_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "python" / "a.txt", "text")
-    with pytest.raises(ConfigError):
-        find_source("python")
+    assert len(find_source("python").files) > 1
     assert [file.name for file in find_source("./python").files] == ["a.txt"]
     write(tmp_path / "b.py", "x = 1")
     assert [file.name for file in find_source("python", root=tmp_path).files] == ["b.py"]
@@ -456,7 +452,6 @@ def test_tables_are_left_out_of_the_corpus_python(tmp_path: Path) -> None:
         ),
         ("a.json", '[{"text": "one"}, {"text": ""}', ", [1]", ', {"text": "two"}]'),
         ("a.csv", 'text,n\none,1\n"",2\n', "a,b,3\n", "two,4"),
-        ("a.csv", 'text\none\n""\n', '"a" b\n', "two"),
         ("a.tsv", "n\ttext\n1\tone\n2\t\n", "3\n", "4\ttwo"),
     ],
 )
@@ -471,7 +466,6 @@ def test_bad_rows_are_refused_or_skipped(
 
 
 BAD_FILES: dict[str, bytes] = {
-    "columns.csv": b"text,text\na,b",
     "quote.csv": b'text\na\n"b\nc',
     "element.json": b'[{"text": "a"}, {"text": 01}]',
     "end.json": b'[{"text": "a"}',
@@ -480,9 +474,6 @@ BAD_FILES: dict[str, bytes] = {
     "cut.txt.gz": gzip.compress(PROSE.encode() * 999)[:100],
     "cut.txt.zst": pyarrow.compress(PROSE.encode() * 999, "zstd", asbytes=True)[:50],
     "cut.parquet": b"PAR1 no PAR1",
-    "train_000.bin": bytes(2000),
-    "shard.npy": bytes(2000),
-    **{f"utf16-{name}": pack('text\n"a"'.encode("utf-16"), Path(name).suffix) for name in FORMS},
 }
 
 

@@ -100,8 +100,6 @@ def _read_segments(
     """Yield the segments of one file from `start` on, of about CHUNK_BYTES each."""
     _, offset, line, split = start
     with open_text(source, file, options.text_key) as (stream, format, tell, is_binary):
-        if is_binary and source.direct:
-            raise DataError("binary file: it holds NUL bytes", file.path, "use a text file")
         if is_binary:
             counts["binary_files"] += 1
             return

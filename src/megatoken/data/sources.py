@@ -21,7 +21,7 @@ import xxhash
 
 from megatoken.data.exercises import EXERCISES
 from megatoken.data.shard_format import DESCRIPTION_NAME
-from megatoken.errors import ConfigError, DataError
+from megatoken.errors import DataError
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
 
@@ -61,7 +61,6 @@ HUB = {
     "fineweb-edu-full": ("HuggingFaceFW/fineweb-edu", "data/*/*.parquet"),
 }
 _TIMEOUT_SECONDS = 10
-INSTALL_DATA = 'pip install "megatoken[data]"'
 NAMES = ("python", "tinyshakespeare", *EXERCISES, *HUB)
 
 # Not in the corpus "python": tests, installed packages, demos, and tables, which are files with at
@@ -93,27 +92,17 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files in reading order.
-
-    direct: the user named this one file, so it must be text. skipped: number of files that were
-    not listed, by extension or reason.
-    """
+    """Files in reading order. skipped: how many were not listed, by extension or name."""
 
     name: str
     files: tuple[File, ...]
     open: Callable[[File], BinaryIO]
-    direct: bool = False
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all files on disk."""
         return sum(file.size for file in self.files)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether any file holds rows with named fields."""
-        return any(file.format in ROW_FORMATS.values() for file in self.files)
 
     def digest(self, *, times: bool) -> str:
         """Return the xxh3_128 of all names and sizes, with `times` also of modification times."""
@@ -126,64 +115,46 @@ class Source:
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
     """Return the files of `spec`, sorted by name: one of NAMES, a file, a folder or a pattern.
 
-    root: a local copy of a named corpus. exclude: the output folder, which is skipped, as are other
-    datasets and runs. Raises DataError if nothing readable is found, ConfigError if `spec` names
-    both a corpus and a local file.
+    A named corpus wins over a local path of that name; write ./NAME for the path. root: a local
+    copy of a named corpus. exclude: the output folder, which is skipped, as are other datasets and
+    runs. Raises DataError if there is no text file.
     """
+    if spec == "python":
+        library = Path(root or sysconfig.get_paths()["stdlib"])
+        names = _walk(library, None, _NOT_PYTHON)
+        paths = [library / name for name in names if name.endswith(".py")]
+        return _list_local(spec, library, [path for path in paths if not _is_table(path)])
+    if spec in EXERCISES:
+        content = EXERCISES[spec]()
+        file = File(f"{spec}.jsonl", spec, len(content), 0, "json", "")
+        return Source(spec, (file,), lambda _: io.BytesIO(content))
+    if spec == "tinyshakespeare":
+        if root is None:
+            path = megatoken_cache() / "tinyshakespeare.txt"
+            download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
+            return Source(spec, (_describe("input.txt", path),), open_local)
+        return _list_local(spec, root, [root / "input.txt"])
+    if spec in HUB and root is None:
+        return _find_on_hub(spec)
+    if spec in HUB and root:
+        return _list_local(spec, root, root.glob(HUB[spec][1]))
     path = local_path(spec)
-    if spec in NAMES:
-        if path.exists() and not root:
-            fix = f"write ./{spec} for the local one"
-            raise ConfigError(f"{spec} is a corpus, and also a local path", path, fix)
-        return _find_corpus(spec, root)
-    if root:
-        raise ConfigError(f"--root does not apply to {spec}", "--root", f"use it with {NAMES[0]}")
-    if path.is_file():
-        return _list_local(path.name, [(path.name, path)], direct=True)
     if path.is_dir():
         return _list_folder(path, exclude)
-    if glob.has_magic(spec):
-        return _list_pattern(spec, exclude)
-    fix = f"check the path; the named corpora are {', '.join(NAMES)}"
-    raise DataError("no such file, folder or corpus", spec, fix)
+    if path.is_file():
+        return _list_local(path.name, path.parent, [path])
+    matches = map(Path, glob.glob(spec, recursive=True))  # noqa: PTH207 (absolute patterns)
+    paths = [path for path in matches if path.is_file()]
+    outputs = {folder for path in paths for folder in path.parents if _is_output(folder, exclude)}
+    paths = [path for path in paths if outputs.isdisjoint(path.parents)]
+    start = os.path.commonpath([path.parent for path in paths]) if paths else spec
+    return _list_local(Path(spec).name, Path(start), paths)
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
     """Return "2 .pdf, 1 README.md" for the counts of `Source.skipped`."""
     by_count = sorted(skipped.items(), key=lambda item: -item[1])
     return ", ".join(f"{count:,} {name}" for name, count in by_count)
-
-
-def _find_corpus(name: str, root: Path | None) -> Source:
-    if name == "python":
-        return _find_python(Path(root or sysconfig.get_paths()["stdlib"]))
-    if name in EXERCISES:
-        content = EXERCISES[name]()
-        file = File(f"{name}.jsonl", name, len(content), 0, "json", "")
-        return Source(name, (file,), lambda _: io.BytesIO(content), direct=True)
-    if name == "tinyshakespeare":
-        path = root / "input.txt" if root else megatoken_cache() / "tinyshakespeare.txt"
-        if not root:
-            download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
-        return _list_local(name, [("input.txt", path)], direct=True)
-    if root is None:
-        return _find_on_hub(name)
-    repository, pattern = HUB[name]
-    paths = [(path.relative_to(root).as_posix(), path) for path in root.glob(pattern)]
-    if not paths:
-        raise DataError(f"no {pattern} in this folder", root, f"copy dataset {repository} there")
-    return _list_local(name, paths)
-
-
-def _find_python(library: Path) -> Source:
-    files = [
-        (name, path)
-        for name, path in _walk(library, None, _NOT_PYTHON)
-        if path.suffix == ".py" and path.exists() and not _is_table(path)
-    ]
-    if not files:
-        raise DataError("no Python sources here", library, "name a folder of .py files by --root")
-    return _list_local("python", files)
 
 
 def _is_table(path: Path) -> bool:
@@ -198,14 +169,12 @@ def _find_on_hub(name: str) -> Source:
     folder = f"datasets/{repository}/"
     try:
         from huggingface_hub import HfFileSystem
-    except ImportError as error:
-        raise DataError(f"{name} needs huggingface_hub and pyarrow", name, INSTALL_DATA) from error
-    try:
+
         hub = HfFileSystem()
         listing: dict[str, Any] = hub.glob(folder + pattern, detail=True)
     except Exception as error:  # the hub, its cache and the network raise their own exceptions
-        what = f"cannot reach the Hugging Face hub: {type(error).__name__}"
-        fix = f"download {pattern} of that dataset and name its folder by --root"
+        what = f"cannot read {name}: {type(error).__name__}: {error!s:.200}"
+        fix = f'pip install "megatoken[data]", or name a folder with {pattern} by --root'
         raise DataError(what, f"dataset {repository}", fix) from error
     files = tuple(
         File(path.removeprefix(folder), path, int(row["size"]), 0, "parquet", "")
@@ -216,60 +185,38 @@ def _find_on_hub(name: str) -> Source:
 
 def _list_folder(folder: Path, exclude: Path | None) -> Source:
     """List the text files below a folder, and count the others by extension."""
-    if exclude and folder.resolve() == exclude.resolve():
-        raise DataError("the text is in the output folder", folder, "choose another --out")
-    files: list[tuple[str, Path]] = []
+    paths: list[Path] = []
     skipped: Counter[str] = Counter()
-    for name, path in _walk(folder, exclude):
-        if not path.exists():
-            skipped["broken link"] += 1
-        elif _CARD.fullmatch(path.name):
+    for name in _walk(folder, exclude):
+        path = folder / name
+        if _CARD.fullmatch(path.name):
             skipped[path.name] += 1
         elif _split_suffix(path.name)[0] in IN_FOLDERS:
-            files.append((name, path))
+            paths.append(path)
         else:
             skipped[path.suffix or "no extension"] += 1
-    if not files:
-        what = f"no text files in this folder (skipped: {describe_skipped(skipped) or 'none'})"
-        raise DataError(what, folder, f"use {', '.join(IN_FOLDERS)}, or name the files")
-    return _list_local(folder.resolve().name, files, skipped=skipped)
-
-
-def _list_pattern(pattern: str, exclude: Path | None) -> Source:
-    paths = [Path(match) for match in glob.glob(pattern, recursive=True)]  # noqa: PTH207 (absolute patterns)
-    outputs = {folder for path in paths for folder in path.parents if _is_output(folder, exclude)}
-    paths = [path for path in paths if path.is_file() and outputs.isdisjoint(path.parents)]
-    if not paths:
-        raise DataError("no file matches the pattern", pattern, "check it and its quotes")
-    start = os.path.commonpath([path.parent for path in paths])
-    files = [(path.relative_to(start).as_posix(), path) for path in paths]
-    return _list_local(Path(pattern).name, files)
+    return _list_local(folder.resolve().name, folder, paths, skipped)
 
 
 def _list_local(
-    name: str,
-    paths: Iterable[tuple[str, Path]],
-    direct: bool = False,
-    skipped: Mapping[str, int] | None = None,
+    name: str, folder: Path, paths: Iterable[Path], skipped: Mapping[str, int] | None = None
 ) -> Source:
-    """List files sorted by name, each once: of several links to a file the first counts."""
-    files: dict[tuple[int, int], File] = {}
-    counts = Counter(skipped)
-    for relative, path in sorted(paths):
-        if path.suffix in (".bin", ".npy"):
-            raise DataError("a token shard, not text", path, "train with data.path=FOLDER")
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise DataError(f"cannot read: {error.strerror}", path, "check the path") from error
-        identity = (status.st_dev, status.st_ino)
-        if identity in files:
-            counts["second link to a file"] += 1
-            continue
-        files[identity] = File(
-            relative, str(path), status.st_size, status.st_mtime_ns, *classify(path.name)
-        )
-    return Source(name, tuple(files.values()), open_local, direct, counts)
+    """Return the source of files below `folder`. Raises DataError if there are none."""
+    files = sorted((path.relative_to(folder).as_posix(), path) for path in paths)
+    if not files:
+        what = f"no text files here (skipped: {describe_skipped(skipped or {}) or 'none'})"
+        fix = f"name {', '.join(IN_FOLDERS)} files, or a corpus: {', '.join(NAMES)}"
+        raise DataError(what, folder, fix)
+    described = tuple(_describe(relative, path) for relative, path in files)
+    return Source(name, described, open_local, skipped or {})
+
+
+def _describe(name: str, path: Path) -> File:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read: {error.strerror}", path, "check the path") from error
+    return File(name, str(path), status.st_size, status.st_mtime_ns, *classify(path.name))
 
 
 def classify(name: str) -> tuple[Format, Compression]:
@@ -295,26 +242,23 @@ def open_local(file: File) -> BinaryIO:
     return stream
 
 
-def _walk(
-    folder: Path, exclude: Path | None, skip: Collection[str] = ()
-) -> Iterator[tuple[str, Path]]:
-    """Yield (relative name, path) of every file and broken link below, except hidden ones.
+def _walk(folder: Path, exclude: Path | None, skip: Collection[str] = ()) -> Iterator[str]:
+    """Yield the relative name of every file below a folder, except hidden ones.
 
     Follows links to folders, and visits each folder once. skip: names of folders to skip.
     """
-    visited = set[tuple[int, int]]()
+    visited = set[Path]()
     for parent, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
-        status = Path(parent).stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity in visited or _is_output(Path(parent), exclude):
+        target = Path(parent).resolve()
+        if target in visited or _is_output(Path(parent), exclude):
             folders.clear()
             continue
-        visited.add(identity)
+        visited.add(target)
         folders[:] = sorted(it for it in folders if not it.startswith(".") and it not in skip)
         for name in names:
             path = Path(parent, name)
-            if not name.startswith(".") and (path.is_file() or not path.exists()):
-                yield path.relative_to(folder).as_posix(), path
+            if not name.startswith(".") and path.is_file():
+                yield path.relative_to(folder).as_posix()
 
 
 def _refuse_folder(error: OSError) -> None:
