@@ -264,16 +264,14 @@ def test_the_older_pair_of_files_gives_the_same_ids(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_begin_of_text_of_a_vocabulary_without_a() -> None:
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"xyz": 0, "<s>": 1, "</s>": 2}))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+def test_begin_of_text_is_what_the_post_processor_adds() -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}))
     special = [("<s>", 1), ("</s>", 2)]
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=special
     )
-    assert Tokenizer(inner, "xyz", eot=2).bos_ids == [1]
+    assert Tokenizer(inner, "a", eot=2).bos_ids == [1]
     empty = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0}))
-    empty.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     assert Tokenizer(empty, "empty", eot=0).bos_ids == []
     with pytest.raises(DataError):
         Tokenizer(empty, "empty", eot=0).encode("cats")

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +20,11 @@ from numpy.typing import NDArray
 
 from megatoken.data import byte_bpe
 from megatoken.data.bpe_cache import BpeCache
-from megatoken.data.byte_bpe import EOT, byte_characters, byte_vocabulary, split_merge
+from megatoken.data.byte_bpe import EOT, byte_vocabulary, split_merge
 from megatoken.data.gpt2_vocab import find_gpt2_merges
 from megatoken.data.shard_format import DESCRIPTION_NAME, RESTORE
 from megatoken.errors import ConfigError, DataError, MegatokenError
 from megatoken.system.atomic_write import (
-    MALFORMED,
     read_json,
     read_object,
     read_small_file,
@@ -72,53 +70,39 @@ class Tokenizer:
         if not 0 <= eot < self.vocab_size <= LARGEST_VOCABULARY:
             what = f"end of text {eot} or vocabulary of {self.vocab_size:,} ids is out of range"
             raise DataError(what, name, "use the tokenizer.json of the model")
-        content = json.loads(self._inner.to_str())
+        self._content: dict[str, Any] = json.loads(self._inner.to_str())
         self.split_points: SplitPoints = "nowhere"
         self._encode: Callable[[str], Ids] = self._encode_text
-        if not _splits_like_gpt2(content):
+        if not _splits_like_gpt2(self._content):
             return
         self.split_points = "words"
         self._encode = BpeCache(self._inner).encode
-        if content["model"]["vocab"] == byte_vocabulary() and not content["model"]["merges"]:
+        model = self._content["model"]
+        if model["vocab"] == byte_vocabulary() and not model["merges"]:
             self.split_points = "anywhere"
             self._encode = _encode_bytes
-
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, fingerprint={self.fingerprint[:8]})"
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 hex of everything that decides ids and text, for any version of `tokenizers`."""
-        content = json.loads(self._inner.to_str())
-        if "merges" in content["model"]:
-            content["model"]["merges"] = [split_merge(it) for it in content["model"]["merges"]]
         keys = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
-        decisive = _drop_defaults({key: content.get(key) for key in keys})
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        decisive = {key: self._content.get(key) for key in keys}
+        model = decisive["model"]
+        if "merges" in model:
+            merges = [split_merge(merge) for merge in model["merges"]]
+            decisive["model"] = {**model, "merges": merges}
+        text = json.dumps(_drop_defaults(decisive), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def bos_ids(self) -> list[int]:
         """Ids that Hugging Face adds before every text, such as LLaMA's begin-of-text."""
-        for text in ("a", *islice(self._inner.get_vocab(), 1000)):  # the first that has an id
-            with suppress(DataError, LookupError), _rust_errors("", self.name, ""):
-                plain = self._inner.encode(text, add_special_tokens=False).ids
-                special = self._inner.encode(text, add_special_tokens=True).ids
-                return special[: special.index(plain[0])]
+        with suppress(DataError), _data_errors("", self.name, ""):
+            encoding = self._inner.encode("a")
+            mask = encoding.special_tokens_mask
+            if 0 in mask:
+                return list(encoding.ids[: mask.index(0)])
         return []
-
-    @property
-    def drops_unknown(self) -> bool:
-        """Whether text outside the vocabulary is lost: a BPE without unk and without all bytes."""
-        content = json.loads(self._inner.to_str())
-        model = content["model"]
-        if model["type"] != "BPE" or model.get("unk_token"):
-            return False
-        alphabet = [""]  # in no vocabulary
-        if "ByteLevel" in json.dumps([content["normalizer"], content["pre_tokenizer"]]):
-            alphabet = byte_characters()
-        elif model.get("byte_fallback"):
-            alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-        return not model["vocab"].keys() >= set(alphabet)
 
     def count_bytes(self, inputs_BT: NDArray[np.int64], targets_BT: NDArray[np.int64]) -> int:
         """Return the bytes of text in the targets >= 0. Special tokens are not text."""
@@ -141,13 +125,12 @@ class Tokenizer:
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int64] | None:
         """Bytes of text (vocab_size,) per id if each character of a token is a byte, else None."""
-        content = json.loads(self._inner.to_str())
-        if "ByteLevel" not in json.dumps(content["decoder"]):
+        if "ByteLevel" not in json.dumps(self._content["decoder"]):
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, id in self._inner.get_vocab(with_added_tokens=True).items():
             lengths[id] = len(token)
-        for token in content["added_tokens"]:
+        for token in self._content["added_tokens"]:
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         return lengths
 
@@ -169,7 +152,7 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> dict[str, int]:
         """Ids of special tokens, which no text is encoded to."""
-        added = json.loads(self.to_json())["added_tokens"]
+        added = self._content["added_tokens"]
         return {token["content"]: token["id"] for token in added if token["special"]}
 
     def add_special_tokens(self, tokens: Sequence[str], name: str) -> "Tokenizer":
@@ -215,7 +198,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with special tokens; invalid UTF-8 becomes U+FFFD."""
-        with _rust_errors("the tokenizer cannot decode", self.name, "use another tokenizer"):
+        with _data_errors("the tokenizer cannot decode", self.name, "use another tokenizer"):
             return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=False))
 
     def to_json(self) -> str:
@@ -247,7 +230,7 @@ class Tokenizer:
 
     def _encode_text(self, text: str) -> Ids:
         what = f"the tokenizer cannot encode {text[:40]!r}"
-        with _rust_errors(what, self.name, "give it an unk_token, or use another tokenizer"):
+        with _data_errors(what, self.name, "give it an unk_token, or use another tokenizer"):
             # The batch call keeps no offsets: half the time, three quarters of the memory.
             encoding = self._inner.encode_batch_fast([text], add_special_tokens=False)[0]
             return np.array(encoding.ids, dtype=np.uint32)
@@ -288,22 +271,18 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterator[str]] | None = None) 
 
 def load_saved_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer that `save` wrote. Raises DataError if it is missing or damaged."""
-    path = folder / DESCRIPTION_NAME
-    try:
-        row = read_json(path)
+    path = folder / "tokenizer.json"
+    with _data_errors("tokenizer is missing or damaged", path, RESTORE):
+        row = read_json(folder / DESCRIPTION_NAME)
         digest = row.pop("xxh3_128")
-        content = read_small_file(folder / "tokenizer.json", LARGEST_FILE)
-        name = str(row["name"])
-        eot = int(row["eot"])
-    except (OSError, *MALFORMED) as error:
-        raise DataError(f"cannot read the tokenizer: {error!s:.200}", path, RESTORE) from error
-    if digest != xxhash.xxh3_128_hexdigest(content):
-        raise DataError("tokenizer is damaged", folder / "tokenizer.json", RESTORE)
-    tokenizer = Tokenizer(_read_inner(folder / "tokenizer.json"), name, eot)
-    if row != tokenizer.describe():
-        raise DataError("the description of the tokenizer is damaged", path, RESTORE)
-    tokenizer.chat_template = _read_chat_template(folder)
-    return tokenizer
+        content = read_small_file(path, LARGEST_FILE)
+        if digest != xxhash.xxh3_128_hexdigest(content):
+            raise ValueError("its hash differs")
+        tokenizer = Tokenizer(content.decode(), row["name"], row["eot"])
+        if row != tokenizer.describe():
+            raise ValueError(f"{DESCRIPTION_NAME} does not describe it")
+        tokenizer.chat_template = _read_chat_template(folder)
+        return tokenizer
 
 
 def parse_bpe(spec: str) -> int:
@@ -321,12 +300,9 @@ def _wrap(inner: tokenizers.Tokenizer, name: str) -> Tokenizer:
 
 def _load_vocabulary(folder: Path) -> Tokenizer:
     """Load GPT-2's older files: vocab.json (token to id) and merges.txt (best first)."""
-    what = "vocab.json and merges.txt are not a byte-level BPE"
-    with _rust_errors(what, folder, "copy them again"):
-        vocabulary = read_json(folder / "vocab.json")
-        lines = read_small_file(folder / "merges.txt").decode().splitlines()
-        pairs = (line.partition(" ")[::2] for line in lines)
-        merges = [(left, right) for left, right in pairs if right and left != "#version:"]
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    with _data_errors("not a byte-level BPE", folder, "copy its files again"):
+        vocabulary, merges = tokenizers.models.BPE.read_file(*files)
         return Tokenizer(byte_bpe.assemble(vocabulary, merges), folder.name, vocabulary[EOT])
 
 
@@ -371,17 +347,12 @@ def read_end_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def _read_inner(path: Path) -> tokenizers.Tokenizer:
-    try:
-        content = read_small_file(path, LARGEST_FILE)
-    except OSError as error:
-        what = f"cannot read the tokenizer: {error.strerror}"
-        raise DataError(what, path, "check the path and its permissions") from error
-    with _rust_errors("not a tokenizer.json", path, "use the one of a Hugging Face model"):
-        return tokenizers.Tokenizer.from_str(content.decode())
+    with _data_errors("not a tokenizer.json", path, "use the one of a Hugging Face model"):
+        return tokenizers.Tokenizer.from_str(read_small_file(path, LARGEST_FILE).decode())
 
 
 @contextmanager
-def _rust_errors(what: str, where: str | Path, fix: str) -> Iterator[None]:
+def _data_errors(what: str, where: str | Path, fix: str) -> Iterator[None]:
     """Raise DataError for what `tokenizers` raises: bare Exceptions, and panics (BaseException)."""
     try:
         yield
