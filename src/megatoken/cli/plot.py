@@ -28,13 +28,15 @@ def run(options: Namespace, console: Console) -> Result:
 
     first: Path = options.runs[0]
     if options.pictures and len(options.runs) == 1 and not (first / METRICS).is_file():
-        name = first.stem if first.is_file() else first.name
-        pictures = draw_weights(first, options.out or Path("plots") / name)
+        pictures = draw_weights(first, options.out or Path("plots") / first.stem)
     else:
-        target = options.out or first / "plots"
-        file = target / "curves.png" if target.is_dir() or not options.out else target
-        pictures = [draw_curves(options.runs, file, options.x, Console(to_stderr=True).warn)]
-        pictures += draw_weights(first, first / "plots") if options.pictures else []
+        target = options.out or first / "plots" / "curves.png"
+        if target.is_dir():
+            target /= "curves.png"
+        pictures = [draw_curves(options.runs, target, options.x, Console(to_stderr=True).warn)]
+        if options.pictures:
+            pictures += draw_weights(first, first / "plots")
+    names = [str(path) for path in pictures]
     if not options.json:
-        print(redact("\n".join(map(str, pictures))))
-    return Result(ExitCode.DONE, {"pictures": [str(path) for path in pictures]})
+        print(redact("\n".join(names)))
+    return Result(ExitCode.DONE, {"pictures": names})
