@@ -1,9 +1,9 @@
-"""`megatoken train` in processes of a command that needs many runs: `sweep` and `race`. They end with it, saved."""
+"""Run `megatoken train` in child processes, for `sweep` and `race`. They save and stop with it."""
 
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatoken.launch.local import COMMAND
@@ -15,49 +15,45 @@ POLL_SECONDS = 0.5
 
 @contextmanager
 def stop_on_signal(stopping: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stopping`, which asks all runs to save and stop."""
-    before = {
-        number: signal.signal(number, lambda *_: stopping.set())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    """Set `stopping` on SIGTERM and SIGINT."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.signal(number, lambda *_: stopping.set()) for number in numbers]
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
 
 
 def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -> int:
-    """Run `megatoken train WORDS --out FOLDER`, its output added to FOLDER.log; return its exit code.
+    """Run `megatoken train WORDS --out FOLDER` and return its exit code. Append output to FOLDER.log.
 
-    should_stop: called twice a second, and once after the end; the run is asked to save and stop when it says so.
+    should_stop: called every POLL_SECONDS and after the end; if true, the run saves and stops.
     """
     log = find_log(folder)
+    command = [*COMMAND, "train", "--out", str(folder), *words]
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Detached: a Ctrl-C here becomes one SIGTERM there.
-        child = Child(
-            [*COMMAND, "train", "--out", str(folder), *words], stdout=log, stderr=log, detached=True
-        )
-    asked = False
+        child = Child(command, stdout=log, stderr=log, detached=True)  # Ctrl-C here: SIGTERM there
+    is_stopping = False
     while True:
         exit_code = child.wait(POLL_SECONDS)
         must_stop = should_stop()
         if exit_code is not None:
             return exit_code
-        if must_stop and not asked:
-            asked = True  # a second SIGTERM would end it before it has saved
+        if must_stop and not is_stopping:
+            is_stopping = True  # a second SIGTERM would end it before it has saved
             child.send(signal.SIGTERM)
 
 
-def find_error(folder: Path) -> str:
-    """The last error in the log of a run; nothing where there is none."""
-    with suppress(OSError):
-        lines = find_log(folder).read_text(errors="replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.startswith("error: ")), "")
-    return ""
-
-
 def find_log(folder: Path) -> Path:
-    """Where the output of a run goes."""
+    """Return the file with the output of a run."""
     return folder.with_name(f"{folder.name}.log")
+
+
+def read_error(folder: Path) -> str:
+    """Return the last error in the output of a run, or where to look for it."""
+    log = find_log(folder)
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if errors else f"see {log}"

@@ -1,8 +1,8 @@
-"""`megatoken sweep RECIPE optim.lr=log:1e-4..3e-3 ...`: searches settings by short runs, with Optuna.
+"""`megatoken sweep RECIPE optim.lr=log:1e-4..3e-3 ...`: search settings by short runs, with Optuna.
 
-Every trial is a `megatoken train` of its own below OUT. Its validation losses are reported as they come; it is stopped
-when one is worse than the median of the earlier trials at that point. OUT/journal.log holds the search: the same
-command goes on after a kill, and trials that were running resume from their checkpoints.
+Each trial is a `megatoken train` below OUT. A trial is stopped early if its validation loss is
+worse than the median of earlier trials at that point. OUT/journal.log holds the search: the same
+command continues it after a kill, and unfinished trials resume from their checkpoints.
 """
 
 import math
@@ -13,14 +13,13 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
-from megatoken.cli.child_runs import find_error, find_log, stop_on_signal, train
+from megatoken.cli.child_runs import read_error, stop_on_signal, train
 from megatoken.cli.recipe import RECIPE_HELP
 from megatoken.config.load import render, resolve
 from megatoken.config.schema import FIELDS
@@ -30,420 +29,18 @@ from megatoken.redact import redact
 from megatoken.system.atomic_write import local_path, read_object, replace_file, storage_errors
 from megatoken.system.file_lock import lock_folder
 from megatoken.system.machine import cpu_count
-from megatoken.system.metrics_log import METRICS, STATUS, parse_row
-
-JOURNAL, BEST, PICTURE, FOLDER = "journal.log", "best.yaml", "sweep.png", "trial-"
-UNPRUNED_TRIALS = 4  # before any is stopped for being worse than their median
-MOST_FAILURES = 3  # without one success, after which the search ends
-DIGITS = 4  # of a number that is tried
-RANGE = re.compile(r"(log:)?([^.]\S*?)\.\.([^.]\S*)")
-
-
-@dataclass(frozen=True, slots=True)
-class SearchRange:
-    """What is tried for one setting: one of `choices`, or a number from low to high, in its logarithm if `log`."""
-
-    key: str
-    choices: tuple[str, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-
-    def suggest(self, trial: Any) -> str:
-        """The value of an Optuna trial, as an override's text."""
-        if self.choices:
-            value = trial.suggest_categorical(self.key, self.choices)
-        elif FIELDS[self.key].type is int:
-            value = trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
-        else:
-            value = trial.suggest_float(self.key, self.low, self.high, log=self.log)
-        return self.format(value)
-
-    def format(self, value: Any) -> str:
-        """A value as an override's text; numbers are rounded."""
-        return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
-
-
-def list_combinations(ranges: Sequence[SearchRange]) -> list[dict[str, str]]:
-    """Every combination of the choices, the last setting's changing fastest; none where a range is one of numbers."""
-    keys = [space.key for space in ranges]
-    return [
-        dict(zip(keys, values, strict=True))
-        for values in product(*(space.choices for space in ranges))
-    ]
-
-
-def parse_space(recipe: str, words: Sequence[str]) -> tuple[list[SearchRange], list[str]]:
-    """The ranges among `section.field=...` words, and the fixed overrides; all are checked against the recipe.
-
-    `a..b`: between; `log:a..b`: evenly in the logarithm; `a|b|c`: one of. Raises ConfigError.
-    """
-    ranges, fixed = [], []
-    for word in words:
-        key, _, text = word.partition("=")
-        if "|" in text:
-            ranges.append(SearchRange(key, tuple(text.split("|"))))
-        elif match := RANGE.fullmatch(text):
-            ranges.append(_parse_range(recipe, key, *match.groups()))
-        else:
-            fixed.append(word)
-    given = [word.partition("=")[0] for word in words]
-    if twice := next((key for key in given if given.count(key) > 1), ""):
-        raise ConfigError(
-            f"{twice} is given twice", "command line", "give one value or range for each setting"
-        )
-    for space in ranges:
-        for end in space.choices or (f"{space.low:g}", f"{space.high:g}"):
-            resolve(recipe, [*fixed, f"{space.key}={end}"])
-    if not ranges:
-        fix = "write section.field=log:LOW..HIGH, LOW..HIGH or A|B|C, for example optim.lr=log:1e-4..3e-3"
-        raise ConfigError("nothing to search", "command line", fix)
-    return ranges, fixed
-
-
-def _parse_range(recipe: str, key: str, log: str | None, low: str, high: str) -> SearchRange:
-    for end in (low, high):
-        resolve(recipe, [f"{key}={end}"])  # its type and limits, and whether the key exists
-    if FIELDS[key].type not in (int, float):
-        raise ConfigError(
-            f"{key} has no range: it takes {FIELDS[key].expects}",
-            "command line",
-            f"write {key}=A|B|C",
-        )
-    space = SearchRange(key, (), float(low), float(high), bool(log))
-    if space.low >= space.high:
-        raise ConfigError(
-            f"{key}: {low} is not below {high}", "command line", f"write {key}={log or ''}LOW..HIGH"
-        )
-    if space.log and space.low <= 0:
-        raise ConfigError(
-            f"{key}: a logarithmic range begins above 0, got {low}",
-            "command line",
-            f"or {key}={low}..{high}",
-        )
-    return space
-
-
-def check_data(
-    recipe: str, ranges: Sequence[SearchRange], fixed: Sequence[str], console: Console
-) -> None:
-    """Open what the trials would train on and measure their losses with.
-
-    Raises DataError where it is missing or damaged or has nothing held out, ConfigError where no loss is measured.
-    """
-    from megatoken.data.mixture import load_mixture
-
-    paths = next((space.choices for space in ranges if space.key == "data.path"), ())
-    for words in [[*fixed, f"data.path={path}"] for path in paths] or [[*fixed]]:
-        config = resolve(recipe, words).config
-        if not config.evaluate.tokens:
-            raise ConfigError(
-                "a sweep compares validation losses", "evaluate.tokens=0", "give a number of tokens"
-            )
-        tokenizer = config.data.tokenizer
-        data = load_mixture(config.data.path, external_tokenizer=tokenizer, report=console.print)
-        if not data.n_val:
-            what = "no validation split, by whose loss a sweep compares"
-            raise DataError(what, config.data.path, "prepare it again with --val-fraction 0.05")
-
-
-class Sweep:
-    """One search in its folder. Trials run in `jobs` threads, each of which waits for its training process."""
-
-    def __init__(
-        self, options: Namespace, study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str]
-    ) -> None:
-        self.options, self.study, self.ranges, self.fixed = options, study, ranges, fixed
-        self.console: Console = options.console
-        self.grid = list_combinations(ranges)
-        if not 0 < len(self.grid) <= options.trials:
-            self.grid = []  # too many for the trials, or ranges of numbers: Optuna proposes
-        self.stopping = threading.Event()
-        self._asking = threading.Lock()
-
-    def run(self) -> None:
-        """Run trials until there are as many as asked: Optuna's proposals, or where they fit every combination once."""
-        with ThreadPoolExecutor(self.options.jobs) as pool, stop_on_signal(self.stopping):
-            for worker in [pool.submit(self._work) for _ in range(self.options.jobs)]:
-                worker.result()
-
-    def _work(self) -> None:
-        try:
-            while trial := self._ask():
-                self._run_trial(trial)
-        except BaseException:
-            self.stopping.set()  # the other workers, too
-            raise
-
-    def _ask(self) -> Any:
-        from optuna.trial import TrialState
-
-        with self._asking:
-            trials = list_trials(self.study)
-            states = [trial.state for trial in trials]
-            failures = states.count(TrialState.FAIL)
-            if failures >= MOST_FAILURES and not {TrialState.COMPLETE, TrialState.PRUNED} & {
-                *states
-            }:
-                fix = "read the .log of one, then name another --out"
-                last = [
-                    trial.user_attrs["folder"] for trial in trials if trial.state == TrialState.FAIL
-                ][-1]
-                reason = find_error(self.options.out / last).replace("error: ", ": ", 1)
-                raise DataError(
-                    f"the first {failures} trials failed{reason}", str(self.options.out), fix
-                )
-            waiting = states.count(TrialState.WAITING)
-            tried = [trial.params for trial in trials]
-            left = [values for values in self.grid if values not in tried]
-            enough = (
-                not left and not waiting
-                if self.grid
-                else len(states) - waiting >= self.options.trials
-            )
-            if self.stopping.is_set() or enough:
-                return None
-            if left and not waiting:
-                self.study.enqueue_trial(left[0])
-            index = 1 + max(
-                (int(trial.user_attrs["folder"][len(FOLDER) :]) for trial in trials), default=-1
-            )
-            self.study.sampler = make_sampler(self.options.seed + index, self.options.jobs)
-            trial = self.study.ask()
-            if "folder" not in trial.user_attrs:
-                trial.set_user_attr("folder", f"{FOLDER}{index:03d}")
-            self._suggest(trial)  # kept with the trial before the next is asked for
-            return trial
-
-    def _suggest(self, trial: Any) -> list[str]:
-        return [f"{space.key}={space.suggest(trial)}" for space in self.ranges]
-
-    def _run_trial(self, trial: Any) -> None:
-        """Train with the values of a trial and report its loss and state to Optuna."""
-        from optuna.trial import TrialState
-
-        values = self._suggest(trial)
-        name = trial.user_attrs["folder"]
-        folder = self.options.out / name
-        threads = max(1, cpu_count() // self.options.jobs)
-        losses: list[float] = []
-        pruned = False
-
-        def should_stop() -> bool:
-            nonlocal pruned
-            pruned = pruned or report_losses(trial, folder, losses)
-            return pruned or self.stopping.is_set()
-
-        words = [self.options.recipe, f"machine.threads={threads}", *self.fixed, *values]
-        code = train(folder, [*words, "save.mirror="], should_stop)  # which has room for one run
-        if self.stopping.is_set() and code != ExitCode.DONE and not pruned:
-            return  # Optuna has it as running, so that the next start takes it up
-        if pruned:
-            state, loss = TrialState.PRUNED, None
-        elif code == ExitCode.DONE and losses:
-            state, loss = TrialState.COMPLETE, losses[-1]
-        else:
-            state, loss = TrialState.FAIL, None
-        self.study.tell(trial, loss, state=state)
-        shown = f"loss {losses[-1]:.4f}" if losses else f"exit {code}, see {find_log(folder)}"
-        self.console.print(f"{name}  {state.name.lower():<8}  {shown}  {' '.join(values)}")
-
-
-def report_losses(trial: Any, folder: Path, losses: list[float]) -> bool:
-    """Tell Optuna the new validation losses of a trial and add them to `losses`: whether they call for its end now.
-
-    Losses after that one do not count, so that what Optuna learns does not depend on when this process looks.
-    """
-    for loss, is_last in _read_losses(folder)[len(losses) :]:
-        trial.report(loss, len(losses))
-        losses.append(loss)
-        if not is_last and trial.should_prune():
-            return True
-    return False
-
-
-def _read_losses(folder: Path) -> list[tuple[float, bool]]:
-    """Validation losses so far, and whether each is the last step's; one that is not finite is the largest number."""
-    lines = (folder / METRICS).read_bytes().splitlines() if (folder / METRICS).exists() else []
-    total = read_object(folder / STATUS).get("total_steps")
-    rows = [
-        row
-        for line in lines
-        if line.startswith(b'{"kind": "val"') and (row := parse_row(line)) and row["step"]
-    ]
-    return [
-        (row["loss"] if isinstance(row["loss"], float) else 1e30, row["step"] == total)
-        for row in rows
-    ]
-
-
-def make_sampler(seed: int, jobs: int) -> Any:
-    """Optuna's sampler for one trial. With a seed for each, a search that was stopped goes on with the same values."""
-    import optuna
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.TPESampler(seed=seed, constant_liar=jobs > 1)
-
-
-def sweep(options: Namespace) -> tuple[int, dict[str, Any]]:
-    """Search until `options.trials` trials have run, then write the best recipe, a table and a picture.
-
-    Returns STOPPED when a signal ended it before. Raises ConfigError for a space that is none, another search in the
-    folder, or without Optuna; DataError where there is nothing to train on or all trials fail; StorageError when
-    another process searches there.
-    """
-    optuna = _import_optuna()
-    ranges, fixed = parse_space(options.recipe, options.overrides)
-    for name in ("trials", "jobs"):
-        if getattr(options, name) < 1:
-            raise ConfigError(
-                f"--{name} is {getattr(options, name)}", f"--{name}", "give 1 or more"
-            )
-    check_data(options.recipe, ranges, fixed, options.console)
-    out: Path = options.out or Path("sweeps") / Path(options.recipe).stem
-    options.out = out
-    with lock_folder(out, "sweep"):
-        study = _open_study(optuna, options, ranges, fixed)
-        search = Sweep(options, study, ranges, fixed)
-        search.run()
-        answer = _report(study, ranges, fixed, options)
-    return (ExitCode.STOPPED if search.stopping.is_set() else ExitCode.DONE), answer
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        fix = 'pip install "megatoken[sweep]"'
-        raise ConfigError("a sweep needs optuna, which is not installed", fix=fix) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
-def _open_study(
-    optuna: Any, options: Namespace, ranges: Sequence[SearchRange], fixed: Sequence[str]
-) -> Any:
-    """The search of the folder, begun or gone on with: what was running when it was killed comes first."""
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS)
-    try:
-        storage = JournalStorage(JournalFileBackend(str(options.out / JOURNAL)))
-        study = optuna.create_study(
-            storage=storage, pruner=pruner, study_name="sweep", load_if_exists=True
-        )
-    except (ValueError, KeyError) as error:
-        raise DataError(
-            f"damaged: {error}", str(options.out / JOURNAL), "delete it, or name another --out"
-        ) from None
-    search = {
-        "recipe": options.recipe,
-        "ranges": [repr(space) for space in ranges],
-        "fixed": list(fixed),
-    }
-    if study.user_attrs.get("search", search) != search:
-        what = "the sweep in this folder has another recipe, other ranges or other fixed settings"
-        raise ConfigError(what, str(options.out), "give the same, or name another --out")
-    study.set_user_attr("search", search)
-    for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-        if "folder" in trial.user_attrs:
-            study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
-        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-    return study
-
-
-def list_trials(study: Any) -> list[Any]:
-    """The trials in order; of one that was taken up again only the last, which has the same folder."""
-    trials = [trial for trial in study.get_trials(deepcopy=False) if "folder" in trial.user_attrs]
-    return list({trial.user_attrs["folder"]: trial for trial in trials}.values())
-
-
-def _report(
-    study: Any, ranges: Sequence[SearchRange], fixed: Sequence[str], options: Namespace
-) -> dict[str, Any]:
-    """Print the trials, best first; write the best recipe and the picture."""
-    from megatoken.bench.report import save_picture, show_rows
-
-    console: Console = options.console
-    rows = []
-    for trial in list_trials(study):
-        losses = [*trial.intermediate_values.values()]
-        values = {
-            space.key: space.format(trial.params[space.key])
-            for space in ranges
-            if space.key in trial.params
-        }
-        row = {
-            "trial": trial.user_attrs.get("folder"),
-            "state": trial.state.name.lower(),
-            "values": values,
-        }
-        rows.append(
-            row | {"loss": trial.value if trial.value is not None else (losses or [None])[-1]}
-        )
-    rows.sort(key=lambda row: (row["state"] != "complete", row["loss"] or math.inf))
-    answer: dict[str, Any] = {"trials": rows, "best": None}
-    if rows and rows[0]["state"] == "complete":
-        answer["best"] = rows[0]
-        resolved = resolve(
-            options.recipe, [*fixed, *(f"{key}={text}" for key, text in rows[0]["values"].items())]
-        )
-        with storage_errors(options.out):
-            replace_file(options.out / BEST, redact(render(resolved.config, resolved.origins)))
-    heads = {name: name for name in ("trial", "state", "loss", *(space.key for space in ranges))}
-    shown = [{**row, **row["values"], "loss": row["loss"] and f"{row['loss']:.4f}"} for row in rows]
-    console.print()
-    show_rows(heads, shown, console)
-    if answer["best"]:
-        answer["recipe"] = str(options.out / BEST)
-        save_picture(
-            lambda pyplot, path: draw_sweep(pyplot, path, rows, ranges),
-            options.out / PICTURE,
-            console,
-        )
-        console.print(
-            f"best     {answer['recipe']}: megatoken train {shlex.quote(answer['recipe'])} --out runs/best"
-        )
-    return answer
-
-
-def draw_sweep(
-    pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], ranges: Sequence[SearchRange]
-) -> Path:
-    """Loss over each setting: finished trials, stopped ones with their last loss, the best."""
-    from megatoken.plots import save_figure
-
-    figure, grid = pyplot.subplots(
-        1, len(ranges), figsize=(5.5 * len(ranges), 4), layout="constrained", squeeze=False
-    )
-    styles = {
-        "complete": ("o", "C0", "finished"),
-        "pruned": ("x", "0.6", "stopped early, last loss"),
-    }
-    for axis, space in zip(grid[0], ranges, strict=True):
-        place = space.choices.index if space.choices else float
-        for state, (marker, colour, label) in styles.items():
-            same = [row for row in rows if row["state"] == state and row["loss"]]
-            x = [place(row["values"][space.key]) for row in same]
-            axis.scatter(x, [row["loss"] for row in same], marker=marker, color=colour, label=label)
-        best = place(rows[0]["values"][space.key]), rows[0]["loss"]
-        axis.scatter(*best, s=140, marker="*", color="C3", label="best")
-        axis.set(
-            title=space.key,
-            xscale="log" if space.log else "linear",
-            ylabel="validation loss (nats per token)",
-        )
-        if space.choices:
-            axis.set_xticks(range(len(space.choices)), space.choices)
-        axis.grid(alpha=0.25)
-    grid[0, 0].legend()
-    return save_figure(pyplot, figure, path)
-
+from megatoken.system.metrics_log import METRICS, STATUS, LogPosition, read_new_rows
 
 HELP = "search settings by short runs"
 EXAMPLE = "megatoken sweep quickstart optim.lr=log:1e-4..1e-2 --trials 12"
+JOURNAL = "journal.log"
+BEST = "best.yaml"
+PICTURE = "sweep.png"
+UNPRUNED_TRIALS = 4  # trials before any is stopped early
+MOST_FAILURES = 3  # end the search after this many failures without a success
+DIVERGED = 1e30  # loss that stands for one that is not finite
+RANGE = re.compile(r"(log:)?([^.]\S*?)\.\.([^.]\S*)")
+Space = dict[str, Any]  # an Optuna distribution by setting
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -460,5 +57,280 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console) -> Result:
-    options.console = console
-    return Result(*sweep(options))
+    """Search until `options.trials` trials have run, or all combinations of a list of choices."""
+    try:
+        import optuna
+    except ImportError:
+        fix = 'pip install "megatoken[sweep]"'
+        raise ConfigError("optuna is not installed", fix=fix) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space, fixed = parse_space(options.recipe, options.overrides)
+    check_data(options.recipe, space, fixed)
+    options.out = options.out or Path("sweeps") / Path(options.recipe).stem
+    with lock_folder(options.out, "sweep"), warnings.catch_warnings(action="ignore"):
+        search = Sweep(options, space, fixed, console)
+        search.run()
+        data = report(search, console)
+    return Result(ExitCode.STOPPED if search.stopping.is_set() else ExitCode.DONE, data)
+
+
+def parse_space(recipe: str, words: Sequence[str]) -> tuple[Space, list[str]]:
+    """Return the distribution of each searched setting, and the other settings. Raises ConfigError."""
+    ranges = {}
+    fixed = []
+    for word in words:
+        key, _, text = word.partition("=")
+        is_number = key in FIELDS and FIELDS[key].type in (int, float)
+        if "|" in text or (is_number and RANGE.fullmatch(text)):
+            ranges[key] = text
+        else:
+            fixed.append(word)
+    if not ranges:
+        fix = "give KEY=LOW..HIGH, KEY=log:LOW..HIGH or KEY=A|B|C"
+        raise ConfigError("nothing to search", "command line", fix)
+    return {key: parse_range(recipe, fixed, key, text) for key, text in ranges.items()}, fixed
+
+
+def parse_range(recipe: str, fixed: Sequence[str], key: str, text: str) -> Any:
+    """Return the distribution of `low..high`, `log:low..high` or `a|b|c`. Raises ConfigError."""
+    from optuna import distributions
+
+    match = RANGE.fullmatch(text)
+    values = [match[2], match[3]] if match else text.split("|")
+    for value in values:
+        resolve(recipe, [*fixed, f"{key}={value}"])
+    if match is None:
+        return distributions.CategoricalDistribution(values)
+    low, high = map(float, values)
+    try:
+        if FIELDS[key].type is int:
+            return distributions.IntDistribution(int(low), int(high), log=bool(match[1]))
+        return distributions.FloatDistribution(low, high, log=bool(match[1]))
+    except ValueError as error:
+        raise ConfigError(str(error), f"{key}={text}") from None
+
+
+def check_data(recipe: str, space: Space, fixed: Sequence[str]) -> None:
+    """Raise ConfigError or DataError unless all data can be opened and have held-out text."""
+    from megatoken.data.mixture import load_mixture
+
+    config = resolve(recipe, fixed).config.data
+    paths = space["data.path"].choices if "data.path" in space else [config.path]
+    for path in paths:
+        if not load_mixture(path, external_tokenizer=config.tokenizer).n_val:
+            raise DataError("no held-out text", path, "prepare it again with --val-fraction 0.05")
+
+
+def format_values(params: dict[str, Any]) -> dict[str, str]:
+    """Return the values of a trial as text of settings, numbers with 4 digits."""
+    return {
+        key: f"{value:.4g}" if isinstance(value, float) else str(value)
+        for key, value in params.items()
+    }
+
+
+class Sweep:
+    """A search in the folder `options.out`, new or continued.
+
+    Raises ConfigError if the folder holds another search.
+    """
+
+    def __init__(
+        self, options: Namespace, space: Space, fixed: Sequence[str], console: Console
+    ) -> None:
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+
+        self.options = options
+        self.space = space
+        self.fixed = fixed
+        self.console = console
+        self.stopping = threading.Event()
+        self._asking = threading.Lock()
+        journal = JournalFileBackend(str(options.out / JOURNAL))
+        self.study = optuna.create_study(
+            storage=optuna.storages.JournalStorage(journal),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=UNPRUNED_TRIALS),
+            study_name="sweep",
+            load_if_exists=True,
+        )
+        search = [options.recipe, *options.overrides]
+        if self.study.user_attrs.get("search", search) != search:
+            raise ConfigError("another sweep is in this folder", options.out, "name another --out")
+        self.study.set_user_attr("search", search)
+        self._interrupted = self.study.get_trials(states=[optuna.trial.TrialState.RUNNING])
+        self._n_trials = options.trials
+        combinations = list(product(*(getattr(values, "choices", ()) for values in space.values())))
+        if 0 < len(combinations) <= options.trials:  # all are choices
+            for values in combinations:
+                params = dict(zip(space, values, strict=True))
+                self.study.enqueue_trial(params, skip_if_exists=True)
+            self._n_trials = len(self.study.trials)
+
+    def run(self) -> None:
+        """Run trials in `options.jobs` threads."""
+        with ThreadPoolExecutor(self.options.jobs) as pool, stop_on_signal(self.stopping):
+            for worker in [pool.submit(self._work) for _ in range(self.options.jobs)]:
+                worker.result()
+
+    def _work(self) -> None:
+        try:
+            while not self.stopping.is_set():
+                trial = self.ask()
+                if trial is None:
+                    return
+                self._run_trial(trial)
+        except BaseException:
+            self.stopping.set()  # stop the other workers
+            raise
+
+    def ask(self) -> Any:
+        """Return the next trial with its values: an interrupted or a new one; None at the end.
+
+        Each trial has a seed, so that a continued search draws the same values.
+        """
+        import optuna
+
+        with self._asking:
+            trials = self.study.get_trials(deepcopy=False)
+            n_started = sum(trial.state != optuna.trial.TrialState.WAITING for trial in trials)
+            number = self._interrupted[0].number if self._interrupted else len(trials)
+            seed = self.options.seed + number
+            constant_liar = self.options.jobs > 1
+            self.study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=constant_liar)
+            if self._interrupted:
+                trial = optuna.Trial(self.study, self._interrupted.pop(0)._trial_id)
+            elif n_started < self._n_trials:
+                trial = self.study.ask()
+            else:
+                return None
+            for key, distribution in self.space.items():
+                trial._suggest(key, distribution)
+            return trial
+
+    def _run_trial(self, trial: Any) -> None:
+        """Train with the values of a trial, and record its state."""
+        from optuna.trial import TrialState
+
+        folder = find_folder(self.options.out, trial)
+        losses = TrialLosses(trial, folder)
+        threads = max(1, cpu_count() // self.options.jobs)
+        values = [f"{key}={text}" for key, text in format_values(trial.params).items()]
+        code = train(
+            folder,
+            [
+                self.options.recipe,
+                f"machine.threads={threads}",
+                *self.fixed,
+                *values,
+                "save.mirror=",  # a mirror has room for one run
+            ],
+            lambda: losses.update() or self.stopping.is_set(),
+        )
+        if losses.is_pruned:
+            state = TrialState.PRUNED
+        elif code == ExitCode.DONE and losses.losses:
+            state = TrialState.COMPLETE
+        elif self.stopping.is_set():
+            return  # Optuna keeps it as running, so the next start resumes it
+        else:
+            state = TrialState.FAIL
+        self.study.tell(trial, losses.losses[-1] if state == TrialState.COMPLETE else None, state)
+        result = f"loss {losses.losses[-1]:.4f}" if losses.losses else f"exit {code}"
+        self.console.print(f"{folder.name}  {state.name.lower():<8}  {result}  {' '.join(values)}")
+        states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
+        is_failing = not {TrialState.COMPLETE, TrialState.PRUNED}.intersection(states)
+        if is_failing and states.count(TrialState.FAIL) >= MOST_FAILURES:
+            raise DataError(f"the first trials failed: {read_error(folder)}", folder)
+
+
+class TrialLosses:
+    """The validation losses of a trial, reported to Optuna as its run logs them."""
+
+    def __init__(self, trial: Any, folder: Path) -> None:
+        self.losses: list[float] = []
+        self.is_pruned = False
+        self._trial = trial
+        self._folder = folder
+        self._position = LogPosition()
+        self._step = 0
+
+    def update(self) -> bool:
+        """Report new losses; return whether the trial is to be stopped early.
+
+        Losses after that are ignored, so the search does not depend on when the log is read.
+        """
+        if not (self._folder / METRICS).exists():
+            return False
+        rows, self._position = read_new_rows(self._folder, self._position)
+        total_steps = read_object(self._folder / STATUS).get("total_steps")
+        for row in rows:
+            if row["kind"] == "val" and row["step"] > self._step and not self.is_pruned:
+                self._step = row["step"]
+                loss = row["loss"] if isinstance(row["loss"], float) else DIVERGED
+                self._trial.report(loss, len(self.losses))
+                self.losses.append(loss)
+                self.is_pruned = self._step != total_steps and self._trial.should_prune()
+        return self.is_pruned
+
+
+def find_folder(out: Path, trial: Any) -> Path:
+    """Return the run folder of a trial."""
+    return out / f"trial-{trial.number:03d}"
+
+
+def report(search: Sweep, console: Console) -> dict[str, Any]:
+    """Print the trials, best first; write the best recipe and the picture."""
+    from megatoken.bench.report import save_picture
+
+    out = search.options.out
+    rows: list[dict[str, Any]] = []
+    for trial in search.study.get_trials(deepcopy=False):
+        losses = list(trial.intermediate_values.values())
+        row: dict[str, Any] = {
+            "trial": find_folder(out, trial).name,
+            "state": trial.state.name.lower(),
+            "values": format_values(trial.params),
+            "loss": losses[-1] if losses else None,
+        }
+        if trial.params:
+            rows.append(row)
+    rows.sort(key=lambda row: (row["state"] != "complete", row["loss"] or math.inf))
+    cells = [("trial", "state", "loss", *search.space)]
+    for row in rows:
+        loss = f"{row['loss']:.4f}" if row["loss"] else "-"
+        cells.append((row["trial"], row["state"], loss, *row["values"].values()))
+    console.table(cells)
+    if not rows or rows[0]["state"] != "complete":
+        return {"trials": rows, "best": None}
+    words = [f"{key}={text}" for key, text in rows[0]["values"].items()]
+    resolved = resolve(search.options.recipe, [*search.fixed, *words])
+    recipe = str(out / BEST)
+    with storage_errors(out):
+        replace_file(out / BEST, redact(render(resolved.config, resolved.origins)))
+    save_picture(
+        lambda pyplot, path: draw(pyplot, path, rows, search.space), out / PICTURE, console
+    )
+    console.print(f"best: megatoken train {shlex.quote(recipe)} --out runs/best")
+    return {"trials": rows, "best": rows[0], "recipe": recipe}
+
+
+def draw(pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], space: Space) -> Path:
+    """Draw the loss over each setting, of finished trials and of those stopped early."""
+    from megatoken.plots import open_panels, save_figure
+
+    figure, panels = open_panels(pyplot, len(space))
+    for axis, (key, distribution) in zip(panels, space.items(), strict=True):
+        choices = getattr(distribution, "choices", ())
+        to_x = choices.index if choices else float
+        if choices:
+            axis.set_xticks(range(len(choices)), choices)
+        elif distribution.log:
+            axis.set_xscale("log")
+        for state, marker in (("complete", "o"), ("pruned", "x")):
+            trials = [row for row in rows if row["state"] == state]
+            x = [to_x(row["values"][key]) for row in trials]
+            axis.plot(x, [row["loss"] for row in trials], marker, label=state)
+        axis.set(title=key, ylabel="validation loss (nats per token)")
+    panels[0].legend()
+    return save_figure(pyplot, figure, path)
