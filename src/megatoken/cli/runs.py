@@ -1,6 +1,6 @@
-"""`megatoken runs`: run folders with their state, progress and losses, and what differs between some. No torch.
+"""`megatoken runs`: list run folders with their state, progress and losses, or compare some.
 
-A folder counts as a run when it holds two or more of MARKS. One that cannot be read is a row with the reason.
+Does not import torch.
 """
 
 import os
@@ -13,17 +13,17 @@ from typing import Any
 
 from megatoken.checkpoint.commit import is_copy
 from megatoken.cli import Result
-from megatoken.config.load import format_value, resolve
-from megatoken.config.schema import Config, flatten
-from megatoken.console import WARNING, Console, format_duration, format_quantity
+from megatoken.config.load import RUN_CONFIG, format_value, resolve
+from megatoken.config.schema import FIELDS, Config, flatten
+from megatoken.console import Console, format_duration, format_quantity
 from megatoken.errors import ConfigError, DataError, ExitCode, MegatokenError
-from megatoken.system.atomic_write import local_path, read_json
+from megatoken.system.atomic_write import local_path, read_object
 from megatoken.system.metrics_log import METRICS, STATUS, find_last_rows
 
 HELP = "list runs, or compare their settings and losses"
 EXAMPLE = "megatoken runs --sort val_loss"
-MARKS = {"config.yaml", "provenance.json", METRICS, STATUS, "checkpoints"}
-# Keys of --sort: the key of a row, and whether the largest is the best.
+MARKS = {METRICS, STATUS, "checkpoints"}  # a folder with one of these is a run
+# Key of a row, and whether the largest is the best.
 SORT_KEYS = {
     "name": ("run", False),
     "state": ("state", False),
@@ -35,10 +35,9 @@ SORT_KEYS = {
     "size": ("bytes", True),
     "updated": ("updated", True),
 }
-PRETRAIN = "pretrain"  # the objective that is not shown
-DEFAULT = Path("runs")  # where `train` puts them; it need not be there yet
-COLUMNS = ("run", "state", "step", "loss", "val loss", "tokens/s", "left", "size")
-OBJECTIVE = 2  # the column before which the objectives stand, where there is another than PRETRAIN
+PRETRAIN = "pretrain"  # the objective that the report does not show
+DEFAULT = Path("runs")  # may be missing
+COLUMNS = ("run", "state", "objective", "step", "loss", "val loss", "tokens/s", "left", "size")
 Row = dict[str, Any]
 
 
@@ -50,223 +49,173 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console) -> Result:
-    rows, differences = show_runs(options.folders or [DEFAULT], options.sort, console)
+    folders = options.folders or [DEFAULT]
+    for folder in folders:
+        if not folder.is_dir() and folder != DEFAULT:
+            raise DataError("no such folder", folder, "name a folder with runs")
+    runs = dict.fromkeys(run for folder in folders for run in find_runs(folder))
+    rows = [read_run(run) for run in runs]
+    if options.sort:
+        key, is_largest_first = SORT_KEYS[options.sort]
+        sorted_rows = sorted(
+            (row for row in rows if row[key] is not None),
+            key=lambda row: row[key],
+            reverse=is_largest_first,
+        )
+        rows = sorted_rows + [row for row in rows if row[key] is None]
+    cells = [COLUMNS, *(format_row(row) for row in rows)]
+    differences: dict[str, list[str]] = {}
+    if not rows:
+        console.print(f"no runs in {folders[0]}; next: megatoken train RECIPE")
+    elif len(folders) > 1 and all(is_run(folder) for folder in folders):
+        differences = list_differences([Path(row["run"]) for row in rows])
+        settings = [(key, *values) for key, values in differences.items()]
+        console.table([*zip(*cells, strict=True), *settings], left=1)
+    else:
+        console.table(cells, left=3)
+    for row in rows:
+        if row["message"]:
+            console.warn(f"{row['run']}: {row['message']}")
     return Result(ExitCode.DONE, {"runs": rows, "differences": differences})
 
 
-def show_runs(
-    folders: Sequence[Path], sort: str | None, console: Console
-) -> tuple[list[Row], dict[str, list[str]]]:
-    """Print the runs in folders; where two or more folders are runs themselves, also the settings that differ.
-
-    Returns the rows, and the values of each such setting in the order of the rows. Raises DataError for a folder that
-    is not there.
-    """
-    if missing := [folder for folder in folders if not folder.is_dir() and folder != DEFAULT]:
-        raise DataError("no such folder", str(missing[0]), "name a folder that holds runs")
-    is_comparison = len(folders) > 1 and all(is_run(folder) for folder in folders)
-    rows = [
-        read_run(run)
-        for run in dict.fromkeys(run for folder in folders for run in find_runs(folder))
-    ]
-    if sort:
-        key, largest_first = SORT_KEYS[sort]
-        known = sorted(
-            (row for row in rows if row[key] is not None),
-            key=lambda row: row[key],
-            reverse=largest_first,
-        )
-        rows = known + [row for row in rows if row[key] is None]
-    cells = add_objectives([COLUMNS, *(format_row(row) for row in rows)], rows)
-    if not rows:
-        console.print(f"no runs below {', '.join(map(str, folders))}; next: megatoken train RECIPE")
-    elif not is_comparison:
-        left = 2 + len(cells[0]) - len(COLUMNS)
-        for row, line in zip([None, *rows], console.align(cells, left=left), strict=True):
-            lost = row is not None and row["state"] in ("dead", "failed", "broken")
-            reason = f"  {row['message']}" if row and row["message"] else ""
-            console.print(line + reason, WARNING if lost else "")
-    differences: dict[str, list[str]] = {}
-    if is_comparison:
-        differences = list_differences([Path(row["run"]) for row in rows])
-        columns = zip(*cells, strict=True)
-        for line in console.align(
-            [*columns, *((key, *values) for key, values in differences.items())], left=1
-        ):
-            console.print(line)
-    return rows, differences
-
-
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds what a run leaves."""
-    with suppress(OSError):
-        return len(MARKS.intersection(path.name for path in folder.iterdir())) >= 2
-    return False
+    """Return whether a folder is a run."""
+    return any((folder / name).exists() for name in MARKS)
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Run folders below a folder, itself included, by name, and folders that cannot be read. Links to folders and
-    hidden folders are passed over."""
-    closed: list[Path] = []
-
-    def keep(error: OSError) -> None:
-        closed.extend([Path(error.filename)] if isinstance(error, PermissionError) else [])
-
-    for folder, names, files in os.walk(root, onerror=keep):
-        if len(MARKS.intersection((*names, *files))) >= 2:
+    """Yield the run folders in a folder by name, including itself. Skip hidden folders."""
+    for folder, names, files in os.walk(root):
+        if not MARKS.isdisjoint([*names, *files]):
             yield Path(folder)
             names.clear()
         names[:] = sorted(name for name in names if not name.startswith("."))
-    yield from closed
 
 
 def read_run(run: Path) -> Row:
-    """What status.json, config.yaml and the end of metrics.jsonl say of a run; `message` says what cannot be read.
+    """Return the state, progress, losses and size of a run, as --json prints them.
 
-    state: running, done, stopped, failed; dead: it says running on this machine, and its process is gone; broken:
-    status.json cannot be read; copy: of save.mirror, which has none.
+    message: the error of a failed run, or of a file that cannot be read.
     """
-    status, config, problems = dict[str, Any](), None, list[str]()
-    try:
-        content = read_json(run / STATUS)
-        status = content if isinstance(content, dict) else {}
-        if not isinstance(status.get("state"), str):
-            problems.append(f"{STATUS}: holds no state")
-    except (OSError, ValueError) as error:
-        problems.append(f"{STATUS}: {getattr(error, 'strerror', None) or 'not JSON'}")
-    try:
-        config = read_config(run)
-    except MegatokenError as error:
-        problems.append(f"config.yaml: {error}")
+    status = read_object(run / STATUS)
     last = find_last_rows(run, ("train", "val"))
-    train, val = last.get("train", {}), last.get("val", {})
-    state = "broken" if not isinstance(status.get("state"), str) else status["state"]
-    if (
-        state == "running"
-        and status.get("host") == socket.gethostname()
-        and not _is_alive(status.get("pid"))
-    ):
-        state = "dead"
-    if is_copy(run):
-        state, problems = (
-            "copy",
-            [problem for problem in problems if not problem.startswith(STATUS)],
-        )
-    total = _number(status.get("total_steps")) or (_count_steps(config) if config else None)
-    message = str(status.get("message") or "") if state == "failed" else ""
+    train = last.get("train", {})
+    state = find_state(run, status)
+    message = status.get("message", "") if state == "failed" else ""
+    try:
+        objective = str(read_config(run).objective.name)
+    except ConfigError as error:
+        objective = ""
+        message = message or str(error)
     return {
         "run": str(run),
         "state": state,
-        "objective": config.objective.name if config else "",
-        "phase": str(status.get("phase") or ""),
-        "step": _number(status.get("step", train.get("step"))),
-        "total_steps": total,
-        "loss": _number(train.get("loss")),
-        "val_loss": _number(val.get("loss")),
+        "objective": objective,
+        "phase": status.get("phase", ""),
+        "step": status.get("step", train.get("step")),
+        "total_steps": status.get("total_steps"),
+        "loss": read_loss(train),
+        "val_loss": read_loss(last.get("val", {})),
         "tokens_per_second": average_rate(train),
-        "eta_seconds": _number(status.get("eta_seconds")) if state != "done" else 0.0,
-        "bytes": _count_bytes(run),
-        "updated": str(status.get("updated") or "") or None,
-        "host": str(status.get("host") or ""),
-        "message": "; ".join(filter(None, (message, *problems))),
+        "eta_seconds": 0.0 if state == "done" else status.get("eta_seconds"),
+        "bytes": count_bytes(run),
+        "updated": status.get("updated"),
+        "host": status.get("host", ""),
+        "message": message,
     }
 
 
-def average_rate(last: Row) -> float | None:
-    """Tokens/s of a run up to its last training step, evaluations and saves included; None where that is unknown."""
-    tokens, seconds = _number(last.get("tokens")), _number(last.get("elapsed_seconds"))
-    return tokens / seconds if tokens and seconds else None
+def find_state(run: Path, status: Row) -> str:
+    """Return running, done, stopped or failed as of status.json, or what it cannot say.
+
+    dead: "running", but its process on this machine is gone. copy: made by save.mirror, without a
+    status. broken: status.json cannot be read.
+    """
+    state = "copy" if is_copy(run) else str(status.get("state", "broken"))
+    if state == "running" and status.get("host") == socket.gethostname():
+        return "running" if is_alive(status["pid"]) else "dead"
+    return state
 
 
-def read_config(run: Path) -> Config:
-    """The settings of a run. Raises ConfigError where config.yaml is missing or damaged."""
-    if not (run / "config.yaml").is_file():
-        raise ConfigError("no such file")
-    return resolve(str(run / "config.yaml")).config
-
-
-def find_own_data(models: Sequence[str]) -> str:
-    """Where the data of some runs are; "" where one of the models is no run. Raises ConfigError where they differ."""
-    if not all(is_run(Path(name)) for name in models):
-        return ""
-    paths = {name: read_config(Path(name)).data.path for name in models}
-    if len({*paths.values()}) > 1:
-        what = "; ".join(f"{name} was trained on {path}" for name, path in paths.items())
-        raise ConfigError(what, "megatoken eval", "give --data, one text or dataset for all")
-    return paths[models[0]]
-
-
-def _is_alive(pid: Any) -> bool:
-    """Whether a process of this machine runs; True where that cannot be known."""
-    if (
-        not isinstance(pid, int) or pid <= 0 or not hasattr(os, "killpg")
-    ):  # on Windows kill(pid, 0) ends it
-        return True
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine runs."""
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
+        if os.name != "nt":  # on Windows this kills it
+            os.kill(pid, 0)
+    except ProcessLookupError:
         return False
-    except OSError:  # of another user
+    except PermissionError:  # another user's
         return True
     return True
 
 
-def _number(value: Any) -> Any:
-    """The value if it is a number of possible size, else None: a file may hold anything."""
-    return (
-        value
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
-        else None
-    )
+def read_loss(row: Row) -> float | None:
+    """Return the loss of a row, None if it is missing or not finite."""
+    loss = row.get("loss")
+    return None if isinstance(loss, str) else loss
 
 
-def _count_steps(config: Config) -> int | None:
-    """Steps of the whole run; None where they depend on the dataset."""
-    return None if config.budget.epochs else config.total_steps(epoch_tokens=0)
+def average_rate(last: Row) -> float | None:
+    """Return tokens/s up to a run's last train row, with evaluations and saves; None if unknown."""
+    seconds = last.get("elapsed_seconds")
+    return last["tokens"] / seconds if seconds else None
 
 
-def _count_bytes(folder: Path) -> int:
+def read_config(run: Path) -> Config:
+    """Return the settings of a run. Raises ConfigError if config.yaml is missing or damaged."""
+    if not (run / RUN_CONFIG).is_file():
+        raise ConfigError("no such file", run / RUN_CONFIG)
+    return resolve(str(run / RUN_CONFIG)).config
+
+
+def find_own_data(models: Sequence[str]) -> str:
+    """Return the data.path that runs share; "" if a model is not a run. Raises ConfigError."""
+    if not all(is_run(Path(name)) for name in models):
+        return ""
+    paths = {read_config(Path(name)).data.path for name in models}
+    if len(paths) > 1:
+        what = f"the runs have different data: {', '.join(sorted(paths))}"
+        raise ConfigError(what, "megatoken eval", "give --data")
+    return paths.pop()
+
+
+def count_bytes(folder: Path) -> int:
+    """Return the size of the files in a folder."""
     total = 0
-    for path, _, files in os.walk(folder):
-        for name in files:
-            with suppress(OSError):  # of a checkpoint that is replaced now
-                total += Path(path, name).lstat().st_size
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # a checkpoint that was just replaced
+            total += path.lstat().st_size if path.is_file() else 0
     return total
 
 
 def format_row(row: Row) -> tuple[str, ...]:
-    """The cells of a run, in the order of COLUMNS."""
+    """Return the cells of a run, in the order of COLUMNS."""
 
     def cell(key: str, form: str) -> str:
         return "-" if row[key] is None else format(row[key], form)
 
-    step = "-" if row["step"] is None else f"{row['step']:,}"
-    step += f"/{row['total_steps']:,}" if row["total_steps"] is not None else ""
-    left = format_duration(row["eta_seconds"]) if row["eta_seconds"] else "-"
-    losses = (cell("loss", ".4f"), cell("val_loss", ".4f"), cell("tokens_per_second", ",.0f"))
-    return row["run"], row["state"], step, *losses, left, format_quantity(row["bytes"], "B")
-
-
-def add_objectives(lines: list[tuple[str, ...]], rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The lines, heads first, with a column of objectives where one of the runs has another than PRETRAIN."""
-    if all(row["objective"] in ("", PRETRAIN) for row in rows):
-        return lines
-    cells = ["objective", *(row["objective"] for row in rows)]
-    return [
-        (*line[:OBJECTIVE], cell, *line[OBJECTIVE:])
-        for line, cell in zip(lines, cells, strict=True)
-    ]
+    return (
+        row["run"],
+        row["state"],
+        row["objective"],
+        f"{cell('step', ',')}/{cell('total_steps', ',')}",
+        cell("loss", ".4f"),
+        cell("val_loss", ".4f"),
+        cell("tokens_per_second", ",.0f"),
+        format_duration(row["eta_seconds"]) if row["eta_seconds"] else "-",
+        format_quantity(row["bytes"], "B"),
+    )
 
 
 def list_differences(runs: Sequence[Path]) -> dict[str, list[str]]:
-    """The settings whose values are not the same in all of some runs, each with its value in each run."""
-    settings: list[dict[str, str]] = []
+    """Return the settings that differ between runs, with their values in each run."""
+    settings: list[dict[str, Any]] = []
     for run in runs:
-        try:
-            values = flatten(read_config(run))
-        except MegatokenError:
-            values = {}
-        settings.append({key: format_value(value) for key, value in values.items()})
-    keys = dict.fromkeys(key for values in settings for key in values)
-    table = {key: [values.get(key, "-") for values in settings] for key in keys}
+        settings.append({})
+        with suppress(MegatokenError):
+            settings[-1] = flatten(read_config(run))
+    table = {
+        key: [format_value(values[key]) if values else "-" for values in settings] for key in FIELDS
+    }
     return {key: values for key, values in table.items() if len(set(values) - {"-"}) > 1}
