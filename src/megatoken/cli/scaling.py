@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, console: Console) -> Result:
-    from megatoken.cli.scaling_fit import scaling
+    from megatoken.cli.scaling_fit import fit_scaling
 
-    options.console = console
-    return Result(ExitCode.DONE, scaling(options))
+    data = fit_scaling(options.runs, options.flops, options.plot, console)
+    return Result(ExitCode.DONE, data)
