@@ -13,12 +13,13 @@ from megatoken.eval.tasks import SCORES
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.metrics_log import read_metrics
 
-# Panels below the loss: title, and format of the last value.
+# Panels: title, format of ticks, format of the last value.
 PANELS = {
-    "lr": ("learning rate", "{:.3g}"),
-    "grad_norm": ("gradient norm", "{:.3g}"),
-    "tokens_per_second": ("tokens per second", "{:,.0f}"),
-    "mfu": ("MFU (full attention)", "{:.1%}"),
+    "loss": ("loss (nats per token)", "{x:g}", ""),
+    "lr": ("learning rate", "{x:g}", "{:.3g}"),
+    "grad_norm": ("gradient norm", "{x:g}", "{:.3g}"),
+    "tokens_per_second": ("tokens per second", "{x:,.0f}", "{:,.0f}"),
+    "mfu": ("MFU (full attention)", "{x:.1%}", "{:.1%}"),
 }
 X_AXES = {
     "tokens": ("tokens", "training tokens"),
@@ -107,11 +108,6 @@ def format_tick(value: float, _: object = None) -> str:
     return f"{value:g}"
 
 
-def format_percent(value: float, _: object = None) -> str:
-    """Format a share on an axis: 62.5%."""
-    return f"{100 * value:g}%"
-
-
 def number(value: Any) -> float:
     """Return a number that a picture can show, else NaN."""
     is_number = isinstance(value, int | float) and abs(value) <= LARGEST_VALUE
@@ -137,51 +133,42 @@ def draw_curves(
 ) -> Path:
     """Draw the loss, the PANELS that were measured and a panel per task, over a key of X_AXES.
 
-    warn: called with a line for each run without training steps, and by `read_metrics`. Raises
-    DataError if no run has training steps.
+    warn: as of `read_metrics`. Raises DataError if no run has training steps.
     """
-    rows = _read_runs(runs, warn)
+    rows = {run: read_metrics(run, warn) for run in runs}
     all_rows = [row for run_rows in rows.values() for row in run_rows]
-    label = _set_x(all_rows, x)
+    if not any(row["kind"] == "train" for row in all_rows):
+        raise DataError("no training steps", runs[0], "name the folder of a run")
+    x_label = _set_x(all_rows, x)
     keys = [key for key in PANELS if any(math.isfinite(number(row.get(key))) for row in all_rows)]
     tasks = sorted({row["task"] for row in all_rows if row["kind"] == "eval"})
     pyplot = load_pyplot()
-    figure, panels = _open_mosaic(pyplot, [*keys, *tasks])
-    names = [run.resolve().name for run in rows]
-    if len(set(names)) < len(names):
-        names = [str(run) for run in rows]
+    small = [*keys[1:], *tasks, "."]  # the last one is an empty place if the others are odd
+    names = [("loss", "loss"), *zip(small[::2], small[1::2], strict=False)]
+    inches = [4.5, *[2.6] * (len(names) - 1)]
+    figure = pyplot.figure(figsize=(11, sum(inches)), layout="constrained")
+    panels = figure.subplot_mosaic(names, height_ratios=inches)
     handles = []
-    for index, (name, run_rows) in enumerate(zip(names, rows.values(), strict=True)):
+    for index, (run, run_rows) in enumerate(rows.items()):
         style = line_style(index)
-        handles.append(pyplot.Line2D([], [], label=name, **style))
+        handles.append(pyplot.Line2D([], [], label=str(run), **style))
         _draw_loss(panels["loss"], run_rows, style)
-        for key in keys:
+        for key in keys[1:]:
             points = _read_points(run_rows, "train", key)
-            _plot(panels[key], *points, PANELS[key][1], lw=1, **style)
+            _plot(panels[key], *points, PANELS[key][2], lw=1, **style)
         for task in tasks:
             _draw_scores(panels[task], [row for row in run_rows if row.get("task") == task], style)
     for name, axis in panels.items():
-        axis.set(xlabel=label, xlim=(0, None), ylim=(0 if name in keys else None, None))
+        title, ticks, _ = PANELS.get(name, (name, "{x:.0%}", ""))
+        axis.set(title=title, xlabel=x_label, xlim=(0, None))
+        if name in keys[1:]:
+            axis.set_ylim(0, None)
         axis.xaxis.set_major_formatter(format_tick)
+        axis.yaxis.set_major_formatter(ticks)
         axis.grid(alpha=0.25)
-        # Last values, in the colors of their curves.
         axis.legend(**LAST_VALUES)
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
     return save_figure(pyplot, figure, target)
-
-
-def _read_runs(runs: Sequence[Path], warn: Callable[[str], None]) -> dict[Path, list[Row]]:
-    """Return the rows of the runs that have training steps. Raises DataError if none has."""
-    rows = {}
-    for run in runs:
-        run_rows = read_metrics(run, warn)
-        if any(row["kind"] == "train" for row in run_rows):
-            rows[run] = run_rows
-        else:
-            warn(f"no training steps in {run}")
-    if not rows:
-        raise DataError("no training steps", runs[0], "name the folder of a run")
-    return rows
 
 
 def _set_x(rows: Sequence[Row], x: str) -> str:
@@ -196,26 +183,11 @@ def _set_x(rows: Sequence[Row], x: str) -> str:
     return label
 
 
-def _open_mosaic(pyplot: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Return a figure, and its panels by name: a wide "loss", and `names` two per row below."""
-    padded = [*names, "."][: len(names) + len(names) % 2]
-    rows = [("loss", "loss"), *zip(padded[::2], padded[1::2], strict=True)]
-    inches = [4.5, *[2.6] * (len(rows) - 1)]
-    figure = pyplot.figure(figsize=(11, sum(inches)), layout="constrained")
-    panels = figure.subplot_mosaic(rows, height_ratios=inches)
-    for name, axis in panels.items():
-        axis.set_title(PANELS[name][0] if name in PANELS else name)
-        is_share = name == "mfu" or name not in ("loss", *PANELS)
-        axis.yaxis.set_major_formatter(format_percent if is_share else format_tick)
-    panels["loss"].set_title("loss (nats per token)")
-    return figure, panels
-
-
 def _draw_loss(axis: Any, rows: Sequence[Row], style: dict[str, Any]) -> None:
     """Draw the training loss, raw and smoothed, and the validations as dots."""
     x, y = _read_points(rows, "train", "loss")
     axis.plot(x, y, lw=0.6, alpha=0.3, **style)
-    _plot(axis, x, _smooth(y), "{:.4f} train", lw=1.6, **style)
+    _plot(axis, x, _smooth(y) if len(y) else y, "{:.4f} train", lw=1.6, **style)
     points = _read_points(rows, "val", "loss")
     _plot(axis, *points, "{:.4f} val", marker="o", mec="white", color=style["color"], ls="")
 
@@ -262,13 +234,9 @@ def draw_weights(run: Path, folder: Path) -> list[Path]:
     paths = []
     if "positions.weight" in state:
         positions = state["positions.weight"].numpy()
-        figure, (image, curves) = open_panels(pyplot, 2)
+        figure, (image,) = open_panels(pyplot)
         image.imshow(positions, aspect="auto", cmap="gray")
         image.set(title="position embeddings", xlabel="channel", ylabel="position")
-        channels = np.linspace(0, positions.shape[1] - 1, 5).astype(int)[1:4]
-        curves.plot(positions[:, channels], lw=1, label=[f"channel {c}" for c in channels])
-        curves.set(title="three channels", xlabel="position", ylabel="value")
-        curves.legend()
         paths.append(save_figure(pyplot, figure, folder / "positions.png"))
     figure, (image,) = open_panels(pyplot, size=(6, 6))
     image.imshow(state["blocks.0.attention.qkv.weight"].numpy()[:300, :300], cmap="gray")

@@ -119,13 +119,12 @@ def test_data_are_opened_before_the_first_trial(path: str, recipe: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_search_ends_if_the_first_trials_fail(
+def test_a_search_whose_trials_all_fail_is_an_error(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["model.vocab_size=10", "optim.lr=1|2|3|4|5|6|7|8", "--jobs", "3"]
+    words = ["model.vocab_size=10", "optim.lr=1e-3|2e-3", "--jobs", "2"]
     assert main(["sweep", recipe, *words, "--out", str(tmp_path / "out")]) == ExitCode.DATA
     assert "vocab_size" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "trial-005").exists()
 
 
 def open_sweep(recipe: str, words: list[str], out: Path, trials: int) -> Sweep:

@@ -1,15 +1,13 @@
-"""Runs whose sinks have a full disk, and no network: `python -m tests.soak.sink_soak [--only WORD]`.
+"""Train with sinks whose disk is full, and without a network.
 
-Each case trains the tiny job for 100 steps with log.sinks=tensorboard,wandb,trackio, whose files all lie on a file
-system of 512 KB in memory. The run must end with exit code 0, with the weights and every row of metrics.jsonl that a
-run without sinks has, bit for bit. `full`: no byte is left from the start; `fills`: room for some rows. `no network`:
-the run and its sinks see no network interface but a loopback that is down; `logged in`: W&B has a key, so that it
-tries. Where the disk had been full, it is then given room and `megatoken sync` sends the rest; the record counts the
-rows that each sink has in the end. Needs tensorboard, wandb and trackio beside this package, and the right to mount,
-or user namespaces. Three minutes. Prints a line for each case and a JSON line at the end. Linux.
+    python -m tests.soak.sink_soak [--only WORD]
+
+Each case trains the tiny job with log.sinks=tensorboard,wandb,trackio, whose files are on a file
+system in memory. The run must end with the weights and rows of a run without sinks, bit for bit.
+The disk then gets room, and `megatoken sync` sends the rest; the record counts the rows that each
+sink has. Needs the three packages, and the right to mount or user namespaces. Three minutes. Linux.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -17,185 +15,133 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megatoken.system.metrics_log import read_metrics
+from tests.soak.options import parse_options
 from tests.soak.tiny_job import Layout, command, write_recipe
 from tests.train.test_pretrain import fingerprint
 
 SINKS = ("tensorboard", "wandb", "trackio")
 DISK_BYTES = 512 << 10
-ROOM_BYTES = 16 << 10  # of a disk that fills
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """free_bytes: of the sinks' disk when the run starts, None for enough."""
-
-    name: str
-    free_bytes: int | None = None
-    has_network: bool = False
-    logged_in: bool = False
-
-
-CASES = (
-    Case("network, enough room", has_network=True),
-    Case("no network"),
-    Case("no network, logged in", logged_in=True),
-    Case("no network, disk full", free_bytes=0),
-    Case("no network, disk fills", free_bytes=ROOM_BYTES),
-)
+# Bytes free on the sinks' disk when the run starts, and whether W&B has a key, so that it connects.
+CASES = {
+    "no network": (DISK_BYTES, False),
+    "no network, logged in": (DISK_BYTES, True),
+    "no network, disk full": (0, False),
+    "no network, disk fills": (16 << 10, False),
+}
 
 
 @contextmanager
-def mount_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system in memory, gone at the end with what is on it."""
+def mount_disk(folder: Path, free_bytes: int) -> Iterator[None]:
+    """Mount a file system in memory with a file that leaves `free_bytes`."""
+    size = f"size={DISK_BYTES if free_bytes < DISK_BYTES else 64 << 20}"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(folder)], check=True)
     try:
+        for name in ("tensorboard", "wandb"):
+            (folder / name).mkdir()
+        (folder / "filler").write_bytes(b"\0" * (DISK_BYTES - free_bytes))
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(disk: Path, free_bytes: int) -> None:
-    """Leave that many bytes free; what a page holds is the least."""
-    with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(b"\0" * 4096)
-    os.truncate(disk / "filler", (disk / "filler").stat().st_size - free_bytes)
+def make_environment(disk: Path, has_key: bool) -> dict[str, str]:
+    """Return variables with which all sinks write to `disk`."""
+    env = {"NETRC": os.devnull, "TRACKIO_DIR": str(disk / "trackio")}
+    for name in ("DIR", "CACHE_DIR", "CONFIG_DIR", "DATA_DIR", "ARTIFACT_DIR"):
+        env[f"WANDB_{name}"] = str(disk / "wandb-files")
+    if has_key:
+        env["WANDB_API_KEY"] = "0" * 40
+    return {**os.environ, **env}
 
 
-def make_environment(case: Case, disk: Path) -> dict[str, str]:
-    """In which every sink writes to `disk` alone."""
-    folders = {
-        name: str(disk / name.lower()) for name in ("TRACKIO_DIR", "WANDB_DIR", "WANDB_CACHE_DIR")
-    }
-    folders |= {
-        name: str(disk / name.lower())
-        for name in ("WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR")
-    }
-    known = {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(("WANDB_", "TRACKIO_"))
-    }
-    return {**known, **folders, "NETRC": os.devnull} | (
-        {"WANDB_API_KEY": "0" * 40} if case.logged_in else {}
-    )
-
-
-def end_sinks(out: Path) -> int:
-    """End the processes of a run's sinks that still try; returns how many did."""
-    ended = 0
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
+def stop_sinks(out: Path) -> int:
+    """Kill the sinks of a run that still try, and return their number."""
+    n_stopped = 0
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            words = line.read_bytes().split(b"\0")
+            words = file.read_bytes().split(b"\0")
             if b"sync" in words and os.fsencode(out) in words:
-                os.kill(int(line.parent.name), signal.SIGKILL)
-                ended += 1
-    return ended
+                os.kill(int(file.parent.name), signal.SIGKILL)
+                n_stopped += 1
+    return n_stopped
 
 
 def count_rows(out: Path, disk: Path) -> dict[str, int]:
-    """Training rows that each sink's files hold; of W&B's, whose format is its own, how often they name the loss."""
+    """Return the train rows of each sink; of W&B, how often its files name the loss."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    events = [
-        event
+    steps = {
+        event.step
         for path in (out / "tensorboard").glob("events.*")
         for event in EventFileLoader(str(path)).Load()
-    ]
-    steps = {
-        event.step for event in events for value in event.summary.value if value.tag == "train/loss"
+        if any(value.tag == "train/loss" for value in event.summary.value)
     }
-    found = {"tensorboard": len(steps), "wandb": 0, "trackio": 0}
-    for path in (out / "wandb").glob("*run-*/*.wandb"):
-        found["wandb"] += path.read_bytes().count(b"train/loss")
-    for path in (disk / "trackio_dir").glob("*.db"):
+    logs = [path.read_bytes() for path in (out / "wandb").glob("*run-*/*.wandb")]
+    counts = {"tensorboard": len(steps), "wandb": sum(log.count(b"train/loss") for log in logs)}
+    query = (
+        "select count(distinct step) from metrics where cast(metrics as text) like '%train/loss%'"
+    )
+    for path in (disk / "trackio").glob("*.db"):
         with suppress(sqlite3.Error), closing(sqlite3.connect(path)) as database:
-            query = "select count(distinct step) from metrics where cast(metrics as text) like '%train/loss%'"
-            found["trackio"] += database.execute(query).fetchone()[0]
-    return found
+            counts["trackio"] = database.execute(query).fetchone()[0]
+    return counts
 
 
-def judge(case: Case, recipe: Path, out: Path, clean: dict[str, Any]) -> dict[str, Any]:
-    """Train beside the sinks of a case; what became of the run and of the sinks."""
-    disk = out.parent / f"{out.name}-disk"
-    with mount_disk(disk, str(DISK_BYTES if case.free_bytes is not None else "64m")):
+def run_case(name: str, recipe: Path, out: Path, clean: dict[str, Any]) -> dict[str, Any]:
+    """Train with sinks, send the rest, and compare the run with the clean one."""
+    free_bytes, has_key = CASES[name]
+    disk = out.with_name(f"{out.name}-disk")
+    with mount_disk(disk, free_bytes):
         out.mkdir()
-        (out / "provenance.json").write_text('{"megatoken": "0.1.0"}')  # a run's folder
-        for name in ("tensorboard", "wandb"):
-            (disk / name).mkdir()
-            (out / name).symlink_to(disk / name)
-        if case.free_bytes is not None:
-            fill(disk, case.free_bytes)
-        environment = make_environment(case, disk)
+        (out / "provenance.json").write_text('{"megatoken": "0.1.0"}')  # a run folder
+        for sink in ("tensorboard", "wandb"):
+            (out / sink).symlink_to(disk / sink)
+        env = make_environment(disk, has_key)
         words = command(recipe, out, Layout(1, "none"), [f"log.sinks={','.join(SINKS)}"])
-        if not case.has_network:
-            words = ["unshare", "-n", *words]
-        start = time.perf_counter()
-        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        train = subprocess.run(["unshare", "-n", *words], env=env, stdout=subprocess.DEVNULL)
         result: dict[str, Any] = {
-            "exit": done.returncode,
-            "seconds": round(time.perf_counter() - start, 1),
+            "exit": train.returncode,
+            "still_trying": stop_sinks(out),
+            "identical": fingerprint(out) == clean,
+            "rows": sum(row["kind"] == "train" for row in read_metrics(out)),
         }
-        result |= {"still_trying": end_sinks(out), "identical": fingerprint(out) == clean}
-        result["rows"] = sum(row["kind"] == "train" for row in read_metrics(out))
-        result["said"] = [
-            line for line in done.stdout.splitlines() if "sync-" in line or "background" in line
-        ]
-        if case.free_bytes is not None:
-            (disk / "filler").unlink()
-            subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-            send = [sys.executable, "-P", "-m", "megatoken", "sync", str(out), "--to"]
-            codes = {
-                name: subprocess.run([*send, name], env=environment).returncode for name in SINKS
-            }
-            result["sync_after"] = codes
-        result["rows_of_sinks"] = count_rows(out, disk)
-    return result
+        (disk / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        sync = [sys.executable, "-P", "-m", "megatoken", "sync", str(out), "--to"]
+        env.pop("WANDB_API_KEY", None)
+        codes = [subprocess.run([*sync, sink], env=env).returncode for sink in SINKS]
+        return {**result, "sync_exits": codes, "rows_of_sinks": count_rows(out, disk)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    options = parser.parse_args()
+    options = parse_options(__doc__, only="")
     if os.geteuid():
-        words = [
-            "unshare",
-            "-rm",
-            sys.executable,
-            "-P",
-            "-m",
-            "tests.soak.sink_soak",
-            *sys.argv[1:],
-        ]
-        os.execvp(words[0], words)
-    found = {}
+        words = [sys.executable, "-P", "-m", "tests.soak.sink_soak", *sys.argv[1:]]
+        os.execvp("unshare", ["unshare", "-rm", *words])
+    results = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = write_recipe(folder / "job")
-        subprocess.run(
-            command(recipe, folder / "clean", Layout(1, "none")), capture_output=True, check=True
-        )
+        words = command(recipe, folder / "clean", Layout(1, "none"))
+        subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
         clean = fingerprint(folder / "clean")
-        for number, case in enumerate(case for case in CASES if options.only in case.name):
-            found[case.name] = judge(case, recipe, folder / f"run-{number}", clean)
-            print(f"{case.name}: {found[case.name]}", flush=True)
-    whole = sum(not case["exit"] and case["identical"] for case in found.values())
-    answer = {"soak": "sinks", "cases": len(found), "whole": whole, "ends": found}
+        for number, case in enumerate(CASES):
+            if options.only in case:
+                results[case] = run_case(case, recipe, folder / f"run-{number}", clean)
+                print(f"{case}: {results[case]}", flush=True)
+    n_identical = sum(not result["exit"] and result["identical"] for result in results.values())
+    answer = {"soak": "sinks", "cases": len(results), "identical": n_identical, "ends": results}
     answer["versions"] = {name: version(name) for name in SINKS}
     print(json.dumps(answer), flush=True)
-    return int(whole < len(found))
+    return int(n_identical < len(results))
 
 
 if __name__ == "__main__":

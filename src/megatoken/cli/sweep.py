@@ -37,7 +37,6 @@ JOURNAL = "journal.log"
 BEST = "best.yaml"
 PICTURE = "sweep.png"
 UNPRUNED_TRIALS = 4  # trials before any is stopped early
-MOST_FAILURES = 3  # end the search after this many failures without a success
 DIVERGED = 1e30  # loss that stands for one that is not finite
 RANGE = re.compile(r"(log:)?([^.]\S*?)\.\.([^.]\S*)")
 Space = dict[str, Any]  # an Optuna distribution by setting
@@ -169,20 +168,16 @@ class Sweep:
 
     def run(self) -> None:
         """Run trials in `options.jobs` threads."""
-        with ThreadPoolExecutor(self.options.jobs) as pool, stop_on_signal(self.stopping):
-            for worker in [pool.submit(self._work) for _ in range(self.options.jobs)]:
-                worker.result()
+        jobs = self.options.jobs
+        with ThreadPoolExecutor(jobs) as pool, stop_on_signal(self.stopping):
+            list(pool.map(self._run_trials, range(jobs)))  # raises what a thread raised
 
-    def _work(self) -> None:
-        try:
-            while not self.stopping.is_set():
-                trial = self.ask()
-                if trial is None:
-                    return
-                self._run_trial(trial)
-        except BaseException:
-            self.stopping.set()  # stop the other workers
-            raise
+    def _run_trials(self, _: int) -> None:
+        while not self.stopping.is_set():
+            trial = self.ask()
+            if trial is None:
+                return
+            self._run_trial(trial)
 
     def ask(self) -> Any:
         """Return the next trial with its values: an interrupted or a new one; None at the end.
@@ -238,10 +233,6 @@ class Sweep:
         self.study.tell(trial, losses.losses[-1] if state == TrialState.COMPLETE else None, state)
         result = f"loss {losses.losses[-1]:.4f}" if losses.losses else f"exit {code}"
         self.console.print(f"{folder.name}  {state.name.lower():<8}  {result}  {' '.join(values)}")
-        states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
-        is_failing = not {TrialState.COMPLETE, TrialState.PRUNED}.intersection(states)
-        if is_failing and states.count(TrialState.FAIL) >= MOST_FAILURES:
-            raise DataError(f"the first trials failed: {read_error(folder)}", folder)
 
 
 class TrialLosses:
@@ -301,6 +292,8 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
         loss = f"{row['loss']:.4f}" if row["loss"] else "-"
         cells.append((row["trial"], row["state"], loss, *row["values"].values()))
     console.table(cells)
+    if rows and all(row["state"] == "fail" for row in rows):
+        raise DataError(f"all trials failed: {read_error(out / rows[0]['trial'])}", out)
     if not rows or rows[0]["state"] != "complete":
         return {"trials": rows, "best": None}
     words = [f"{key}={text}" for key, text in rows[0]["values"].items()]

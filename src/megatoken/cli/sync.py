@@ -12,10 +12,9 @@ import os
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatoken.cli import Result
 from megatoken.cli.runs import find_state, read_config
@@ -60,17 +59,9 @@ def run(options: Namespace, console: Console) -> Result:
     return Result(ExitCode.DONE, {"rows": counts})
 
 
-class Sink(Protocol):
-    """A program that shows numbers over steps. Any exception ends the sync, never the run."""
-
-    def log(self, values: dict[str, float], row: Row) -> None:
-        """Take the numbers of one row, by name such as `train/loss`."""
-
-    def flush(self) -> None:
-        """Write what was logged, as far as the program can. Raises OSError on a full disk."""
-
-    def close(self) -> None:
-        """Write or send the rest."""
+# A sink takes the run folder and its state in RUN/sync/NAME.json, which it may add to. `log` takes the
+# numbers of a row, by name such as `train/loss`; `flush` raises OSError on a full disk. Any exception
+# ends the sync, never the run.
 
 
 class TensorBoard:
@@ -141,11 +132,7 @@ class Trackio:
         check_room(Path(self._trackio.TRACKIO_DIR))
 
 
-CLASSES: dict[str, Callable[[Path, Row], Sink]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
-}
+CLASSES: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 def check_room(folder: Path) -> None:
