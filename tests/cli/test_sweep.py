@@ -73,9 +73,8 @@ def test_ranges_are_distributions_of_settings() -> None:
     "word",
     [
         "optim.lrr=log:1e-4..1e-3",
-        "optim.lr=log:1e-4..fast",
+        "optim.lr=1e-4..fast",
         "optim.lr=1e-3..1e-4",
-        "optim.lr=1e-4...1e-2",
         "optim.lr=log:0..1e-3",
         "optim.beta1=0.9..1.5",
         "optim.warmup=0.1dur..0.2dur",
@@ -110,10 +109,10 @@ def test_a_search_keeps_the_best_rate_and_continues_with_more_trials(
     assert main([*words, "optim.lr=1e-5|3e-3"]) == ExitCode.CONFIG  # another search
 
 
-@pytest.mark.parametrize("path", ["missing", "data|missing", "train"])
-def test_data_are_opened_before_the_first_trial(path: str, recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["missing", "train"])
+def test_data_are_opened_before_the_first_trial(name: str, recipe: str, tmp_path: Path) -> None:
     prepare_text(tmp_path / "train", TEXT, val_fraction=0.0)
-    paths = "|".join(str(tmp_path / name) for name in path.split("|"))
+    paths = f"{Path(recipe).with_name('data')}|{tmp_path / name}"
     words = ["optim.lr=1e-3|2e-3", f"data.path={paths}", "--out", str(tmp_path / "out")]
     assert main(["sweep", recipe, *words]) == ExitCode.DATA
     assert not (tmp_path / "out").exists()

@@ -103,14 +103,10 @@ class Contender:
 class Run:
     """A contender trained from a seed. turn_seconds: length of a turn, 0 for all of the run."""
 
-    contender: Contender
-    seed: int
+    name: str
     folder: Path
-    words: tuple[str, ...]
+    words: list[str]
     turn_seconds: int
-
-    def __str__(self) -> str:
-        return f"{self.contender.label}, seed {self.seed}"
 
     @property
     def is_finished(self) -> bool:
@@ -131,21 +127,22 @@ def run(options: Namespace, console: Console) -> Result:
     rounds = list_rounds(contenders, options)
     stopping = threading.Event()
     with lock_folder(options.out, "race"):
-        for runs in rounds:
-            for run in runs:
+        for runs in rounds.values():
+            for run in runs.values():
                 check_unchanged(run)
         with stop_on_signal(stopping):
-            for runs in rounds:
-                run_round(runs, stopping, console)
-        finished = [runs for runs in rounds if all(run.is_finished for run in runs)]
-        folders = {
-            contender.label: [
-                options.out / contender.folder / f"seed-{runs[0].seed}" for runs in finished
-            ]
-            for contender in contenders
+            for runs in rounds.values():
+                run_round(list(runs.values()), stopping, console)
+        finished = {
+            seed: runs
+            for seed, runs in rounds.items()
+            if all(run.is_finished for run in runs.values())
         }
-        seeds = [runs[0].seed for runs in finished]
-        data = report(options, metric, seeds, folders, console)
+        folders = {
+            label: [runs[label].folder for runs in finished.values()]
+            for label in options.contenders
+        }
+        data = report(options, metric, list(finished), folders, console)
     return Result(ExitCode.DONE if finished == rounds else ExitCode.STOPPED, data)
 
 
@@ -183,8 +180,8 @@ def check_contenders(contenders: Sequence[Contender]) -> str:
     return "loss" if len(tokenizers) == 1 else "bits_per_byte"
 
 
-def list_rounds(contenders: Sequence[Contender], options: Namespace) -> list[list[Run]]:
-    """Return the runs of each seed, in the order of their turns. Each seed starts with another.
+def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int, dict[str, Run]]:
+    """Return the runs of each seed by label, in the order of their turns, which rotates.
 
     Validation takes about a third of the FLOPs of the longest contender.
     """
@@ -193,18 +190,18 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace) -> list[lis
     fewest, most = VALIDATIONS
     every = max(1, longest // min(max(longest // n_val, fewest), most))
     user_keys = {word.partition("=")[0] for word in options.overrides}
-    rounds = []
+    rounds: dict[int, dict[str, Run]] = {}
     for index in range(options.seeds):
         seed = contenders[0].config.seed + index
-        runs = []
-        for contender in contenders:
+        start = index % len(contenders)
+        rounds[seed] = {}
+        for contender in [*contenders[start:], *contenders[:start]]:
             shared = {"evaluate.every": f"{every}tok", "evaluate.tokens": contender.n_val}
             words = [f"{key}={value}" for key, value in shared.items() if key not in user_keys]
-            folder = options.out / contender.folder / f"seed-{seed}"
             words = [*contender.words, *FIXED, *words, f"seed={seed}"]
-            runs.append(Run(contender, seed, folder, tuple(words), int(options.turn)))
-        start = index % len(runs)
-        rounds.append([*runs[start:], *runs[:start]])
+            folder = options.out / contender.folder / f"seed-{seed}"
+            name = f"{contender.label}, seed {seed}"
+            rounds[seed][contender.label] = Run(name, folder, words, int(options.turn))
     return rounds
 
 
@@ -215,7 +212,7 @@ def check_unchanged(run: Run) -> None:
     config = resolve(run.words[0], run.words[1:]).config
     for change in list_changes(read_config(run.folder), config):
         if change.key in SHARED or change.resume != "free":
-            raise ConfigError(f"{run} has changed: {change}", run.folder, "name another --out")
+            raise ConfigError(f"{run.name} has changed: {change}", run.folder, "name another --out")
 
 
 def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) -> None:
@@ -235,11 +232,11 @@ def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
     code = train(run.folder, [*run.words, limit], stopping.is_set)
     val = find_last_rows(run.folder, ["val"]).get("val", {})
     loss = float(val.get("loss", "nan"))
-    console.print(f"{run}: step {find_step(run.folder):,}, validation loss {loss:.4f}")
+    console.print(f"{run.name}: step {find_step(run.folder):,}, validation loss {loss:.4f}")
     is_error = code not in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.NUMERICS)
     if is_error and not stopping.is_set():
         code = code if code in set(ExitCode) else ExitCode.PEER
-        raise error_from_code(code, f"{run}: {read_error(run.folder)}")
+        raise error_from_code(code, f"{run.name}: {read_error(run.folder)}")
     if find_step(run.folder) == step:
         run.turn_seconds *= 2  # setup or validation takes longer than a turn
 

@@ -173,10 +173,7 @@ class Sweep:
             list(pool.map(self._run_trials, range(jobs)))  # raises what a thread raised
 
     def _run_trials(self, _: int) -> None:
-        while not self.stopping.is_set():
-            trial = self.ask()
-            if trial is None:
-                return
+        while not self.stopping.is_set() and (trial := self.ask()):
             self._run_trial(trial)
 
     def ask(self) -> Any:
@@ -190,9 +187,9 @@ class Sweep:
             trials = self.study.get_trials(deepcopy=False)
             n_started = sum(trial.state != optuna.trial.TrialState.WAITING for trial in trials)
             number = self._interrupted[0].number if self._interrupted else len(trials)
-            seed = self.options.seed + number
-            constant_liar = self.options.jobs > 1
-            self.study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=constant_liar)
+            self.study.sampler = optuna.samplers.TPESampler(
+                seed=self.options.seed + number, constant_liar=self.options.jobs > 1
+            )
             if self._interrupted:
                 trial = optuna.Trial(self.study, self._interrupted.pop(0)._trial_id)
             elif n_started < self._n_trials:
