@@ -56,13 +56,10 @@ def run(options: Namespace, console: Console) -> Result:
     runs = dict.fromkeys(run for folder in folders for run in find_runs(folder))
     rows = [read_run(run) for run in runs]
     if options.sort:
-        key, is_largest_first = SORT_KEYS[options.sort]
-        sorted_rows = sorted(
-            (row for row in rows if row[key] is not None),
-            key=lambda row: row[key],
-            reverse=is_largest_first,
+        key, descending = SORT_KEYS[options.sort]
+        rows.sort(  # rows without the value last
+            key=lambda row: ((row[key] is None) != descending, row[key]), reverse=descending
         )
-        rows = sorted_rows + [row for row in rows if row[key] is None]
     cells = [COLUMNS, *(format_row(row) for row in rows)]
     differences: dict[str, list[str]] = {}
     if not rows:

@@ -121,7 +121,7 @@ def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[d
     cells: list[tuple[str, ...]] = [("run", "N", "D", "6 N D", "loss", "law", "error")]
     for run in runs:
         fitted = float(law.loss(run.parameters, run.tokens))
-        row = {
+        row: dict[str, Any] = {
             "run": run.folder.name,
             "N": run.parameters,
             "D": run.tokens,
@@ -131,9 +131,10 @@ def show_runs(law: Law, runs: Sequence[FinishedRun], console: Console) -> list[d
             "error_share": fitted / run.loss - 1,
         }
         rows.append(row)
-        sizes = map(format_quantity, (run.parameters, run.tokens, run.flops))
-        losses = (f"{run.loss:.4f}", f"{fitted:.4f}", f"{fitted / run.loss - 1:+.2%}")
-        cells.append((run.folder.name, *sizes, *losses))
+        sizes = [format_quantity(row[key]) for key in ("N", "D", "flops")]
+        cells.append(
+            (row["run"], *sizes, f"{run.loss:.4f}", f"{fitted:.4f}", f"{row['error_share']:+.2%}")
+        )
     console.table(cells, left=1)
     return rows
 

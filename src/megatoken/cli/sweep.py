@@ -274,12 +274,11 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
     out = search.options.out
     rows: list[dict[str, Any]] = []
     for trial in search.study.get_trials(deepcopy=False):
-        losses = list(trial.intermediate_values.values())
         row: dict[str, Any] = {
             "trial": find_folder(out, trial).name,
             "state": trial.state.name.lower(),
             "values": format_values(trial.params),
-            "loss": losses[-1] if losses else None,
+            "loss": trial.value,
         }
         if trial.params:
             rows.append(row)
@@ -299,28 +298,27 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
     with storage_errors(out):
         replace_file(out / BEST, redact(render(resolved.config, resolved.origins)))
     save_picture(
-        lambda pyplot, path: draw(pyplot, path, rows, search.space), out / PICTURE, console
+        lambda pyplot, path: draw(pyplot, path, search.study, search.space), out / PICTURE, console
     )
     console.print(f"best: megatoken train {shlex.quote(recipe)} --out runs/best")
     return {"trials": rows, "best": rows[0], "recipe": recipe}
 
 
-def draw(pyplot: Any, path: Path, rows: Sequence[dict[str, Any]], space: Space) -> Path:
+def draw(pyplot: Any, path: Path, study: Any, space: Space) -> Path:
     """Draw the loss over each setting, of finished trials and of those stopped early."""
+    from optuna.trial import TrialState
+
     from megatoken.plots import open_panels, save_figure
 
     figure, panels = open_panels(pyplot, len(space))
     for axis, (key, distribution) in zip(panels, space.items(), strict=True):
-        choices = getattr(distribution, "choices", ())
-        to_x = choices.index if choices else float
-        if choices:
-            axis.set_xticks(range(len(choices)), choices)
-        elif distribution.log:
-            axis.set_xscale("log")
-        for state, marker in (("complete", "o"), ("pruned", "x")):
-            trials = [row for row in rows if row["state"] == state]
-            x = [to_x(row["values"][key]) for row in trials]
-            axis.plot(x, [row["loss"] for row in trials], marker, label=state)
+        for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
+            trials = study.get_trials(states=[state])
+            x = [trial.params[key] for trial in trials]
+            y = [trial.value for trial in trials]
+            axis.plot(x, y, marker, label=state.name.lower())
         axis.set(title=key, ylabel="validation loss (nats per token)")
+        if getattr(distribution, "log", False):
+            axis.set_xscale("log")
     panels[0].legend()
     return save_figure(pyplot, figure, path)
