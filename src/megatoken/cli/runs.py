@@ -170,11 +170,10 @@ def find_own_data(models: Sequence[str]) -> str:
     """Return the data.path that runs share; "" if a model is not a run. Raises ConfigError."""
     if not all(is_run(Path(name)) for name in models):
         return ""
-    paths = {read_config(Path(name)).data.path for name in models}
-    if len(paths) > 1:
-        what = f"the runs have different data: {', '.join(sorted(paths))}"
-        raise ConfigError(what, "megatoken eval", "give --data")
-    return paths.pop()
+    paths = {name: read_config(Path(name)).data.path for name in models}
+    if len(set(paths.values())) > 1:
+        raise ConfigError(f"the runs have different data: {paths}", "megatoken eval", "give --data")
+    return paths[models[0]]
 
 
 def count_bytes(folder: Path) -> int:
