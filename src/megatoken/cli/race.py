@@ -133,17 +133,17 @@ def run(options: Namespace, console: Console) -> Result:
         with stop_on_signal(stopping):
             for runs in rounds.values():
                 run_round(list(runs.values()), stopping, console)
-        finished = {
+        finished_rounds = {
             seed: runs
             for seed, runs in rounds.items()
             if all(run.is_finished for run in runs.values())
         }
         folders = {
-            label: [runs[label].folder for runs in finished.values()]
+            label: [runs[label].folder for runs in finished_rounds.values()]
             for label in options.contenders
         }
-        data = report(options, metric, list(finished), folders, console)
-    return Result(ExitCode.DONE if finished == rounds else ExitCode.STOPPED, data)
+        data = report(options, metric, list(finished_rounds), folders, console)
+    return Result(ExitCode.DONE if finished_rounds == rounds else ExitCode.STOPPED, data)
 
 
 def open_contender(label: str, options: Namespace) -> Contender:

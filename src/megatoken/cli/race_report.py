@@ -53,10 +53,10 @@ class Curve:
 
     def find_crossing(self, target: float) -> float | None:
         """Return the tokens at which the loss first is the target, interpolated linearly."""
-        reached = np.flatnonzero(self.losses <= target)
-        if not len(reached):
+        below = np.flatnonzero(self.losses <= target)
+        if not len(below):
             return None
-        end = int(reached[0])
+        end = int(below[0])
         if end == 0 or not math.isfinite(self.losses[end - 1]):
             return float(self.tokens[end])
         span = slice(end - 1, end + 1)
@@ -134,8 +134,8 @@ def describe(
     label: str, curves: Sequence[Curve], targets: Sequence[float], folders: Sequence[Path]
 ) -> Row:
     """Return the row of a contender: its `runs`, and the figures of those that reached the target."""
-    saved = [folder for folder in folders if (folder / CHECKPOINTS).is_dir()]
-    model, _ = read_model((saved or folders)[0])
+    saved_runs = [folder for folder in folders if (folder / CHECKPOINTS).is_dir()]
+    model, _ = read_model((saved_runs or folders)[0])
     per_token = flops_per_token(model, causal=True)
     pairs = zip(curves, targets, strict=True)
     runs = [describe_run(curve, target, per_token) for curve, target in pairs]
@@ -237,7 +237,5 @@ def draw_race(
         axis.set(xlim=(0, None), ylim=(0.98 * ends.min(), ends.max()))
     panels[0].set(xlabel="training tokens", ylabel=f"validation loss ({UNITS[metric]})")
     panels[1].set(xlabel=f"time of steps ({unit})")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False
-    )
+    panels[0].legend()
     return save_figure(pyplot, figure, path)

@@ -156,9 +156,9 @@ def show_law(law: Law, laws: Sequence[Law], console: Console) -> dict[str, Any]:
     return {"terms": list(names), "formula": formula, "factors": list(law.factors), "fits": fits}
 
 
-def describe(value: float, resampled: Sequence[float]) -> dict[str, float]:
+def describe(value: float, resamples: Sequence[float]) -> dict[str, float]:
     """Return a value and the interval of its resamples."""
-    low, high = interval(resampled)
+    low, high = interval(resamples)
     return {"value": value, "low": low, "high": high}
 
 
@@ -235,8 +235,8 @@ def draw_law(
             tokens = np.geomspace(same[0].tokens / 2, same[-1].tokens * 10, CURVE_POINTS)
             axis.plot(6 * size * tokens, law.loss(size, tokens), lw=1, **style)
     x = np.geomspace(runs[0].flops, flops, CURVE_POINTS)
-    lowest, *resampled = [other.loss(*spend(other, x, runs[-1])) for other in (law, *laws)]
-    low, high = np.nanquantile(resampled, INTERVAL, axis=0)
+    lowest, *resamples = [other.loss(*spend(other, x, runs[-1])) for other in (law, *laws)]
+    low, high = np.nanquantile(resamples, INTERVAL, axis=0)
     axis.plot(x, lowest, "k--", lw=1, label="lowest loss by the law")
     axis.fill_between(x, low, high, color="k", alpha=0.12, lw=0, label="80% of resamples")
     axis.set(xscale="log", xlabel="training FLOPs (6 N D)")

@@ -63,11 +63,11 @@ def run(options: Namespace, console: Console) -> Result:
         fix = 'pip install "megatoken[sweep]"'
         raise ConfigError("optuna is not installed", fix=fix) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    space, fixed = parse_space(options.recipe, options.overrides)
-    check_data(options.recipe, space, fixed)
+    space, settings = parse_space(options.recipe, options.overrides)
+    check_data(options.recipe, space, settings)
     options.out = options.out or Path("sweeps") / Path(options.recipe).stem
     with lock_folder(options.out, "sweep"), warnings.catch_warnings(action="ignore"):
-        search = Sweep(options, space, fixed, console)
+        search = Sweep(options, space, settings, console)
         search.run()
         data = report(search, console)
     return Result(ExitCode.STOPPED if search.stopping.is_set() else ExitCode.DONE, data)
@@ -76,28 +76,28 @@ def run(options: Namespace, console: Console) -> Result:
 def parse_space(recipe: str, words: Sequence[str]) -> tuple[Space, list[str]]:
     """Return the distribution of each searched setting, and the other settings. Raises ConfigError."""
     ranges = {}
-    fixed = []
+    settings = []
     for word in words:
         key, _, text = word.partition("=")
         is_number = key in FIELDS and FIELDS[key].type in (int, float)
         if "|" in text or (is_number and RANGE.fullmatch(text)):
             ranges[key] = text
         else:
-            fixed.append(word)
+            settings.append(word)
     if not ranges:
         fix = "give KEY=LOW..HIGH, KEY=log:LOW..HIGH or KEY=A|B|C"
         raise ConfigError("nothing to search", "command line", fix)
-    return {key: parse_range(recipe, fixed, key, text) for key, text in ranges.items()}, fixed
+    return {key: parse_range(recipe, settings, key, text) for key, text in ranges.items()}, settings
 
 
-def parse_range(recipe: str, fixed: Sequence[str], key: str, text: str) -> Any:
+def parse_range(recipe: str, settings: Sequence[str], key: str, text: str) -> Any:
     """Return the distribution of `low..high`, `log:low..high` or `a|b|c`. Raises ConfigError."""
     from optuna import distributions
 
     match = RANGE.fullmatch(text)
     values = [match[2], match[3]] if match else text.split("|")
     for value in values:
-        resolve(recipe, [*fixed, f"{key}={value}"])
+        resolve(recipe, [*settings, f"{key}={value}"])
     if match is None:
         return distributions.CategoricalDistribution(values)
     low, high = map(float, values)
@@ -109,11 +109,11 @@ def parse_range(recipe: str, fixed: Sequence[str], key: str, text: str) -> Any:
         raise ConfigError(str(error), f"{key}={text}") from None
 
 
-def check_data(recipe: str, space: Space, fixed: Sequence[str]) -> None:
+def check_data(recipe: str, space: Space, settings: Sequence[str]) -> None:
     """Raise ConfigError or DataError unless all data can be opened and have held-out text."""
     from megatoken.data.mixture import load_mixture
 
-    config = resolve(recipe, fixed).config.data
+    config = resolve(recipe, settings).config.data
     paths = space["data.path"].choices if "data.path" in space else [config.path]
     for path in paths:
         if not load_mixture(path, external_tokenizer=config.tokenizer).n_val:
@@ -135,14 +135,14 @@ class Sweep:
     """
 
     def __init__(
-        self, options: Namespace, space: Space, fixed: Sequence[str], console: Console
+        self, options: Namespace, space: Space, settings: Sequence[str], console: Console
     ) -> None:
         import optuna
         from optuna.storages.journal import JournalFileBackend
 
         self.options = options
         self.space = space
-        self.fixed = fixed
+        self.settings = settings
         self.console = console
         self.stopping = threading.Event()
         self._asking = threading.Lock()
@@ -157,7 +157,7 @@ class Sweep:
         if self.study.user_attrs.get("search", search) != search:
             raise ConfigError("another sweep is in this folder", options.out, "name another --out")
         self.study.set_user_attr("search", search)
-        self._interrupted = self.study.get_trials(states=[optuna.trial.TrialState.RUNNING])
+        self._interrupted_trials = self.study.get_trials(states=[optuna.trial.TrialState.RUNNING])
         self._n_trials = options.trials
         combinations = list(product(*(getattr(values, "choices", ()) for values in space.values())))
         if 0 < len(combinations) <= options.trials:  # all are choices
@@ -186,12 +186,12 @@ class Sweep:
         with self._asking:
             trials = self.study.get_trials(deepcopy=False)
             n_started = sum(trial.state != optuna.trial.TrialState.WAITING for trial in trials)
-            number = self._interrupted[0].number if self._interrupted else len(trials)
+            number = self._interrupted_trials[0].number if self._interrupted_trials else len(trials)
             self.study.sampler = optuna.samplers.TPESampler(
                 seed=self.options.seed + number, constant_liar=self.options.jobs > 1
             )
-            if self._interrupted:
-                trial = optuna.Trial(self.study, self._interrupted.pop(0)._trial_id)
+            if self._interrupted_trials:
+                trial = optuna.Trial(self.study, self._interrupted_trials.pop(0)._trial_id)
             elif n_started < self._n_trials:
                 trial = self.study.ask()
             else:
@@ -213,7 +213,7 @@ class Sweep:
             [
                 self.options.recipe,
                 f"machine.threads={threads}",
-                *self.fixed,
+                *self.settings,
                 *values,
                 "save.mirror=",  # a mirror has room for one run
             ],
@@ -293,7 +293,7 @@ def report(search: Sweep, console: Console) -> dict[str, Any]:
     if not rows or rows[0]["state"] != "complete":
         return {"trials": rows, "best": None}
     words = [f"{key}={text}" for key, text in rows[0]["values"].items()]
-    resolved = resolve(search.options.recipe, [*search.fixed, *words])
+    resolved = resolve(search.options.recipe, [*search.settings, *words])
     recipe = str(out / BEST)
     with storage_errors(out):
         replace_file(out / BEST, redact(render(resolved.config, resolved.origins)))
