@@ -14,31 +14,29 @@ from megatoken.console import Console
 from megatoken.errors import ConfigError, ExitCode
 from megatoken.train.sinks import SinkProcesses, check_sinks
 
-
-class Collected:
-    """A sink in a list."""
-
-    rows: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012 (of all instances, on purpose)
-    error: Exception | None = None
-
-    def __init__(self, run: Path, state: dict[str, Any]) -> None:
-        state.setdefault("id", "a")
-
-    def log(self, values: dict[str, float], row: dict[str, Any]) -> None:
-        self.rows.append((row["step"], values))
-
-    def flush(self) -> None:
-        if self.error:
-            raise self.error
-
-    def close(self) -> None:
-        """Nothing is left."""
+Rows = list[tuple[int, dict[str, float]]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(sync.CLASSES, "trackio", Collected)
-    monkeypatch.setattr(Collected, "rows", [])
+def sent(monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """Return the rows that a sink "trackio" gets; its disk is full after a row of step 13."""
+    rows: Rows = []
+
+    def open_sink(run: Path, state: dict[str, Any]) -> sync.Sink:
+        state.setdefault("id", "a")
+
+        def flush() -> None:
+            if rows and rows[-1][0] == 13:
+                raise OSError(28, "No space left\non device")
+
+        return sync.Sink(lambda values, row: rows.append((row["step"], values)), flush, list)
+
+    monkeypatch.setitem(sync.OPENERS, "trackio", open_sink)
+    return rows
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
     (tmp_path / "status.json").write_text('{"state": "done"}')
     return write_rows(tmp_path, 1, 4)
 
@@ -56,28 +54,28 @@ def write_rows(run: Path, first: int, last: int) -> Path:
     return run
 
 
-def list_rows(first: int, last: int) -> list[tuple[int, dict[str, float]]]:
+def list_rows(first: int, last: int) -> Rows:
     """Return what a sink gets of `write_rows`."""
     rows = [(step, {"train/loss": 2.5}) for step in range(first, last + 1)]
     return [*rows, (last, {"eval/piqa/acc": 0.5})]
 
 
-def test_every_row_is_sent_once_also_after_a_resume(run: Path) -> None:
+def test_every_row_is_sent_once_also_after_a_resume(run: Path, sent: Rows) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 5, "tok')  # a row that is being written
     words = ["sync", str(run), "--to", "trackio"]
     assert main(words) == ExitCode.DONE
-    assert Collected.rows == list_rows(1, 4)
+    assert sent == list_rows(1, 4)
     (run / "metrics.jsonl").unlink()
     write_rows(run, 1, 6)  # a resume has dropped rows and written them again
     assert main(words) == ExitCode.DONE
-    assert Collected.rows == [*list_rows(1, 4), *list_rows(5, 6)]
+    assert sent == [*list_rows(1, 4), *list_rows(5, 6)]
     state = {"id": "a", "sent": {"train": 6, "eval/piqa": 6}}
     assert json.loads((run / "sync" / "trackio.json").read_text()) == state
 
 
 def test_following_sends_rows_as_they_come_until_the_run_ends(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, sent: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "status.json").write_text('{"state": "running"}')
     starts = iter([5, 7])
@@ -90,20 +88,20 @@ def test_following_sends_rows_as_they_come_until_the_run_ends(
 
     monkeypatch.setattr("time.sleep", wait)
     assert main(["sync", str(run), "--to", "trackio", "--follow"]) == ExitCode.DONE
-    assert Collected.rows == [*list_rows(1, 4), *list_rows(5, 6), *list_rows(7, 8)]
+    assert sent == [*list_rows(1, 4), *list_rows(5, 6), *list_rows(7, 8)]
 
 
 def test_rows_of_a_sink_that_fails_are_sent_again(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, sent: Rows, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Collected, "error", OSError(28, "No space left\non device"))
+    write_rows(run, 5, 13)
     assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.STORAGE
     assert capsys.readouterr().err.count("\n") == 1
     assert not (run / "sync" / "trackio.json").exists()
-    monkeypatch.setattr(Collected, "error", None)
-    monkeypatch.setattr(Collected, "rows", [])
+    sent.clear()
+    write_rows(run, 14, 14)
     assert main(["sync", str(run), "--to", "trackio"]) == ExitCode.DONE
-    assert Collected.rows == list_rows(1, 4)
+    assert sent == [*list_rows(1, 4), *list_rows(5, 13), *list_rows(14, 14)]
 
 
 def test_room_is_checked_by_writing(tmp_path: Path) -> None:

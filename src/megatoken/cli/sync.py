@@ -12,9 +12,11 @@ import os
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatoken.cli import Result
 from megatoken.cli.runs import find_state, read_config
@@ -59,80 +61,73 @@ def run(options: Namespace, console: Console) -> Result:
     return Result(ExitCode.DONE, {"rows": counts})
 
 
-# A sink takes the run folder and its state in RUN/sync/NAME.json, which it may add to. `log` takes the
-# numbers of a row, by name such as `train/loss`; `flush` raises OSError on a full disk. Any exception
-# ends the sync, never the run.
+class Sink(NamedTuple):
+    """A program that shows numbers over steps. Any exception ends the sync, never the run.
+
+    log: takes the numbers of a row by name, such as `train/loss`, and the row.
+    flush: writes what was logged, as far as the program can. Raises OSError on a full disk.
+    """
+
+    log: Callable[[dict[str, float], Row], object]
+    flush: Callable[[], object]
+    close: Callable[[], object]
 
 
-class TensorBoard:
-    """Event files in RUN/tensorboard, for `tensorboard --logdir runs`."""
+def open_tensorboard(run: Path, state: Row) -> Sink:
+    """Write event files to RUN/tensorboard, for `tensorboard --logdir runs`."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def __init__(self, run: Path, state: Row) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    writer = EventFileWriter(str(run / "tensorboard"))
 
-        self._event = event_pb2.Event
-        self._summary = summary_pb2.Summary
-        self._writer = EventFileWriter(str(run / "tensorboard"))
-        self.flush = self._writer.flush
-        self.close = self._writer.close
-
-    def log(self, values: dict[str, float], row: Row) -> None:
-        scalars = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in values.items()
-        ]
-        summary = self._summary(value=scalars)
+    def log(values: dict[str, float], row: Row) -> None:
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         # TensorBoard's "relative" axis then shows training time, without pauses.
         seconds = row.get("elapsed_seconds", 0.0)
-        self._writer.add_event(self._event(step=row["step"], wall_time=seconds, summary=summary))
+        summary = Summary(value=scalars)
+        writer.add_event(Event(step=row["step"], wall_time=seconds, summary=summary))
+
+    return Sink(log, writer.flush, writer.close)
 
 
-class WandB:
-    """A run of the project `megatoken`, offline in RUN/wandb without an API key or by WANDB_MODE."""
+def open_wandb(run: Path, state: Row) -> Sink:
+    """Log to the project `megatoken`; offline in RUN/wandb without an API key or by WANDB_MODE."""
+    import wandb
 
-    def __init__(self, run: Path, state: Row) -> None:
-        import wandb
+    name = run.resolve().name
+    has_key = wandb.login(prompt=False, verify=False)
+    wandb_run = wandb.init(
+        project="megatoken",
+        name=name,
+        id=state.setdefault("id", f"{name}-{os.urandom(4).hex()}"),
+        resume="allow",
+        dir=str(run),
+        config=read_settings(run),
+        mode=None if has_key else "offline",
+    )
+    wandb_run.define_metric("*", step_metric="step")
 
-        name = run.resolve().name
-        has_key = wandb.login(prompt=False, verify=False)
-        self._run = wandb.init(
-            project="megatoken",
-            name=name,
-            id=state.setdefault("id", f"{name}-{os.urandom(4).hex()}"),
-            resume="allow",
-            dir=str(run),
-            config=read_settings(run),
-            mode=None if has_key else "offline",
-        )
-        self._run.define_metric("*", step_metric="step")
-        self.close = self._run.finish
+    def log(values: dict[str, float], row: Row) -> None:
+        wandb_run.log({**values, "step": row["step"], "tokens": row["tokens"]})
 
-    def log(self, values: dict[str, float], row: Row) -> None:
-        self._run.log({**values, "step": row["step"], "tokens": row["tokens"]})
-
-    def flush(self) -> None:
-        check_room(Path(self._run.dir))
+    return Sink(log, partial(check_room, Path(wandb_run.dir)), wandb_run.finish)
 
 
-class Trackio:
-    """A run of the project `megatoken` in trackio's local database."""
+def open_trackio(run: Path, state: Row) -> Sink:
+    """Log to the project `megatoken` in trackio's local database."""
+    import trackio
 
-    def __init__(self, run: Path, state: Row) -> None:
-        import trackio
+    name = run.resolve().name
+    trackio.init(project="megatoken", name=name, config=read_settings(run), resume="allow")
 
-        self._trackio = trackio
-        name = run.resolve().name
-        trackio.init(project="megatoken", name=name, config=read_settings(run), resume="allow")
-        self.close = trackio.finish
+    def log(values: dict[str, float], row: Row) -> None:
+        trackio.log(values, step=row["step"])
 
-    def log(self, values: dict[str, float], row: Row) -> None:
-        self._trackio.log(values, step=row["step"])
-
-    def flush(self) -> None:
-        check_room(Path(self._trackio.TRACKIO_DIR))
+    return Sink(log, partial(check_room, Path(trackio.TRACKIO_DIR)), trackio.finish)
 
 
-CLASSES: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+OPENERS = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
 
 
 def check_room(folder: Path) -> None:
@@ -174,7 +169,7 @@ def send_rows(run: Path, name: str, *, follow: bool) -> int:
     """Send the rows after the steps in RUN/sync/NAME.json, in order, and update that file."""
     path = run / "sync" / f"{name}.json"
     state = {"sent": {}, **read_object(path)}
-    sink = CLASSES[name](run, state)
+    sink = OPENERS[name](run, state)
     position = LogPosition()
     count = 0
     try:
