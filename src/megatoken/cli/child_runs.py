@@ -2,27 +2,20 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from megatoken.launch.local import COMMAND
+from megatoken.launch.local import COMMAND, handle_signals
 from megatoken.system.atomic_write import storage_errors
 from megatoken.system.process import Child
 
 POLL_SECONDS = 0.5
 
 
-@contextmanager
-def stop_on_signal(stopping: threading.Event) -> Iterator[None]:
-    """Set `stopping` on SIGTERM and SIGINT."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.signal(number, lambda *_: stopping.set()) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
+def stop_on_signal(stopping: threading.Event) -> AbstractContextManager[None]:
+    """Set `stopping` on SIGTERM and SIGINT inside the context."""
+    return handle_signals(("SIGTERM", "SIGINT"), lambda *_: stopping.set())
 
 
 def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -> int:
