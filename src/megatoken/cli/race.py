@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatoken.checkpoint.commit import list_steps
 from megatoken.cli import Result
 from megatoken.cli.arguments import add_settings
 from megatoken.cli.child_runs import read_error, stop_on_signal, train
@@ -29,7 +28,6 @@ from megatoken.errors import ConfigError, DataError, ExitCode, error_from_code
 from megatoken.system.atomic_write import local_path, read_object
 from megatoken.system.file_lock import lock_folder
 from megatoken.system.metrics_log import STATUS, find_last_rows
-from megatoken.train.run_folder import CHECKPOINTS
 
 if TYPE_CHECKING:
     from megatoken.data.mixture import Mixture
@@ -107,6 +105,12 @@ class Run:
     folder: Path
     words: list[str]
     turn_seconds: int
+
+    @property
+    def step(self) -> int:
+        """The last step, 0 before the first."""
+        step: int = read_object(self.folder / STATUS).get("step", 0)
+        return step
 
     @property
     def is_finished(self) -> bool:
@@ -227,20 +231,15 @@ def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) 
 
 def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
     """Train a run for a turn. Raises the error of a run that fails, except for losses not finite."""
-    step = find_step(run.folder)
+    step = run.step
     limit = f"save.time_limit={run.turn_seconds or ''}"
     code = train(run.folder, [*run.words, limit], stopping.is_set)
     val = find_last_rows(run.folder, ["val"]).get("val", {})
     loss = float(val.get("loss", "nan"))
-    console.print(f"{run.name}: step {find_step(run.folder):,}, validation loss {loss:.4f}")
+    console.print(f"{run.name}: step {run.step:,}, validation loss {loss:.4f}")
     is_error = code not in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.NUMERICS)
     if is_error and not stopping.is_set():
         code = code if code in set(ExitCode) else ExitCode.PEER
         raise error_from_code(code, f"{run.name}: {read_error(run.folder)}")
-    if find_step(run.folder) == step:
+    if run.step == step:
         run.turn_seconds *= 2  # setup or validation takes longer than a turn
-
-
-def find_step(run: Path) -> int:
-    """Return the step of the newest checkpoint, 0 without."""
-    return max(list_steps(run / CHECKPOINTS), default=0)
