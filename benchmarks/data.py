@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -136,8 +135,8 @@ def time_epochs(
             loader.rows(step)
 
     warm, epochs = open_loader(), count(1)
-    steps = int(warm.steps_per_epoch)
-    read(warm, 0, math.ceil(warm.steps_per_epoch))  # touches every block
+    steps = warm.n_windows // warm.batch_size
+    read(warm, 0, steps + 1)  # touches every block
     timings = time_interleaved(
         {
             "first_epoch": lambda: read(open_loader(), 0, steps),

@@ -211,9 +211,7 @@ def test_a_disk_that_fails_is_one_error(
 
     monkeypatch.setattr(os, "preadv", fail)
     where = f"{path}, byte offset {HEADER_BYTES + 20 if suffix == '.bin' else 148:,}"
-    with pytest.raises(
-        MegatokenError, match=f"cannot read the shard: Input/output error — {where}"
-    ):
+    with pytest.raises(MegatokenError, match=f"cannot read: Input/output error — {where}"):
         tokens.read(10, 5)
 
 

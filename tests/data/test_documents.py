@@ -401,9 +401,7 @@ def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path) -> None:
     assert read_all(find_source(str(snapshot / "README.md"))) == (["# Dataset card"], {})
 
 
-def test_a_named_corpus_wins_over_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_corpus_wins_over_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "python" / "a.txt", "text")
     assert len(find_source("python").files) > 1

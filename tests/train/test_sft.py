@@ -313,7 +313,7 @@ def test_what_is_refused(base: Path, tmp_path: Path) -> None:
             "machine.tensor_parallel=2",
             "machine.tensor_parallel: not supported for conversations",
         ),
-        "batch": ("budget.batch_tokens=64000", "sequences of 80 tokens, a batch 800"),
+        "batch": ("budget.batch_tokens=64000", "sequences of 80 tokens, a batch has 800"),
     }
     for name, (word, message) in wrong.items():
         with pytest.raises(MegatokenError, match=message):

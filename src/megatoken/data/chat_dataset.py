@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatoken.data.dataset import Dataset, Tokens
-from megatoken.data.shard_format import RESTORE, Manifest
+from megatoken.data.shard_format import RESTORE, Manifest, read_errors
 from megatoken.errors import DataError
 
 # Bits of a token's byte: it is trained; a conversation starts here; it pads the row.
@@ -121,10 +121,8 @@ def answers_name(split: str) -> str:
 
 def _read_verified(dataset: Dataset, name: str) -> bytes:
     path = dataset.path / name
-    try:
+    with read_errors(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read: {error.strerror}", path, RESTORE) from error
     actual = xxhash.xxh3_128_hexdigest(data)
     expected = dataset.manifest.source["files_beside"].get(name)
     if actual != expected:

@@ -9,15 +9,14 @@
 | prompt, chosen, rejected | preference | trl |
 | prompt, answer | prompt with its answer | GSM8K, verl |
 
-Prompts and answers are text or a list of messages. A row has the keys of one format, but a
-preference can also have `messages`, a copy of the chosen conversation (Tunstall et al. 2023).
+Prompts and answers are text or a list of messages. The first format whose keys a row has counts,
+from preferences down to alpaca.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from megatoken.data.chat_template import Message, parse_messages
@@ -25,11 +24,10 @@ from megatoken.data.documents import FIX_ROW
 from megatoken.data.sources import ROW_FORMATS, Source
 from megatoken.data.text_files import read_rows
 from megatoken.errors import DataError
+from megatoken.system.atomic_write import MALFORMED
 
 Kind = Literal["chat", "preference", "prompt"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-PEEKED_ROWS = 1000  # searched for one that identifies the format
-_KTO_LABELS = ("label", "kto_tag")  # of trl and LLaMA-Factory
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +54,14 @@ class Format(NamedTuple):
 
 
 def peek_format(source: Source, text_key: str) -> Format | None:
-    """Return the format of a corpus by its first rows; None for text, which `text_key` can hold.
-
-    Raises DataError for prompts without answers, and for conversations next to files of text.
-    """
-    row_files = tuple(file for file in source.files if file.format in ROW_FORMATS.values())
-    row_format = _peek_rows(replace(source, files=row_files), text_key)
-    if row_format and len(row_files) < len(source.files):
-        where = row_files[0].path
-        raise DataError(f"{row_format.name} next to files of text", where, "name the rows alone")
-    return row_format
-
-
-def _peek_rows(source: Source, text_key: str) -> Format | None:
-    prompt_alone = ""
-    for where, line in islice(read_rows(source), PEEKED_ROWS):
-        try:
-            row = json.loads(line.decode(errors="replace"))
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(row, dict):
-            continue
-        if text_key in row:
-            return None
-        formats = _match_formats(row)
-        if formats:
-            return formats[0]
-        if "prompt" in row:
-            prompt_alone = prompt_alone or where
-    if prompt_alone:
-        raise _missing_answer(prompt_alone)
+    """Return the format of a corpus by its first row; None for text, which `text_key` can hold."""
+    if source.files[0].format in ROW_FORMATS.values():
+        for _, line in read_rows(source):
+            try:
+                row = json.loads(line)
+                return None if text_key in row else _match_format(row)
+            except MALFORMED:
+                break
     return None
 
 
@@ -100,41 +76,24 @@ def read_examples(source: Source) -> Iterator[tuple[Format, Example]]:
 def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format, Example]:
     """Return the format and content of a row. Raises DataError if it is not as expected."""
     try:
-        row = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not a row of JSON: {error!s:.100}", where, FIX_ROW) from error
-    formats = _match_formats(row)
-    if not formats:
-        if isinstance(row, dict) and "prompt" in row:
-            raise _missing_answer(where)
-        fix = "use the keys " + " or ".join("+".join(it.keys) for it in FORMATS)
-        raise DataError("a row of unknown format", where, fix)
-    row_format = formats[0]
-    names = [it.name for it in formats]
-    if len(names) > 1 and names != ["prompt/chosen/rejected", "messages"]:
-        raise DataError(f"a row of two formats: {', '.join(names)}", where, "remove one's keys")
-    if expected not in (None, row_format):
-        what = f"two formats: {row_format.name} here, {expected.name} before"
-        raise DataError(what, where, "prepare them as two datasets")
-    labels = {str(row.get(key)).lower() for key in _KTO_LABELS}  # CSV has text only
-    if labels & {"true", "false", "0", "1"}:
-        fix = "remove the bad answers and the label, or pair good and bad answers for DPO"
-        raise DataError("a row for KTO, which is not supported", where, fix)
-    return row_format, row_format.read(row, where)
+        row = json.loads(line)
+        row_format = _match_format(row)
+        if expected not in (None, row_format):
+            raise ValueError(f"{row_format.name} after rows of {expected.name}")
+        if str(row.get("label", row.get("kto_tag"))).lower() in ("true", "false"):
+            raise ValueError("a row for KTO, which is not supported")
+        return row_format, row_format.read(row, where)
+    except MALFORMED as error:
+        raise DataError(f"unusable row: {error!r:.200}", where, FIX_ROW) from error
 
 
-def _match_formats(row: Any) -> list[Format]:
-    keys = set(row) if isinstance(row, dict) else set()
-    return [row_format for row_format in FORMATS if keys >= set(row_format.keys)]
-
-
-def _missing_answer(where: str) -> DataError:
-    fix = "give each row an `answer`, a `completion`, or `chosen` and `rejected`"
-    return DataError("no usable answer to the prompt", where, fix)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number")
+def _match_format(row: dict[str, Any]) -> Format:
+    """Return the format of a row. Raises ValueError for an unknown one."""
+    for row_format in FORMATS:
+        if row.keys() >= {*row_format.keys}:
+            return row_format
+    names = ", ".join(row_format.name for row_format in FORMATS)
+    raise ValueError(f"its keys are not those of {names}")
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:
@@ -143,7 +102,7 @@ def _to_rows(value: Any, role: str) -> list[Any]:
 
 
 def _system_rows(row: dict[str, Any]) -> list[Any]:
-    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    return _to_rows(row["system"], "system") if row.get("system") else []
 
 
 def _read_messages(row: dict[str, Any], where: str) -> Example:
@@ -151,30 +110,20 @@ def _read_messages(row: dict[str, Any], where: str) -> Example:
 
 
 def _read_sharegpt(row: dict[str, Any], where: str) -> Example:
-    turns = row["conversations"]
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        fix = 'write [{"from": ..., "value": ...}]'
-        raise DataError("conversations is not a list of turns", where, fix)
     rows = _system_rows(row)
-    for turn in turns:
+    for turn in row["conversations"]:
         role = turn.get("from", turn.get("role"))
-        role = _SHAREGPT_ROLES.get(str(role), role)
-        rows.append({**turn, "role": role, "content": turn.get("value", turn.get("content"))})
+        content = turn.get("value", turn.get("content"))
+        rows.append({**turn, "role": _SHAREGPT_ROLES.get(role, role), "content": content})
     return _make_chat(rows, where)
 
 
 def _read_alpaca(row: dict[str, Any], where: str) -> Example:
     rows = _system_rows(row)
     question = row["instruction"]
-    context = row.get("input") or ""
-    turns = row.get("history") or []
-    is_valid = isinstance(context, str) and isinstance(question, str) and isinstance(turns, list)
-    if not is_valid or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
-        fix = "instruction and input are text, history is a list of [instruction, output]"
-        raise DataError("not a row of alpaca", where, fix)
-    if context.strip():
-        question += "\n\n" + context
-    for user, assistant in [*turns, [question, row["output"]]]:
+    if (row.get("input") or "").strip():
+        question += "\n\n" + row["input"]
+    for user, assistant in [*(row.get("history") or []), (question, row["output"])]:
         rows += _to_rows(user, "user") + _to_rows(assistant, "assistant")
     return _make_chat(rows, where)
 
@@ -198,7 +147,7 @@ def _read_preference(row: dict[str, Any], where: str) -> Example:
         rows = rows if rows[: len(prompt)] == prompt else prompt + rows  # trl has both
         messages = parse_messages(rows, f"{where}, {key}")
         if messages[-1].role != "assistant":
-            raise DataError(f"{key} does not end with an answer", where, "leave the pair out")
+            raise ValueError(f"{key} does not end with an answer")
         answers.append(messages)
     return Example(where, parse_messages(prompt, f"{where}, prompt", reply=True), answers)
 
@@ -207,7 +156,7 @@ def _read_prompt(row: dict[str, Any], where: str) -> Example:
     answer = row["answer"]
     is_number = type(answer) in (int, float) and math.isfinite(answer)
     if not is_number and not (isinstance(answer, str) and answer.strip()):
-        raise _missing_answer(where)
+        raise ValueError("the answer is not text or a number")
     prompt = parse_messages(_to_rows(row["prompt"], "user"), where, reply=True)
     return Example(where, prompt, row=row)
 

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import ConfigError, DataError
+from megatoken.system.atomic_write import MALFORMED
 
 ROLES = ("system", "user", "assistant")
 CHATML = ("<|im_start|>", "<|im_end|>")
@@ -101,7 +102,9 @@ class ChatTemplate:
 
         def flush() -> None:
             tokens = self.tokenizer.encode(text).tolist()
-            n_header = len(tokens) if answer < 0 else self._count_header(text, answer, tokens)
+            n_header = len(tokens)
+            if answer >= 0:
+                n_header = self.tokenizer.count_tokens_within(text, answer)
             ids.extend(tokens)
             trained.extend([False] * n_header + [True] * (len(tokens) - n_header))
 
@@ -189,13 +192,6 @@ class ChatTemplate:
             what = f"chat template {self.name}: text next to control tokens changes their ids"
             raise ConfigError(what, self.tokenizer.name, "use another tokenizer")
 
-    def _count_header(self, text: str, start: int, ids: list[int]) -> int:
-        """Return how many ids of `text` belong to the header, its first `start` characters."""
-        header = self.tokenizer.encode(text[:start]).tolist()
-        if ids[: len(header)] == header:
-            return len(header)
-        return self.tokenizer.count_tokens_within(text, start)
-
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
@@ -213,9 +209,7 @@ def find_template(tokenizer: Tokenizer) -> ChatTemplate:
     if tokenizer.chat_template:
         digest = xxhash.xxh3_64_hexdigest(tokenizer.chat_template.encode())
         return ChatTemplate(f"own-{digest[:8]}", tokenizer, tokenizer.chat_template)
-    fix = f"give the model one: {TRAIN_SFT}"
-    if OTHER_CHATS & tokenizer.special_ids.keys():
-        fix = "copy the model's tokenizer_config.json or chat_template.jinja next to it"
+    fix = f"copy the model's chat_template.jinja next to it, or give it one: {TRAIN_SFT}"
     raise ConfigError(f"tokenizer {tokenizer.name} has no chat template", "", fix)
 
 
@@ -240,9 +234,8 @@ def add_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
     Raises ConfigError as `find_template` does, DataError as `Tokenizer.add_special_tokens` does.
     """
-    special = tokenizer.special_ids.keys()
-    is_builtin = special >= set(CHATML) or special >= set(LLAMA_3)
-    if is_builtin or tokenizer.chat_template or OTHER_CHATS & special:
+    is_chat = tokenizer.chat_template or OTHER_CHATS & tokenizer.special_ids.keys()
+    if is_chat or template_of(tokenizer):
         find_template(tokenizer)
         return tokenizer
     return tokenizer.add_special_tokens(CHATML, f"{tokenizer.name}-chatml")
@@ -273,13 +266,13 @@ def parse_messages(rows: Any, where: str, *, reply: bool = False) -> list[Messag
 
 
 def _parse_message(row: Any, where: str) -> Message:
-    if not isinstance(row, dict) or row.get("role") not in ROLES:
-        raise DataError("unknown role", where, f"use one of {', '.join(ROLES)}")
-    content, weight = row.get("content"), row.get("weight")
-    if not isinstance(content, str) or not content.strip():
-        raise DataError("content must be text", where, "leave the conversation out")
-    if any("\ud800" <= character <= "\udfff" for character in content):
-        raise DataError("content holds a lone surrogate", where, "leave the conversation out")
-    if weight not in (None, 0, 1):
-        raise DataError("weight must be 0 or 1", where, "1 trains on the message, 0 does not")
-    return Message(row["role"], content, 1 if weight is None else int(weight))
+    try:
+        message = Message(row["role"], row["content"], row.get("weight", 1))
+        message.content.encode()  # fails for a lone surrogate
+        is_valid = message.role in ROLES and message.content.strip() and message.weight in (0, 1)
+    except MALFORMED:
+        is_valid = False
+    if not is_valid:
+        fix = f"use a role of {', '.join(ROLES)}, text as content, and a weight of 0 or 1 or none"
+        raise DataError("not a message", where, fix)
+    return message

@@ -6,7 +6,7 @@ micro-batches consecutive slices of a rank's rows, so the order does not depend 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Self
@@ -70,92 +70,70 @@ class Batch:
         return replace(self, **{k: function(v) for k, v in tensors.items() if v is not None})
 
 
+@dataclass(eq=False)
 class DataLoader:
-    """Batches of one split for one data-parallel rank. Iterating yields the first epoch."""
+    """Batches of one split for one data-parallel rank.
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        *,
-        seq_len: int,
-        batch_size: int,
-        seed: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        ramp: BatchRamp | None = None,
-        order: DataOrder = "shuffled",
-        sources: Sequence[tuple[int, float]] = (),
-        marks: Marks | None = None,
-        document_start: int | None = None,
-    ) -> None:
-        """Cut `tokens` into windows of seq_len + 1 at stride seq_len.
+    `tokens` is cut into windows of seq_len + 1 at stride seq_len. batch_size: windows per step,
+    over all ranks. ramp: smaller batches at first. order: sequential cuts each shard into batches
+    and drops the rest, as build-nanogpt and llm.c do; one-batch repeats the first. sources:
+    (tokens, weight) of each source in `tokens`, which are shuffled separately. marks: of rows of
+    conversations (chat_dataset.py), which share no token. document_start: the id that begins a
+    document; documents do not see each other.
 
-        batch_size: windows per step, over all ranks. ramp: smaller batches at first. order:
-        sequential cuts each shard into batches and drops the rest, as build-nanogpt and llm.c do;
-        one-batch repeats the first. sources: (tokens, weight) of each source in `tokens`, which are
-        shuffled separately. marks: of rows of conversations (chat_dataset.py), which share no
-        token. document_start: the id that begins a document; documents do not see each other.
+    Raises ConfigError if a batch does not divide among the ranks, DataError if the split has fewer
+    windows than a batch, or a source has none.
+    """
 
-        Raises ConfigError if a batch does not divide among the ranks, DataError if the split has
-        fewer windows than a batch, or a source has none.
-        """
-        assert 0 <= dp_rank < dp_size
-        assert marks is None or (order != "sequential" and document_start is None)
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.document_start = document_start
-        self._marks = marks
-        self._ramp = ramp
-        self._repeats = order == "one-batch"
-        lengths = [length for length, _ in sources] or [len(tokens)]
+    tokens: Tokens
+    seq_len: int
+    batch_size: int
+    seed: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    ramp: BatchRamp | None = None
+    order: DataOrder = "shuffled"
+    sources: Sequence[tuple[int, float]] = ()
+    marks: Marks | None = None
+    document_start: int | None = None
+
+    def __post_init__(self) -> None:
+        lengths = [length for length, _ in self.sources] or [len(self.tokens)]
         unit = 1  # number of windows to be a multiple of
-        if order == "sequential":
-            lengths = tokens.shard_tokens
-            unit = batch_size
-        shared = 1 if marks is None else 0  # tokens that two windows share
-        self._stride = seq_len + 1 - shared
+        if self.order == "sequential":
+            lengths = self.tokens.shard_tokens
+            unit = self.batch_size
+        shared = 1 if self.marks is None else 0  # tokens that two windows share
+        self._stride = self.seq_len + 1 - shared
+        self._check_ranks("budget.batch_tokens", self.batch_size)
         counts = [max(0, length - shared) // (unit * self._stride) * unit for length in lengths]
         self.n_windows = sum(counts)
+        if self.n_windows < self.batch_size or not all(counts[: len(self.sources)]):
+            what = f"{self.n_windows:,} training sequences of {self.seq_len:,} tokens"
+            fix = "use a smaller budget.batch_tokens or model.seq_len, or prepare more text"
+            raise DataError(f"{what}, a batch has {self.batch_size:,}", "data.path", fix)
+        if self.ramp:
+            self._check_ranks("budget.batch_start", self.ramp.start // self.seq_len)
         # Windows are numbered through all sources or shards.
         self._first_windows = np.cumsum([0, *counts[:-1]])
         self._first_tokens = np.cumsum([0, *lengths[:-1]])
-        self._check_size("budget.batch_tokens", batch_size)
-        if ramp:
-            self._check_size("budget.batch_start", ramp.start // seq_len)
-        window_order: WindowOrder = ShuffledOrder(self.n_windows, seed)
-        if order == "sequential":
+        window_order: WindowOrder = ShuffledOrder(self.n_windows, self.seed)
+        if self.order == "sequential":
             window_order = SequentialOrder(self.n_windows)
-        elif len(sources) > 1:
-            if not min(counts):
-                what = f"a source of {min(lengths):,} tokens has no sequence of {seq_len:,}"
-                raise DataError(what, "data.path", "leave it out, or use a smaller model.seq_len")
-            window_order = MixedOrder(counts, [weight for _, weight in sources], seed)
+        elif len(self.sources) > 1:
+            window_order = MixedOrder(counts, [weight for _, weight in self.sources], self.seed)
         self._order = CachedOrder(window_order, self.n_windows)
 
-    def _check_size(self, key: str, size: int) -> None:
-        """Raise ConfigError or DataError for a batch that cannot be made."""
-        if size < 1 or self.seq_len < 1 or size % self.dp_size:
+    def _check_ranks(self, key: str, size: int) -> None:
+        if size < 1 or size % self.dp_size:
             what = f"a batch of {size:,} sequences does not divide among {self.dp_size} processes"
             fix = f"use a multiple of {self.dp_size * self.seq_len:,} tokens"
             raise ConfigError(what, key, fix)
-        if self.n_windows < size:
-            what = f"the training split has {self.n_windows:,} sequences of {self.seq_len:,} tokens"
-            largest = self.n_windows // self.dp_size * self.dp_size * self.seq_len
-            fix = f"set {key} to {largest} or less" if largest else "use a smaller model.seq_len"
-            raise DataError(f"{what}, a batch {size:,}", key, f"{fix}, or prepare more text")
 
     @property
     def has_marks(self) -> bool:
         """Whether the windows are rows of conversations."""
-        return self._marks is not None
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps that visit every window once; an epoch can end inside a batch."""
-        return self.n_windows / self.batch_size
+        return self.marks is not None
 
     def windows(self, step: int) -> NDArray[np.int64]:
         """Return the windows (batch_size,) of a step over all ranks."""
@@ -168,20 +146,10 @@ class DataLoader:
         """
         return self.tokens.gather(self._find_tokens(step), self.seq_len + 1)
 
-    def _find_tokens(self, step: int) -> NDArray[np.int64]:
-        """Return the first token of each of this rank's windows of a step."""
-        first, size = self._entries(step)
-        size //= self.dp_size
-        windows = self._order.windows(first + self.dp_rank * size, size)
-        place = np.searchsorted(self._first_windows, windows, side="right") - 1
-        in_source = windows - self._first_windows[place]
-        starts: NDArray[np.int64] = self._first_tokens[place] + in_source * self._stride
-        return starts
-
     def full_batch(self, step: int) -> Batch:
         """Return the batch of a training step, on the CPU. Raises as `rows`."""
-        if self._marks is not None:
-            marks = self._marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
+        if self.marks is not None:
+            marks = self.marks[self._find_tokens(step)[:, None] + np.arange(self.seq_len + 1)]
             return make_batch(self.rows(step), marks)
         batch = Batch(*self.batch(step))
         if self.document_start is None:
@@ -195,21 +163,24 @@ class DataLoader:
         inputs = rows[:, :-1].astype(np.int64)
         return torch.from_numpy(inputs), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
-    def __len__(self) -> int:
-        """Return the full batches in one epoch."""
-        return self.n_windows // self.batch_size
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return map(self.batch, range(len(self)))
+    def _find_tokens(self, step: int) -> NDArray[np.int64]:
+        """Return the first token of each of this rank's windows of a step."""
+        first, size = self._entries(step)
+        size //= self.dp_size
+        windows = self._order.windows(first + self.dp_rank * size, size)
+        place = np.searchsorted(self._first_windows, windows, side="right") - 1
+        in_source = windows - self._first_windows[place]
+        starts: NDArray[np.int64] = self._first_tokens[place] + in_source * self._stride
+        return starts
 
     def _entries(self, step: int) -> tuple[int, int]:
         """Return the first entry of a step in the endless list, and their number."""
         assert step >= 0
-        if self._repeats:
+        if self.order == "one-batch":
             step = 0
-        if self._ramp is None:
+        if self.ramp is None:
             return step * self.batch_size, self.batch_size
-        return self._ramp.before(step) // self.seq_len, self._ramp.size(step) // self.seq_len
+        return self.ramp.before(step) // self.seq_len, self.ramp.size(step) // self.seq_len
 
 
 def make_batch(rows: Ids, marks: Marks) -> Batch:
@@ -348,11 +319,12 @@ class Prefetcher:
         """Return the batch; of text for a GPU, its narrow ids: a quarter of the bytes to copy."""
         loader = self._loader
         is_text = not loader.has_marks and loader.document_start is None
-        if self._device.type == "cpu" or not is_text:
+        if self._device.type != "cuda" or not is_text:
             return loader.full_batch(step)
         rows = loader.rows(step)
-        narrow = torch.from_numpy(rows.view(np.int16 if rows.itemsize == 2 else np.int32))
-        return narrow.pin_memory() if self._device.type == "cuda" else narrow
+        return torch.from_numpy(
+            rows.view(np.int16 if rows.itemsize == 2 else np.int32)
+        ).pin_memory()
 
 
 def widen_ids(rows: Tensor, dtype: np.dtype[np.generic]) -> Tensor:

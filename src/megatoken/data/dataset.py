@@ -6,7 +6,7 @@ read, or all at once by `verify_dataset`.
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +27,13 @@ from megatoken.data.shard_format import (
     Manifest,
     Shard,
     hash_block,
+    read_errors,
     read_manifest,
 )
 from megatoken.data.tokenizer import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatoken.errors import DataError, MegatokenError
 from megatoken.system.machine import allow_open_files
 
-_PERMISSIONS = "check the path and its permissions"
 _SAMPLED_BLOCKS = 18  # of each external shard, for the fingerprint: first, last and 16 between
 
 
@@ -64,12 +64,8 @@ class ShardFile:
         position = self.offset + start * self.dtype.itemsize
         buffer = out.data.cast("B")
         while buffer:
-            try:
+            with read_errors(f"{self.path}, byte offset {position:,}"):
                 count = os.preadv(self._descriptor, (buffer,), position)
-            except OSError as error:
-                where = f"{self.path}, byte offset {position:,}"
-                what = f"cannot read the shard: {error.strerror}"
-                raise DataError(what, where, RESTORE) from error
             if not count:
                 what = f"shard was truncated: {self._read_stamp()[0]:,} bytes"
                 raise DataError(f"{what}, expected {self.size:,}", self.path, RESTORE)
@@ -109,7 +105,6 @@ class Tokens:
         self._starts = np.cumsum(sizes)  # of the shards, and the end
         self._first_block = np.cumsum(-(-sizes // self._block_tokens))  # of the shards, and the end
         self._verified = np.zeros(self._first_block[-1], dtype=np.bool_)
-        self._all_verified = False
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -123,7 +118,6 @@ class Tokens:
         """Set the vocabulary that ids are checked against, and verify every block again."""
         self.vocab_size = vocab_size
         self._verified[:] = False
-        self._all_verified = False
 
     def read(self, start: int, count: int) -> Ids:
         """Return a copy of tokens [start, start + count). Raises DataError as `gather`."""
@@ -141,17 +135,13 @@ class Tokens:
         assert starts.min() >= 0
         assert starts.max() + length <= len(self)
         first = self._find_shards(starts)
-        last = self._find_shards(starts + length - 1)
-        spans = set(zip(first.tolist(), last.tolist(), strict=True))
-        touched = {index for start, end in spans for index in range(start, end + 1)}
         local = starts - self._starts[first]
         while True:
-            if not self._all_verified:
-                self._verify_windows(starts, length)
+            self._verify_windows(starts, length)
             for row, index, start in zip(out, first.tolist(), local.tolist(), strict=True):
                 self._copy(index, start, row)
             # After copying, to catch writes between verifying and copying.
-            if not self._distrust_changed(touched):
+            if not self._distrust_changed():
                 return out
 
     def verify(self) -> Iterator[MegatokenError]:
@@ -172,12 +162,11 @@ class Tokens:
             index += 1
             start = 0
 
-    def _distrust_changed(self, shards: Iterable[int]) -> bool:
+    def _distrust_changed(self) -> bool:
         """Return whether any shard was written to. Its blocks will be verified again."""
-        changed = [index for index in shards if self._shards[index].has_changed()]
+        changed = [index for index, shard in enumerate(self._shards) if shard.has_changed()]
         for index in changed:
             self._verified[self._first_block[index] : self._first_block[index + 1]] = False
-            self._all_verified = False
         return bool(changed)
 
     def _find_shards(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -196,7 +185,6 @@ class Tokens:
             for number in np.unique(blocks[~self._verified[blocks]]):
                 self._verify_block(int(number))
                 self._verified[number] = True
-        self._all_verified = bool(self._verified.all())
 
     def _verify_block(self, number: int) -> None:
         index = int(np.searchsorted(self._first_block, number, side="right")) - 1
@@ -242,10 +230,10 @@ class Dataset:
         Raises DataError if it is missing, damaged or another one.
         """
         saved = self.path / "tokenizer"
-        if not saved.is_dir():
-            tokenizer = load_tokenizer(self.external_tokenizer)
-        else:
+        if saved.is_dir():
             tokenizer = load_saved_tokenizer(saved)
+        else:
+            tokenizer = load_tokenizer(self.external_tokenizer)
         expected = self.manifest.tokenizer
         if expected["fingerprint"] and tokenizer.describe() != expected:
             what = f"not the tokenizer that made the shards, {expected['name']!s:.64}"
@@ -326,16 +314,14 @@ def verify_dataset(
 
 def _list_shards(path: Path, external_tokenizer: str) -> tuple[Manifest, list[Path]]:
     """Return the manifest, read or derived, and the file of each of its rows."""
-    try:
+    with read_errors(path):
         if (path / MANIFEST_NAME).exists():
             manifest = read_manifest(path)
             return manifest, [path / shard.file for shard in manifest.shards]
-        is_unfinished = (path / PROGRESS_NAME).exists()
-    except OSError as error:
-        raise DataError(f"cannot read the dataset: {error.strerror}", path, _PERMISSIONS) from error
-    if is_unfinished:
-        raise DataError("dataset is not finished", path, "run the same `megatoken prepare` again")
-    return list_external(path, external_tokenizer)
+        if (path / PROGRESS_NAME).exists():
+            fix = "run the same `megatoken prepare` again"
+            raise DataError("dataset is not finished", path, fix)
+        return list_external(path, external_tokenizer)
 
 
 def _open_shard(path: Path, shard: Shard, manifest: Manifest) -> ShardFile:
@@ -355,7 +341,5 @@ def _open_shard(path: Path, shard: Shard, manifest: Manifest) -> ShardFile:
         if actual != expected:
             what = f"shard does not fit its manifest: {name} is {actual}, expected {expected}"
             raise DataError(what, path, RESTORE)
-    try:
+    with read_errors(path):
         return ShardFile(shard, path, header.dtype, offset)
-    except OSError as error:
-        raise DataError(f"cannot read the shard: {error.strerror}", path, _PERMISSIONS) from error

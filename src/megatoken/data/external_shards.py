@@ -3,6 +3,7 @@
 They have no manifest: one is derived from their headers.
 """
 
+import glob
 import re
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from megatoken.data.shard_format import (
     Manifest,
     Shard,
     has_magic,
+    read_errors,
     read_header,
 )
 from megatoken.errors import DataError
 
 SUFFIXES = (".bin", ".npy")
-_PERMISSIONS = "check the path and its permissions"
 # (vocabulary size, id between documents) of tokenizers whose shards are published; llm.c's LLaMA-3
 # writer puts begin-of-text there. Ids of others are checked once `set_vocab_size` is called.
 _PUBLISHED_TOKENIZERS = {"gpt2": (50257, 50256), "llama-3": (128256, 128000)}
@@ -45,11 +46,9 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
             raise DataError("a shard of megatoken without its manifest", file, fix)
         if header.dtype != headers[0].dtype or file.suffix != files[0].suffix:
             raise DataError(f"shards of two formats: also {files[0].name}", file, "use a pattern")
-        if file.name in _HEADERLESS and tokenizer == "gpt2" and _has_own_vocabulary(file):
+        if file.name in _HEADERLESS and tokenizer == "gpt2" and (file.parent / "meta.pkl").exists():
             fix = "prepare the text: megatoken prepare FILE --out DIR --tokenizer bytes"
             raise DataError("ids of a vocabulary in meta.pkl, which is not loaded", file, fix)
-        if header.tokens == 0:
-            raise DataError("shard holds no tokens", file, "remove it from the folder")
     dtype = headers[0].dtype
     if files[0].suffix == ".bin" and dtype == "uint32" and tokenizer == "gpt2":
         tokenizer = "llama-3"  # llm.c's version 7; GPT-2's ids never need 32 bits
@@ -70,20 +69,11 @@ def list_external(path: Path, tokenizer: str) -> tuple[Manifest, list[Path]]:
     return manifest, files
 
 
-def _has_own_vocabulary(file: Path) -> bool:
-    return (file.parent / "meta.pkl").exists()
-
-
 def _find_files(path: Path) -> list[Path]:
-    try:
-        if path.is_dir():
-            paths = list(path.iterdir())
-        elif path.exists():
-            paths = [path]
-        else:
-            paths = list(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the dataset: {error}", path, _PERMISSIONS) from error
+    if path.is_dir():
+        paths = list(path.iterdir())
+    else:
+        paths = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 (absolute patterns)
     files = sorted(file for file in paths if file.suffix in SUFFIXES)
     if not files:
         fix = "check data.path, or make a dataset: megatoken prepare SOURCE --out DIR"
@@ -96,25 +86,21 @@ def read_layout(path: Path) -> tuple[Header, int, bytes]:
 
     Raises DataError unless the file has the size that its header implies.
     """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(HEADER_BYTES)
-            size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"cannot read the shard: {error.strerror}", path, _PERMISSIONS) from error
+    with read_errors(path), path.open("rb") as file:
+        raw = file.read(HEADER_BYTES)
+        size = path.stat().st_size
     if path.suffix == ".npy":
         header, offset = _read_npy_header(path)
     elif path.name in _HEADERLESS and not has_magic(raw):
         header = Header(dtype="uint16", tokens=size // 2, fingerprint="")
         offset = 0
     else:
-        header = read_header(raw, str(path))
+        header = read_header(raw, path)
         offset = HEADER_BYTES
     expected = offset + header.tokens * np.dtype(header.dtype).itemsize
-    if size != expected:
-        reason = "truncated" if size < expected else "too long"
-        what = f"shard is {reason}: {size:,} bytes, expected {expected:,}"
-        raise DataError(f"{what} for {header.tokens:,} tokens", path, RESTORE)
+    if size != expected or not header.tokens:
+        what = f"shard of {header.tokens:,} tokens has {size:,} bytes, expected {expected:,}"
+        raise DataError(what, path, RESTORE)
     return header, offset, raw[:offset]
 
 

@@ -7,7 +7,9 @@ then the tokens. Header bytes 32..63 are the tokenizer's sha256, which other pro
 """
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,16 @@ class Header:
     fingerprint: str  # sha256 hex of the tokenizer; "" if not recorded
 
 
+@contextmanager
+def read_errors(where: str | Path) -> Iterator[None]:
+    """Convert OSError to DataError. where: the file, for the message."""
+    try:
+        yield
+    except OSError as error:
+        fix = "check the path and its permissions"
+        raise DataError(f"cannot read: {error.strerror}", where, fix) from error
+
+
 def hash_block(data: Any) -> str:
     """Return the xxh3_64 hex of a buffer (detects accidents, not attacks)."""
     return str(xxhash.xxh3_64_hexdigest(data))
@@ -106,22 +118,14 @@ def has_magic(raw: bytes) -> bool:
     return any(raw.startswith(magic.to_bytes(4, "little")) for magic, _ in MAGICS.values())
 
 
-def read_header(raw: bytes, where: str) -> Header:
+def read_header(raw: bytes, where: str | Path) -> Header:
     """Decode 1,024 header bytes. Raises DataError, naming the file `where`, if they are wrong."""
-    if len(raw) < HEADER_BYTES:
-        what = f"shard has {len(raw):,} bytes, less than its {HEADER_BYTES:,}-byte header"
-        raise DataError(what, where, "copy or prepare the file again")
-    magic, version, tokens = (int(value) for value in np.frombuffer(raw, dtype="<i4", count=3))
-    dtype = next((dtype for dtype, (known, _) in MAGICS.items() if known == magic), None)
-    if dtype is None:
-        known = " or ".join(f"{magic} ({dtype})" for dtype, (magic, _) in MAGICS.items())
-        what = f"not a token shard: its magic number is {magic}, not {known}"
+    dtypes = {magic: dtype for dtype, magic in MAGICS.items()}
+    magic, version, tokens = np.frombuffer(raw.ljust(12, b"\0")[:12], dtype="<i4").tolist()
+    dtype = dtypes.get((magic, version))
+    if dtype is None or tokens < 0 or len(raw) < HEADER_BYTES:
+        what = f"not a token shard: its header starts with {magic}, {version}, {tokens}"
         raise DataError(what, where, "remove it from the folder or prepare it again")
-    if version != MAGICS[dtype][1]:
-        what = f"shard version {version}; magic {magic} goes with version {MAGICS[dtype][1]}"
-        raise DataError(what, where, "prepare the file again")
-    if tokens < 0:
-        raise DataError(f"shard header counts {tokens} tokens", where, "prepare the file again")
     digest = raw[_FINGERPRINT]
     return Header(dtype=dtype, tokens=tokens, fingerprint=digest.hex() if any(digest) else "")
 
@@ -137,12 +141,8 @@ def read_manifest(folder: Path) -> Manifest:
     Raises DataError if it is missing, unreadable, damaged or of another version.
     """
     path = folder / MANIFEST_NAME
-    try:
-        data = read_small_file(path, LARGEST_MANIFEST)
-    except OSError as error:
-        what = f"cannot read the manifest: {error.strerror}"
-        raise DataError(what, path, "check the folder, or finish the preparation") from error
-    return parse_manifest(data, path)
+    with read_errors(path):
+        return parse_manifest(read_small_file(path, LARGEST_MANIFEST), path)
 
 
 def parse_manifest(data: bytes, where: str | Path) -> Manifest:
@@ -187,28 +187,16 @@ def _decode_manifest(content: Any, where: str | Path) -> Manifest:
             shards=tuple(_decode_shard(row) for row in content["shards"]),
             source=content["source"],
         )
-        _check_types(manifest)
+        tokenizer = manifest.tokenizer
+        numbers = [tokenizer["vocab_size"], tokenizer["eot"], *manifest.documents.values()]
+        numbers += [shard.tokens for shard in manifest.shards]
+        has_types = isinstance(manifest.source, dict) and manifest.dtype in MAGICS
+        texts = [tokenizer["name"], tokenizer["fingerprint"]]
+        if not has_types or {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
+            raise ValueError("a value has a wrong type")
     except MALFORMED as error:
         raise DataError(f"unusable manifest: {error!r}", where, RESTORE) from error
     return manifest
-
-
-def _check_types(manifest: Manifest) -> None:
-    """Raise ValueError, TypeError or LookupError for values of a wrong type or range."""
-    tokenizer = manifest.tokenizer
-    counts = [shard.tokens for shard in manifest.shards]
-    numbers = [tokenizer["vocab_size"], tokenizer["eot"], *counts, *manifest.documents.values()]
-    is_valid = {
-        "dtype": manifest.dtype in MAGICS,
-        "name": isinstance(tokenizer["name"], str),
-        "fingerprint": isinstance(tokenizer["fingerprint"], str),
-        "source": isinstance(manifest.source, dict),
-        "split": all(shard.split in SPLITS for shard in manifest.shards),
-        "number": all(type(number) is int for number in numbers) and min(counts, default=0) >= 0,
-    }
-    for name, valid in is_valid.items():
-        if not valid:
-            raise ValueError(f"bad {name}")
 
 
 def _decode_shard(row: dict[str, Any]) -> Shard:
@@ -216,6 +204,6 @@ def _decode_shard(row: dict[str, Any]) -> Shard:
     blocks = tuple(digits[start : start + 16] for start in range(0, len(digits), 16))
     shard = Shard(**row | {"blocks": blocks})
     # Never read outside the folder.
-    if shard.file in ("", ".", "..") or any(sign in shard.file for sign in "/\\\0"):
-        raise ValueError(f"{shard.file!r} is not a file name")
+    if not re.fullmatch(r"\w[\w.-]*", shard.file) or shard.split not in SPLITS or shard.tokens < 0:
+        raise ValueError(f"bad shard {shard.file!r}")
     return shard

@@ -75,7 +75,7 @@ def open_text(source: Source, file: File, text_key: str = "") -> Iterator[TextFi
         raise DataError(f"cannot read: {reason:.200}", file.path, "fix or remove it") from error
 
 
-def _convert(raw: BinaryIO, stream: io.BufferedReader, file: File, text_key: str) -> TextFile:
+def _convert(raw: BinaryIO, stream: Any, file: File, text_key: str) -> TextFile:
     def tell() -> int:
         return min(raw.tell(), file.size)
 

@@ -86,7 +86,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """sha256 hex of everything that decides ids and text, for any version of `tokenizers`."""
         keys = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
-        decisive = {key: self._content.get(key) for key in keys}
+        decisive: dict[str, Any] = {key: self._content.get(key) for key in keys}
         model = decisive["model"]
         if "merges" in model:
             merges = [split_merge(merge) for merge in model["merges"]]

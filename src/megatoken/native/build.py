@@ -26,7 +26,16 @@ INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # The compiler may reorder sums only in loops that say so (omp simd reduction).
 OPTIONS = tuple(
-    "-std=c++17 -O3 -fPIC -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra".split()
+    [
+        "-std=c++17",
+        "-O3",
+        "-fPIC",
+        "-fopenmp",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-Wall",
+        "-Wextra",
+    ]
 )
 VECTORS = ("-mprefer-vector-width=512",)
 
