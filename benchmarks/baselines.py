@@ -35,7 +35,7 @@ BETAS = (OPTIM.beta1, OPTIM.beta2)
 Baseline = tuple[nn.Module, torch.optim.Optimizer, Callable[[Any, Tensor, Tensor], Tensor]]
 
 
-def build_baseline(spec: WorkerSpec) -> Training:
+def build_baseline(spec: WorkerSpec, stack: ExitStack) -> Training:
     """Build a program's step. Spec options: precision, compile, source (the program's file)."""
     torch_device = torch.device(spec.device)
     if torch_device.type == "cuda":
@@ -59,7 +59,13 @@ def build_baseline(spec: WorkerSpec) -> Training:
         return float(loss.detach())
 
     device = make_device(torch_device, spec.options["precision"])
-    return Training(spec=spec, device=device, step=step, chosen=spec.configuration)
+    return Training(
+        spec=spec,
+        device=device,
+        step=step,
+        chosen=spec.configuration,
+        peak_memory_bytes=device.peak_memory_bytes,
+    )
 
 
 def make_device(torch_device: torch.device, precision: str) -> Device:
@@ -73,20 +79,18 @@ def make_device(torch_device: torch.device, precision: str) -> Device:
     )
 
 
-def build_llmc(spec: WorkerSpec) -> Training:
+def build_llmc(spec: WorkerSpec, stack: ExitStack) -> Training:
     """Start llm.c's C trainer in its own process."""
     start = time.perf_counter()
     source = Path(spec.options["source"])
     trainer = LlmcTrainer(source, spec.model_config, OPTIM, spec.batch_seqs)
-    resources = ExitStack()
-    resources.callback(trainer.close)
+    stack.callback(trainer.close)
     return Training(
         spec=spec,
         device=make_device(torch.device("cpu"), "fp32"),
         step=lambda batch: trainer.step(batch.inputs_BT, batch.targets_BT),
         chosen=f"{spec.configuration}, no gradient clipping",
         tuning_seconds=time.perf_counter() - start,
-        resources=resources,
         peak_memory_bytes=trainer.peak_memory_bytes,
     )
 

@@ -5,30 +5,32 @@ CPU a matrix product is timed between rounds. It measures what the processor del
 (neighbors, power limits); a round next to a slow one counts as disturbed.
 """
 
-import json
+import multiprocessing
 import signal
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
-from megatoken.bench.worker import WorkerSpec
+from megatoken.bench.worker import WorkerSpec, serve
 from megatoken.bench.workload import describe_mfu
 from megatoken.config.schema import MachineConfig
 from megatoken.console import Console
 from megatoken.launch.local import find_free_port
 from megatoken.system.device import Device, open_device, probe_flops
-from megatoken.system.environment import given_environment, python_command
+from megatoken.system.environment import given_environment
 from megatoken.system.timing import Timing
 
 WARMUP_STEPS = 2  # the first compiles and allocates, the second shows how long a step takes
 ROUND_SECONDS = 0.5  # target length of the reference's round
 MOST_STEPS = 20  # per round
 DISTURBED = 0.85  # a round is disturbed if its slowest probe is below this share of the fastest
-COMMAND = python_command("from megatoken.bench.worker import main; main()")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,14 +52,15 @@ class Worker:
     loss: float | None = None
     steps: int = 0
     skipped: str = ""
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
-    _stderr: IO[bytes] | None = None
+    processes: list[BaseProcess] = field(default_factory=list)
+    _connections: list[Connection] = field(default_factory=list)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _log: Path = Path()
 
     def warm_up(self) -> float | None:
         """Start the process and run the untimed steps. Return the last one's seconds, or None."""
         self._start()
-        specs = [replace(self.spec, rank=rank).to_json() for rank in range(self.spec.nproc)]
-        built = self._request(specs)
+        built = self._receive()
         if built is None:
             return None
         answer = self._request_steps(WARMUP_STEPS)
@@ -124,59 +127,55 @@ class Worker:
 
     def close(self) -> None:
         """Terminate the processes."""
-        for process in self.processes:
-            process.terminate()
-            with suppress(BrokenPipeError):
-                process.communicate()
+        self._stack.close()
         self.processes = []
-        if self._stderr is not None:
-            self._stderr.close()
 
     def _start(self) -> None:
         if self.spec.nproc > 1:
             self.spec = replace(self.spec, port=find_free_port())
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        self.processes = [
-            subprocess.Popen(
-                COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=self._stderr,
-                text=True,
-                env=None if self.spec.prepare_process else given_environment(),
-            )
-            for rank in range(self.spec.nproc)
-        ]
+        log = tempfile.NamedTemporaryFile(prefix="megatoken-bench-")  # noqa: SIM115
+        self._stack.enter_context(log)
+        self._log = Path(log.name)
+        for rank in range(self.spec.nproc):
+            ours, theirs = SPAWN.Pipe()
+            spec = replace(self.spec, rank=rank)
+            arguments = (theirs, spec, log.name, given_environment())
+            process = SPAWN.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._connections.append(ours)
+            self._stack.callback(process.join)
+            self._stack.callback(process.terminate)
+            self._stack.callback(ours.close)
 
     def _request_steps(self, steps: int) -> dict[str, Any] | None:
-        answer = self._request([str(steps)] * self.spec.nproc)
+        for connection in self._connections:
+            with suppress(OSError):  # it died, and will not answer
+                connection.send(steps)
         self.steps += steps
-        return answer
+        return self._receive()
 
-    def _request(self, lines: Sequence[str]) -> dict[str, Any] | None:
-        """Send each process its line. Return rank 0's answer, or None after a failure."""
-        for process, line in zip(self.processes, lines, strict=True):
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it died, and will not answer
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-        assert self.processes[0].stdout is not None
-        text = self.processes[0].stdout.readline()
-        answer: dict[str, Any] = json.loads(text) if text else {"failed": self._find_cause()}
-        if "failed" not in answer:
-            return answer
-        self.skipped = answer["failed"]
-        self.close()
-        return None
+    def _receive(self) -> dict[str, Any] | None:
+        """Return rank 0's answer, or None after a failure of any rank."""
+        answers: list[dict[str, Any]] = []
+        for process, connection in zip(self.processes, self._connections, strict=True):
+            try:
+                answers.append(connection.recv())
+            except (EOFError, OSError):
+                answers.append({"failed": self._find_cause(process)})
+            if "failed" in answers[-1]:
+                self.skipped = answers[-1]["failed"]
+                self.close()
+                return None
+        return answers[0]
 
-    def _find_cause(self) -> str:
-        assert self._stderr is not None
-        code = self.processes[0].wait()
-        if code == -signal.SIGKILL:
+    def _find_cause(self, process: BaseProcess) -> str:
+        process.join()
+        if process.exitcode == -signal.SIGKILL:
             return "its process was killed (out of memory?)"
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return ": ".join([f"its process ended with code {code}", *lines[-1:]])
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return ": ".join([f"its process ended with code {process.exitcode}", *lines[-1:]])
 
 
 def count_steps(seconds: float) -> int:

@@ -3,16 +3,16 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatoken.bench.worker import WorkerSpec
-from megatoken.bench.workload import ONE_PROCESS, STEPS, build_workload, draw_ids, make_batch
+from megatoken.bench.workload import STEPS, build_workload, draw_batch
 from megatoken.config.schema import MachineConfig
 from megatoken.data.dataloader import Batch
-from megatoken.distributed.comm import Comm, join_process_group
+from megatoken.distributed.comm import join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.system.device import Device, open_device, wants_compile
 from megatoken.train.compilation import compile_forward
@@ -24,30 +24,32 @@ from megatoken.train.step import train_step
 class Training:
     """A model in training.
 
-    step: trains on a batch and returns the mean loss in nats. tuning_seconds: measuring and
-    compiling before the first step. resources: closed with the process.
+    step: trains on a batch and returns the mean loss in nats. peak_memory_bytes: of all ranks.
+    tuning_seconds: measuring and compiling before the first step.
     """
 
     spec: WorkerSpec
     device: Device
     step: Callable[[Batch], float]
     chosen: str
+    peak_memory_bytes: Callable[[], int]
     tuning_seconds: float = 0.0
     steps: int = 0
-    comm: Comm = field(default_factory=lambda: Comm(ONE_PROCESS))
-    resources: ExitStack = field(default_factory=ExitStack)
-    peak_memory_bytes: Callable[[], int] | None = None  # None: of this process or its device
 
     def run(self, steps: int) -> dict[str, Any]:
         """Train on the next batches, and time each step without drawing its batch."""
-        config = self.spec.model_config
+        spec = self.spec
         seconds: list[float] = []
         loss = 0.0
         for _ in range(steps):
-            length = config.seq_len + 1
-            ids = draw_ids(self.spec.batch_seqs, length, config.vocab_size, seed=self.steps)
-            ids = ids.to(self.device.torch_device).chunk(self.spec.nproc)[self.spec.rank]
-            batch = make_batch(ids)
+            batch = draw_batch(
+                spec.model_config,
+                spec.batch_seqs,
+                self.steps,
+                self.device,
+                rank=spec.rank,
+                nproc=spec.nproc,
+            )
             self.device.synchronize()
             start = time.perf_counter()
             loss = self.step(batch)
@@ -56,13 +58,10 @@ class Training:
             self.steps += 1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the next worker
-        memory = (self.peak_memory_bytes or self.device.peak_memory_bytes)()
-        if self.device.type == "cpu":
-            memory = int(self.comm.sum(torch.tensor(memory)))
-        return {"seconds": seconds, "loss": loss, "peak_memory_bytes": memory}
+        return {"seconds": seconds, "loss": loss, "peak_memory_bytes": self.peak_memory_bytes()}
 
 
-def build_training(spec: WorkerSpec) -> Training:
+def build_training(spec: WorkerSpec, stack: ExitStack) -> Training:
     """Build a default run's step, with precision, kernels and micro-batch tuned on this machine."""
     start = time.perf_counter()
     machine = replace(MachineConfig(device=spec.device), **spec.machine)
@@ -85,8 +84,7 @@ def build_training(spec: WorkerSpec) -> Training:
     )
     state = workload.state
     device = workload.device
-    resources = ExitStack()
-    comm = resources.enter_context(join_process_group(dist_env, device.type))
+    comm = stack.enter_context(join_process_group(dist_env, device.type))
     constant_lr = replace(workload.step_config.schedule, decay="constant", warmup=0)
     step_config = replace(workload.step_config, schedule=constant_lr)
     if not spec.micro_batch:
@@ -95,6 +93,11 @@ def build_training(spec: WorkerSpec) -> Training:
     if mode != "off":
         note = compile_forward(state, step_config, device, mode)
     state.start_grad_reduction(comm)
+
+    def peak_memory_bytes() -> int:
+        memory = device.peak_memory_bytes()
+        return int(comm.sum(torch.tensor(memory))) if device.type == "cpu" else memory
+
     compilation = note or {"off": "eager", "on": "compile"}.get(mode, f"compile {mode}")
     kernels = f"{device.precision}, {workload.choice}"
     return Training(
@@ -102,7 +105,6 @@ def build_training(spec: WorkerSpec) -> Training:
         device=device,
         step=lambda batch: train_step(state, step_config, device, batch).loss,
         chosen=f"{kernels}, micro-batch {step_config.micro_batch}, {compilation}",
+        peak_memory_bytes=peak_memory_bytes,
         tuning_seconds=time.perf_counter() - start,
-        comm=comm,
-        resources=resources,
     )

@@ -52,11 +52,9 @@ class Workload:
 
     def step(self) -> StepMetrics:
         """Train on batch number `state.step`. After an out-of-memory error no gradients are left."""
-        config = self.model_config
-        seqs = self.step_config.batch_tokens // config.seq_len
-        ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=self.state.step)
+        seqs = self.step_config.batch_tokens // self.model_config.seq_len
         try:
-            batch = make_batch(ids.to(self.device.torch_device))
+            batch = draw_batch(self.model_config, seqs, self.state.step, self.device)
             return train_step(self.state, self.step_config, self.device, batch)
         except torch.OutOfMemoryError:
             self.state.compute_model.zero_grad(set_to_none=True)
@@ -76,8 +74,12 @@ def draw_ids(seqs: int, length: int, vocab_size: int, *, seed: int) -> Tensor:
     return torch.from_numpy(np.minimum(vocab_size**uniform, vocab_size).astype(np.int64) - 1)
 
 
-def make_batch(ids: Tensor) -> Batch:
-    """Split ids (seqs, seq_len + 1) into inputs and targets."""
+def draw_batch(
+    config: ModelConfig, seqs: int, number: int, device: Device, *, rank: int = 0, nproc: int = 1
+) -> Batch:
+    """Return a rank's share of batch `number`, on the device."""
+    ids = draw_ids(seqs, config.seq_len + 1, config.vocab_size, seed=number)
+    ids = ids.to(device.torch_device).chunk(nproc)[rank]
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 

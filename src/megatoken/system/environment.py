@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatoken.errors import ConfigError
@@ -92,3 +93,9 @@ def prepare_process() -> None:
 def given_environment() -> dict[str, str]:
     """Return the environment without the additions of `prepare_process`, for child processes."""
     return {name: value for name, value in os.environ.items() if name not in _ADDED_VARIABLES}
+
+
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """Replace this process's environment."""
+    os.environ.clear()
+    os.environ.update(variables)
