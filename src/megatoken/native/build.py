@@ -25,17 +25,15 @@ INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "portable": ((), ()),
 }
 # The compiler may reorder sums only in loops that say so (omp simd reduction).
-OPTIONS = tuple(
-    [
-        "-std=c++17",
-        "-O3",
-        "-fPIC",
-        "-fopenmp",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-Wall",
-        "-Wextra",
-    ]
+OPTIONS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
 )
 VECTORS = ("-mprefer-vector-width=512",)
 
