@@ -19,25 +19,13 @@ from megatoken.system.peak_flops import PEAK_FLOPS
 @pytest.mark.parametrize(
     ("name", "precision", "tera"),
     [  # figures as the data sheets print them
-        ("Tesla P100-PCIE-16GB", "fp16", 18.7),
         ("Tesla V100-SXM2-32GB", "fp16", 125),
-        ("Tesla T4", "fp32", 8.1),
-        ("NVIDIA GeForce RTX 2080 Ti", "fp16", 53.8),
         ("NVIDIA GeForce RTX 3090", "bf16", 71.2),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-        ("NVIDIA GeForce RTX 5090", "bf16", 209.6),
-        ("NVIDIA RTX A6000", "bf16", 154.8),
-        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.4),
-        ("NVIDIA A10", "bf16", 125),
-        ("NVIDIA A10G", "bf16", 70),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156),
-        ("NVIDIA L40S", "bf16", 362.05),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA H100 PCIe", "tf32", 378),
-        ("NVIDIA H100 NVL", "bf16", 835),
-        ("NVIDIA H200", "bf16", 989.4),
         ("NVIDIA B200", "bf16", 2250),
-        ("AMD Instinct MI250X", "bf16", 191.5),
         ("AMD Instinct MI300X", "bf16", 1307.4),
     ],
 )
@@ -50,14 +38,8 @@ def test_peaks_are_the_dense_ones_of_the_data_sheets(
 @pytest.mark.parametrize("name", PEAK_FLOPS)
 def test_rows_are_consistent(name: str) -> None:
     row = PEAK_FLOPS[name]
-    assert "fp32" in row
-    assert set(row) <= {"fp32", "tf32", "fp16", "bf16"}
-    assert ("tf32" not in row) or ("bf16" in row)  # both came with Ampere and CDNA 3
-    assert "fp16" in row or "GTX" in name  # there at a 64th of the rate
     assert row["fp32"] <= row.get("tf32", row["fp32"]) <= row.get("bf16", row["fp32"])
-    assert (
-        1e12 < row["fp32"] <= max(row.values()) < 3e15
-    )  # a sparse figure or a wrong unit would show
+    assert 1e12 < row["fp32"] <= max(row.values()) < 3e15  # neither sparse nor in another unit
 
 
 def save_measurements(names: str) -> None:
@@ -80,29 +62,26 @@ def test_processes_merge_their_measurements(
     save_measurement("x.json", "a", 1)  # not writable: no error
 
 
-def run_prepared(program: str, **variables: str) -> list[str]:
-    modules = ("environment", "malloc")
-    imports = "".join(f"from megatoken.system.{name} import *; " for name in modules)
-    code = f"import os; {imports}prepare_process(); {program}"
-    variables |= {"PATH": "/usr/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables
-    )
-    return done.stdout.split("\n")
-
-
 def test_variables_of_the_user_win() -> None:
-    program = "print(os.environ.get('GOMP_SPINCOUNT'))"
-    assert run_prepared(program)[0] == "5000"
-    assert run_prepared(program, GOMP_SPINCOUNT="7")[0] == "7"
-    assert run_prepared(program, OMP_WAIT_POLICY="active")[0] == "None"
+    code = (
+        "import os, megatoken.system.environment as e; e.keep_freed_memory = lambda: print('keeps');"
+        "e.prepare_process(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
 
+    def run(**variables: str) -> list[str]:
+        environment = {"PATH": "/usr/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment | variables,
+        )
+        return done.stdout.split()
 
-def test_glibc_keeps_freed_memory_unless_the_user_chose() -> None:
-    program = "import megatoken.system.environment as e; e.keep_freed_memory = lambda: print('keeps'); e.prepare_process()"
-    assert run_prepared(program) == ["keeps", ""]
-    assert run_prepared(program, MALLOC_MMAP_MAX_="9") == [""]
-    assert run_prepared("print(keep_freed_memory())")[0] == str(platform.libc_ver()[0] == "glibc")
+    assert run() == ["keeps", "5000"]
+    assert run(GOMP_SPINCOUNT="7", MALLOC_MMAP_MAX_="9") == ["7"]
+    assert run(OMP_WAIT_POLICY="active") == ["keeps", "None"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="needs Linux")

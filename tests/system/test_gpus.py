@@ -12,14 +12,10 @@ from megatoken.system.peak_flops import PEAK_FLOPS
     [
         ("8xA100-40GB", 8, "A100-40GB"),
         ("8 x a100-40", 8, "A100-40GB"),
-        ("NVIDIA A100-SXM4-80GB", 1, "A100-80GB"),
         ("a100", 1, "A100-80GB"),
         ("2xNVIDIA H100 80GB HBM3", 2, "H100"),
         ("1024*h200", 1024, "H200"),
         ("4090", 1, "RTX-4090"),
-        ("8xRTX 4090", 8, "RTX-4090"),
-        ("rtx3090", 1, "RTX-3090"),
-        ("tesla t4", 1, "T4"),
     ],
 )
 def test_number_and_name(text: str, count: int, name: str) -> None:
