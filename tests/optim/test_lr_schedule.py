@@ -23,24 +23,13 @@ def schedule(decay: str, **changes: float | BatchRamp | None) -> LRSchedule:
     return LRSchedule(decay=decay, **{**sizes, **changes})
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd", "constant"])
-def test_linear_warmup(decay: str) -> None:
-    assert [schedule(decay).lr(s) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
-
-
 @pytest.mark.parametrize(
-    ("decay", "middle"), [("cosine", 0.55), ("linear", 0.55), ("wsd", 1.0), ("constant", 1.0)]
+    ("decay", "middle", "end"),
+    [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("wsd", 1.0, 0.1), ("constant", 1.0, 1.0)],
 )
-def test_halfway(decay: str, middle: float) -> None:
-    assert schedule(decay).lr(60) == pytest.approx(middle)
-
-
-@pytest.mark.parametrize(
-    ("decay", "end"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)]
-)
-def test_end_and_beyond(decay: str, end: float) -> None:
-    assert schedule(decay).lr(110) == pytest.approx(end)
-    assert schedule(decay).lr(500) == pytest.approx(end)
+def test_warmup_middle_and_end(decay: str, middle: float, end: float) -> None:
+    rates = [schedule(decay).lr(step) for step in (0, 4, 9, 10, 60, 110, 500)]
+    assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, middle, end, end])
 
 
 def test_wsd_decays_only_at_the_end() -> None:
