@@ -1,12 +1,13 @@
-"""The core promises in fp32 and in bf16, whichever this machine prefers: loss, gradients, a run, its resume."""
+"""Check loss, gradients, a run and its resume in fp32 and in bf16."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatoken.config.load import load_config
 from megatoken.config.schema import Config
@@ -14,23 +15,20 @@ from megatoken.console import Console
 from megatoken.data.dataloader import Batch
 from megatoken.errors import ExitCode
 from megatoken.system.device import Device
-from megatoken.system.metrics_log import read_metrics
 from megatoken.train.step import forward_backward, train_step
 from megatoken.train.train import Trainer
 from tests.tiny_model import CPU, tiny_batch, tiny_state, tiny_step_config
+from tests.tiny_run import assert_equal_tensors, read_losses, stop_at, write_shards
 
 RELATIVE = {"fp32": 1e-5, "bf16": 2e-2}  # bf16 has 8 bits: 2^-8 a rounding, some of them in a row
 
 
 @pytest.fixture
 def config(tmp_path: Path, precision: str) -> Config:
-    """Twelve steps on a repetitive byte text, in the precision that `auto` stands for."""
-    text = b"to be or not to be, that is the question. " * 300
-    np.save(tmp_path / "train_0.npy", np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
     return load_config(
         "quickstart",
         *(
-            f"data.path={tmp_path}/*.npy",
+            f"data.path={write_shards(tmp_path)}",
             "data.tokenizer=bytes",
             "optim.lr=1e-2",
             "model.dropout=0.1",
@@ -47,10 +45,6 @@ def config(tmp_path: Path, precision: str) -> Config:
         # Fixed instead of measured: the same bits each time.
         *("machine.attention=flash", "machine.gemm_backend=torch", "machine.master_weights=on"),
     )
-
-
-def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(out) if row["kind"] == "train"]
 
 
 def test_gradients_are_those_of_fp32(device: Device) -> None:
@@ -84,22 +78,17 @@ def test_a_step_does_not_depend_on_the_micro_batch(device: Device) -> None:
 def test_a_run_learns_and_resumes_bit_identical(
     config: Config, precision: str, tmp_path: Path
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert Trainer(config, whole, console=Console(quiet=True)).fit().code == ExitCode.DONE
-    assert json.loads((whole / "provenance.json").read_text())["precision"] == precision
-    assert losses(whole)[0] == pytest.approx(np.log(257), abs=0.2)
-    assert losses(whole)[-1] < losses(whole)[0] - 2
+    def fit(out: Path, *callbacks: Callable[[dict[str, Any]], bool]) -> int:
+        return Trainer(config, out, console=Console(quiet=True), callbacks=callbacks).fit().code
 
-    stop = [lambda row: row["kind"] == "train" and row["step"] == 5]
-    assert (
-        Trainer(config, stopped, console=Console(quiet=True), callbacks=stop).fit().code
-        == ExitCode.STOPPED
-    )
-    assert Trainer(config, stopped, console=Console(quiet=True)).fit().code == ExitCode.DONE
-    assert losses(stopped) == losses(whole)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        ours, theirs = (
-            load_file(run / "checkpoints" / "step-00000012" / file) for run in (stopped, whole)
-        )
-        assert ours.keys() == theirs.keys()
-        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    full = tmp_path / "full"
+    stopped = tmp_path / "stopped"
+    assert fit(full) == ExitCode.DONE
+    assert json.loads((full / "provenance.json").read_text())["precision"] == precision
+    losses = read_losses(full)
+    assert losses[0] == pytest.approx(np.log(257), abs=0.2)
+    assert losses[-1] < losses[0] - 2
+    assert fit(stopped, stop_at(5)) == ExitCode.STOPPED
+    assert fit(stopped) == ExitCode.DONE
+    assert read_losses(stopped) == losses
+    assert_equal_tensors(stopped, full)
