@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatoken.config.fields import Duration
 from megatoken.config.load import load_config
@@ -23,12 +21,12 @@ from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import CheckpointError, ConfigError, ExitCode
 from megatoken.model.gpt import GPT
 from megatoken.model.kernels.attention import ATTENTION, explicit_attention, register_attention
-from megatoken.system.metrics_log import read_metrics
 from megatoken.train import checkpoint_saver, compilation, setup
 from megatoken.train import train as pretrain
 from megatoken.train.actions import Action
 from megatoken.train.train import Summary, Trainer
 from tests.tiny_model import tiny_config
+from tests.tiny_run import TEXT, assert_equal_tensors, read_losses, read_rows, stop_at, write_shards
 
 SMALL = (
     "model.n_layer=2",
@@ -54,11 +52,8 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    folder = tmp_path_factory.mktemp("shards")
-    text = b"to be or not to be, that is the question. " * 300
-    np.save(folder / "train_0.npy", np.frombuffer(text, dtype=np.uint8).astype(np.uint16))
-    np.save(folder / "val_0.npy", np.frombuffer(text[:1000], dtype=np.uint8).astype(np.uint16))
-    return load_config("quickstart", f"data.path={folder}/*.npy", *SMALL)
+    data = write_shards(tmp_path_factory.mktemp("shards"), val=TEXT * 24)
+    return load_config("quickstart", f"data.path={data}", *SMALL)
 
 
 def fit(config: Config, out: Path, **options: Any) -> Summary:
@@ -90,7 +85,7 @@ def test_status_says_what_the_run_does_how_fast_and_how_long(
         "step",
         2,
     ]  # the row is written first
-    rows = {row["step"]: row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"}
+    rows = {row["step"]: row for row in read_rows(tmp_path / "run", "train")}
     assert [seen["train 3"][key] for key in ("loss", "tokens_per_second")] == [
         rows[2][key] for key in ("loss", "tokens_per_second")
     ]
@@ -151,18 +146,6 @@ def test_settings_that_a_split_model_cannot_use_are_named(
     assert ("machine.deterministic" in output) == (sharding == "zero3")
 
 
-def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
-
-
-def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(out) if row["kind"] == "train"]
-
-
-def stop_at(step: int) -> Any:
-    return lambda row: row["kind"] == "train" and row["step"] == step
-
-
 def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
@@ -170,7 +153,7 @@ def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
 def test_config_from_python_is_recorded_with_its_origin(config: Config, tmp_path: Path) -> None:
     summary = fit(config, tmp_path / "run")
     assert (summary.code, summary.steps, summary.tokens) == (ExitCode.DONE, 12, 12 * 128)
-    assert summary.loss == losses(tmp_path / "run")[-1]
+    assert summary.loss == read_losses(tmp_path / "run")[-1]
     lines = (tmp_path / "run" / "config.yaml").read_text().splitlines()
     assert any(line.split() == ["lr:", "0.01", "#", "Python"] for line in lines)
     assert any(line.split() == ["beta1:", "0.9", "#", "default"] for line in lines)
@@ -196,59 +179,36 @@ def test_own_model_and_optimizer_resume_bit_identical(config: Config, tmp_path: 
         fit(config, tmp_path / name, model=model, optimizer=momentum_sgd(model), callbacks=stops)
     model = GPT(config.model, vocab_size=257, seed=99)  # replaced by the checkpoint's weights
     fit(config, tmp_path / "stopped", model=model, optimizer=momentum_sgd(model))
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
-    whole, stopped = weights(tmp_path / "whole", 12), weights(tmp_path / "stopped", 12)
-    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert read_losses(tmp_path / "stopped") == read_losses(tmp_path / "whole")
+    assert_equal_tensors(tmp_path / "stopped", tmp_path / "whole")
 
 
 def test_own_model_sets_the_starting_weights(config: Config, tmp_path: Path) -> None:
-    fit(config, tmp_path / "seed", callbacks=[stop_at(1)])
-    fit(
-        config,
-        tmp_path / "same",
-        model=GPT(config.model, vocab_size=257, seed=config.seed),
-        callbacks=[stop_at(1)],
-    )
-    fit(
-        config,
-        tmp_path / "other",
-        model=GPT(config.model, vocab_size=257, seed=3),
-        callbacks=[stop_at(1)],
-    )
-    assert losses(tmp_path / "seed") == losses(tmp_path / "same")
-    assert losses(tmp_path / "seed") != losses(tmp_path / "other")
+    def first_loss(seed: int, own: bool = True) -> list[float]:
+        out = tmp_path / f"{seed}-{own}"
+        model = GPT(config.model, vocab_size=257, seed=seed) if own else None
+        fit(config, out, model=model, callbacks=[stop_at(1)])
+        return read_losses(out)
+
+    assert first_loss(config.seed) == first_loss(config.seed, own=False) != first_loss(3)
 
 
 def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> None:
-    model = GPT(config.model, vocab_size=257)
-    optimizer = momentum_sgd(model)
-    with pytest.raises(ConfigError, match="use nproc=1"):
-        Trainer(config, tmp_path / "run", model=model, nproc=2)
-    with pytest.raises(ConfigError, match="needs its model"):
-        Trainer(config, tmp_path / "run", optimizer=optimizer)
-    shorter = load_config("quickstart", f"data.path={config.data.path}", *SMALL, "model.seq_len=8")
-    with pytest.raises(
-        ConfigError, match=r"the model differs from config.model — model — set model.seq_len=8"
+    def build(model_class: type[GPT] = GPT, **changes: object) -> GPT:
+        return model_class(replace(config.model, **changes), vocab_size=257)  # type: ignore[arg-type]
+
+    model = build()
+    for options in (
+        {"model": model, "nproc": 2},
+        {"optimizer": momentum_sgd(model)},
+        {"model": build(seq_len=8)},
+        {"model": build(dropout=0.5)},
+        {"model": build(OwnLoss)},
+        {"model": model, "optimizer": momentum_sgd(build())},
+        {"model": model, "optimizer": torch.optim.SGD([model.tokens.weight], lr=1e-2)},
     ):
-        fit(config, tmp_path / "run", model=GPT(shorter.model, vocab_size=257))
-    with pytest.raises(ConfigError, match="optimizer"):
-        fit(
-            config,
-            tmp_path / "run",
-            model=model,
-            optimizer=momentum_sgd(GPT(config.model, vocab_size=257)),
-        )
-    with pytest.raises(ConfigError, match="optimizer"):
-        fit(
-            config,
-            tmp_path / "run",
-            model=model,
-            optimizer=torch.optim.SGD([model.tokens.weight], lr=1e-2),
-        )
-    with pytest.raises(ConfigError, match=r"set model.dropout=0.5"):
-        fit(config, tmp_path / "run", model=GPT(replace(config.model, dropout=0.5), vocab_size=257))
-    with pytest.raises(ConfigError, match=r"OwnLoss.loss"):
-        fit(config, tmp_path / "run", model=OwnLoss(config.model, vocab_size=257))
+        with pytest.raises(ConfigError):
+            fit(config, tmp_path / "run", **options)
 
 
 class OwnLoss(GPT):
@@ -262,10 +222,10 @@ def test_resume_with_another_rate_of_the_own_optimizer_is_refused(
     model = GPT(config.model, vocab_size=257)
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
     fit(config, tmp_path / "run", model=model, optimizer=optimizer, callbacks=[stop_at(3)])
-    rates = [row["lr"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    rates = [row["lr"] for row in read_rows(tmp_path / "run", "train")]
     assert rates[-1] == optimizer.param_groups[0]["lr"]  # what was applied, twice the schedule's
     slower = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with pytest.raises(ConfigError, match="was 2, now 1"):
+    with pytest.raises(ConfigError):
         fit(config, tmp_path / "run", model=model, optimizer=slower)
 
 
@@ -279,14 +239,14 @@ def test_registered_attention_is_a_setting_that_checkpoints_record(
     other = replace(config, machine=replace(config.machine, attention="test-halved"))  # type: ignore[arg-type]
     fit(config, tmp_path / "flash", callbacks=[stop_at(3)])
     fit(other, tmp_path / "halved", callbacks=[stop_at(3)])
-    assert losses(tmp_path / "halved") != losses(tmp_path / "flash")
-    with pytest.raises(ConfigError, match=r"machine.attention: test-halved -> auto"):
+    assert read_losses(tmp_path / "halved") != read_losses(tmp_path / "flash")
+    with pytest.raises(ConfigError, match=r"machine\.attention"):
         fit(replace(other, machine=config.machine), tmp_path / "halved")
     assert load_pretrained(tmp_path / "halved").model.attention_name == "test-halved"
-    with pytest.raises(ConfigError, match="attention 'test-halved' exists only here"):
+    with pytest.raises(ConfigError):
         export(tmp_path / "halved", "hf", tmp_path / "exported")
     del ATTENTION["test-halved"]  # as in a process that did not register it
-    with pytest.raises(CheckpointError, match="attention 'test-halved', which is not registered"):
+    with pytest.raises(CheckpointError):
         load_pretrained(tmp_path / "halved")
 
 
@@ -299,12 +259,12 @@ def test_attention_without_masks_is_refused_before_the_first_step(
     register_attention("test-causal", explicit_attention, supports_mask=False)
     machine = replace(config.machine, attention="test-causal")  # type: ignore[arg-type]
     sampling = replace(config, machine=machine, sample=replace(config.sample, every=Duration(1)))
-    with pytest.raises(ConfigError, match="attention 'test-causal' has no mask or cache"):
+    with pytest.raises(ConfigError):
         fit(sampling, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_invalid_config_is_refused(config: Config, tmp_path: Path) -> None:
     broken = replace(config, budget=replace(config.budget, batch_tokens=100))
-    with pytest.raises(ConfigError, match="100 is not a multiple"):
+    with pytest.raises(ConfigError):
         Trainer(broken, tmp_path / "run")
