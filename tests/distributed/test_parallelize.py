@@ -39,7 +39,7 @@ from megatoken.train.step import forward_backward, train_step
 from tests.ranks import run_ranks
 from tests.tiny_model import CPU, TINY_MODERN, tiny_config, tiny_step_config
 
-WORLD, STEPS, ROWS = 4, 8, 24
+WORLD, STEPS, ROWS = 4, 5, 24
 TINY_GPT = ModelConfig(n_layer=2, n_head=4, d_model=32, d_ff=64, vocab_size=97, seq_len=16)
 TINY_LLAMA = replace(
     TINY_GPT,
@@ -71,7 +71,7 @@ DIMS = {
     "llama, zero3 x tensor": ("zero3", 2, 4),
     "modern, zero3 x tensor": ("zero3", 2, 4),
 }
-MEASURED = ("zero1", "zero2", "zero3", "tensor", "zero3 x tensor")
+MEASURED = ("zero1", "zero2", "zero3", "zero3 x tensor")
 RESUMES = {"3 x zero3": (3, "zero3", 1), "2 x zero1": (2, "zero1", 1), "2 x ddp": (2, "none", 1),
            "2 x tensor": (2, "none", 2), "alone": (1, "none", 1)}  # fmt: skip
 
@@ -263,18 +263,18 @@ def work(rank: int, where: str) -> None:
 
 
 def train_grid(comm: Comm, folder: Path) -> None:
-    """Five steps with dropout on 48 sequences, in micro-batches of 1, 2 and 4."""
+    """Train three steps with dropout on 48 sequences, in micro-batches of 1 and 4."""
     world, rank = comm.dist_env.world_size, comm.dist_env.rank
     dims = build_dims("none", 1, DistEnv(rank=rank, world_size=world))
     rows_of_rank = slice(rank * 48 // world, (rank + 1) * 48 // world)
     curves = {}
-    for micro_batch in (1, 2, 4):
+    for micro_batch in (1, 4):
         state = build(dims, comm, replace(TINY_GPT, dropout=0.1))
         step_config = tiny_step_config(micro_batch, optim__lr=1e-3)
-        batches = [batch(step, ParallelDims()) for step in range(10)]
+        batches = [batch(step, ParallelDims()) for step in range(6)]
         rows = [
             [torch.cat(parts)[rows_of_rank] for parts in zip(*batches[i : i + 2], strict=True)]
-            for i in range(0, 10, 2)
+            for i in range(0, 6, 2)
         ]
         curves[micro_batch] = [
             train_step(state, step_config, CPU, Batch(*row)).loss for row in rows

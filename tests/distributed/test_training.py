@@ -19,10 +19,12 @@ from megatoken.data.dataloader import DataLoader
 from megatoken.data.dataset import load_dataset
 from megatoken.data.prepare import prepare
 from megatoken.errors import ExitCode
-from megatoken.launch.local import launch
+from megatoken.launch.local import find_free_port, launch
 from megatoken.system.metrics_log import read_metrics
 from megatoken.train.train import Summary, Trainer
 from tests.processes import children, read_variable
+from tests.ranks import run_ranks
+from tests.tiny_run import read_rows, stop_at
 
 STEPS = 12
 FIXED = [
@@ -69,14 +71,14 @@ def train(shards: Path, out: Path, nproc: int, *words: str) -> subprocess.Comple
     )
 
 
-def train_here(shards: Path, out: Path, *words: str) -> Summary:
-    """By this process, which saves the seconds that a command takes to start."""
+def train_here(shards: Path, out: Path, *words: str, stop: int = 0) -> Summary:
+    """Train in this process, until a step if one is given."""
     config = resolve("quickstart", [f"data.path={shards}", *FIXED, *words])
-    return Trainer(config, out, console=Console(quiet=True)).fit()
+    return Trainer(config, out, console=Console(quiet=True), callbacks=[stop_at(stop)]).fit()
 
 
 def curve(out: Path, kind: str = "train") -> list[float]:
-    return [row["loss"] for row in read_metrics(out) if row["kind"] == kind]
+    return [row["loss"] for row in read_rows(out, kind)]
 
 
 @pytest.fixture(scope="module")
@@ -105,28 +107,25 @@ def test_the_curve_of_three_processes_is_that_of_one(
     assert (facts["processes"], facts["command"][:2]) == (3, ["megatoken", "train"])
 
 
+def train_as_rank(
+    rank: int, nproc: int, port: int, shards: Path, out: Path, words: list[str], step: int
+) -> None:
+    """Train as one of `nproc` ranks until a step."""
+    environment = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
+    environment |= {"RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    assert train_here(shards, out, *words, stop=step).code == ExitCode.STOPPED
+
+
 def test_a_run_resumes_with_other_parallel_dims(shards: Path, alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    attempts = ((3, 2, "machine.sharding=zero3", 4), (2, 3, "machine.tensor_parallel=2", 8))
-    for nproc, micro_batch, override, until in attempts:
-        words = [
-            f"machine.micro_batch={micro_batch}",
-            "log.every=1",
-            "sample.every=4",
-            "sample.tokens=3",
-            override,
-        ]
-        stopping = subprocess.Popen(command(shards, out, nproc, *words), stderr=subprocess.PIPE)
-        while stopping.poll() is None and not [
-            s for s in list_steps(out / "checkpoints") if s >= until
-        ]:
-            time.sleep(0.02)
-        if stopping.poll() is None:
-            stopping.send_signal(signal.SIGTERM)
-        _, errors = stopping.communicate(timeout=250)
-        assert stopping.returncode in (ExitCode.DONE, ExitCode.STOPPED), errors.decode()
-    words = ["machine.micro_batch=12", "log.every=1", "sample.every=4", "sample.tokens=3"]
-    assert train_here(shards, out, *words).code == ExitCode.DONE
+    common = ["log.every=1", "sample.every=4", "sample.tokens=3"]
+    attempts = ((3, 2, "machine.sharding=zero3", 5), (2, 3, "machine.tensor_parallel=2", 9))
+    for nproc, micro_batch, override, step in attempts:
+        words = [*common, f"machine.micro_batch={micro_batch}", override]
+        run_ranks(train_as_rank, nproc, find_free_port(), shards, out, words, step, nprocs=nproc)
+        assert list_steps(out / "checkpoints")[-1] == step
+    assert train_here(shards, out, *common, "machine.micro_batch=12").code == ExitCode.DONE
     assert curve(out) == pytest.approx(curve(alone), rel=1e-6)
 
 
