@@ -139,6 +139,7 @@ def test_values_are_interleaved_with_the_first(
     assert rows[1]["tokens_per_second"]["repeats"] == 2
 
 
+@pytest.mark.slow
 def test_a_value_that_cannot_run_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,6 +134,7 @@ def test_all_train_from_the_same_data_and_a_later_race_trains_what_is_missing(
     assert main(["race", *words, "--tokens", "10240"]) == ExitCode.CONFIG  # the runs have 5,120
 
 
+@pytest.mark.slow
 def test_turns_and_a_stop_change_no_loss(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def test_turns_and_a_stop_change_no_loss(
     assert losses[0][0] != losses[0][1]
 
 
+@pytest.mark.slow
 def test_contenders_of_different_tokenizers_race_in_bits_per_byte(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
