@@ -292,6 +292,13 @@ def test_workers_change_no_byte(tmp_path: Path, small_chunks: None, tokenizer: s
     assert read_folder(tmp_path / "1") == read_folder(tmp_path / "3")
 
 
+def test_workers_leave_the_environment(tmp_path: Path, small_chunks: None) -> None:
+    source = str(make_corpus(tmp_path / "corpus"))
+    prepare(source, tmp_path / "data", tokenizer="bytes", workers=2)
+    program = "import sys; sys.exit(sys.flags.safe_path)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_a_stop_after_any_block_changes_no_byte(tmp_path: Path, small_chunks: None) -> None:
     source = str(make_corpus(tmp_path / "corpus"))
     settings: dict[str, Any] = {

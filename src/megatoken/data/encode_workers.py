@@ -1,4 +1,7 @@
-"""Encode chunks of a corpus in worker processes, in order. The ids do not depend on the number of workers."""
+"""Encode chunks of a corpus in worker processes, in order.
+
+The ids do not depend on the number of workers.
+"""
 
 import multiprocessing
 import os
@@ -15,6 +18,7 @@ from megatoken.data.corpus_reader import Chunk
 from megatoken.data.documents import Encoded, PrepareOptions, Segment, encode_segments
 from megatoken.data.tokenizer import Tokenizer
 from megatoken.errors import PeerError
+from megatoken.system.environment import safe_import_path
 
 _worker: tuple[PrepareOptions, Tokenizer]  # set once in each worker process
 
@@ -31,8 +35,7 @@ def encode_chunks(
         for chunk in chunks:
             yield chunk, encode_segments(chunk.segments, options, tokenizer)
         return
-    os.putenv("PYTHONSAFEPATH", "1")  # workers import no module from the current folder
-    with TemporaryDirectory(prefix="megatoken-") as folder:
+    with safe_import_path(), TemporaryDirectory(prefix="megatoken-") as folder:
         # A file, because a worker that dies while it starts would block a longer argument forever.
         file = Path(folder) / "tokenizer.json"
         file.write_text(tokenizer.to_json(), encoding="utf-8")

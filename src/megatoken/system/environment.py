@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatoken.errors import ConfigError
@@ -93,6 +94,17 @@ def prepare_process() -> None:
 def given_environment() -> dict[str, str]:
     """Return the environment without the additions of `prepare_process`, for child processes."""
     return {name: value for name, value in os.environ.items() if name not in _ADDED_VARIABLES}
+
+
+@contextmanager
+def safe_import_path() -> Iterator[None]:
+    """Keep the current folder out of the import path of processes that are started meanwhile."""
+    os.putenv("PYTHONSAFEPATH", "1")
+    try:
+        yield
+    finally:
+        if "PYTHONSAFEPATH" not in os.environ:
+            os.unsetenv("PYTHONSAFEPATH")
 
 
 def replace_environment(variables: Mapping[str, str]) -> None:
