@@ -3,8 +3,8 @@
     python -m experiments.mutants --count 200 --seed 1 --out runs/mutants.json
 
 Each mutant changes one operator, comparison, constant or statement of a core module in a copy of the
-checkout, and runs the tests until the first failure: those named after the module, then those of its
-package and of the packages that use it. Tests that fail without a mutant are left out.
+checkout. It runs the test file of the module, then the tests of its package and of packages that use
+it, until the first failure. Tests that fail without a mutant are skipped.
 """
 
 import argparse

@@ -321,6 +321,7 @@ def test_text_without_a_known_character_is_no_nan(
         inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token=unk))
         inner.add_special_tokens(["</s>", "<unk>"])
         tokenizer = Tokenizer(inner, "x", eot=0)
+        assert tokenizer.drops_unknown == loses_text
         write_hf(folder, draw_model(replace(TINY_GPT, vocab_size=3)), tokenizer, "fp32")
         (folder / "unknown.txt").write_text("abc<|endoftext|>def<|endoftext|>ghi")
         assert main(["eval", str(folder), "--data", str(folder / "unknown.txt"), "--json"]) == 0

@@ -401,10 +401,13 @@ def test_folders_skip_cards_and_count_what_they_skip(tmp_path: Path) -> None:
     assert read_all(find_source(str(snapshot / "README.md"))) == (["# Dataset card"], {})
 
 
-def test_a_named_corpus_wins_over_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_with_the_name_of_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "python" / "a.txt", "text")
-    assert len(find_source("python").files) > 1
+    with pytest.raises(ConfigError):
+        find_source("python")
     assert [file.name for file in find_source("./python").files] == ["a.txt"]
     write(tmp_path / "b.py", "x = 1")
     assert [file.name for file in find_source("python", root=tmp_path).files] == ["b.py"]
@@ -472,6 +475,7 @@ BAD_FILES: dict[str, bytes] = {
     "cut.txt.gz": gzip.compress(PROSE.encode() * 999)[:100],
     "cut.txt.zst": pyarrow.compress(PROSE.encode() * 999, "zstd", asbytes=True)[:50],
     "cut.parquet": b"PAR1 no PAR1",
+    **{f"utf16-{name}": pack('text\n"a"'.encode("utf-16"), Path(name).suffix) for name in FORMS},
 }
 
 

@@ -95,7 +95,7 @@ class Worker:
         return tuple(value for value, probe in rounds if probe >= limit)
 
     def describe(self, device: Device) -> dict[str, Any]:
-        """Return the measurements as a record's row, with None for what was not measured.
+        """Return the measurements as a record's row, with None for what was not timed_worker.
 
         mfu is relative to the device's peak, mfu_probe to the probes. undisturbed: the rate of
         undisturbed rounds.
@@ -195,13 +195,13 @@ def run_rounds(
         console.step(f"{label}: round {number + 1} of {repeats}")
         probes = [probe]
         seconds = []
-        for each in workers:
-            seconds.append(each.run_round(steps))
+        for timed_worker in workers:
+            seconds.append(timed_worker.run_round(steps))
             probe = _probe(device)
             probes.append(probe)
-        for each, step_seconds in zip(workers, seconds, strict=True):
+        for timed_worker, step_seconds in zip(workers, seconds, strict=True):
             if step_seconds and probe:
-                each.probes.append(min(probes))
+                timed_worker.probes.append(min(probes))
         reference_seconds = seconds[0]
         if len(workers) == 2 and reference_seconds and seconds[1]:
             worker.ratios.append(reference_seconds / seconds[1])

@@ -1,4 +1,4 @@
-"""The training step that a worker process runs: what `megatoken train` would run on this machine."""
+"""The training step that a worker runs: that of `megatoken train` on this machine."""
 
 import time
 from collections.abc import Callable

@@ -18,7 +18,7 @@ from megatoken.system.environment import prepare_process, replace_environment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a worker trains.
+    """The training step of a worker process.
 
     builder: "module:function" that takes this spec and an ExitStack and returns a `Training`.
     options: extra arguments of the builder. machine: fields of `MachineConfig`. micro_batch: 0 to

@@ -51,7 +51,10 @@ class Workload:
     choice: KernelChoice
 
     def step(self) -> StepMetrics:
-        """Train on batch number `state.step`. After an out-of-memory error no gradients are left."""
+        """Train on batch number `state.step`.
+
+        After an out-of-memory error no gradients are left.
+        """
         seqs = self.step_config.batch_tokens // self.model_config.seq_len
         try:
             batch = draw_batch(self.model_config, seqs, self.state.step, self.device)

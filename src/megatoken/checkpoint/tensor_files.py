@@ -165,7 +165,7 @@ class TensorReader:
 
 
 def _has_layout_of(target: Tensor, stored: Tensor) -> bool:
-    """Return whether a tensor's bytes in memory equal those of the stored one in its file."""
+    """Return whether a tensor has the memory layout and dtype of the stored one."""
     return target.is_cpu and target.is_contiguous() and target.dtype == stored.dtype
 
 

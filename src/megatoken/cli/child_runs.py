@@ -19,7 +19,9 @@ def stop_on_signal(stopping: threading.Event) -> AbstractContextManager[None]:
 
 
 def train(folder: Path, words: Sequence[str], should_stop: Callable[[], bool]) -> int:
-    """Run `megatoken train WORDS --out FOLDER` and return its exit code. Append output to FOLDER.log.
+    """Run `megatoken train WORDS --out FOLDER` and return its exit code.
+
+    Output is appended to FOLDER.log.
 
     should_stop: called every POLL_SECONDS and after the end; if true, the run saves and stops.
     """

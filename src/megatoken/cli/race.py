@@ -2,8 +2,9 @@
 
 A contender is a recipe, in quotes with settings of its own: 'quickstart optim.lr=8e-3'. All train
 from the same seeds, which set the order of the data, and are validated on all held-out text. Each
-run is a `megatoken train` below OUT. They take turns of some minutes, so that all see the same hours
-of the machine. The same command continues a race, and trains what more seeds or contenders add.
+run is a `megatoken train` below OUT. They take turns of some minutes, so that all see the same
+hours of the machine. The same command continues a race, and trains what more seeds or contenders
+add.
 """
 
 import re
@@ -132,8 +133,7 @@ def run(options: Namespace, console: Console) -> Result:
     stopping = threading.Event()
     with lock_folder(options.out, "race"):
         for runs in rounds.values():
-            for run in runs.values():
-                check_unchanged(run)
+            check_unchanged(list(runs.values()))
         with stop_on_signal(stopping):
             for runs in rounds.values():
                 run_round(list(runs.values()), stopping, console)
@@ -209,14 +209,16 @@ def list_rounds(contenders: Sequence[Contender], options: Namespace) -> dict[int
     return rounds
 
 
-def check_unchanged(run: Run) -> None:
-    """Raise ConfigError if the folder holds a run with other settings."""
-    if not (run.folder / RUN_CONFIG).is_file():
-        return
-    config = resolve(run.words[0], run.words[1:]).config
-    for change in list_changes(read_config(run.folder), config):
-        if change.key in SHARED or change.resume != "free":
-            raise ConfigError(f"{run.name} has changed: {change}", run.folder, "name another --out")
+def check_unchanged(runs: Sequence[Run]) -> None:
+    """Raise ConfigError if a folder holds a run with other settings."""
+    for run in runs:
+        if not (run.folder / RUN_CONFIG).is_file():
+            continue
+        config = resolve(run.words[0], run.words[1:]).config
+        for change in list_changes(read_config(run.folder), config):
+            if change.key in SHARED or change.resume != "free":
+                what = f"{run.name} has changed: {change}"
+                raise ConfigError(what, run.folder, "name another --out")
 
 
 def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) -> None:
@@ -230,7 +232,10 @@ def run_round(runs: Sequence[Run], stopping: threading.Event, console: Console) 
 
 
 def take_turn(run: Run, stopping: threading.Event, console: Console) -> None:
-    """Train a run for a turn. Raises the error of a run that fails, except for losses not finite."""
+    """Train a run for a turn.
+
+    Raises the error of a run that fails, except for losses not finite.
+    """
     step = run.step
     limit = f"save.time_limit={run.turn_seconds or ''}"
     code = train(run.folder, [*run.words, limit], stopping.is_set)

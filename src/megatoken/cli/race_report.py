@@ -133,7 +133,7 @@ def report(
 def describe(
     label: str, curves: Sequence[Curve], targets: Sequence[float], folders: Sequence[Path]
 ) -> Row:
-    """Return the row of a contender: its `runs`, and the figures of those that reached the target."""
+    """Return the row of a contender: its `runs`, and figures of those that reached the target."""
     saved_runs = [folder for folder in folders if (folder / CHECKPOINTS).is_dir()]
     model, _ = read_model((saved_runs or folders)[0])
     per_token = flops_per_token(model, causal=True)

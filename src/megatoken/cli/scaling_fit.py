@@ -1,4 +1,4 @@
-"""Fit a scaling law to the losses of finished runs, check it on the largest one, and extrapolate."""
+"""Fit a scaling law to finished runs, check it on the largest one, and extrapolate."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -37,7 +37,7 @@ JOURNAL = "journal.log"
 BEST = "best.yaml"
 PICTURE = "sweep.png"
 UNPRUNED_TRIALS = 4  # trials before any is stopped early
-DIVERGED = 1e30  # loss that stands for one that is not finite
+DIVERGED = 1e30  # in place of a loss that is not finite
 RANGE = re.compile(r"(log:)?([^.]\S*?)\.\.([^.]\S*)")
 Space = dict[str, Any]  # an Optuna distribution by setting
 
@@ -74,7 +74,10 @@ def run(options: Namespace, console: Console) -> Result:
 
 
 def parse_space(recipe: str, words: Sequence[str]) -> tuple[Space, list[str]]:
-    """Return the distribution of each searched setting, and the other settings. Raises ConfigError."""
+    """Return the distribution of each searched setting, and the other settings.
+
+    Raises ConfigError.
+    """
     ranges = {}
     settings = []
     for word in words:

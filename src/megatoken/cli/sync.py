@@ -1,9 +1,9 @@
-"""`megatoken sync RUN --to tensorboard,wandb,trackio`: send a run's metrics.jsonl to other programs.
+"""`megatoken sync RUN --to tensorboard,wandb,trackio`: send a run's metrics to other programs.
 
-A separate process reads the log, so no sink can stop a run or lose a row. `log.sinks=...` starts one
-per sink with --follow (train/sinks.py), which sends rows as they arrive and ends after the run.
-RUN/sync/NAME.json holds the last step sent of each kind, so a later call sends the rest, and no row of
-a resumed run twice.
+A separate process reads the log, so no sink can stop a run or lose a row. `log.sinks=...` starts
+one per sink with --follow (train/sinks.py), which sends rows as they arrive and ends after the run.
+RUN/sync/NAME.json holds the last step sent of each kind, so a later call sends the rest, and no row
+of a resumed run twice.
 """
 
 import json
@@ -146,7 +146,7 @@ def read_settings(run: Path) -> dict[str, str]:
 
 
 def send(run: Path, name: str, *, follow: bool) -> int:
-    """Send the rows that a sink lacks and return their number; 0 if another process does.
+    """Send the rows that a sink lacks, unless another process does, and return their number.
 
     follow: until the run ends. Raises ConfigError if the sink is not installed, StorageError if it
     fails.

@@ -55,6 +55,8 @@ def load_pretrained(name: str | Path, warn: Callable[[str], None] = warnings.war
     if tokenizer.vocab_size > model.config.vocab_size:
         what = f"tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}"
         raise CheckpointError(what, source, "use the tokenizer the model was trained with")
+    if tokenizer.drops_unknown:
+        warn(f"tokenizer {tokenizer.name} drops characters that it has no token for")
     return LoadedModel(model, tokenizer, source)
 
 

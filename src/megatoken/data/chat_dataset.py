@@ -58,7 +58,10 @@ class ChatRows:
         return len(self.marks) // (self.seq_len + 1)
 
     def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[Any], Marks]:
-        """Return ids and marks of rows, both (n, seq_len + 1). Raises DataError as `Tokens.gather`."""
+        """Return ids and marks of rows, both (n, seq_len + 1).
+
+        Raises DataError as `Tokens.gather`.
+        """
         length = self.seq_len + 1
         return self.tokens.gather(rows * length, length), self.marks.reshape(-1, length)[rows]
 

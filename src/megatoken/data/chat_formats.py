@@ -80,11 +80,13 @@ def parse_row(line: bytes, where: str, expected: Format | None) -> tuple[Format,
         row_format = _match_format(row)
         if expected not in (None, row_format):
             raise ValueError(f"{row_format.name} after rows of {expected.name}")
-        if str(row.get("label", row.get("kto_tag"))).lower() in ("true", "false"):
+        label = row.get("label", row.get("kto_tag"))  # of trl, of LLaMA-Factory
+        if str(label).lower() in ("true", "false", "0", "1"):  # CSV has text only
             raise ValueError("a row for KTO, which is not supported")
         return row_format, row_format.read(row, where)
     except MALFORMED as error:
-        raise DataError(f"unusable row: {error!r:.200}", where, FIX_ROW) from error
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        raise DataError(f"unusable row: {reason:.200}", where, FIX_ROW) from error
 
 
 def _match_format(row: dict[str, Any]) -> Format:
@@ -93,7 +95,7 @@ def _match_format(row: dict[str, Any]) -> Format:
         if row.keys() >= {*row_format.keys}:
             return row_format
     names = ", ".join(row_format.name for row_format in FORMATS)
-    raise ValueError(f"its keys are not those of {names}")
+    raise ValueError(f"no format has its keys: {names}")
 
 
 def _to_rows(value: Any, role: str) -> list[Any]:

@@ -1,7 +1,8 @@
 """Turn conversations into token ids with a chat template, and mark the tokens to train on.
 
-A template is jinja text: ChatML, Llama-3, or the one saved with the tokenizer. Control tokens come from the template
-only. It is rendered with a placeholder for each message; the contents are encoded as plain text, whatever they spell.
+A template is jinja text: ChatML, Llama-3, or the one saved with the tokenizer. Control tokens come
+from the template only. It is rendered with a placeholder for each message; the contents are encoded
+as plain text, whatever they spell.
 """
 
 import json
@@ -22,7 +23,8 @@ from megatoken.system.atomic_write import MALFORMED
 ROLES = ("system", "user", "assistant")
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-# Control tokens of chat models. A tokenizer with one of them needs the template it was trained with.
+# Control tokens of chat models. A tokenizer with one of them needs the template it was trained
+# with.
 OTHER_CHATS = {
     *("[INST]", "<start_of_turn>", "<|header_start|>", "<|start_of_role|>", "<|user|>"),
     *("<|START_OF_TURN_TOKEN|>", "<|start|>", "<｜User｜>"),
@@ -98,7 +100,7 @@ class ChatTemplate:
         ids: list[int] = []
         trained: list[bool] = []
         text = ""  # since the last control token
-        answer = -1  # where the answer starts in `text`; -1 if there is none
+        answer = -1  # index in `text` of the answer; -1 without an answer
 
         def flush() -> None:
             tokens = self.tokenizer.encode(text).tolist()

@@ -52,7 +52,10 @@ class Batch:
         return [self.take(slice(first, first + size)) for first in range(0, len(self), size)]
 
     def take(self, rows: slice | Tensor) -> Self:
-        """Return some of the rows. On a CPU, `starts_BT` is dropped where every row is one sequence."""
+        """Return some of the rows.
+
+        On a CPU, `starts_BT` is dropped where every row is one sequence.
+        """
         batch = self._map(lambda tensor: tensor[rows])
         starts = batch.starts_BT
         if starts is not None and starts.device.type == "cpu" and not starts.any():
@@ -288,7 +291,7 @@ class Prefetcher:
         self._device = device
         self._pool = ThreadPoolExecutor(1, "megatoken-prefetch", self._select_device)
         self._next: tuple[int, Future[Batch | Tensor]] | None = None
-        self.metrics: dict[str, float] = {}  # empty, unlike those of other batch sources
+        self.metrics: dict[str, float] = {}  # always empty: windows of text have none
 
     def get(self, step: int) -> Batch:
         """Return the batch of any step, on the device, and start on the next one.

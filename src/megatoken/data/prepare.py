@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatoken.console import format_count
 from megatoken.data.corpus_reader import read_chunks, sample_texts
 from megatoken.data.documents import Invalid, PrepareOptions, token_dtype
 from megatoken.data.encode_workers import encode_chunks
@@ -67,7 +68,8 @@ def prepare(
 ) -> PrepareResult:
     """Prepare the dataset `out` from `source`, or resume an interrupted preparation.
 
-    source: file, folder, pattern or named corpus (sources.py). root: a local copy of a named corpus.
+    source: file, folder, pattern or named corpus (sources.py). root: a local copy of a named
+        corpus.
     tokenizer: gpt2, bytes, bpe:N or a file. workers: processes, 0 for one per core; more than one
     need a script to call this under `if __name__ == "__main__"`. val_fraction: share of documents
     held out. invalid: policy for documents that are not UTF-8; "skip" also skips bad rows.
@@ -164,7 +166,10 @@ class _Writer:
             }
 
     def write_documents(self, options: PrepareOptions, workers: int) -> None:
-        """Encode the rest of the corpus. Raises as `read_chunks` and `encode_chunks`, StorageError."""
+        """Encode the rest of the corpus.
+
+        Raises as `read_chunks` and `encode_chunks`, StorageError.
+        """
         useful = max(1, self.corpus.size_bytes // WORKER_BYTES)
         chunks = read_chunks(self.corpus, options, self.state.position)
         n_full = self._count_full_shards()
@@ -188,12 +193,13 @@ class _Writer:
     def balance_splits(self, val_fraction: float) -> None:
         """Move val to train if train is empty, then the end of train to val if val is too small.
 
-        Val gets at least MIN_VAL_TOKENS or half of all tokens. Raises DataError if there is no text.
+        Val gets at least MIN_VAL_TOKENS or half of all tokens. Raises DataError if there is no
+        text.
         """
         train, val = (self.splits[split] for split in SPLITS)
         counts = self.state.counts
         if not counts["train"] + counts["val"]:
-            what = f"no text in {len(self.corpus.files)} files"
+            what = f"no text in {format_count(len(self.corpus.files), 'file')}"
             raise DataError(what, self.corpus.files[0].path, "name files that hold text")
         with storage_errors(self.out):
             if not train.tokens:

@@ -21,11 +21,12 @@ import xxhash
 
 from megatoken.data.exercises import EXERCISES
 from megatoken.data.shard_format import DESCRIPTION_NAME
-from megatoken.errors import DataError
+from megatoken.errors import ConfigError, DataError
 from megatoken.system.atomic_write import local_path, replace_file
 from megatoken.system.environment import megatoken_cache
 
-# separated: documents between <|endoftext|>; whole: one document; the others: rows with named fields.
+# separated: documents between <|endoftext|>; whole: one document; the others: rows with named
+# fields.
 Format = Literal["separated", "whole", "json", "csv", "tsv", "parquet"]
 Compression = Literal["", "gz", "zst"]
 
@@ -115,10 +116,13 @@ class Source:
 def find_source(spec: str, root: Path | None = None, exclude: Path | None = None) -> Source:
     """Return the files of `spec`, sorted by name: one of NAMES, a file, a folder or a pattern.
 
-    A named corpus wins over a local path of that name; write ./NAME for the path. root: a local
-    copy of a named corpus. exclude: the output folder, which is skipped, as are other datasets and
-    runs. Raises DataError if there is no text file.
+    root: a local copy of a named corpus. exclude: the output folder, which is skipped, as are other
+    datasets and runs. Raises DataError if there is no text file, ConfigError if `spec` is the name
+    of both a corpus and a local path.
     """
+    if spec in NAMES and root is None and Path(spec).exists():
+        fix = f"write ./{spec} for the local one"
+        raise ConfigError(f"{spec} is a corpus, and also a local path", spec, fix)
     if spec == "python":
         library = Path(root or sysconfig.get_paths()["stdlib"])
         names = _walk(library, None, _NOT_PYTHON)
@@ -134,10 +138,8 @@ def find_source(spec: str, root: Path | None = None, exclude: Path | None = None
             download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
             return Source(spec, (_describe("input.txt", path),), open_local)
         return _list_local(spec, root, [root / "input.txt"])
-    if spec in HUB and root is None:
-        return _find_on_hub(spec)
-    if spec in HUB and root:
-        return _list_local(spec, root, root.glob(HUB[spec][1]))
+    if spec in HUB:
+        return _list_local(spec, root, root.glob(HUB[spec][1])) if root else _find_on_hub(spec)
     path = local_path(spec)
     if path.is_dir():
         return _list_folder(path, exclude)

@@ -83,6 +83,8 @@ def _convert(raw: BinaryIO, stream: Any, file: File, text_key: str) -> TextFile:
         rows = _read_parquet(raw, text_key)
         return TextFile(cast(BinaryIO, _RowStream(rows)), "rows", tell, False)
     head = stream.peek(HEAD_BYTES)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError("UTF-16 text", file.path, "convert it to UTF-8")
     is_binary = b"\0" in head
     if file.format in ("separated", "whole"):
         return TextFile(stream, file.format, tell, is_binary)

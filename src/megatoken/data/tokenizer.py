@@ -1,6 +1,6 @@
-"""Convert text to token ids and back: GPT-2's vocabulary, bytes, a trained BPE, or any tokenizer.json.
+"""Convert text to token ids and back: GPT-2's BPE, bytes, a trained BPE, or any tokenizer.json.
 
-Ids are those of Hugging Face's `tokenizers`; `BpeCache` computes the same ids faster for GPT-2's
+Hugging Face's `tokenizers` decides the ids; `BpeCache` computes them faster for GPT-2's
 pre-tokenizer. Special tokens in text are plain text, so a document cannot end itself.
 """
 
@@ -103,6 +103,18 @@ class Tokenizer:
             if 0 in mask:
                 return list(encoding.ids[: mask.index(0)])
         return []
+
+    @property
+    def drops_unknown(self) -> bool:
+        """Whether text outside the vocabulary is lost: a BPE without unk and without all bytes."""
+        model = self._content["model"]
+        if model["type"] != "BPE" or model.get("unk_token"):
+            return False
+        pre_tokenizers = [self._content["normalizer"], self._content["pre_tokenizer"]]
+        if "ByteLevel" in json.dumps(pre_tokenizers):
+            return not model["vocab"].keys() >= set(byte_bpe.byte_characters())
+        bytes_as_text = {f"<0x{byte:02X}>" for byte in range(256)}
+        return not (model.get("byte_fallback") and model["vocab"].keys() >= bytes_as_text)
 
     def count_bytes(self, inputs_BT: NDArray[np.int64], targets_BT: NDArray[np.int64]) -> int:
         """Return the bytes of text in the targets >= 0. Special tokens are not text."""

@@ -134,7 +134,7 @@ def parallelize(
 
     1. tensor parallelism, because it replaces weights that the others wrap;
     2. activation checkpointing, whose second forward runs the layers of 1;
-    3. FSDP2, whose hooks gather a block's weights outside of what 2 runs again.
+    3. FSDP2, whose hooks gather weights outside of the forward that 2 repeats.
 
     Unsharded replicas need none of it. A model on the meta device gets uninitialized storage.
     """

@@ -84,7 +84,7 @@ def flops_per_token(config: ModelConfig, *, causal: bool) -> int:
 
 
 def expected_initial_loss(config: ModelConfig) -> float:
-    """Return ln V, the loss in nats of a uniform prediction, close to that of initial weights."""
+    """Return ln V, the loss in nats of a uniform prediction, which initial weights are close to."""
     return math.log(config.vocab_size)
 
 

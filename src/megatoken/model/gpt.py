@@ -418,7 +418,7 @@ def copy_kernels(model: GPT, source: GPT) -> None:
 
 
 def set_activation_checkpointing(model: GPT, mode: str) -> None:
-    """Recompute activations in the backward: `none`, `gelu` (those of the MLP) or `block`."""
+    """Choose what the backward recomputes: `none`, `gelu` (MLP activations) or `block`."""
     model.recompute_blocks = mode == "block"
     for part in model.modules():
         if isinstance(part, MLP):

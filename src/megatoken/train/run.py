@@ -118,7 +118,7 @@ class RunLog:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no step is left, or the validation loss has stopped to fall."""
+        """Whether no step is left, or the validation loss has stopped falling."""
         patience = self.plan.config.evaluate.patience
         is_last = self.state.step >= self.plan.step_config.total_steps
         return is_last or self.progress.is_out_of_patience(patience)
