@@ -658,6 +658,7 @@ def test_a_worker_that_dies_while_it_starts_is_an_error(monkeypatch: pytest.Monk
         "words",
         0,
     )
+    resource_tracker.ensure_running()  # a Python process as well, and it must not die
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
     chunks = iter([Chunk([], None, 0, {})] * 2)
     with pytest.raises(PeerError):

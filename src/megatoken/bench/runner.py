@@ -30,6 +30,7 @@ WARMUP_STEPS = 2  # the first compiles and allocates, the second shows how long 
 ROUND_SECONDS = 0.5  # target length of the reference's round
 MOST_STEPS = 20  # per round
 DISTURBED = 0.85  # a round is disturbed if its slowest probe is below this share of the fastest
+STOP_SECONDS = 10.0  # for a worker to end once its connection is closed
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -95,7 +96,7 @@ class Worker:
         return tuple(value for value, probe in rounds if probe >= limit)
 
     def describe(self, device: Device) -> dict[str, Any]:
-        """Return the measurements as a record's row, with None for what was not timed_worker.
+        """Return the measurements as a record's row, with None for what was not measured.
 
         mfu is relative to the device's peak, mfu_probe to the probes. undisturbed: the rate of
         undisturbed rounds.
@@ -126,9 +127,16 @@ class Worker:
         return row
 
     def close(self) -> None:
-        """Terminate the processes."""
+        """Let the processes end, and terminate those that do not."""
+        for connection in self._connections:
+            connection.close()
+        for process in self.processes:
+            process.join(STOP_SECONDS)
+            process.terminate()
+            process.join()
         self._stack.close()
         self.processes = []
+        self._connections = []
 
     def _start(self) -> None:
         if self.spec.nproc > 1:
@@ -145,9 +153,6 @@ class Worker:
             theirs.close()
             self.processes.append(process)
             self._connections.append(ours)
-            self._stack.callback(process.join)
-            self._stack.callback(process.terminate)
-            self._stack.callback(ours.close)
 
     def _request_steps(self, steps: int) -> dict[str, Any] | None:
         for connection in self._connections:

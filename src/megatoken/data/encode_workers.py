@@ -48,7 +48,11 @@ def encode_chunks(
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         try:
             for chunk in chunks:
-                pending.append((chunk, pool.submit(_encode, chunk.segments)))
+                try:
+                    future = pool.submit(_encode, chunk.segments)
+                except OSError as error:  # one worker died while the next was starting
+                    raise BrokenProcessPool from error
+                pending.append((chunk, future))
                 if len(pending) > 2 * workers:
                     first, future = pending.popleft()
                     yield first, future.result()
