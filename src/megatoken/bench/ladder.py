@@ -119,6 +119,16 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
+NATIVE = {
+    "gemm_backend": "native",
+    "attention": "native",
+    "fused": "on",
+    "adamw": "native",
+    "compile": "off",
+}
+TUNED = dict.fromkeys(("gemm_backend", "attention", "master_weights", "fused", "adamw"), "auto")
+
+
 def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> list[Rung]:
     """Return all rungs in order, with `missing` set for those that this hardware lacks.
 
@@ -130,19 +140,6 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
     only_cpu = "" if on_cpu else "for CPUs"
     no_compiler = on_cpu and not find_compiler()
     is_one_micro_batch = batch_seqs <= FIRST_SEQS[device.type]
-    native: dict[str, Any] = {
-        "gemm_backend": "native",
-        "attention": "native",
-        "fused": "on",
-        "adamw": "native",
-        "compile": "off",
-        "master_weights": "on" if low_precision else "off",
-    }
-    tuned: dict[str, Any] = dict.fromkeys(
-        ("gemm_backend", "attention", "master_weights", "fused", "adamw"), "auto"
-    )
-    if on_cpu:
-        tuned["compile"] = "off"
     no_library = f"not compiled ({NO_LIBRARY})" if on_cpu and not find_library() else ""
     return [
         Rung(name="plain: fp32, explicit attention, loop AdamW"),
@@ -171,8 +168,12 @@ def list_rungs(device: Device, model_config: ModelConfig, batch_seqs: int) -> li
         Rung(
             name="kept memory, resting threads", fields={"prepare_process": True}, missing=only_cpu
         ),
-        Rung(name="native kernels", machine=native, missing=only_cpu or no_library),
-        Rung(name="kernels tuned here", machine=tuned),
+        Rung(
+            name="native kernels",
+            machine=NATIVE | {"master_weights": "on" if low_precision else "off"},
+            missing=only_cpu or no_library,
+        ),
+        Rung(name="kernels tuned here", machine=TUNED | ({"compile": "off"} if on_cpu else {})),
         Rung(
             name="largest micro-batch",
             fields={"micro_batch": 0},

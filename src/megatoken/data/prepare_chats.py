@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -89,31 +89,44 @@ def prepare_chats(
         fitting = _drop_long(rows, seq_len, long)
         splits = _split_rows(fitting, val_fraction)
         n_skipped = n_invalid + len(rows) - len(fitting)
+        described = recipe | {
+            "kind": row_format.kind,
+            "format": row_format.name,
+            "counts": {"skipped": n_skipped},
+        }
         with storage_errors(out):
-            tokenizer.save(out / "tokenizer")
-            shards: list[Shard] = []
-            files: dict[str, str] = {}
-            for split, split_rows in splits.items():
-                dtype = token_dtype(tokenizer.vocab_size)
-                writer = ShardWriter(out, split, dtype, shard_tokens, tokenizer.fingerprint, 0)
-                contents = _write_split(
-                    writer, split_rows, seq_len + 1, tokenizer.eot, row_format.kind
-                )
-                shards += writer.finish()
-                for name, data in contents.items():
-                    replace_file(out / name, data, durable=True)
-                    files[name] = xxhash.xxh3_128_hexdigest(data)
-            manifest = Manifest(
-                tokenizer=tokenizer.describe(),
-                dtype=writer.dtype,
-                documents={split: len(split_rows) for split, split_rows in splits.items()},
-                shards=tuple(shards),
-                source=recipe
-                | {"kind": row_format.kind, "format": row_format.name}
-                | {"counts": {"skipped": n_skipped}, "files_beside": files},
-            )
+            manifest = _write_splits(out, splits, tokenizer, seq_len + 1, shard_tokens, described)
             finish_dataset(out, manifest, state)
     return summarize(manifest, started, source)
+
+
+def _write_splits(
+    out: Path,
+    splits: dict[str, list[Row]],
+    tokenizer: Tokenizer,
+    row_len: int,
+    shard_tokens: int,
+    source: dict[str, Any],
+) -> Manifest:
+    """Write the tokenizer, shards and row files of a dataset. Return its manifest."""
+    tokenizer.save(out / "tokenizer")
+    dtype = token_dtype(tokenizer.vocab_size)
+    shards: list[Shard] = []
+    files: dict[str, str] = {}
+    for split, rows in splits.items():
+        writer = ShardWriter(out, split, dtype, shard_tokens, tokenizer.fingerprint, 0)
+        contents = _write_split(writer, rows, row_len, tokenizer.eot, source["kind"])
+        shards += writer.finish()
+        for name, data in contents.items():
+            replace_file(out / name, data, durable=True)
+            files[name] = xxhash.xxh3_128_hexdigest(data)
+    return Manifest(
+        tokenizer=tokenizer.describe(),
+        dtype=writer.dtype,
+        documents={split: len(rows) for split, rows in splits.items()},
+        shards=tuple(shards),
+        source=source | {"files_beside": files},
+    )
 
 
 def _encode_rows(
