@@ -15,7 +15,8 @@ from megatoken.system.machine import find_compiler
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
     """An instruction set that the compiler does not know is left out.
 
-    Without a compiler, or on another processor than x86-64, the wheel is for all machines, without kernels.
+    Without a compiler, or on another processor than x86-64, the wheel is for all machines, without
+    kernels.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
     python benchmarks/record.py [--out FOLDER] NAME -- python -m tests.soak.commit_soak
 
-Writes FOLDER/NAME.json (default records/), as `megatoken bench` does. Exits with the program's code.
+Writes FOLDER/NAME.json (default records/), as `megatoken bench` does. Exits with the program's
+code.
 """
 
 import json

@@ -388,8 +388,9 @@ def list_attention(
 ) -> Iterator[list[Case]]:
     """Every implementation at every length.
 
-    FLOPs: 3.5 * 4 B H T^2 D / 2 for all: two products forward and five backward, as flash attention makes the scores
-    again (Dao et al. 2022), half of each for the triangle. B batch, H heads, T length, D head width.
+    FLOPs: 3.5 * 4 B H T^2 D / 2 for all: two products forward and five backward, as flash attention
+    makes the scores again (Dao et al. 2022), half of each for the triangle. B batch, H heads, T
+    length, D head width.
     """
     H, D = config.n_head, config.d_head
     own = (

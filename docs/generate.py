@@ -2,7 +2,8 @@
 
     python docs/generate.py
 
-`make docs` runs this first. No check compares the pages with the code, so that code can change without them.
+`make docs` runs this first. No check compares the pages with the code, so that code can change
+without them.
 """
 
 import json
@@ -16,7 +17,8 @@ from megatoken.cli.arguments import build_parser
 ROOT = Path(__file__).parents[1]
 STEP = "model optim distributed train"
 RUN = f"data {STEP} launch checkpoint"
-# Packages that decide a record's figures, by the start of its name; the first match counts. Others: all of src.
+# Packages that decide a record's figures, by the start of its name; the first match counts. Others:
+# all of src.
 PACKAGES = {
     "peers": f"native {STEP}",
     "native": f"native {STEP}",

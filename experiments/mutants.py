@@ -2,9 +2,9 @@
 
     python -m experiments.mutants --count 200 --seed 1 --out runs/mutants.json
 
-Each mutant changes one operator, comparison, constant or statement of a core module in a copy of the
-checkout. It runs the test file of the module, then the tests of its package and of packages that use
-it, until the first failure. Tests that fail without a mutant are skipped.
+Each mutant changes one operator, comparison, constant or statement of a core module in a copy of
+the checkout. It runs the test file of the module, then the tests of its package and of packages
+that use it, until the first failure. Tests that fail without a mutant are skipped.
 """
 
 import argparse

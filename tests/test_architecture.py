@@ -1,4 +1,7 @@
-"""House rules that a machine can check: one test per rule, over all source files. Each collects every offender."""
+"""House rules that a machine can check: one test per rule, over all source files.
+
+Each collects every offender.
+"""
 
 import ast
 import re
@@ -25,13 +28,15 @@ OPTIONAL = {
     *("pyarrow", "matplotlib", "huggingface_hub", "datasets", "transformers", "lm_eval"),
     *("optuna", "shtab", "tensorboard", "trackio", "wandb", "lzma", "resource", "triton", "fsspec"),
 }
-# ... and where a process starts or the API is entered, whatever brings one of these: a typo must not wait for torch.
+# ... and where a process starts or the API is entered, whatever brings one of these: a typo must
+# not wait for torch.
 STARTERS = {"__init__.py", "__main__.py", "bench/worker.py", "convert/recipes/llmc.py", "plots.py"}
 # A process alone splits no model: torch's code for it is a quarter of what a run loads.
 STARTERS |= {"distributed/parallelize.py", "distributed/tensor_parallel.py", "measure/calibrate.py"}
 STARTERS |= {"system/file_lock.py"}  # readers take no lock
 HEAVY = {"torch", "numpy", "tokenizers", "rich", "yaml", "safetensors", "xxhash", "filelock"}
-# Quick to start, and testable without torch: the package, the commit protocol, the data order, the command line.
+# Quick to start, and testable without torch: the package, the commit protocol, the data order, the
+# command line.
 WITHOUT_TORCH = (
     *(
         "megatoken",

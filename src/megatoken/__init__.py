@@ -1,10 +1,10 @@
 """megatoken pre-trains GPT-2, GPT-3 and LLaMA models from raw text.
 
-The names below are the Python API (docs/python.md); each is imported when it is first used, so that `import megatoken`
-is quick and needs no torch.
+The names below are the Python API (docs/python.md); each is imported when it is first used, so that
+`import megatoken` is quick and needs no torch.
 
-LAYERS lists the packages in the order in which data flows. A package imports itself and earlier ones only;
-tests/test_architecture.py enforces it.
+LAYERS lists the packages in the order in which data flows. A package imports itself and earlier
+ones only; tests/test_architecture.py enforces it.
 """
 
 from importlib import import_module

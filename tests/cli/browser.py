@@ -34,7 +34,10 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page. Raises RuntimeError for a command that fails and for an exception of the page's script."""
+    """One page.
+
+    Raises RuntimeError for a command that fails and for an exception of the page's script.
+    """
 
     def __init__(self, program: str) -> None:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)

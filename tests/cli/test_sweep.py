@@ -136,7 +136,10 @@ def open_sweep(recipe: str, words: list[str], out: Path, trials: int) -> Sweep:
 def draw_trials(
     recipe: str, words: list[str], out: Path, trials: int, kill_in: tuple[int, ...] = ()
 ) -> list[tuple[str, ...]]:
-    """Return the values of a search's trials. kill_in: trials in which it is killed and restarted."""
+    """Return the values of a search's trials.
+
+    kill_in: trials in which it is killed and restarted.
+    """
     search = open_sweep(recipe, words, out, trials)
     values: list[tuple[str, ...]] = []
     while trial := search.ask():

@@ -68,7 +68,8 @@ def refuse(source: str | Path | Source, **options: Any) -> DataError:
     return caught.value
 
 
-# --- one file of each format -----------------------------------------------------------------------------------
+# --- one file of each format
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(37)
@@ -164,7 +165,8 @@ def test_bytes_of_parquet_are_text(tmp_path: Path, dtype: pyarrow.DataType) -> N
     assert read_all(find_source(str(tmp_path)), invalid="skip") == (["é"], {"skipped": 1})
 
 
-# --- bytes that are no text --------------------------------------------------------------------------------------
+# --- bytes that are no text
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(37)
@@ -196,7 +198,8 @@ def test_binary_files_are_skipped(tmp_path: Path) -> None:
     assert counts == {"binary_files": 1}
 
 
-# --- long documents ------------------------------------------------------------------------------------------------
+# --- long documents
+# ------------------------------------------------------------------------------------------------
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -329,7 +332,8 @@ def test_a_cut_document_gives_the_ids_of_the_whole(
     assert encoded.counts == {"train": 1, "seams": 0, "replaced": 0}
 
 
-# --- split and sample --------------------------------------------------------------------------------------------
+# --- split and sample
+# --------------------------------------------------------------------------------------------
 
 
 def test_the_split_depends_on_the_beginning_alone() -> None:
@@ -362,7 +366,8 @@ def test_a_sample_is_bounded_even_and_repeatable(
     )
 
 
-# --- what a source is ----------------------------------------------------------------------------------------------
+# --- what a source is
+# ----------------------------------------------------------------------------------------------
 
 
 def test_names_decide_the_form() -> None:

@@ -101,11 +101,13 @@ def test_looks_like_a_shuffle() -> None:
     index = np.arange(n)
     for image in images:
         assert (image == index).sum() < 10  # Poisson of mean 1
-        # |difference| of two uniform places is n/3 on average; its mean over n has a spread of about n/424.
+        # |difference| of two uniform places is n/3 on average; its mean over n has a spread of
+        # about n/424.
         assert abs(np.abs(np.diff(image)).mean() - n / 3) < n / 60
         assert (np.diff(image) == 1).sum() < 10
         assert abs(np.corrcoef(image, index)[0, 1]) < 0.05
-        # 100 x 100 cells of mean 1: chi-square of about 9,801 degrees of freedom has a spread of 140.
+        # 100 x 100 cells of mean 1: chi-square of about 9,801 degrees of freedom has a spread of
+        # 140.
         cells = np.histogram2d(index, image, bins=100)[0]
         assert abs(((cells - 1) ** 2).sum() - 9801) < 5 * 140
     for first in range(len(images)):

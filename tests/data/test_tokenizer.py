@@ -61,7 +61,8 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-# --- ids ---------------------------------------------------------------------------------------------------------
+# --- ids
+# ---------------------------------------------------------------------------------------------------------
 
 
 @needs_gpt2
@@ -143,7 +144,8 @@ def test_end_of_text_in_a_document_is_text(small: Tokenizer) -> None:
     assert small.decode([small.eot]) == "<|endoftext|>"
 
 
-# --- a BPE of one's own --------------------------------------------------------------------------------------
+# --- a BPE of one's own
+# --------------------------------------------------------------------------------------
 
 
 def test_trained_bpe_is_the_same_every_time(small: Tokenizer) -> None:
@@ -169,7 +171,8 @@ def test_meaningless_specs_are_config_errors(spec: str) -> None:
     assert caught.value.code == ExitCode.CONFIG
 
 
-# --- files ---------------------------------------------------------------------------------------------------
+# --- files
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_saved_tokenizers_come_back(small: Tokenizer, tmp_path: Path) -> None:
@@ -217,7 +220,8 @@ def test_an_unwritable_place_is_a_storage_error(small: Tokenizer, tmp_path: Path
     assert caught.value.code == ExitCode.STORAGE
 
 
-# --- where GPT-2's vocabulary comes from -------------------------------------------------------------------------
+# --- where GPT-2's vocabulary comes from
+# -------------------------------------------------------------------------
 
 
 @needs_gpt2

@@ -1,11 +1,12 @@
 """Published speeds of training runs with what the planner has to know of each; `python -m tests.estimate.published`
 prints the table of docs/numbers.md.
 
-A few rows set constants of estimate/speed.py (`sets` names them); the others only test. Sources: Journey, a published
-account of training GPT-2 from a laptop to 8 H100; llm.c: its discussions 481 and 677, its scripts, and
-modded-nanogpt's copy of its log; Notebook: build-nanogpt in a notebook, with the figures of its lecture; Composer:
-MosaicML's posts on GPT-3 of 2022; foundry: llm-foundry's table of benchmarks, MPT models; nanoGPT: its pull request
-464; modded: logs of modded-nanogpt; torchtitan: its benchmark of December 2024.
+A few rows set constants of estimate/speed.py (`sets` names them); the others only test. Sources:
+Journey, a published account of training GPT-2 from a laptop to 8 H100; llm.c: its discussions 481
+and 677, its scripts, and modded-nanogpt's copy of its log; Notebook: build-nanogpt in a notebook,
+with the figures of its lecture; Composer: MosaicML's posts on GPT-3 of 2022; foundry: llm-foundry's
+table of benchmarks, MPT models; nanoGPT: its pull request 464; modded: logs of modded-nanogpt;
+torchtitan: its benchmark of December 2024.
 """
 
 from dataclasses import dataclass, replace

@@ -56,7 +56,10 @@ TIMEOUT_SECONDS = 300
 
 @dataclass(frozen=True)
 class Golden:
-    """A run: its recipe, settings, dataset and number of processes. base: the run it starts from."""
+    """A run: its recipe, settings, dataset and number of processes.
+
+    base: the run it starts from.
+    """
 
     recipe: str
     data: str = "text"

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="stops processes, finds them in /proc"
 )
 
-# A rank without torch that does its fault at step 5, once or (SIGSEGV) always; rank 0 waits for rank 1 at every step.
+# A rank without torch that does its fault at step 5, once or (SIGSEGV) always; rank 0 waits for
+# rank 1 at every step.
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
@@ -58,7 +59,8 @@ for step in range(9):
         fail()
     (folder / f"step-{step}").touch()
 """
-# A rank of a tiny run. Rank 1 hangs in step 8, is killed in step 12 after the restart, then is slow in step 14.
+# A rank of a tiny run. Rank 1 hangs in step 8, is killed in step 12 after the restart, then is slow
+# in step 14.
 LIMIT = 5.0
 TRAIN = f"""
 import os, signal, sys, time
@@ -191,7 +193,8 @@ def test_limits_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         return watchdog.read(0)[0]
 
     assert not watchdog.all_silent([0])  # nothing noted yet
-    # Compilation in the first steps, then short ones; a long one raises the limit; the first evaluation has none.
+    # Compilation in the first steps, then short ones; a long one raises the limit; the first
+    # evaluation has none.
     times = [("step", 0, 90.0), ("step", 1, 0.1), ("step", 2, 0.1), ("step", 3, 0.1)]
     assert [limit_after(*each) for each in times] == [
         float("inf"),

@@ -44,7 +44,8 @@ with PreemptionHandler() as handler:
 LAUNCH = "import sys; from megatoken.launch.local import launch; sys.exit(launch([sys.executable, *sys.argv[1:]], 2, 2))"
 
 
-# A process that gets a signal while the command is imported, before any module of megatoken but __main__ has run.
+# A process that gets a signal while the command is imported, before any module of megatoken but
+# __main__ has run.
 EARLY = """
 import os, signal, sys
 from megatoken import __main__

@@ -230,7 +230,8 @@ def test_a_growing_batch_takes_longer_here(monkeypatch: pytest.MonkeyPatch) -> N
         return 3600 * float(answer["hours"])
 
     assert plan_seconds() == pytest.approx(64000 / 128 * 4)
-    # 300 batches of half a micro-batch, 150 of one, 100 of one and a half, each with its update, then 35,200 tokens.
+    # 300 batches of half a micro-batch, 150 of one, 100 of one and a half, each with its update,
+    # then 35,200 tokens.
     smaller = 300 * (0.5 + 2) + 150 * (1 + 2) + 100 * (1.5 + 2)
     assert plan_seconds("budget.batch_start=32", "budget.batch_ramp=28800") == pytest.approx(
         smaller + 35200 / 128 * 4

@@ -190,7 +190,8 @@ def test_gpt3_175b_on_1024_gpus_equals_theory(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(("shard", "reduces"), [("none", 0), ("zero1", 1), ("zero3", 4)])
 def test_communication_of_each_sharding(shard: str, reduces: int) -> None:
     """4 micro-batches on 4 processes; fp32, so that weights are gathered as they are. What DDP reduces once a step is
-    twice what a gathering or a scattering sends; ZeRO-3 does these for every micro-batch, blocks twice."""
+    twice what a gathering or a scattering sends; ZeRO-3 does these for every micro-batch, blocks
+    twice."""
     estimate = dry_run(small_run(precision="fp32", micro_batch=1, sharding=shard), SMALL, 4, H100)
     whole = 4 * count_parameters(SMALL)
     blocks = whole - 4 * (SMALL.padded_vocab_size + SMALL.seq_len + 2) * SMALL.d_model

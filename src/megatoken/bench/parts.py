@@ -36,7 +36,8 @@ from megatoken.system.timing import Timing, time_once
 
 GROUPS = {  # names of operations, forward or backward; the first match counts
     "matrix products": re.compile(
-        r"native::matmul|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$|mkldnn.*linear|Addmm|MmBackward0"
+        r"native::matmul|aten::(linear|matmul|addmm_?|mm|_scaled_mm)$"
+        r"|mkldnn.*linear|Addmm|MmBackward0"
     ),
     "loss": re.compile(r"cross_?entropy|log_softmax|nll_loss", re.IGNORECASE),
     "attention": re.compile(r"attention|aten::baddbmm|aten::bmm|softmax"),

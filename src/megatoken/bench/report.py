@@ -51,7 +51,7 @@ def write_record(
 
 
 def format_cell(key: str, value: Any) -> str:
-    """Format a value of a row in the unit that its key implies; a figure as median (low to high)."""
+    """Format a value in the unit that its key implies; a figure as median (low to high)."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, dict):

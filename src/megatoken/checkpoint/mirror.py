@@ -1,9 +1,9 @@
 """Copy a run to another folder or an address such as s3://bucket/run. No torch.
 
-`ADDRESS/checkpoints/step-00000010/` gets the files of a checkpoint, each read back after its upload,
-then its `manifest.json`, the commit mark: an upload that ends at any moment leaves the older
-checkpoints valid. Small files of the run are next to `checkpoints/`. `mirror.json`, in the run folder
-and at the address, identifies the run.
+`ADDRESS/checkpoints/step-00000010/` gets the files of a checkpoint, each read back after its
+upload, then its `manifest.json`, the commit mark: an upload that ends at any moment leaves the
+older checkpoints valid. Small files of the run are next to `checkpoints/`. `mirror.json`, in the
+run folder and at the address, identifies the run.
 """
 
 import json
@@ -109,9 +109,9 @@ def update_mirror(
 ) -> dict[str, Any]:
     """Upload what a run's copy lacks, and remove old checkpoints there. Return a report.
 
-    Upload the small files, the newest checkpoint, the `best` one and those of `keep_every`; prune as
-    `checkpoint.commit.prune` does locally. Raises MegatokenError; the next call continues from what
-    was uploaded.
+    Upload the small files, the newest checkpoint, the `best` one and those of `keep_every`; prune
+    as `checkpoint.commit.prune` does locally. Raises MegatokenError; the next call continues from
+    what was uploaded.
     """
     start = time.monotonic()
     store = ObjectStore(address)
@@ -154,7 +154,10 @@ def _remove_rewound(run: Path, store: ObjectStore) -> None:
 
 
 def upload_checkpoint(store: ObjectStore, folder: Path) -> int:
-    """Upload a checkpoint, its manifest last; return its bytes. Raises DamagedError if it is invalid."""
+    """Upload a checkpoint, its manifest last; return its bytes.
+
+    Raises DamagedError if it is invalid.
+    """
     files = verify(folder).files
     name = f"{CHECKPOINTS}/{folder.name}"
     run_parallel(
@@ -221,7 +224,10 @@ def _is_complete(store: ObjectStore, step: int, files: Mapping[str, ObjectInfo])
 
 
 def verify_mirror(store: ObjectStore) -> tuple[int, list[MegatokenError]]:
-    """Read every byte at an address. Return the number of checkpoints and the first defect of each."""
+    """Read every byte at an address.
+
+    Return the number of checkpoints and the first defect of each.
+    """
     errors: list[MegatokenError] = []
     steps = list_mirrored(store)
     for step in steps:

@@ -28,8 +28,8 @@ class Parser(argparse.ArgumentParser):
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line, whose first word is the command. Raises ConfigError.
 
-    Settings (`section.field=value`) may stand between other arguments. The result also has `command`
-    and `words`, the command line.
+    Settings (`section.field=value`) may stand between other arguments. The result also has
+    `command` and `words`, the command line.
     """
     name = words[0]
     if name not in COMMANDS:

@@ -150,7 +150,7 @@ def show_law(law: Law, laws: Sequence[Law], console: Console) -> dict[str, Any]:
         formula += f" + {law.factors[index]:.4g} / {name}^{law.exponents[index]:.3f}"
     console.print(formula)
     console.print(
-        f"N: weights in matrix products, D: tokens, C: 6 N D; in brackets 80% of {len(laws)} resamples"
+        f"N: weights in products, D: tokens, C: 6 N D; in brackets 80% of {len(laws)} resamples"
     )
     console.table([(name, format_range(fit)) for name, fit in fits.items()])
     return {"terms": list(names), "formula": formula, "factors": list(law.factors), "fits": fits}

@@ -18,7 +18,7 @@ TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """A length of training: `20000steps`, `10e9tok`, `3ep` (epochs), `0.01dur` (share of the run)."""
+    """A length of training: `20000steps`, `10e9tok`, `3ep` (epochs), `0.01dur` (share of a run)."""
 
     value: float
     unit: str = "steps"

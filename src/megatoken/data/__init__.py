@@ -1,1 +1,1 @@
-"""Text in, batches of token ids out: sources -> documents -> tokenizer -> prepare -> shards -> loader."""
+"""From text to batches: sources -> documents -> tokenizer -> prepare -> shards -> loader."""

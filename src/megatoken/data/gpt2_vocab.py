@@ -1,4 +1,7 @@
-"""Find GPT-2's 50,000 merges on this machine, or download them once. They are not in this package."""
+"""Find GPT-2's 50,000 merges on this machine, or download them once.
+
+They are not in this package.
+"""
 
 import hashlib
 

@@ -118,7 +118,10 @@ def fetch_dataset(address: str, report: Report = no_report) -> Path:
 
 
 def verify_remote(remote: RemoteDataset) -> list[MegatokenError]:
-    """Read every byte of a remote dataset with hashes. Return an error per bad shard or tokenizer."""
+    """Read every byte of a remote dataset with hashes.
+
+    Return an error per bad shard or tokenizer.
+    """
     errors: list[MegatokenError] = []
 
     def check(name: str) -> None:
@@ -187,7 +190,10 @@ def _list_external(store: ObjectStore, pattern: str) -> RemoteDataset:
 
 
 def find_damage(shard: Shard, token_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    """Return how a shard differs from its row of the manifest, or "". read: its bytes [start, end)."""
+    """Return how a shard differs from its row of the manifest, or "".
+
+    read: its bytes [start, end).
+    """
     actual = hash_block(read(0, HEADER_BYTES))
     if actual != shard.header:
         return f"its header has hash {actual}, expected {shard.header}"

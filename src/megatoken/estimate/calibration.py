@@ -13,8 +13,8 @@ from megatoken.system.device import Device
 class Calibration:
     """Measurements, one per number of `layers`.
 
-    Seconds of forward and backward of a micro-batch of `timed_seqs` sequences, and of an update; peak bytes of a step
-    with micro-batches of `micro_batch`, on top of the process's `base_bytes`.
+    Seconds of forward and backward of a micro-batch of `timed_seqs` sequences, and of an update;
+    peak bytes of a step with micro-batches of `micro_batch`, on top of the process's `base_bytes`.
     """
 
     layers: list[int]
@@ -31,7 +31,7 @@ class Calibration:
         return seqs / self.timed_seqs * backward + self._extrapolate(self.update_seconds, n_layer)
 
     def run_seconds(self, config: Config, model: ModelConfig, tokens: float) -> float:
-        """Return the seconds of training on `tokens`, with the config's batch ramp and evaluations."""
+        """Return the seconds of training on `tokens`, including batch ramp and evaluations."""
         parts = list(config.budget.ramp.smaller(tokens)) if config.budget.ramp else []
         rest = tokens - sum(size_tokens for _, size_tokens in parts)
         seconds = 0.0
@@ -56,7 +56,7 @@ class Calibration:
 def count_run_bytes(
     calibration: Calibration, config: Config, model: ModelConfig, device: Device
 ) -> int:
-    """Return the peak memory of a run's process, on a CPU with the copy that is saved in the background."""
+    """Return the peak memory of a run's process; on a CPU it includes the background save's copy."""
     n_bytes = calibration.memory_bytes(model.n_layer)
     if device.type == "cpu" and config.save.every.value:
         n_bytes += count_saved_bytes(config.optim.name, model)

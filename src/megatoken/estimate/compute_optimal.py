@@ -15,7 +15,10 @@ from megatoken.system.gpus import Gpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The model and length with the lowest loss for some FLOPs. loss: in nats, by the fitted law."""
+    """The model and length with the lowest loss for some FLOPs.
+
+    loss: in nats, by the fitted law.
+    """
 
     parameters: float
     tokens: float
@@ -58,9 +61,12 @@ def spend_budget(
     law: str,
     modes: Sequence[str],
 ) -> Optimum:
-    """Return the compute-optimal model and length for `dollars`, at the speed of the nearest GPT-3 that fits.
+    """Return the compute-optimal model and length for a budget in dollars.
 
-    Raises ConfigError if the price is unknown, no GPT-3 fits, or the model is smaller than those the law was fitted to.
+    The speed is that of the nearest GPT-3 preset that fits.
+
+    Raises ConfigError if the price is unknown, no GPT-3 fits, or the model is smaller than those
+    the law was fitted to.
     """
     price = price or gpu.price
     if not price:

@@ -1,6 +1,7 @@
-"""Student's t-test of paired differences (Student 1908): do runs with the same seeds differ by more than chance?
+"""Student's t-test of paired differences (Student 1908), between runs with the same seeds.
 
-Assumes normal differences, and so has power with few pairs: three pairs give a sign or permutation test p >= 0.25.
+Assumes normal differences, and so has power with few pairs: three pairs give a sign or permutation
+test p >= 0.25.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Plan a training run without torch: memory, speed, hours, dollars and energy, by arithmetic.
 
-Picks the fastest layout (sharding, recomputation, micro-batch) that fits, where the config leaves it open. Memory is in
-distributed/memory.py, time in estimate/speed.py.
+Picks the fastest layout (sharding, recomputation, micro-batch) that fits, where the config leaves
+it open. Memory is in distributed/memory.py, time in estimate/speed.py.
 """
 
 import math
@@ -28,7 +28,8 @@ from megatoken.system.gpus import Gpu
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, Chinchilla)
 GPU_COUNTS = tuple(2**i for i in range(11))
-# Range of measured over predicted tokens/s that holds four in five published runs (tests/estimate/test_published.py).
+# Range of measured over predicted tokens/s that holds four in five published runs
+# (tests/estimate/test_published.py).
 SLOWEST = 0.77
 FASTEST = 1.12
 MEASURED_SPREAD = 0.9, 1.1  # the range if this GPU was measured
@@ -41,8 +42,8 @@ VAL_COST = 1 / 3  # of evaluating a token, relative to training on it
 class Plan:
     """One model on a number of GPUs.
 
-    evaluated_tokens: of all evaluations. ramp: of the batch size. price: dollars per GPU-hour, 0 if unknown.
-    speed_factor: measured over predicted tokens/s. spread: lowest and highest tokens/s relative to the expected ones.
+    evaluated_tokens: of all evaluations. price: dollars per GPU-hour, 0 if unknown. speed_factor:
+    measured over predicted tokens/s. spread: range of tokens/s relative to the expected ones.
     """
 
     model: ModelConfig
@@ -119,9 +120,9 @@ def plan_run(
 ) -> Plan:
     """Return the fastest layout that fits, or the one that needs the least memory if none fits.
 
-    tokens: 0 for the config's budget. price: dollars per GPU-hour, 0 for the table's. measured: measured over planned
-    tokens/s, 0 if unknown. modes: recomputation to choose from if the config sets none. Raises ConfigError if the batch
-    does not divide among the GPUs.
+    tokens: 0 for the config's budget. price: dollars per GPU-hour, 0 for the table's. measured:
+    measured over planned tokens/s, 0 if unknown. modes: recomputation to choose from if the config
+    sets none. Raises ConfigError if the batch does not divide among the GPUs.
     """
     tokens = tokens or budget_tokens(config)
     ramp = config.budget.ramp
@@ -153,7 +154,7 @@ def plan_run(
 
 
 def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
-    """Return the median of measured over planned tokens/s, and the number of measurements; (0, 0) if there is none.
+    """Return the median of measured over planned tokens/s and the number of measurements, or (0, 0).
 
     Reads the records of `megatoken bench batch` for this GPU in a folder.
     """
@@ -183,7 +184,7 @@ def measured_factor(folder: Path, gpu: Gpu) -> tuple[float, int]:
 def list_layouts(
     config: Config, model: ModelConfig, gpu: Gpu, gpus: int, modes: Sequence[str] = CHECKPOINTING
 ) -> Iterator[tuple[Layout, Memory]]:
-    """Yield each sharding and recomputation that the config leaves open, with the largest micro-batch that fits.
+    """Yield the layouts that the config leaves open, each with the largest micro-batch that fits.
 
     Yields more recomputation only if it makes room for a larger micro-batch.
     """
@@ -311,7 +312,10 @@ def list_settings(config: Config, plan: Plan) -> list[str]:
 
 
 def budget_tokens(config: Config) -> float:
-    """Return the tokens of the config's budget. Raises ConfigError for epochs, which need the dataset."""
+    """Return the tokens of the config's budget.
+
+    Raises ConfigError for epochs, which need the dataset.
+    """
     budget = config.budget
     if budget.epochs:
         fix = "give the tokens: --tokens 10e9 or chinchilla"
@@ -350,7 +354,10 @@ def scale_gpus(
 def plan_family(
     config: Config, preset: str, gpu: Gpu, counts: Sequence[int], **options: Any
 ) -> dict[str, list[Plan]]:
-    """Plan every preset of a family (gpt2, gpt3, llama2, ...) at its compute-optimal length with the config's batch."""
+    """Plan each preset of a family (gpt2, llama2, ...) at its compute-optimal length.
+
+    All use the config's batch.
+    """
     families = {}
     for name, model in PRESETS.items():
         is_related = name.partition("-")[0] == preset.partition("-")[0]

@@ -1,9 +1,10 @@
-"""Fit the final loss of runs as a function of their size: L = E + A / N^a + B / D^b (Hoffmann et al. 2022, eq. 2).
+"""Fit the final loss of runs: L = E + A / N^a + B / D^b (Hoffmann et al. 2022, eq. 2).
 
-N: weights in matrix products, D: training tokens, C = 6 N D: FLOPs without attention. If runs vary only N or only D, or
-both together (C), the law has one term: L = E + A / x^a. With fixed exponents the law is linear in E, A and B, so the
-fit refines a grid of exponents and solves for the rest (variable projection, Golub & Pereyra 1973) by least squares of
-relative errors with nonnegative E, A and B.
+N: weights in matrix products, D: training tokens, C = 6 N D: FLOPs without attention. If runs vary
+only N or only D, or both together (C), the law has one term: L = E + A / x^a. With fixed exponents
+the law is linear in E, A and B, so the fit refines a grid of exponents and solves for the rest
+(variable projection, Golub & Pereyra 1973) by least squares of relative errors with nonnegative E,
+A and B.
 """
 
 from collections.abc import Sequence
@@ -58,7 +59,9 @@ class Law:
         return np.asarray(self.floor + sum(parts))
 
     def best_split(self, flops: Array | float) -> tuple[Any, Any]:
-        """Return N and D of 6 N D = flops with the lowest loss (Hoffmann et al. 2022, eq. 4), NaN if a factor is 0.
+        """Return the compute-optimal N and D for 6 N D = flops, NaN if a factor is 0.
+
+        Hoffmann et al. 2022, eq. 4.
 
         The law must have the terms N and D.
         """
@@ -109,7 +112,10 @@ def fit_law(terms: Terms, parameters: Array, tokens: Array, losses: Array) -> La
 
 
 def _solve_not_negative(columns: Array) -> tuple[Array, Array]:
-    """Fit nonnegative combinations of columns (points, k, runs) to 1; return coefficients (points, k), squared errors."""
+    """Fit nonnegative combinations of columns (points, k, runs) to 1.
+
+    Returns coefficients (points, k) and squared errors (points,).
+    """
     points, k, _ = columns.shape
     best = np.zeros((points, k))
     least = np.full(points, np.inf)

@@ -1,8 +1,8 @@
 """Predict the seconds of a training step on GPUs by arithmetic, without torch.
 
-Matrix products and attention run at a share of peak FLOP/s, everything else at memory bandwidth. Small micro-batches
-wait for the host to launch kernels, many GPUs for communication that is not hidden. docs/numbers.md lists the constants
-with their sources, and the error on published runs.
+Matrix products and attention run at a share of peak FLOP/s, everything else at memory bandwidth.
+Small micro-batches wait for the host to launch kernels, many GPUs for communication that is not
+hidden. docs/numbers.md lists the constants with their sources, and the error on published runs.
 """
 
 import math
@@ -13,7 +13,8 @@ from megatoken.model.flops import count_padded_parameters
 from megatoken.optim.costs import count_optimizer_flops
 from megatoken.system.gpus import Gpu
 
-# Share of the data sheet's peak that large products reach: in 16 bits or TF32, and in fp32 without TF32.
+# Share of the data sheet's peak that large products reach: in 16 bits or TF32, and in fp32 without
+# TF32.
 PRODUCT_SHARE = {
     "pascal": (0.75, 0.87), "turing": (0.29, 0.55), "volta": (0.75, 0.87), "ampere": (0.78, 0.90),
     "ampere-graphics": (0.80, 0.60), "ada": (0.80, 0.60), "hopper": (0.62, 0.65), "blackwell": (0.60, 0.60),
@@ -46,11 +47,12 @@ FOREACH_LAUNCHES = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """How well a training program fuses: bytes moved in forward and backward, in 16 bits with fp32 masters.
+    """Bytes that a training program moves in forward and backward, in 16 bits with fp32 masters.
 
-    element_bytes: element-wise work of a layer, per number of a token's d_model. logit_bytes: loss, per logit.
-    score_bytes: explicit attention, per pair of tokens and head. weight_bytes: casts and sums of gradients, per
-    parameter and micro-batch. adamw_bytes: norm, clip and update, per parameter. launches: operations per layer.
+    element_bytes: element-wise work of a layer, per feature of a token. logit_bytes: loss, per
+    logit. score_bytes: explicit attention, per pair of tokens and head. weight_bytes: casts and
+    sums of gradients, per parameter and micro-batch. adamw_bytes: norm, clip and update, per
+    parameter. launches: operations per layer.
     """
 
     element_bytes: float
@@ -86,7 +88,10 @@ PROGRAMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model is computed. micro_batch: sequences per GPU at a time; micro_steps: micro-batches per step."""
+    """How a model is computed.
+
+    micro_batch: sequences per GPU at a time; micro_steps: micro-batches per step.
+    """
 
     gpus: int = 1
     micro_batch: int = 1
@@ -261,7 +266,10 @@ def _attention_seconds(model: ModelConfig, gpu: Gpu, layout: Layout, tokens: int
 def communication_seconds(
     model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
 ) -> float:
-    """Return the seconds of a step in which GPUs wait for communication. micro_seconds: compute of a micro-batch."""
+    """Return the seconds of a step in which GPUs wait for communication.
+
+    micro_seconds: compute of a micro-batch.
+    """
     exposed = _data_parallel_seconds(model, gpu, layout, micro_seconds)
     return exposed + _tensor_parallel_seconds(model, gpu, layout)
 
@@ -269,7 +277,7 @@ def communication_seconds(
 def _data_parallel_seconds(
     model: ModelConfig, gpu: Gpu, layout: Layout, micro_seconds: float
 ) -> float:
-    """Return what the backward does not hide of reducing gradients and gathering weights in rings."""
+    """Return the seconds of ring collectives that the backward does not hide."""
     tp = layout.tensor_parallel
     ranks = layout.gpus // tp
     if ranks == 1:
@@ -295,7 +303,7 @@ def _data_parallel_seconds(
 
 
 def _tensor_parallel_seconds(model: ModelConfig, gpu: Gpu, layout: Layout) -> float:
-    """Return the seconds of two all-gathers and two reduce-scatters per layer, in forward and backward."""
+    """Return the seconds of the collectives: 2 all-gathers and 2 reduce-scatters per layer and pass."""
     tp = layout.tensor_parallel
     if tp == 1:
         return 0.0

@@ -1,8 +1,8 @@
 """Find ranks that hang: each rank writes its phase and step to a file, which the launcher reads.
 
 A rank that waits for another writes as little as one that hangs, so a run hangs when every rank has
-been silent for longer than its limit. The stacks then show which rank does not wait in a collective,
-or waits in another one.
+been silent for longer than its limit. The stacks then show which rank does not wait in a
+collective, or waits in another one.
 """
 
 import faulthandler
@@ -42,7 +42,7 @@ class Heartbeat:
         self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def beat(self, phase: str, step: int, done: int = 0) -> None:
-        """Start a phase at a step, or report progress in it with another `done`. Call it every step.
+        """Report a phase at a step, or progress in it by another `done`. Call it every step.
 
         A phase has no limit until it has been measured, except a save, which reports progress.
         """
@@ -82,7 +82,7 @@ class Watchdog:
         self._polled_at = time.monotonic()
 
     def read(self, rank: int) -> tuple[float, int, str]:
-        """Return (silence limit in seconds, step, phase) of a rank's last heartbeat, also of a dead one."""
+        """Return the silence limit in seconds, step and phase of a rank's last heartbeat."""
         line = self.files[rank].read_text() if self.files[rank].exists() else ""
         if line != self._latest[rank][0]:
             self._latest[rank] = (line, self._clock)
@@ -148,7 +148,7 @@ def stacks_file(heartbeat: Path) -> Path:
 
 
 def waits_in_collective(stacks: str) -> bool:
-    """Return whether a thread's innermost calls belong to torch.distributed or to our distributed."""
+    """Return whether a thread is inside torch.distributed or megatoken.distributed."""
     threads = split_threads(stacks)
     return any("/distributed/" in "".join(thread.splitlines()[:3]) for thread in threads)
 

@@ -1,6 +1,7 @@
-"""Start the ranks of one machine, watch them, restart them after a crash or a hang, and forward signals.
+"""Start the ranks of one machine, watch them, restart them after a failure, forward signals.
 
-Used by `--nproc` and `Trainer(nproc=...)`, on one machine or once on each of several (torchrun, srun).
+Used by `--nproc` and `Trainer(nproc=...)`, on one machine or once on each of several (torchrun,
+srun).
 """
 
 import ctypes
@@ -65,7 +66,7 @@ def handle_signals(
 
 
 class RepeatedSignal:
-    """Distinguish a second SIGTERM or SIGINT, which ends a process at once, from a copy of the first."""
+    """Tells a second SIGTERM or SIGINT, which ends a process at once, from a copy of the first."""
 
     def __init__(self) -> None:
         self._first_at: float | None = None
@@ -82,7 +83,7 @@ class RepeatedSignal:
 
 @contextmanager
 def stop_at_once(marker: Path | None = None) -> Iterator[None]:
-    """End the process as stopped at a signal: before train/preemption.py takes over, there is nothing to save."""
+    """End the process as stopped at a signal, until train/preemption.py handles signals."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         text = f"stopped by {name_cause(number)} before the run began; nothing to save\n"
@@ -95,7 +96,10 @@ def stop_at_once(marker: Path | None = None) -> Iterator[None]:
 
 
 def write_stop_marker(marker: Path | None) -> ExitCode:
-    """Return the exit code of a stop. With a marker file write it there and return 0, or torchrun would restart."""
+    """Return the exit code of a stop.
+
+    With a marker file write it there and return 0, or torchrun would restart.
+    """
     if marker is None:
         return ExitCode.STOPPED
     marker.write_text(str(int(ExitCode.STOPPED)))
@@ -103,7 +107,7 @@ def write_stop_marker(marker: Path | None) -> ExitCode:
 
 
 def name_cause(number: int) -> str:
-    """Return the name of a received signal, or "the death of its launcher" if Linux sent it for that."""
+    """Return the name of a received signal, or that the launcher died, which Linux signals."""
     if sys.platform == "linux" and os.getppid() != PARENT:
         death_signal = ctypes.c_int()
         ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(death_signal))
@@ -165,7 +169,7 @@ def launch(
 class LaunchResult:
     """How the ranks ended.
 
-    code: exit code, negative for a signal. lost: how a rank was lost if a restart may help, else "".
+    code: exit code, negative for a signal. lost: how a rank was lost, "" if a restart cannot help.
     step: the last step of any rank.
     """
 
@@ -181,7 +185,7 @@ def run_ranks(
     children: dict[int, Child],
     forwarded: Sequence[int],
 ) -> LaunchResult:
-    """Start the ranks of a machine, adding them to `children`, relay their errors, and wait for all.
+    """Start the ranks of a machine, relay their errors, and wait for all.
 
     forwarded: signals received before all ranks were started.
     """
@@ -233,7 +237,7 @@ def relay_line(errors: list[str], line: str) -> None:
 
 
 def print_errors(codes: Mapping[int, int], errors: Mapping[int, Sequence[str]]) -> None:
-    """Print the collected errors once per exit code, except the first rank's, which printed its own.
+    """Print the errors of all ranks but the first, which printed its own, once per exit code.
 
     'Peer lost' errors are hidden if another rank reported the cause.
     """

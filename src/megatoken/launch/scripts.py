@@ -1,8 +1,8 @@
-"""Write scripts that start a run on many machines with torchrun, Slurm, Kubernetes or SkyPilot, from templates/.
+"""Write launch scripts for torchrun, Slurm, Kubernetes and SkyPilot from templates/.
 
-A script runs the same command once per machine, which starts and watches its ranks (local.py), forwards the scheduler's
-warning signal, and restarts the run after exit codes 75 (stopped, resumable) and 7 (a rank lost). The run folder and
-the dataset must be on a shared file system.
+A script runs the same command once per machine, which starts and watches its ranks (local.py),
+forwards the scheduler's warning signal, and restarts the run after exit codes 75 (stopped,
+resumable) and 7 (a rank lost). The run folder and the dataset must be on a shared file system.
 """
 
 import json
@@ -71,8 +71,9 @@ class ScriptTemplate(Template):
 class Job:
     """What to launch.
 
-    nproc: processes per node. time: Slurm's limit. setup: shell lines before the run. partition, account, sbatch
-    (`name=value` or `name`): Slurm options. image: for Kubernetes and SkyPilot. namespace: for Kubernetes.
+    nproc: processes per node. time: Slurm's limit. setup: shell lines before the run. partition,
+    account, sbatch (`name=value` or `name`): Slurm options. image: for Kubernetes and SkyPilot.
+    namespace: for Kubernetes.
     """
 
     name: str
@@ -97,7 +98,10 @@ def check_job(job: Job, config: Config) -> None:
 
 
 def check_batch(config: Config, nodes: int, nproc: int, where: str = "--nodes, --nproc") -> None:
-    """Raise ConfigError for a batch that does not divide among `nproc` processes on each of `nodes` machines."""
+    """Raise ConfigError if the batch does not divide among the data-parallel processes.
+
+    nproc: processes per node.
+    """
     machine = config.machine
     dist_env = DistEnv(world_size=nodes * nproc, local_world_size=nproc)
     dp_size = build_dims(machine.sharding, machine.tensor_parallel, dist_env).dp_size
@@ -105,14 +109,14 @@ def check_batch(config: Config, nodes: int, nproc: int, where: str = "--nodes, -
     for name in ("batch_tokens", "batch_start"):
         tokens = getattr(config.budget, name)
         if tokens // seq_len % dp_size:
-            what = f"{tokens // seq_len:,} sequences do not divide among {dp_size} data-parallel processes"
+            what = f"{tokens // seq_len:,} sequences do not divide among {dp_size} processes"
             near = nearest_multiples(tokens, dp_size * seq_len)
             fix = f"use another number, or budget.{name} {' or '.join(map(str, near))}"
             raise ConfigError(what, where, fix)
 
 
 def check_options(engine: str, job: Job) -> None:
-    """Raise ConfigError for an option that the engine lacks or a value that its script cannot hold."""
+    """Raise ConfigError for an option that the engine lacks, or a value that breaks its script."""
     for name in ("partition", "account", "namespace", "image", "gpus", "time", "sbatch", "setup"):
         value = getattr(job, name)
         for text in [value] if isinstance(value, str) else value:
@@ -130,13 +134,16 @@ def check_options(engine: str, job: Job) -> None:
 
 
 def name_job(recipe: str) -> str:
-    """Return a recipe's name as a host name: a letter, then letters, digits and hyphens, at most 40."""
+    """Return a recipe's name as a host name of at most 40 characters."""
     name = re.sub(r"[^a-z0-9]+", "-", recipe.lower())
     return re.sub(r"^(?![a-z])-?", "run-", name)[:40].strip("-")
 
 
 def write_script(engine: str, job: Job) -> str:
-    """Return the script of an engine, without template lines whose value is empty. Raises as `check_options`."""
+    """Return the script of an engine, without template lines whose value is empty.
+
+    Raises as `check_options`.
+    """
     check_options(engine, job)
     train = shlex.join(["train", "--nproc", str(job.nproc), *job.train_args])
     setup = list(job.setup)
@@ -164,7 +171,8 @@ def write_script(engine: str, job: Job) -> str:
         "image_id": job.image and f"image_id: {json.dumps(f'docker:{job.image}')}",
         "workdir": "" if job.image or job.setup else workdir,
         "port": PORT,
-        "torchrun": f"python -P -m megatoken.launch.torchrun --nnodes {job.nodes} --nproc-per-node 1",
+        "torchrun": "python -P -m megatoken.launch.torchrun "
+        f"--nnodes {job.nodes} --nproc-per-node 1",
         "max_restarts": restarts,
         "train": train,
         "train_in_quotes": json.dumps(train)[1:-1],  # escapes of a double-quoted YAML string

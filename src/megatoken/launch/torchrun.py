@@ -1,9 +1,9 @@
-"""Run torchrun with the run's exit code. Launch scripts start `python -m megatoken.launch.torchrun`.
+"""Run torchrun and exit with the run's exit code; launch scripts start this module.
 
 It starts one process per machine, `megatoken train --nproc N`, which starts and watches the ranks
 (local.py); all machines restart when one has lost a rank. torchrun alone exits with 1 for any
-failure, and treats a stopped and saved run (75) as one. So a stopped run writes its code to a marker
-file and exits with 0 (`megatoken train --ending`).
+failure, and treats a stopped and saved run (75) as one. So a stopped run writes its code to a
+marker file and exits with 0 (`megatoken train --ending`).
 """
 
 import signal
@@ -23,7 +23,10 @@ SAVE_SECONDS = 300  # from a signal until running processes are killed
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun. Return 0, the code in the marker file or of a failed process, or 128 + signal."""
+    """Run torchrun.
+
+    Return 0, the code in the marker file or of a failed process, or 128 + signal.
+    """
     prepare_torchrun()
     script = list(arguments).index("-m") + 2
     options = ["--signals_to_handle", ",".join(not_ignored(FORWARDED))]

@@ -34,7 +34,10 @@ FEWEST_ROUNDS = 3
 
 
 def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Device, Calibration]:
-    """Measure for about `seconds` and cache the result. Raises ConfigError if no sequence fits in memory."""
+    """Measure for about `seconds` and cache the result.
+
+    Raises ConfigError if no sequence fits in memory.
+    """
     device = with_peak(open_device(config.machine))
     base_bytes = peak_resident_bytes() if device.type == "cpu" else 0
     start = time.perf_counter()
@@ -48,7 +51,7 @@ def calibrate(config: Config, model: ModelConfig, seconds: float) -> tuple[Devic
 
 @dataclass(slots=True)
 class TimedModel:
-    """A model with its optimizer, its peak memory, and seconds of (forward and backward, update) per round."""
+    """A model with its optimizer, peak memory, and seconds per round of the two parts of a step."""
 
     state: TrainState
     step_config: StepConfig
@@ -109,7 +112,10 @@ def count_timed_seqs(model: ModelConfig) -> int:
 def choose_micro_batch(
     config: Config, model: ModelConfig, device: Device, choice: KernelChoice
 ) -> int:
-    """Return the config's micro-batch, or on a CPU the one that a run would measure. model: with few layers."""
+    """Return the config's micro-batch, or on a CPU the one that a run would measure.
+
+    model: with few layers.
+    """
     if config.machine.micro_batch != "auto":
         return config.machine.micro_batch
     batch_seqs = config.batch_seqs

@@ -1,7 +1,7 @@
-"""Trace one training step of one process among many on fake tensors: memory and communication, without the devices.
+"""Trace a training step of one process among many on fake tensors: memory and communication.
 
-Model, sharding, step and optimizer are those of training, with plain kernels. `auto` precision is bf16, `auto`
-micro-batch one sequence.
+Model, sharding, step and optimizer are those of training, with plain kernels. `auto` precision is
+bf16, `auto` micro-batch one sequence.
 """
 
 import re
@@ -43,8 +43,9 @@ EPOCH_TOKENS = 10**9  # for runs whose length is in epochs
 class Estimate:
     """Bytes of the first process, which has the largest share, and the layout of the step.
 
-    total_bytes is the peak; activation_bytes the rest of it: activations, gathered weights, communication buffers. With
-    one micro-batch per step, not all gradients exist at the peak; with more, the four parts sum to the total.
+    total_bytes is the peak; activation_bytes the rest of it: activations, gathered weights,
+    communication buffers. With one micro-batch per step, not all gradients exist at the peak; with
+    more, the four parts sum to the total.
     """
 
     parameter_bytes: int
@@ -69,8 +70,8 @@ def dry_run(
 ) -> Estimate:
     """Estimate one step on `processes`, of which only the first is simulated.
 
-    `sharding=auto` becomes the simplest that fits in memory_bytes (0: unknown). Raises ConfigError if batch, heads or
-    processes do not divide.
+    `sharding=auto` becomes the simplest that fits in memory_bytes (0: unknown). Raises ConfigError
+    if batch, heads or processes do not divide.
     """
     if processes < 1:
         raise ConfigError(f"{processes} GPUs", "--gpus", "give at least 1")
@@ -156,7 +157,8 @@ def build(
     )
     micro_batch = 1 if machine.micro_batch == "auto" else machine.micro_batch
     if config.batch_seqs % (dims.dp_size * micro_batch):
-        what = f"{config.batch_seqs:,} sequences do not divide among {dims.dp_size:,} ranks x micro_batch {micro_batch}"
+        ranks = f"{dims.dp_size:,} ranks x micro_batch {micro_batch}"
+        what = f"{config.batch_seqs:,} sequences do not divide among {ranks}"
         near = nearest_multiples(config.batch_seqs, dims.dp_size * micro_batch)
         raise ConfigError(what, "budget.batch_tokens", f"nearest numbers of sequences: {near}")
     state = build_state(GPT(model_config, seed=None), config, device, dims)
@@ -246,7 +248,7 @@ def check_fit(
 ) -> tuple[bool, str]:
     """Return whether it fits, and one line with advice if it does not."""
     usable = USABLE * memory_bytes
-    share = f"{estimate.total_bytes / usable:.0%} of the usable memory of {gpu} ({format_quantity(usable, 'B')})"
+    share = f"{estimate.total_bytes / usable:.0%} of {format_quantity(usable, 'B')} usable on {gpu}"
     if estimate.total_bytes <= usable:
         return True, f"fits: {share}"
     return False, f"does not fit: {share}; {advise(estimate, config)}"

@@ -1,6 +1,7 @@
 """Count the bytes of live tensors and of collectives during a computation; tensors may be fake.
 
-Not counted: memory allocated inside a kernel, the allocator's rounding and fragmentation, NCCL's buffers.
+Not counted: memory allocated inside a kernel, the allocator's rounding and fragmentation, NCCL's
+buffers.
 """
 
 import weakref
@@ -22,8 +23,8 @@ from megatoken.system.torch_compat import (
     unset_fake_temporarily,
 )
 
-# Collective (operator name without underscores) to rounds of the ring; each of n processes sends (n - 1)/n of the full
-# tensor per round (Patarasuk & Yuan 2009).
+# Collective (operator name without underscores) to rounds of the ring; each of n processes sends (n
+# - 1)/n of the full tensor per round (Patarasuk & Yuan 2009).
 RING_ROUNDS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1, "broadcast": 1}
 # Operators that bring constants into a fake computation.
 LIFT_OPS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -33,7 +34,8 @@ RECOUNT = 1.001  # growth of the peak after which gradients are counted again
 class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazily: of type Any
     """Context manager that tracks the storages created inside it.
 
-    live_bytes, peak_bytes. gradients_at_peak: `count_gradients()` at the peak, within 0.1%. sent_bytes: by collective.
+    live_bytes, peak_bytes. gradients_at_peak: `count_gradients()` at the peak, within 0.1%.
+    sent_bytes: by collective.
     """
 
     def __init__(self, count_gradients: Callable[[], int] = lambda: 0) -> None:
@@ -52,7 +54,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[misc]  # looked up lazil
         self._update_peak()
 
     def __enter__(self) -> Self:
-        # DTensor propagates shapes in its own fake mode; only operations in our mode, or in none, are part of the run.
+        # DTensor propagates shapes in its own fake mode; only operations in our mode, or in none,
+        # are part of the run.
         self._fake_mode = active_fake_mode()
         self._resize = torch.UntypedStorage.resize_
 

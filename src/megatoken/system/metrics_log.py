@@ -204,9 +204,7 @@ class MetricsLogger:
     def _count_lost(self, name: str, error: OSError) -> None:
         self.lost_rows += 1
         if self.lost_rows == 1:
-            text = (
-                f"cannot write the log: {error.strerror} — {self.folder / name}; training continues"
-            )
+            text = f"cannot write the log: {error.strerror} — {self.folder / name}; continuing"
             with contextlib.suppress(OSError):  # of a closed terminal
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Files behind an address such as s3://bucket/run, through fsspec, with retries and one-line errors.
+"""Files at an address such as s3://bucket/run, through fsspec, with retries.
 
 fsspec comes with torch; a protocol may need its own library, as s3 needs s3fs (the extra `s3`).
 Credentials and endpoint come from where that library looks for them, never from our options.
