@@ -128,21 +128,27 @@ def list_failing(folder: Path, workers: int) -> list[str]:
     folders = sorted({f"tests/{name}" for names in TESTS.values() for name in names})
     existing = [name for name in folders if (folder / name).is_dir()]
     _, output = run_tests(folder, ["-n", str(workers), *existing])
-    names = [
-        line.split()[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))
-    ]
-    return sorted(set(names))
+    return sorted(set(list_failures(output)))
 
 
-def is_caught(folder: Path, file: Path, failing: list[str], workers: int) -> bool:
-    """Return whether a test fails because of the mutant in `file`."""
+def find_catching_test(folder: Path, file: Path, failing: list[str], workers: int) -> str:
+    """Return the test that fails because of the mutant in `file`, or ""."""
     package = file.parts[0]
-    own = folder / "tests" / package / f"test_{file.stem}.py"
-    skipped = [f"--deselect={name}" for name in failing]
-    if own.exists() and run_tests(folder, ["-x", "-n", "0", *skipped, str(own)])[0]:
-        return True
-    existing = [f"tests/{name}" for name in TESTS[package] if (folder / "tests" / name).is_dir()]
-    return run_tests(folder, ["-x", "-n", str(workers), *skipped, *existing])[0] != 0
+    own = f"tests/{package}/test_{file.stem}.py"
+    folders = [f"tests/{name}" for name in TESTS[package]]
+    for names, count in (([own], 0), (folders, workers)):
+        existing = [name for name in names if (folder / name).exists()]
+        skipped = [f"--deselect={name}" for name in failing]
+        if existing:
+            code, output = run_tests(folder, ["-x", "-n", str(count), *skipped, *existing])
+            if code:
+                return next(iter(list_failures(output)), f"exit code {code}")
+    return ""
+
+
+def list_failures(output: str) -> list[str]:
+    """Return the tests that pytest's summary names."""
+    return [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
 
 
 def main() -> None:
@@ -164,17 +170,15 @@ def main() -> None:
             original = target.read_text()
             target.write_text(source)
             start = time.monotonic()
-            caught = is_caught(copy, file, failing, options.workers)
+            test = find_catching_test(copy, file, failing, options.workers)
             target.write_text(original)
-            results.append(
-                {"file": str(file), "line": line, "change": description, "caught": caught}
-            )
-            verdict = "caught" if caught else "SURVIVED"
+            results.append({"file": str(file), "line": line, "change": description, "test": test})
+            verdict = f"caught by {test}" if test else "SURVIVED"
             seconds = time.monotonic() - start
             print(f"{file}:{line}: {description}: {verdict}, {seconds:.0f} s", flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n")
-    n_caught = sum(bool(result["caught"]) for result in results)
+    n_caught = sum(bool(result["test"]) for result in results)
     print(f"{n_caught} of {len(results)} caught")
 
 
