@@ -1,8 +1,9 @@
 """Make the batches of a split as a pure function of (dataset, seed, step).
 
-A run's data position is therefore its step number. Sequence i of step s is entry s * batch_size + i
-of an endless list of windows (window_order.py). Ranks take consecutive slices of a batch, and
-micro-batches consecutive slices of a rank's rows, so the order does not depend on either.
+A run's data position is therefore its step number and the batches it has skipped. Sequence i of
+step s is entry s * batch_size + i of an endless list of windows (window_order.py). Ranks take
+consecutive slices of a batch, and micro-batches consecutive slices of a rank's rows, so the order
+does not depend on either.
 """
 
 from bisect import bisect_right

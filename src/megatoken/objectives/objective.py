@@ -31,7 +31,7 @@ class Objective(Protocol):
 
 
 def build_objective(config: ObjectiveConfig, loss_chunk: int) -> Objective | None:
-    """Return what a step minimizes; None for the cross-entropy of the targets."""
+    """Return what a step minimizes; None for the cross-entropy of the targets (model/loss.py)."""
     if config.name in ("grpo", "ppo"):
         return PolicyObjective(config, loss_chunk)
     if config.name in ("dpo", "reward"):

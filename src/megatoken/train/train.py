@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -66,6 +67,15 @@ class Summary:
     loss: float | None
     val_loss: float | None
     seconds: float
+    reason: str
+
+
+class Ending(NamedTuple):
+    """How, at which step, after how many tokens and why training ended (reason: of a stop)."""
+
+    code: ExitCode
+    steps: int
+    tokens: int
     reason: str
 
 
@@ -130,7 +140,7 @@ class Trainer:
         """
         start = time.monotonic()
         if self.nproc > 1:
-            code, steps, reason = self._fit_in_processes()
+            ending = self._fit_in_processes()
         else:
             env = read_dist_env()
             device = open_device(
@@ -142,22 +152,22 @@ class Trainer:
                 join_process_group(env, device.type) as comm,  # first: others notice a failed rank
                 memory_errors(f"rank {env.rank}", MEMORY_FIX),
             ):
-                code, steps, reason = self._fit(device, comm)
+                ending = self._fit(device, comm)
         last_rows = find_last_rows(self.out, ("train", "val"))
         losses = {kind: float(row["loss"]) for kind, row in last_rows.items()}  # "nan" in the log
         return Summary(
-            code=code,
+            code=ending.code,
             run=str(self.out),
-            steps=steps,
-            tokens=self.resolved.config.budget.tokens_before(steps),
+            steps=ending.steps,
+            tokens=ending.tokens,
             loss=losses.get("train"),
             val_loss=losses.get("val"),
             seconds=time.monotonic() - start,
-            reason=reason,
+            reason=ending.reason,
         )
 
-    def _fit(self, device: Device, comm: Comm) -> tuple[ExitCode, int, str]:
-        """Set up the run, resume it and train; return how, at which step and why it ended."""
+    def _fit(self, device: Device, comm: Comm) -> Ending:
+        """Set up the run, resume it and train."""
         console = self.console if comm.dist_env.is_main_process else Console(quiet=True)
         context = RunContext(out=self.out, console=console, device=device, comm=comm)
         resolved = take_architecture(self.resolved, self.out)
@@ -172,34 +182,39 @@ class Trainer:
         check_sinks(resolved.config.log.sinks)
         check_reward(resolved.config.objective.reward, self.reward)
         data = setup.open_data(resolved.config, context)
-        self.resolved = resolved
         if self.extend:
-            self.resolved = extend_budget(resolved, data, self.extend, context)
-            changes += list_changes(resolved.config, self.resolved.config)
-        config = self.resolved.config
+            extended = extend_budget(resolved, data, self.extend, context)
+            changes += list_changes(resolved.config, extended.config)
+            resolved = extended
+        config = resolved.config
         time_limit = parse_time(config.save.time_limit) or None
         with (
             setup.open_log(self.out, comm) as log_file,
             PreemptionHandler(time_limit, config.objective.rollout_steps) as stop,
         ):
             plan = setup.plan_run(config, data, log_file, stop, context)
-            print_summary(self.resolved.name, plan)
+            print_summary(resolved.name, plan)
             state = build_train_state(plan, self.model, self.optimizer)
             if self.extend:
                 comm.run_on_rank0(lambda: set_aside_decay(plan, changes))
             progress = Progress()
             load_newest = partial(restore, state, progress, plan, allow_changes=self.allow_changes)
-            changes += find_dataset_change(load_newest(), data.dataset)
+            manifest = load_newest()  # resume: weights, optimizer, step, skipped batches
+            changes += find_dataset_change(manifest, data.dataset)
             log = RunLog(plan=plan, state=state, progress=progress, callbacks=self.callbacks)
             is_done = log.is_at_end and read_object(self.out / STATUS).get("state") == "done"
             if comm.broadcast_from_rank0(is_done):
                 Mirror(log).finish()
                 console.print(f"this run is finished: {self.out}; --extend LENGTH lengthens it")
-                return ExitCode.DONE, state.step, ""
-            comm.run_on_rank0(lambda: setup.write_run_files(self.resolved, plan, state.step))
+                tokens = state.tokens_trained(plan.step_config, state.step)
+                return Ending(ExitCode.DONE, state.step, tokens, "")
+            comm.run_on_rank0(lambda: setup.write_run_files(resolved, plan, state.step))
             run = self._build_run(plan, log, load_newest)
             record_changes(run, changes)
-            return train(run), state.step, stop.stop_requested
+            code = train(run)
+            reason = stop.stop_requested if code == ExitCode.STOPPED else ""
+            tokens = state.tokens_trained(plan.step_config, state.step)
+            return Ending(code, state.step, tokens, reason)
 
     def _build_run(
         self, plan: RunPlan, log: RunLog, load_newest: Callable[[], CheckpointManifest | None]
@@ -209,7 +224,7 @@ class Trainer:
         steps, is_compiled = tune(state, plan, is_at_end=log.is_at_end, explain=self.explain)
         plan = replace(plan, step_config=steps)
         state.start_grad_reduction(plan.comm)
-        # After tuning, which measures the cross-entropy.
+        # After tuning, which measures the cross-entropy; None keeps it (train/step.py).
         state.objective = build_objective(plan.config.objective, steps.loss_chunk)
         batches, validation = open_batches(plan, state, log, self.reward)
         return Run(
@@ -233,12 +248,12 @@ class Trainer:
             restore=load_newest,
         )
 
-    def _fit_in_processes(self) -> tuple[ExitCode, int, str]:
+    def _fit_in_processes(self) -> Ending:
         """Train in `nproc` processes of the `megatoken` command."""
-        self.resolved = take_architecture(self.resolved, self.out)
+        resolved = take_architecture(self.resolved, self.out)
         with tempfile.TemporaryDirectory(prefix="megatoken-") as folder:
-            recipe = Path(folder) / f"{self.resolved.name}.yaml"
-            recipe.write_text(render(self.resolved.config, self.resolved.origins), encoding="utf-8")
+            recipe = Path(folder) / f"{resolved.name}.yaml"
+            recipe.write_text(render(resolved.config, resolved.origins), encoding="utf-8")
             command = [*COMMAND, "train", str(recipe), "--out", str(self.out)]
             if self.reward:
                 command += ["--reward", str(self.reward)]
@@ -252,8 +267,8 @@ class Trainer:
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
             what = f"training in {self.nproc} processes failed, see their output — {self.out}"
             raise error_from_code(code, what)
-        saves = find_last_rows(self.out, ("save",))
-        return ExitCode(code), saves["save"]["step"] if saves else 0, ""
+        last_save = find_last_rows(self.out, ("save",)).get("save", {"step": 0, "tokens": 0})
+        return Ending(ExitCode(code), last_save["step"], last_save["tokens"], "")
 
 
 def train(run: Run) -> ExitCode:
@@ -270,7 +285,8 @@ def train(run: Run) -> ExitCode:
     step_log = StepLog(run, recovery)
     run.log_file.start_clock()
     try:
-        # A rank can be lost, or memory end, in any forward or backward.
+        # A rank can be lost, or memory end, in any forward or backward; `record_failure` logs the
+        # converted error.
         with (
             peer_errors(run.comm.dist_env),
             memory_errors(f"rank {run.comm.dist_env.rank}", MEMORY_FIX),
@@ -291,13 +307,14 @@ def train(run: Run) -> ExitCode:
 def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: StepLog) -> ExitCode:
     """Train to the end of the budget or until a stop is requested. Save before returning."""
     state = run.state
-    actions = list_actions(run, saver)  # validate, score tasks, sample, save
+    actions = list_actions(run, saver)  # save, validate, score tasks, sample
     code = ExitCode.DONE
     try:
         with closing(run.batches):
             while state.step < run.step_config.total_steps:
-                # All ranks read losses after the same steps, so that they rewind together.
-                must_read = run.check_stop(flag=step_log.is_late)
+                # One collective raises StopRequested on all ranks, or returns whether any is late:
+                # all ranks read losses after the same steps, so that they rewind together.
+                any_is_late = run.check_stop(flag=step_log.is_late)
                 call_actions(run, [action for action in actions if action.is_due(state.step)])
                 if run.progress.is_out_of_patience(run.config.evaluate.patience):
                     report_early_stop(run)
@@ -308,11 +325,12 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
                     batch = run.batches.get(state.batch)
                 pending = train_step_async(state, run.step_config, run.device, batch)
                 step_log.add(pending, run.batches.metrics)
-                is_checked = is_checked_after(run, actions, state.step)
-                if must_read or is_checked or step_log.reads_each_step:
-                    step_log.read()  # a bad step resets state.step
-                if is_checked:
-                    recovery.check_replicas()  # may rewind
+                # The step has advanced state.step; its loss may still be on the device.
+                must_check = must_check_after(run, actions, state.step)
+                if any_is_late or must_check or step_log.reads_each_step:
+                    step_log.read()  # a bad step is undone, and its batch skipped
+                if must_check:
+                    recovery.check_replicas()  # may rewind to a checkpoint
         saver.try_save()  # written while the last actions compute
         call_actions(run, [action for action in actions if action.at_end])
     except StopRequested:
@@ -320,13 +338,13 @@ def run_loop(run: Run, saver: CheckpointSaver, recovery: Recovery, step_log: Ste
         step_log.read()
         recovery.check_replicas()
     run.log.begin("finish")
-    saver.save_last()
+    saver.save_last()  # unless this step is saved
     saver.finish_mirror()
     return code
 
 
-def is_checked_after(run: Run, actions: Sequence[Action], step: int) -> bool:
-    """Return whether the weights of a step are used for more than the next step."""
+def must_check_after(run: Run, actions: Sequence[Action], step: int) -> bool:
+    """Return whether to read losses and compare replicas after a step, such as before a save."""
     is_last = step == run.step_config.total_steps
     is_action_due = any(action.is_due(step) for action in actions)
     return is_last or is_due(REPLICA_CHECK_STEPS, step) or is_action_due
