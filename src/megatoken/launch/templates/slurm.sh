@@ -13,8 +13,8 @@
 set -e
 %{setup}
 set -uo pipefail
-# SIGUSR1 goes to every task: the run finishes its step, saves and ends with %{stopped}. After a lost rank (%{peer_lost}) it is started
-# again.
+# Slurm sends SIGUSR1 to every task: the run finishes its step, saves and ends with %{stopped}, and the
+# job is requeued. After a lost rank (%{peer_lost}) the run is restarted at once.
 for _ in %{attempts}; do
     code=0
     srun --kill-on-bad-exit=0 megatoken %{train} || code=$?

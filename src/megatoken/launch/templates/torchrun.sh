@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # %{name}: %{machines} of %{processes}. Run it on every machine: bash FILE ADDRESS_OF_THE_FIRST
-# Signals reach the run. The exit code is the run's: %{stopped} means stopped and saved, start it again.
+# Forwards signals, and exits with the run's code: %{stopped} means stopped and saved, run it again.
 set -e
 %{setup}
 set -uo pipefail
