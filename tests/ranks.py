@@ -1,17 +1,24 @@
-"""Processes for tests: forks of one clean process that has imported torch, which would take each of them seconds."""
+"""Fork test processes from a clean one that has imported torch, which takes seconds."""
 
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 
 import pytest
+import torch
 import torch.multiprocessing
+
+from megatoken.distributed.env import DistEnv
+from megatoken.launch.local import find_free_port
+from tests.tiny_run import train
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "megatoken.train.train",
+        "pytest",
+        "tests.tiny_run",
         "megatoken.distributed.parallelize",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
@@ -34,11 +41,36 @@ def start_process(work: Callable[..., None], *args: object) -> ForkServerProcess
 
 
 def run_ranks(work: Callable[..., None], *args: object, nprocs: int) -> None:
-    """Run `work(rank, *args)` in `nprocs` processes to their end. Raises what one of them raised."""
-    environment = dict(os.environ)
+    """Run `work(rank, *args)` in `nprocs` processes that a launcher has given their ranks.
+
+    Raises what one of them raised.
+    """
     torch.multiprocessing.start_processes(
-        _work_of_rank, args=(environment, work, *args), nprocs=nprocs, start_method="forkserver"
+        _work_of_rank,
+        args=(nprocs, find_free_port(), dict(os.environ), work, *args),
+        nprocs=nprocs,
+        start_method="forkserver",
     )
+
+
+def train_on_ranks(nprocs: int, out: Path, *settings: str, **options: object) -> None:
+    """Train as `tests.tiny_run.train` does, on several processes."""
+    run_ranks(_train_rank, out, settings, options, nprocs=nprocs)
+
+
+def _train_rank(rank: int, out: Path, settings: list[str], options: dict[str, object]) -> None:
+    train(out, *settings, **options)  # type: ignore[arg-type]
+
+
+def _work_of_rank(
+    rank: int, world_size: int, port: int, environment: Mapping[str, str],
+    work: Callable[..., None], *args: object,
+) -> None:  # fmt: skip
+    torch.set_num_threads(1)
+    dist_env = DistEnv(
+        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, port=port
+    )
+    _work({**environment, **dist_env.variables()}, work, rank, *args)
 
 
 def _work(environment: Mapping[str, str], work: Callable[..., None], *args: object) -> None:
@@ -47,9 +79,3 @@ def _work(environment: Mapping[str, str], work: Callable[..., None], *args: obje
     for name, value in SHORT_MEASUREMENTS.items():
         pytest.MonkeyPatch().setattr(name, value)
     work(*args)
-
-
-def _work_of_rank(
-    rank: int, environment: Mapping[str, str], work: Callable[..., None], *args: object
-) -> None:
-    _work(environment, work, rank, *args)

@@ -27,12 +27,7 @@ RELATIVE = {"fp32": 1e-5, "bf16": 2e-2}  # bf16 has 8 bits: 2^-8 a rounding, som
 def config(tmp_path: Path, precision: str) -> Config:
     return load_config(
         "quickstart",
-        *(
-            f"data.path={write_shards(tmp_path)}",
-            "data.tokenizer=bytes",
-            "optim.lr=1e-2",
-            "model.dropout=0.1",
-        ),
+        *(write_shards(tmp_path), "data.tokenizer=bytes", "optim.lr=1e-2", "model.dropout=0.1"),
         *("model.n_layer=2", "model.n_head=2", "model.d_model=32", "model.seq_len=16"),
         *(
             "budget.steps=12",

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatoken.config.fields import Duration
-from megatoken.config.load import load_config
 from megatoken.config.schema import Config
 from megatoken.console import Console
 from megatoken.convert.export import export
@@ -26,34 +25,12 @@ from megatoken.train import train as pretrain
 from megatoken.train.actions import Action
 from megatoken.train.train import Summary, Trainer
 from tests.tiny_model import tiny_config
-from tests.tiny_run import TEXT, assert_equal_tensors, read_losses, read_rows, stop_at, write_shards
-
-SMALL = (
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.d_model=32",
-    "model.seq_len=16",
-    "data.tokenizer=bytes",
-    "optim.lr=1e-2",
-    "budget.steps=12",
-    "budget.batch_tokens=128",
-    "machine.device=cpu",
-    "machine.precision=fp32",
-    "machine.micro_batch=4",
-    "machine.threads=1",
-    "save.every=0",
-    "evaluate.every=6steps",
-    "evaluate.tokens=256",
-    "sample.every=0",
-    "log.plots=false",
-    "log.every=1steps",
-)
+from tests.tiny_run import assert_equal_tensors, read_losses, read_rows, stop_at, tiny_run
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    data = write_shards(tmp_path_factory.mktemp("shards"), val=TEXT * 24)
-    return load_config("quickstart", f"data.path={data}", *SMALL)
+def config(data: str) -> Config:
+    return tiny_run(f"{data} evaluate.every=6steps evaluate.tokens=256 save.every=0").config
 
 
 def fit(config: Config, out: Path, **options: Any) -> Summary:
@@ -64,40 +41,26 @@ def test_status_says_what_the_run_does_how_fast_and_how_long(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatoken.system.metrics_log.STATUS_SECONDS", 0.0)
-    seen: dict[str, dict[str, Any]] = {}
+    out, statuses = tmp_path / "run", {}
+
+    def read(*keys: str) -> list[Any]:
+        status = json.loads((out / "status.json").read_text())
+        return [status[key] for key in keys]
 
     def keep(row: dict[str, Any]) -> None:
-        seen[f"{row['kind']} {row['step']}"] = json.loads(
-            (tmp_path / "run" / "status.json").read_text()
-        )
+        keys = ("state", "phase", "step", "loss", "tokens_per_second")
+        statuses[f"{row['kind']} {row['step']}"] = read(*keys)
+        if row["step"] == 3:
+            assert read("eta_seconds")[0] >= 0
 
-    fit(config, tmp_path / "run", callbacks=[keep])
-    assert [seen["val 0"][key] for key in ("state", "phase", "step", "total_steps")] == [
-        "running",
-        "validate",
-        0,
-        12,
-    ]
-    assert [seen["val 0"][key] for key in ("loss", "tokens_per_second", "eta_seconds")] == [
-        None
-    ] * 3
-    assert [seen["train 3"][key] for key in ("phase", "step")] == [
-        "step",
-        2,
-    ]  # the row is written first
-    rows = {row["step"]: row for row in read_rows(tmp_path / "run", "train")}
-    assert [seen["train 3"][key] for key in ("loss", "tokens_per_second")] == [
-        rows[2][key] for key in ("loss", "tokens_per_second")
-    ]
-    assert seen["train 3"]["eta_seconds"] >= 0
-    assert [seen["val 6"][key] for key in ("phase", "step")] == ["validate", 6]
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert [status[key] for key in ("state", "phase", "step", "eta_seconds")] == [
-        "done",
-        "",
-        12,
-        0.0,
-    ]
+    fit(config, out, callbacks=[keep])
+    assert statuses["val 0"] == ["running", "validate", 0, None, None]
+    row = read_rows(out, "train")[1]  # the row of a step is written before its status
+    numbers = [row["loss"], row["tokens_per_second"]]
+    assert statuses["train 3"] == ["running", "step", 2, *numbers]
+    assert statuses["val 6"][:3] == ["running", "validate", 6]
+    assert read("state", "phase", "step", "eta_seconds") == ["done", "", 12, 0.0]
+    assert read("total_steps") == [12]
 
 
 def test_ranks_meet_wherever_rank_0_may_have_worked_alone(
@@ -152,7 +115,7 @@ def momentum_sgd(model: GPT) -> torch.optim.Optimizer:
 
 def test_config_from_python_is_recorded_with_its_origin(config: Config, tmp_path: Path) -> None:
     summary = fit(config, tmp_path / "run")
-    assert (summary.code, summary.steps, summary.tokens) == (ExitCode.DONE, 12, 12 * 128)
+    assert (summary.code, summary.steps, summary.tokens) == (ExitCode.DONE, 12, 12 * 192)
     assert summary.loss == read_losses(tmp_path / "run")[-1]
     lines = (tmp_path / "run" / "config.yaml").read_text().splitlines()
     assert any(line.split() == ["lr:", "0.01", "#", "Python"] for line in lines)
@@ -198,6 +161,9 @@ def test_what_cannot_be_combined_is_refused(config: Config, tmp_path: Path) -> N
         return model_class(replace(config.model, **changes), vocab_size=257)  # type: ignore[arg-type]
 
     model = build()
+    invalid = replace(config, budget=replace(config.budget, batch_tokens=100))
+    with pytest.raises(ConfigError):
+        Trainer(invalid, tmp_path / "run")
     for options in (
         {"model": model, "nproc": 2},
         {"optimizer": momentum_sgd(model)},
@@ -262,9 +228,3 @@ def test_attention_without_masks_is_refused_before_the_first_step(
     with pytest.raises(ConfigError):
         fit(sampling, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_invalid_config_is_refused(config: Config, tmp_path: Path) -> None:
-    broken = replace(config, budget=replace(config.budget, batch_tokens=100))
-    with pytest.raises(ConfigError):
-        Trainer(broken, tmp_path / "run")
