@@ -35,8 +35,8 @@ from megatoken.system.device import Device
 from megatoken.system.metrics_log import read_metrics
 from megatoken.train.state import build_state, build_step_config
 from megatoken.train.step import train_step
-from tests.distributed.test_training import FIXED
 from tests.tiny_model import tiny_config
+from tests.tiny_run import TINY
 
 Span = tuple[float, float]
 CPU = Device(
@@ -119,13 +119,13 @@ def command(out: Path, data: Path, nproc: int, *words: str) -> list[str]:
         "-m",
         "megatoken",
         "train",
-        "quickstart",
+        str(TINY),
         "--out",
         str(out),
         "--nproc",
         str(nproc),
     ]
-    return [*program, f"data.path={data}", *FIXED, "log.every=1", *words]
+    return [*program, f"data.path={data}", *words]
 
 
 def run_curves(options: argparse.Namespace) -> dict[str, Any]:

@@ -30,13 +30,16 @@ def build_sharded(
     *,
     config: Config | None = None,
     device: Device = CPU,
+    starts_reduction: bool = True,
 ) -> TrainState:
-    """Return a state with the weights of seed 1."""
+    """Return a state with the weights of seed 1, whose ranks share their gradients."""
     with torch.device("cpu" if dims.is_unsharded else "meta"):
         model = GPT(model_config)
     state = build_state(model, config or tiny_config(), device, dims)
     state.sharded.copy_from_full(init_weights(model, 1))
-    state.start_grad_reduction(comm)
+    state.comm = comm
+    if starts_reduction:
+        state.start_grad_reduction(comm)
     return state
 
 

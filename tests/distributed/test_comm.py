@@ -4,13 +4,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatoken.distributed import comm
 from megatoken.distributed.comm import join_process_group
-from megatoken.distributed.env import DistEnv
+from megatoken.distributed.env import DistEnv, read_dist_env
 from megatoken.errors import ExitCode, PeerError
 from megatoken.launch.local import find_free_port
 from tests.ranks import run_ranks
@@ -59,10 +60,9 @@ def test_ranks_that_do_not_meet(
 
 
 def join_often(rank: int, port: int) -> None:
-    """One of two ranks that join again and again at one address, as a program does that trains twice."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(comm, "JOIN_SECONDS", 20)
-    dist_env = DistEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, port=port)
+    """Join again and again at one address, as a program does that trains twice."""
+    pytest.MonkeyPatch().setattr(comm, "JOIN_SECONDS", 20)
+    dist_env = replace(read_dist_env(), port=port)
     for _ in range(20):
         with join_process_group(dist_env, "cpu") as two:
             assert two.gather(rank) == [0, 1]

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatoken.data.dataloader import Batch
-from megatoken.distributed.comm import Comm
-from megatoken.distributed.env import DistEnv
+from megatoken.distributed.comm import Comm, join_process_group
+from megatoken.distributed.env import read_dist_env
 from megatoken.distributed.grad_reduce import GradBucketReducer, fill_buckets
 from megatoken.distributed.parallel_dims import ParallelDims
 from megatoken.train.step import forward_backward
@@ -22,21 +23,17 @@ def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
     assert sizes == [[30, 20], [10, 100]]
 
 
-def work(rank: int, world: int, folder: str, master_weights: bool) -> None:
-    torch.set_num_threads(1)
-    file = Path(folder)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file / 'join'}", rank=rank, world_size=world
-    )
+def work(rank: int, folder: Path, master_weights: bool) -> None:
+    with join_process_group(read_dist_env(), "cpu") as comm:
+        reduce_gradients(comm, folder / f"{rank}.pt", master_weights)
+
+
+def reduce_gradients(comm: Comm, out: Path, master_weights: bool) -> None:
+    rank, world = comm.dist_env.rank, comm.dist_env.world_size
     state = tiny_state(dims=ParallelDims(dp_replicate=world, rank=rank))
     if master_weights:
         state.enable_master_weights(torch.bfloat16)
-    state.start_grad_reduction(
-        Comm(
-            DistEnv(rank=rank, world_size=world, local_rank=rank, local_world_size=world),
-            dist.group.WORLD,
-        )
-    )
+    state.start_grad_reduction(comm)
     assert isinstance(state.grad_reducer, GradBucketReducer)
     calls = []
     reduce = dist.all_reduce
@@ -53,15 +50,15 @@ def work(rank: int, world: int, folder: str, master_weights: bool) -> None:
     loss = forward_backward(state, tiny_step_config(1), CPU, Batch(inputs, targets))
     sizes = [numel for numel in calls if numel > 1]
     gradients = {name: p.grad for name, p in state.model.named_parameters()}
-    torch.save({"loss": loss, "sizes": sizes, "gradients": gradients}, file / f"{rank}.pt")
-    dist.destroy_process_group()
+    torch.save({"loss": loss, "sizes": sizes, "gradients": gradients}, out)
 
 
+@pytest.mark.usefixtures("one_thread")  # bf16 sums in other pieces round to other numbers
 def test_one_all_reduce_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     for master_weights in (False, True):
         folder = tmp_path / str(master_weights)
         folder.mkdir()
-        run_ranks(work, 2, str(folder), master_weights, nprocs=2)
+        run_ranks(work, folder, master_weights, nprocs=2)
         found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
         single = tiny_state()
         if master_weights:
@@ -69,12 +66,7 @@ def test_one_all_reduce_gives_the_gradient_of_the_whole_batch(tmp_path: Path) ->
         inputs, targets = tiny_batch()
         targets = targets.clone()
         targets[4:, :5] = -1
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as the ranks: bf16 sums in other pieces round to other numbers
-        try:
-            loss = forward_backward(single, tiny_step_config(1), CPU, Batch(inputs, targets))
-        finally:
-            torch.set_num_threads(threads)
+        loss = forward_backward(single, tiny_step_config(1), CPU, Batch(inputs, targets))
         parameters = sum(p.numel() for p in single.model.parameters())
         for result in found:
             assert result["sizes"] == [parameters]  # four micro-batches, one sum of everything

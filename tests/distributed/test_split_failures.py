@@ -1,8 +1,6 @@
-"""What fails while a split model is set up: it is found before the model is touched, or it ends the run at once."""
+"""Failures while a split model is set up leave the model untouched or end the run at once."""
 
-import json
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatoken.data.dataloader import Batch
 from megatoken.distributed.comm import Comm, join_process_group
 from megatoken.distributed.env import DistEnv
 from megatoken.distributed.parallel_dims import build_dims
 from megatoken.errors import MegatokenError
-from megatoken.launch.local import find_free_port
-from megatoken.model.gpt import GPT, init_weights
 from megatoken.system.device import memory_errors
 from megatoken.train import micro_batch
 from megatoken.train.compilation import compile_forward
 from megatoken.train.micro_batch import tune_micro_batch
-from megatoken.train.state import StepConfig, TrainState, build_state
-from megatoken.train.step import train_step
-from tests.ranks import run_ranks
-from tests.tiny_model import CPU, TINY_GPT, tiny_batch, tiny_config, tiny_step_config
+from megatoken.train.state import StepConfig, TrainState
+from tests.distributed.sharded_run import build_sharded, collect_ranks, train
+from tests.tiny_model import CPU, TINY_GPT, tiny_step_config
 
-WORLD = 2
 LAYOUTS = {"zero1": ("zero1", 1), "zero3": ("zero3", 1), "tensor": ("none", 2), "ddp": ("none", 1)}
 
 
@@ -54,21 +47,12 @@ def compile_badly(module: nn.Module) -> None:
 def build(layout: str, comm: Comm) -> TrainState:
     sharding, tp_size = LAYOUTS[layout]
     dims = build_dims(sharding, tp_size, comm.dist_env)
-    with torch.device("cpu" if dims.is_unsharded else "meta"):
-        model = GPT(TINY_GPT)
-    state = build_state(model, tiny_config(), CPU, dims)
-    state.sharded.copy_from_full(init_weights(model, 1))
-    state.comm = comm
-    return state
+    return build_sharded(TINY_GPT, dims, comm, starts_reduction=False)
 
 
-def train(state: TrainState, comm: Comm) -> list[float]:
+def train_three(state: TrainState, comm: Comm) -> list[float]:
     state.start_grad_reduction(comm)
-    dims, step_config = state.dims, tiny_step_config(2, optim__lr=1e-2)
-    share = 8 // dims.dp_size
-    rows = slice(dims.dp_rank * share, (dims.dp_rank + 1) * share)
-    batches = [[part[rows] for part in tiny_batch(step)] for step in range(3)]
-    return [train_step(state, step_config, CPU, Batch(*batch)).loss for batch in batches]
+    return train(state, 3)
 
 
 class Memory:
@@ -104,51 +88,41 @@ class Memory:
         return FailingBackward.apply(output, error)
 
 
-def work(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    dist_env = DistEnv(
-        rank=rank, world_size=WORLD, local_rank=rank, local_world_size=WORLD, port=port
-    )
+def work(env: DistEnv, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with join_process_group(dist_env, "cpu") as comm:
+    with join_process_group(env, "cpu") as comm:
         for layout in LAYOUTS:
-            found[layout] = {"untouched": train(build(layout, comm), comm)}
+            found[layout] = {"untouched": train_three(build(layout, comm), comm)}
             state = build(layout, comm)
             with pytest.MonkeyPatch.context() as patch:
-                # One rank has less memory than the other.
-                memory = Memory(4 - 2 * rank, patch)
+                memory = Memory(4 - 2 * env.rank, patch)  # one rank has less than the other
                 rates = tune_micro_batch(state, tiny_step_config(), CPU, 8)
-                found[layout] |= {
-                    "rates": list(rates),
-                    "tried": memory.sizes,
-                    "tuned": train(state, comm),
-                }
+            found[layout]["rates"] = list(rates)
+            found[layout]["tried"] = memory.sizes
+            found[layout]["tuned"] = train_three(state, comm)
             state = build(layout, comm)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(nn.Module, "compile", compile_badly)
-                note = compile_forward(state, tiny_step_config(2), CPU, "blocks")
-                found[layout] |= {"note": note, "compiled": train(state, comm)}
+                found[layout]["note"] = compile_forward(state, tiny_step_config(2), CPU, "blocks")
+                found[layout]["compiled"] = train_three(state, comm)
     start = time.monotonic()
     try:
         with (
-            join_process_group(dist_env, "cpu") as comm,
-            memory_errors(f"rank {rank}", "lower it"),
+            join_process_group(env, "cpu") as comm,
+            memory_errors(f"rank {env.rank}", "lower it"),
             pytest.MonkeyPatch.context() as patch,
         ):
-            Memory(1 - rank, patch)
+            Memory(1 - env.rank, patch)
             tune_micro_batch(build("zero3", comm), tiny_step_config(), CPU, 8)
     except MegatokenError as error:
         found["end"] = (str(error), int(error.code), time.monotonic() - start)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank wrote."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(work, find_free_port(), str(folder), nprocs=WORLD)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    """What each rank found."""
+    return collect_ranks(work, tmp_path_factory.mktemp("ranks"), nprocs=2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,10 +137,7 @@ def test_sizes_that_do_not_fit_change_nothing(layout: str, found: list[dict[str,
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_failed_compile_changes_nothing(layout: str, found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert (
-            rank[layout]["note"]
-            == "torch.compile failed, the model runs uncompiled: no kernel for this card"
-        )
+        assert "no kernel for this card" in rank[layout]["note"]
         assert rank[layout]["compiled"] == rank[layout]["untouched"]
 
 
@@ -174,7 +145,6 @@ def test_memory_that_ends_in_a_split_model_ends_the_run_at_once(
     found: list[dict[str, Any]],
 ) -> None:
     whole, failed = (rank["end"] for rank in found)
-    assert failed[:2] == ["out of memory: Tried to allocate 2.00 GiB. — rank 1 — lower it", 2]
-    assert whole[0].startswith("rank 0 lost another rank: ")
-    assert whole[1] == 7
+    assert "rank 1" in failed[0]
+    assert (failed[1], whole[1]) == (2, 7)
     assert max(whole[2], failed[2]) < 100  # not after the timeout of a collective

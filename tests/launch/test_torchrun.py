@@ -17,8 +17,8 @@ from megatoken.errors import ExitCode
 from megatoken.launch.local import find_free_port
 from megatoken.launch.scripts import Job, write_script
 from megatoken.system.environment import HEARTBEAT
-from tests.distributed.test_training import FIXED
 from tests.processes import children, read_variable
+from tests.tiny_run import TINY
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity"), reason="finds processes in /proc"
@@ -35,11 +35,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     prepare(str(folder / "text.txt"), folder / "shards", tokenizer="bytes", val_fraction=0.1)
     out = folder / "run"
     words = [
-        "quickstart",
+        str(TINY),
         "--out",
         str(out),
         f"data.path={folder / 'shards'}",
-        *FIXED,
         "machine.micro_batch=2",
     ]
     job = Job(
